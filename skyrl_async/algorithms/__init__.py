@@ -1,0 +1,1 @@
+"""Layer 1: advantages, losses, batching: pure tensor functions."""

@@ -1,0 +1,1 @@
+"""Layer 2: datasets, the ledger of uids, the async dataloader."""

@@ -1,0 +1,89 @@
+"""Every error this package raises on purpose, named by the boundary crossed.
+
+    SkyRLAsyncError
+    |-- ConfigError             a config key, value or combination is wrong (also a ValueError)
+    |-- DatasetError            a dataset file or row cannot be used
+    |-- PolicyError             a policy directory cannot be used, or does not match
+    |-- CheckpointError         a checkpoint is missing, incomplete, or of another model
+    |-- StateError              an accounting rule of the ledger or the staleness manager was broken
+    |-- InferenceError
+    |   |-- EngineDeadError     one engine is gone; its requests continue elsewhere
+    |   |-- NoEngineError       no engine is left to serve a request
+    |   |-- PromptTooLongError  a prompt leaves no room for an answer in the model's context
+    |   `-- EngineStartError    an engine did not come up
+    |-- PublishError            a weight publish failed; the old version serves everywhere
+    |-- GenerationError         a generator broke its contract, or too many rollouts failed
+    |-- TrainingError           a policy worker failed, or its numbers stopped being numbers
+    `-- DeadlineError           a wait took longer than its deadline; says what is stuck
+"""
+
+
+class SkyRLAsyncError(Exception):
+    """Base of all errors of this package: one clear line is enough for a user."""
+
+
+class ConfigError(SkyRLAsyncError, ValueError):
+    """A config key, value or combination is wrong."""
+
+
+class DatasetError(SkyRLAsyncError):
+    """A dataset file or row cannot be used."""
+
+
+class PolicyError(SkyRLAsyncError):
+    """A policy directory cannot be used, or does not match."""
+
+
+class CheckpointError(SkyRLAsyncError):
+    """A checkpoint is missing, incomplete, or of another model."""
+
+
+class StateError(SkyRLAsyncError):
+    """An accounting rule of the ledger or of the staleness manager was broken."""
+
+
+class InferenceError(SkyRLAsyncError):
+    """Something between the client and the engines failed."""
+
+
+class EngineDeadError(InferenceError):
+    """One engine is gone; its requests continue elsewhere."""
+
+
+class NoEngineError(InferenceError):
+    """No engine is left to serve a request."""
+
+
+class PromptTooLongError(InferenceError):
+    """A prompt leaves no room for an answer in the model's context."""
+
+    def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens, but the prompt has {num_prompt_tokens} "
+            "(context_length_exceeded); shorten the prompt or raise engine.max_model_len"
+        )
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_model_len = max_model_len
+
+    def __reduce__(self) -> tuple[type, tuple[int, int]]:
+        return type(self), (self.num_prompt_tokens, self.max_model_len)
+
+
+class EngineStartError(InferenceError):
+    """An engine did not come up."""
+
+
+class PublishError(SkyRLAsyncError):
+    """A weight publish failed; the old version serves everywhere."""
+
+
+class GenerationError(SkyRLAsyncError):
+    """A generator broke its contract, or too many rollouts failed."""
+
+
+class TrainingError(SkyRLAsyncError):
+    """A policy worker failed, or its numbers stopped being numbers."""
+
+
+class DeadlineError(SkyRLAsyncError):
+    """A wait took longer than its deadline; says what is stuck."""

@@ -1,0 +1,59 @@
+"""What the client needs of an engine. Implemented over vLLM, over Ray, by the deterministic engine and by the simulator.
+
+An engine does not know retries, text, chat or other engines: tokens in, tokens with provenance out.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
+
+
+class InferenceEngine(Protocol):
+    """One replica of the policy, serving one policy version at a time.
+
+    Any method may raise ``EngineDeadError``; after that the engine is not used again.
+    """
+
+    @property
+    def name(self) -> str:
+        """Short unique name for logs and metrics, such as ``engine-0``."""
+        ...
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        """Sample until the end, or until a pause in abort mode: then ``finish_reason`` is ``abort`` and all tokens so far
+        are returned. While the engine is paused a new request waits inside it. Cancelling the call ends the request.
+        """
+        ...
+
+    def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Like ``generate``, in blocks of new tokens as they are sampled; only the last block has a ``finish_reason``."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Return once no further token is sampled under the current version. Idempotent."""
+        ...
+
+    async def resume(self) -> None:
+        """Sample again. Idempotent."""
+        ...
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Replace all weights by ``update``, drop every cached key and value, and serve ``update.version``.
+
+        Only called between ``pause`` and ``resume``. Raises ``PublishError``, with the old weights untouched, when the
+        update cannot be the policy's (unknown names, other shapes, missing files); any later failure is ``EngineDeadError``.
+        """
+        ...
+
+    async def version(self) -> int:
+        """The policy version being served."""
+        ...
+
+    async def checksum(self) -> str:
+        """Digest of the weights held; equal weights give equal digests on engines of the same kind."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything, whatever is in flight. Idempotent."""
+        ...

@@ -1,0 +1,1 @@
+"""Layer 1 (and the worker, layer 3): staleness, buffer, generators."""

@@ -1,0 +1,1 @@
+"""Layer 2: training backends and the policy workers that run them."""

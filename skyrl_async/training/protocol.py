@@ -1,0 +1,98 @@
+"""What training looks like from the outside (``Policy``) and from inside a rank's process (``TrainingBackend``).
+
+Neither knows groups, staleness or engines: padded rows in, sums of gradients and numbers out.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from skyrl_async.types import Trajectory, WeightUpdate
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Policy(Protocol):
+    """The policy being trained, over all its workers. Calls are made one at a time."""
+
+    async def forward_backward(
+        self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
+    ) -> dict[str, float]:
+        """Add the gradients of the *sum* over sampled tokens of the policy loss to what is accumulated.
+
+        ``advantages`` holds one value per trajectory; ``version`` is the version being trained, for the figures per token
+        lag. Returns sums over tokens (keys end in ``_sum``), ``num_tokens``, and maxima (keys end in ``_max``).
+        """
+        ...
+
+    async def step(self, num_tokens: int) -> dict[str, float]:
+        """Divide the accumulated gradients by ``num_tokens``, clip, step optimizer and scheduler, and clear.
+
+        Returns ``grad_norm`` (before clipping) and ``lr``. Raises ``TrainingError`` when the norm is not finite.
+        """
+        ...
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-prob in nats of each token after the first given those before it, at temperature 1: ``len(token_ids) - 1``."""
+        ...
+
+    async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        """Gather the full weights and write them in buckets under ``directory`` (the gather and send of a publish)."""
+        ...
+
+    async def save(self, directory: Path) -> None:
+        """Write model, optimizer, scheduler and RNG state of every rank under ``directory``."""
+        ...
+
+    async def load(self, directory: Path) -> None:
+        """Restore what ``save`` wrote. Raises ``CheckpointError`` when it is incomplete or of another model."""
+        ...
+
+    async def export_hf(self, directory: Path) -> None:
+        """Write a Hugging Face directory (config, safetensors, tokenizer) that vLLM and transformers load."""
+        ...
+
+    async def close(self) -> None:
+        """End every worker."""
+        ...
+
+
+class TrainingBackend(Protocol):
+    """A model and its optimizer in one rank's process; every method is collective over the ranks."""
+
+    reshardable: bool
+    """Whether a checkpoint loads on another number of ranks."""
+
+    def build(
+        self,
+        model_fn: "Callable[[], torch.nn.Module]",
+        optimizer_fn: "Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]",
+        scheduler_fn: "Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]",
+    ) -> "torch.nn.Module":
+        """Make the (sharded) model, optimizer and scheduler; return the module to call for a forward."""
+        ...
+
+    def backward(self, loss: "torch.Tensor", *, is_last: bool) -> None:
+        """Accumulate the gradient of ``loss``, a sum over this rank's tokens; summed, not averaged, over the ranks."""
+        ...
+
+    def step(self, *, denominator: float, max_grad_norm: float) -> float:
+        """Divide gradients by ``denominator``, clip, step, clear; return the norm before clipping."""
+        ...
+
+    def iter_full_params(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Yield every full parameter under its Hugging Face name, in a fixed order. Collective."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write model, optimizer, scheduler and this rank's RNG state."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Restore what ``save`` wrote."""
+        ...
+
+    def close(self) -> None:
+        """Leave the process group."""
+        ...

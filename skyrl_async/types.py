@@ -1,0 +1,198 @@
+"""The values that cross the seams: prompts, sampling parameters, tokens with their provenance, trajectories, groups.
+
+Everything here is plain, frozen and free of torch, ray and vllm, so that any process can hold it. Sequences of one value per
+token are tuples of equal length.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+Message = dict[str, Any]
+"""One chat message in OpenAI form: at least ``role`` and ``content``."""
+
+ENVIRONMENT_VERSION = -1
+"""Policy version of tokens that no policy sampled (prompts, observations, chat-template glue)."""
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended; the values are OpenAI's, plus ``abort``, which never leaves the client."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class PauseMode(StrEnum):
+    """What a pause does to requests in flight."""
+
+    ABORT = "abort"
+    """They return with their tokens so far, and are continued in token space."""
+    KEEP = "keep"
+    """They freeze inside the engine, which recomputes their KV cache under the new weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample; names and meanings are OpenAI's and vLLM's."""
+
+    max_tokens: int
+    """Most new tokens, >= 1."""
+    temperature: float = 1.0
+    """>= 0; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus mass, in (0, 1]."""
+    top_k: int = 0
+    """Highest-probability tokens kept; 0 keeps all."""
+    min_p: float = 0.0
+    """Least probability relative to the most likely token, in [0, 1]."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; they are left out of the text, their tokens are kept."""
+    ignore_eos: bool = False
+    """Sample past the end-of-sequence token (benchmarks and tests)."""
+    seed: int | None = None
+    """Honoured by the deterministic engine only: vLLM cannot continue a seeded request exactly (and on CPU dies of one)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """One generation asked of one engine, in tokens."""
+
+    request_id: str
+    """Unique among the engine's requests in flight."""
+    prompt_token_ids: tuple[int, ...]
+    """Prompt, followed by the tokens already sampled when this continues an aborted request."""
+    sampling: SamplingParams
+    """``max_tokens`` is what remains of the budget. ``stop`` is the client's business and ignored by engines."""
+    num_sampled_tokens: int = 0
+    """How many tokens at the end of ``prompt_token_ids`` were sampled by earlier segments of the same generation."""
+    priority: int = 0
+    """Smaller is served first where the engine schedules by priority."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOutput:
+    """Tokens an engine sampled (all of a request, or one block of a stream), each with its provenance."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Behavior log-probs in nats, after temperature and truncation, one per token."""
+    versions: tuple[int, ...]
+    """Policy version each token was sampled under, as the engine says it."""
+    finish_reason: FinishReason | None
+    """None only for a block of a stream that goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A finished generation, joined from its segments."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    text: str
+    """Decoded once from all of ``token_ids`` without special tokens, cut before a stop string."""
+    finish_reason: FinishReason
+    """``stop`` or ``length``."""
+    num_aborts: int = 0
+    """How many times it was aborted (or lost its engine) and continued."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One row of a dataset."""
+
+    uid: str
+    """Unique in its dataset, and stable across runs."""
+    messages: tuple[Message, ...]
+    env_class: str
+    """Name in the skyrl_gym registry of the environment that plays and rewards it."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """What the environment is made with (``reward_spec``, ``max_turns``, ...)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One sample of a prompt, single- or multi-turn, as a training row. T is the number of response tokens."""
+
+    prompt_token_ids: tuple[int, ...]
+    response_token_ids: tuple[int, ...]
+    """(T,) sampled tokens, with the environment's tokens between turns."""
+    loss_mask: tuple[int, ...]
+    """(T,) 1 for tokens that the policy sampled, 0 for the environment's."""
+    logprobs: tuple[float, ...]
+    """(T,) behavior log-probs in nats; 0.0 where the mask is 0."""
+    versions: tuple[int, ...]
+    """(T,) policy version per token; ``ENVIRONMENT_VERSION`` where the mask is 0."""
+    reward: float
+    """Sum of the environment's rewards."""
+    num_turns: int = 1
+    is_truncated: bool = False
+    """The token budget ended it, not the policy."""
+    num_aborts: int = 0
+    """How many weight updates or engine failures its generations were continued across."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The environment's own figures for this episode."""
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self.response_token_ids)
+        for name in ("loss_mask", "logprobs", "versions"):
+            if len(getattr(self, name)) != num_tokens:
+                raise ValueError(
+                    f"trajectory.{name} has {len(getattr(self, name))} entries for {num_tokens} response tokens; "
+                    "a generator must return one per response token"
+                )
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens the policy sampled: those that are trained."""
+        return sum(self.loss_mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """What a generator is asked for: all samples of one prompt."""
+
+    prompt: Prompt
+    num_samples: int
+    sampling: SamplingParams
+    """Per generation call; a multi-turn generator may stop earlier to respect its token budget."""
+    seed: int = 0
+    """Distinct per admission; used by engines that honour seeds."""
+    priority: int = 0
+    """Passed on to the engine: older admissions are smaller."""
+    is_evaluation: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The trajectories of one prompt, admitted together and trained together."""
+
+    uid: str
+    admission_index: int
+    """Position in the order of admission, over the whole run."""
+    scheduled_version: int
+    """Policy version at admission; staleness counts from here."""
+    trajectories: tuple[Trajectory, ...]
+    generation_seconds: float = 0.0
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(t.num_sampled_tokens for t in self.trajectories)
+
+    @property
+    def mean_reward(self) -> float:
+        return sum(t.reward for t in self.trajectories) / len(self.trajectories)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """One complete set of weights, already sent to where the engines can load it from."""
+
+    version: int
+    chunks: tuple[dict[str, Any], ...]
+    """One ``update_info`` per bucket, in the form of vLLM's weight-transfer backend in use."""
+    manifest: dict[str, tuple[str, tuple[int, ...]]]
+    """Hugging Face parameter name -> (dtype name such as ``float32``, shape)."""
+    num_bytes: int

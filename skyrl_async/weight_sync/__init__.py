@@ -1,0 +1,1 @@
+"""Layer 3: publishing a policy version to every engine."""

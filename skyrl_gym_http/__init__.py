@@ -1,0 +1,1 @@
+"""skyrl_async: a fully asynchronous RL trainer for language-model agents."""
