@@ -356,4 +356,4 @@ class Config:
     server: ServerConfig = doc(ServerConfig, "The endpoint.")
     placement: PlacementConfig = doc(PlacementConfig, "")
     logging: LoggingConfig = doc(LoggingConfig, "")
-    cache_dir: str = doc("${oc.env:SKYRL_ASYNC_CACHE,~/.cache/skyrl_async}", "Where warm-started policies are kept between runs.")
+    cache_dir: str = doc("~/.cache/skyrl_async", "Where warm-started policies are kept between runs.")
