@@ -1,20 +1,20 @@
 """Every error this package raises on purpose, named by the boundary crossed.
 
-    SkyRLAsyncError
-    |-- ConfigError             a config key, value or combination is wrong (also a ValueError)
-    |-- DatasetError            a dataset file or row cannot be used
-    |-- PolicyError             a policy directory cannot be used, or does not match
-    |-- CheckpointError         a checkpoint is missing, incomplete, or of another model
-    |-- StateError              an accounting rule of the ledger or the staleness manager was broken
-    |-- InferenceError
-    |   |-- EngineDeadError     one engine is gone; its requests continue elsewhere
-    |   |-- NoEngineError       no engine is left to serve a request
-    |   |-- PromptTooLongError  a prompt leaves no room for an answer in the model's context
-    |   `-- EngineStartError    an engine did not come up
-    |-- PublishError            a weight publish failed; the old version serves everywhere
-    |-- GenerationError         a generator broke its contract, or too many rollouts failed
-    |-- TrainingError           a policy worker failed, or its numbers stopped being numbers
-    `-- DeadlineError           a wait took longer than its deadline; says what is stuck
+SkyRLAsyncError
+|-- ConfigError             a config key, value or combination is wrong (also a ValueError)
+|-- DatasetError            a dataset file or row cannot be used
+|-- PolicyError             a policy directory cannot be used, or does not match
+|-- CheckpointError         a checkpoint is missing, incomplete, or of another model
+|-- StateError              an accounting rule of the ledger or the staleness manager was broken
+|-- InferenceError
+|   |-- EngineDeadError     one engine is gone; its requests continue elsewhere
+|   |-- NoEngineError       no engine is left to serve a request
+|   |-- PromptTooLongError  a prompt leaves no room for an answer in the model's context
+|   `-- EngineStartError    an engine did not come up
+|-- PublishError            a weight publish failed; the old version serves everywhere
+|-- GenerationError         a generator broke its contract, or too many rollouts failed
+|-- TrainingError           a policy worker failed, or its numbers stopped being numbers
+`-- DeadlineError           a wait took longer than its deadline; says what is stuck
 """
 
 

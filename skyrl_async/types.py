@@ -196,3 +196,16 @@ class WeightUpdate:
     manifest: dict[str, tuple[str, tuple[int, ...]]]
     """Hugging Face parameter name -> (dtype name such as ``float32``, shape)."""
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionDelta:
+    """A block of a streamed generation; the texts of all blocks joined are the completion's text."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    text: str
+    """New text; characters whose bytes are incomplete and possible beginnings of a stop string are held back."""
+    finish_reason: FinishReason | None
+    """``stop`` or ``length`` in the last block, else None."""

@@ -90,8 +90,13 @@ class WeightTransfer(Enum):
 
 @dataclass
 class TaskConfig:
-    name: str = doc("lagged_fibonacci", "lagged_fibonacci or relay (built in, made on the spot), or dataset (jsonl files below).")
-    train_files: list[str] = doc(list, "jsonl or parquet files of training prompts, for name=dataset: uid (optional), prompt, env_class, and extras such as reward_spec.")
+    name: str = doc(
+        "lagged_fibonacci", "lagged_fibonacci or relay (built in, made on the spot), or dataset (jsonl files below)."
+    )
+    train_files: list[str] = doc(
+        list,
+        "jsonl or parquet files of training prompts, for name=dataset: uid (optional), prompt, env_class, and extras such as reward_spec.",
+    )
     eval_files: list[str] = doc(list, "The same for held-out prompts; empty evaluates nothing.")
     env_class: str | None = doc(None, "Environment (skyrl_gym registry name, or module:Class) of rows that name none.")
     num_train_prompts: int = doc(2048, "Training prompts made by a built-in task.")
@@ -102,15 +107,22 @@ class TaskConfig:
         require(self.num_train_prompts >= 1, "task.num_train_prompts", ">= 1", self.num_train_prompts)
         require(self.num_eval_prompts >= 0, "task.num_eval_prompts", ">= 0", self.num_eval_prompts)
         if self.name == "dataset":
-            require(bool(self.train_files), "task.train_files", "at least one file when task.name=dataset", self.train_files)
+            require(
+                bool(self.train_files), "task.train_files", "at least one file when task.name=dataset", self.train_files
+            )
 
 
 @dataclass
 class WarmStartConfig:
-    enabled: bool = doc(True, "Teach the tiny policy the task's format by supervised learning first (cached under cache_dir).")
+    enabled: bool = doc(
+        True, "Teach the tiny policy the task's format by supervised learning first (cached under cache_dir)."
+    )
     target_accuracy: float = doc(0.95, "Greedy accuracy on clean worked answers at which the first phase ends.")
     max_tokens: int = doc(400_000, "Most tokens of the first phase.")
-    mixture_tokens: int = doc(40_000, "Tokens of the second phase: terse guesses mixed with worked answers, so that reinforcement has something to learn.")
+    mixture_tokens: int = doc(
+        40_000,
+        "Tokens of the second phase: terse guesses mixed with worked answers, so that reinforcement has something to learn.",
+    )
     terse_share: float = doc(0.7, "Share of terse guesses in the second phase.")
     slip_rate: float = doc(0.03, "Wrong digits in the second phase's worked answers.")
 
@@ -121,7 +133,10 @@ class WarmStartConfig:
 
 @dataclass
 class PolicyConfig:
-    path: str | None = doc(None, "Local Hugging Face directory (config, safetensors, tokenizer). Null builds the tiny policy for the built-in task.")
+    path: str | None = doc(
+        None,
+        "Local Hugging Face directory (config, safetensors, tokenizer). Null builds the tiny policy for the built-in task.",
+    )
     dtype: DType = doc(DType.float32, "Of the weights the engines serve; training keeps float32 master weights.")
     trust_remote_code: bool = doc(False, "Passed to transformers and vLLM.")
     hidden_size: int = doc(128, "Of the tiny policy.")
@@ -134,7 +149,10 @@ class PolicyConfig:
 
 @dataclass
 class EngineConfig:
-    backend: EngineBackend = doc(EngineBackend.vllm, "vllm, or deterministic: one request at a time through transformers, slow, bit-reproducible.")
+    backend: EngineBackend = doc(
+        EngineBackend.vllm,
+        "vllm, or deterministic: one request at a time through transformers, slow, bit-reproducible.",
+    )
     num_engines: int = doc(1, "Replicas of the policy.")
     tensor_parallel_size: int = doc(1, "Devices per engine.")
     device: Device = doc(Device.auto, "auto takes cuda where there is one.")
@@ -145,17 +163,32 @@ class EngineConfig:
     enforce_eager: bool = doc(True, "Skip compilation and CUDA graphs; set false for long GPU runs.")
     enable_prefix_caching: bool = doc(True, "Share prompt prefixes; dropped at each weight update.")
     start_timeout_s: float = doc(300.0, "An engine that is not up by then stops the run, with its last log lines.")
-    call_timeout_s: float = doc(60.0, "Deadline of a control call (pause, load, resume, checksum); an engine that misses it counts as dead.")
+    call_timeout_s: float = doc(
+        60.0, "Deadline of a control call (pause, load, resume, checksum); an engine that misses it counts as dead."
+    )
     stream_interval: int = doc(10, "Tokens per streamed block.")
-    pause_mode: PauseModeName = doc(PauseModeName.abort, "What a weight update does to requests in flight: abort (continued in token space) or keep (frozen, KV recomputed).")
+    pause_mode: PauseModeName = doc(
+        PauseModeName.abort,
+        "What a weight update does to requests in flight: abort (continued in token space) or keep (frozen, KV recomputed).",
+    )
     extra_args: dict[str, Any] = doc(dict, "More vLLM engine arguments, as in AsyncEngineArgs.")
 
     def __post_init__(self) -> None:
         require(self.num_engines >= 1, "engine.num_engines", ">= 1", self.num_engines)
         require(self.tensor_parallel_size >= 1, "engine.tensor_parallel_size", ">= 1", self.tensor_parallel_size)
         require(self.max_num_seqs >= 1, "engine.max_num_seqs", ">= 1", self.max_num_seqs)
-        require(self.max_model_len is None or self.max_model_len >= 2, "engine.max_model_len", ">= 2 or null", self.max_model_len)
-        require(0 < self.gpu_memory_utilization <= 1, "engine.gpu_memory_utilization", "in (0, 1]", self.gpu_memory_utilization)
+        require(
+            self.max_model_len is None or self.max_model_len >= 2,
+            "engine.max_model_len",
+            ">= 2 or null",
+            self.max_model_len,
+        )
+        require(
+            0 < self.gpu_memory_utilization <= 1,
+            "engine.gpu_memory_utilization",
+            "in (0, 1]",
+            self.gpu_memory_utilization,
+        )
         require(self.stream_interval >= 1, "engine.stream_interval", ">= 1", self.stream_interval)
         require(self.start_timeout_s > 0, "engine.start_timeout_s", "> 0", self.start_timeout_s)
         require(self.call_timeout_s > 0, "engine.call_timeout_s", "> 0", self.call_timeout_s)
@@ -180,21 +213,32 @@ class SamplingConfig:
 
 @dataclass
 class GeneratorConfig:
-    kind: GeneratorKind = doc(GeneratorKind.gym, "gym plays environments over generate(); gym_http over the endpoint with the openai client.")
-    entrypoint: str | None = doc(None, "module:function that makes a generator of your own, called with (client, renderer, config).")
+    kind: GeneratorKind = doc(
+        GeneratorKind.gym, "gym plays environments over generate(); gym_http over the endpoint with the openai client."
+    )
+    entrypoint: str | None = doc(
+        None, "module:function that makes a generator of your own, called with (client, renderer, config)."
+    )
     n_samples_per_prompt: int = doc(8, "Group size.")
     max_turns: int = doc(8, "Most turns of an episode, whatever the environment says.")
-    max_trajectory_tokens: int | None = doc(None, "Most response tokens of an episode, the environment's included; null is bounded by the model's context only.")
+    max_trajectory_tokens: int | None = doc(
+        None,
+        "Most response tokens of an episode, the environment's included; null is bounded by the model's context only.",
+    )
     sampling: SamplingConfig = doc(SamplingConfig, "")
     max_retries: int = doc(2, "Times a failed rollout is tried again before its group counts as failed.")
-    max_failed_fraction: float = doc(0.1, "Share of failed groups (of the last 100) past which the run stops with the last error.")
+    max_failed_fraction: float = doc(
+        0.1, "Share of failed groups (of the last 100) past which the run stops with the last error."
+    )
     rollout_timeout_s: float = doc(600.0, "A rollout that takes longer fails, by name.")
 
     def __post_init__(self) -> None:
         require(self.n_samples_per_prompt >= 1, "generator.n_samples_per_prompt", ">= 1", self.n_samples_per_prompt)
         require(self.max_turns >= 1, "generator.max_turns", ">= 1", self.max_turns)
         require(self.max_retries >= 0, "generator.max_retries", ">= 0", self.max_retries)
-        require(0 <= self.max_failed_fraction <= 1, "generator.max_failed_fraction", "in [0, 1]", self.max_failed_fraction)
+        require(
+            0 <= self.max_failed_fraction <= 1, "generator.max_failed_fraction", "in [0, 1]", self.max_failed_fraction
+        )
         require(self.rollout_timeout_s > 0, "generator.rollout_timeout_s", "> 0", self.rollout_timeout_s)
 
 
@@ -202,7 +246,10 @@ class GeneratorConfig:
 class AlgorithmConfig:
     advantage_estimator: AdvantageEstimator = doc(AdvantageEstimator.grpo, "")
     grpo_norm_by_std: bool = doc(True, "Divide GRPO's centred rewards by the group's standard deviation.")
-    policy_loss_type: PolicyLoss = doc(PolicyLoss.ppo_clip, "ppo_clip, or rollout_is: the token-level truncated importance weight; both anchored on the engine's log-probs.")
+    policy_loss_type: PolicyLoss = doc(
+        PolicyLoss.ppo_clip,
+        "ppo_clip, or rollout_is: the token-level truncated importance weight; both anchored on the engine's log-probs.",
+    )
     eps_clip_low: float = doc(0.2, "Lower clip range of ppo_clip.")
     eps_clip_high: float = doc(0.28, "Upper clip range of ppo_clip.")
     tis_cap: float = doc(2.0, "Largest importance weight of rollout_is.")
@@ -215,25 +262,46 @@ class AlgorithmConfig:
 
 @dataclass
 class TrainerConfig:
-    max_staleness_steps: int = doc(4, "Most optimizer steps between a group's admission and its training. 0 is synchronous training.")
-    staleness_policy: StalenessPolicy = doc(StalenessPolicy.wait, "wait holds the bound (a step does not end while that would push a running group past it); allow trains and counts.")
+    max_staleness_steps: int = doc(
+        4, "Most optimizer steps between a group's admission and its training. 0 is synchronous training."
+    )
+    staleness_policy: StalenessPolicy = doc(
+        StalenessPolicy.wait,
+        "wait holds the bound (a step does not end while that would push a running group past it); allow trains and counts.",
+    )
     policy_mini_batch_size: int = doc(8, "Groups per optimizer step.")
-    num_parallel_generation_workers: int | None = doc(None, "Groups in flight at once, between policy_mini_batch_size and policy_mini_batch_size * (max_staleness_steps + 1). Null: as many as that allows, at most twice a mini-batch.")
+    num_parallel_generation_workers: int | None = doc(
+        None,
+        "Groups in flight at once, between policy_mini_batch_size and policy_mini_batch_size * (max_staleness_steps + 1). Null: as many as that allows, at most twice a mini-batch.",
+    )
     num_steps: int | None = doc(45, "Optimizer steps of the run; null: as many as num_epochs hold.")
     num_epochs: int = doc(1000, "Passes over the training prompts, when num_steps does not end the run first.")
-    stream_mini_batch: bool = doc(True, "Accumulate gradients of finished groups while the mini-batch's last ones are still generated.")
+    stream_mini_batch: bool = doc(
+        True, "Accumulate gradients of finished groups while the mini-batch's last ones are still generated."
+    )
     deterministic: bool = doc(False, "Train groups in the order of admission.")
     seed: int = doc(0, "Of everything that is drawn: shuffling, the warm start, sampling where the engine allows.")
     algorithm: AlgorithmConfig = doc(AlgorithmConfig, "")
-    resume_mode: ResumeMode = doc(ResumeMode.none, "latest continues trainer.output_dir's newest checkpoint (a fresh start where there is none); from_path continues trainer.resume_path.")
+    resume_mode: ResumeMode = doc(
+        ResumeMode.none,
+        "latest continues trainer.output_dir's newest checkpoint (a fresh start where there is none); from_path continues trainer.resume_path.",
+    )
     resume_path: str | None = doc(None, "Checkpoint directory for resume_mode=from_path.")
     checkpoint_interval_steps: int = doc(20, "Steps between checkpoints, and one at the end; 0 writes none.")
     max_checkpoints_to_keep: int = doc(2, "Older checkpoints are deleted; 0 keeps all.")
-    eval_interval_steps: int = doc(20, "Steps between evaluations while training, beside those before and after; 0 leaves them out.")
+    eval_interval_steps: int = doc(
+        20, "Steps between evaluations while training, beside those before and after; 0 leaves them out."
+    )
     output_dir: str | None = doc(None, "The run's directory; null makes one under outputs/.")
     export_hf: bool = doc(True, "Write the final policy as a Hugging Face directory.")
-    logprob_probe_interval_steps: int = doc(20, "Steps between comparisons of the engine's log-probs with the trainer's, beside the one after the first publish; 0: only that one.")
-    max_engine_logprob_gap: float = doc(0.3, "Largest difference in nats per token between engine and trainer before the run stops. float32 agrees to 1e-4, bfloat16 to 0.2; stale weights are off by more than 0.8.")
+    logprob_probe_interval_steps: int = doc(
+        20,
+        "Steps between comparisons of the engine's log-probs with the trainer's, beside the one after the first publish; 0: only that one.",
+    )
+    max_engine_logprob_gap: float = doc(
+        0.3,
+        "Largest difference in nats per token between engine and trainer before the run stops. float32 agrees to 1e-4, bfloat16 to 0.2; stale weights are off by more than 0.8.",
+    )
     stall_warning_s: float = doc(60.0, "A wait for a group longer than this is logged, with what is waited for.")
 
     def __post_init__(self) -> None:
@@ -241,10 +309,20 @@ class TrainerConfig:
         require(self.policy_mini_batch_size >= 1, "trainer.policy_mini_batch_size", ">= 1", self.policy_mini_batch_size)
         require(self.num_steps is None or self.num_steps >= 1, "trainer.num_steps", ">= 1 or null", self.num_steps)
         require(self.num_epochs >= 1, "trainer.num_epochs", ">= 1", self.num_epochs)
-        for key in ("checkpoint_interval_steps", "max_checkpoints_to_keep", "eval_interval_steps", "logprob_probe_interval_steps"):
+        for key in (
+            "checkpoint_interval_steps",
+            "max_checkpoints_to_keep",
+            "eval_interval_steps",
+            "logprob_probe_interval_steps",
+        ):
             require(getattr(self, key) >= 0, f"trainer.{key}", ">= 0", getattr(self, key))
         if self.resume_mode is ResumeMode.from_path:
-            require(self.resume_path is not None, "trainer.resume_path", "a checkpoint directory when trainer.resume_mode=from_path", self.resume_path)
+            require(
+                self.resume_path is not None,
+                "trainer.resume_path",
+                "a checkpoint directory when trainer.resume_mode=from_path",
+                self.resume_path,
+            )
         least, most = self.policy_mini_batch_size, self.policy_mini_batch_size * (self.max_staleness_steps + 1)
         workers = self.num_parallel_generation_workers
         require(
@@ -273,7 +351,9 @@ class TrainingConfig:
     lr_schedule: LrSchedule = doc(LrSchedule.constant, "After warm-up, over trainer.num_steps.")
     num_warmup_steps: int = doc(3, "Steps of linear warm-up.")
     max_grad_norm: float = doc(1.0, "Gradient clipping; 0 does not clip.")
-    micro_batch_tokens: int = doc(4096, "Most tokens, padding included, of one forward on one rank; a longer single sequence goes alone.")
+    micro_batch_tokens: int = doc(
+        4096, "Most tokens, padding included, of one forward on one rank; a longer single sequence goes alone."
+    )
     mixed_precision: bool = doc(False, "bfloat16 forward and backward over float32 weights.")
     activation_checkpointing: bool = doc(False, "Recompute activations in the backward pass.")
     step_timeout_s: float = doc(1800.0, "Deadline of one call to the workers.")
@@ -288,9 +368,14 @@ class TrainingConfig:
 
 @dataclass
 class WeightSyncConfig:
-    transfer: WeightTransfer = doc(WeightTransfer.auto, "shm: safetensors in shared memory, on one node; nccl: broadcast between GPUs. auto: shm.")
+    transfer: WeightTransfer = doc(
+        WeightTransfer.auto, "shm: safetensors in shared memory, on one node; nccl: broadcast between GPUs. auto: shm."
+    )
     send_bucket_mb: int = doc(512, "Bucket of a publish, MiB.")
-    verify_checksums: bool = doc(False, "Ask every engine for its checksum after each publish and stop when they differ (after the first publish it is always done).")
+    verify_checksums: bool = doc(
+        False,
+        "Ask every engine for its checksum after each publish and stop when they differ (after the first publish it is always done).",
+    )
 
     def __post_init__(self) -> None:
         require(self.send_bucket_mb >= 1, "weight_sync.send_bucket_mb", ">= 1", self.send_bucket_mb)
@@ -310,7 +395,9 @@ class EvaluationConfig:
 
 @dataclass
 class ServerConfig:
-    enabled: bool | None = doc(None, "Serve the OpenAI-compatible endpoint while training; null: when the generator needs it.")
+    enabled: bool | None = doc(
+        None, "Serve the OpenAI-compatible endpoint while training; null: when the generator needs it."
+    )
     host: str = doc("127.0.0.1", "")
     port: int = doc(0, "0 takes a free one.")
     api_key: str | None = doc(None, "Bearer key; null makes one and writes it to the run directory (mode 600).")
@@ -321,7 +408,12 @@ class ServerConfig:
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "server.port", "in [0, 65535]", self.port)
         loopback = self.host in ("127.0.0.1", "localhost", "::1")
-        require(loopback or bool(self.api_key), "server.api_key", f"set when server.host={self.host} is not loopback", self.api_key)
+        require(
+            loopback or bool(self.api_key),
+            "server.api_key",
+            f"set when server.host={self.host} is not loopback",
+            self.api_key,
+        )
 
 
 @dataclass

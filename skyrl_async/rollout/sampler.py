@@ -1,0 +1,41 @@
+"""What a generator or the endpoint needs of inference: completions by token ids, exact across weight updates."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from skyrl_async.types import Completion, CompletionDelta, SamplingParams
+
+
+class Sampler(Protocol):
+    """The part of ``InferenceEngineClient`` that samples."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        ...
+
+    async def generate_tokens(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        priority: int = 0,
+    ) -> Completion:
+        """Sample one completion; ``max_tokens`` is cut to what the context has left.
+
+        Requests with the same ``session_id`` go to the same engine while it lives. Raises ``PromptTooLongError`` when no
+        room is left for one token, ``NoEngineError`` when no engine is left.
+        """
+        ...
+
+    def stream_tokens(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[CompletionDelta]:
+        """Like ``generate_tokens``, in blocks as they are sampled."""
+        ...
