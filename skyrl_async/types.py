@@ -175,6 +175,8 @@ class Group:
     scheduled_version: int
     """Policy version at admission; staleness counts from here."""
     trajectories: tuple[Trajectory, ...]
+    epoch: int = 0
+    """Pass over the dataset in which the prompt was drawn."""
     generation_seconds: float = 0.0
 
     @property

@@ -1,0 +1,96 @@
+"""Hands out prompts one by one, and remembers in a ledger what became of each.
+
+Flows in: prompts, and what happened to their groups. Flows out: prompts in a seeded order, epoch after epoch, without a seam
+between them: the prompts that fill no mini-batch at an epoch's end lead the next epoch's first one. Does not know groups'
+contents, versions or the trainer.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from skyrl_async.data.ledger import Key, UidLedger, UidState
+from skyrl_async.errors import CheckpointError, StateError
+from skyrl_async.types import Prompt
+
+
+class _AsyncDataloader:
+    """The prompts of a run, drawn by the generation workers and marked by the trainer (SkyRL's verbs).
+
+    Args:
+        prompts: the training set; uids unique.
+        seed: of the shuffling.
+        num_epochs: passes; None never ends.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, num_epochs: int | None = None) -> None:
+        self._prompts = {prompt.uid: prompt for prompt in prompts}
+        self._ledger = UidLedger([prompt.uid for prompt in prompts], seed=seed, num_epochs=num_epochs)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch prompts are drawn from."""
+        return self._ledger.epoch
+
+    async def get_next_non_consumed_data(self) -> tuple[Key, Prompt] | None:
+        """The next prompt of the seeded order with its (epoch, uid); None after the last epoch."""
+        key = self._ledger.draw()
+        return None if key is None else (key, self._prompts[key[1]])
+
+    async def mark_finished_uid(self, key: Key) -> None:
+        """Its group is generated and waits to be trained."""
+        self._ledger.finish(key)
+
+    async def mark_consumed_uids(self, keys: Sequence[Key]) -> None:
+        """An optimizer step with their groups is complete."""
+        for key in keys:
+            self._ledger.train(key)
+
+    async def mark_filtered_uids(self, keys: Sequence[Key]) -> None:
+        """Their finished groups are left out of training on purpose."""
+        for key in keys:
+            self._ledger.filter(key)
+
+    async def mark_failed_uid(self, key: Key) -> None:
+        """Its rollouts failed for good in this epoch."""
+        self._ledger.fail(key)
+
+    async def give_back(self, key: Key) -> None:
+        """It was not generated after all: the next to be drawn."""
+        self._ledger.give_back(key)
+
+    def get_consumed_uids_list(self, epoch: int | None = None) -> list[str]:
+        """The uids trained in an open epoch (by default the one drawn from)."""
+        return self._ledger.uids(self.epoch if epoch is None else epoch, UidState.TRAINED)
+
+    async def reset_at_epoch_end(self) -> None:
+        """Kept for SkyRL's callers: epochs flow into one another, so nothing is to be reset; checks that none is left open."""
+        stale = [epoch for epoch in self._ledger.open_epochs if epoch < self.epoch - 1]
+        if stale:
+            raise StateError(f"epochs {stale} still have prompts that are neither trained, filtered nor failed")
+
+    def state_for_checkpoint(self) -> dict[str, Any]:
+        """JSON of the ledger, with a digest of the dataset's uids."""
+        return {"dataset_digest": self._digest(), "num_prompts": len(self._prompts), "ledger": self._ledger.to_json()}
+
+    async def load_state_from_checkpoint(self, saved: dict[str, Any]) -> None:
+        """Continue where ``state_for_checkpoint`` was taken. Raises ``CheckpointError`` for another dataset or seed."""
+        if saved["dataset_digest"] != self._digest():
+            raise CheckpointError(
+                f"the checkpoint was made with {saved['num_prompts']} other prompts (this run has {len(self._prompts)}): "
+                "resume with the same task.* values and files"
+            )
+        try:
+            self._ledger.load_json(saved["ledger"])
+        except StateError as error:
+            raise CheckpointError(str(error)) from error
+
+    def statistics(self) -> dict[str, float]:
+        """Prompts per state over the open epochs, and totals over the run."""
+        return {name: float(count) for name, count in self._ledger.counts().items()}
+
+    def _digest(self) -> str:
+        return hashlib.sha256("\n".join(self._prompts).encode()).hexdigest()[:16]

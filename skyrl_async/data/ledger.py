@@ -1,0 +1,177 @@
+"""The state of every prompt of every open epoch: a state machine without I/O (contract 1).
+
+    new ──draw──> running ──finish──> finished ──train──> trained
+     ^               │                   └──filter──> filtered
+     └──give back────┴──fail──> failed
+
+Flows in: what happened to which (epoch, uid). Flows out: the next prompt's position, and the state for a checkpoint. Does not
+know prompts' contents, groups or versions.
+"""
+
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+from skyrl_async.errors import StateError
+
+Key = tuple[int, str]
+"""(epoch, uid)"""
+
+
+class UidState(StrEnum):
+    """Where a prompt stands in one epoch."""
+
+    NEW = "new"
+    RUNNING = "running"
+    FINISHED = "finished"
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    FAILED = "failed"
+
+
+_CLOSED = (UidState.TRAINED, UidState.FILTERED, UidState.FAILED)
+
+_FROM = {
+    UidState.NEW: (UidState.RUNNING, UidState.FINISHED),
+    UidState.FINISHED: (UidState.RUNNING,),
+    UidState.FAILED: (UidState.RUNNING,),
+    UidState.TRAINED: (UidState.FINISHED,),
+    UidState.FILTERED: (UidState.FINISHED,),
+}
+
+
+class UidLedger:
+    """Draws uids in a seeded order per epoch, one epoch flowing into the next, and keeps account of each.
+
+    Args:
+        uids: the dataset's, unique and not empty.
+        seed: of the shuffling; epoch e is shuffled with ``random.Random(f"{seed}-{e}")``.
+        num_epochs: passes over the uids; None never ends.
+    """
+
+    def __init__(self, uids: Sequence[str], *, seed: int, num_epochs: int | None) -> None:
+        if not uids or len(set(uids)) != len(uids):
+            raise ValueError(f"expected at least one uid and no duplicates, got {len(uids)} with {len(set(uids))} distinct")
+        self._uids = tuple(uids)
+        self._seed = seed
+        self._num_epochs = num_epochs
+        self._states: dict[int, dict[str, UidState]] = {}
+        self._queue: deque[Key] = deque()
+        self._next_epoch = 0
+        self._totals: Counter[UidState] = Counter()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch prompts are drawn from."""
+        return self._queue[0][0] if self._queue else self._next_epoch
+
+    def draw(self) -> Key | None:
+        """The next new uid, now running; None when the last epoch is drawn out."""
+        if not self._queue and not self._open_next_epoch():
+            return None
+        epoch, uid = self._queue.popleft()
+        self._states[epoch][uid] = UidState.RUNNING
+        return epoch, uid
+
+    def give_back(self, key: Key) -> None:
+        """A running or finished uid is new again, and the first to be drawn."""
+        self._move(key, UidState.NEW)
+        self._queue.appendleft(key)
+
+    def finish(self, key: Key) -> None:
+        """All its trajectories are there."""
+        self._move(key, UidState.FINISHED)
+
+    def train(self, key: Key) -> None:
+        """An optimizer step with its gradients is complete."""
+        self._close(key, UidState.TRAINED)
+
+    def filter(self, key: Key) -> None:
+        """It is left out on purpose."""
+        self._close(key, UidState.FILTERED)
+
+    def fail(self, key: Key) -> None:
+        """Its retries are used up; it is drawn again in the next epoch."""
+        self._close(key, UidState.FAILED)
+
+    def state(self, key: Key) -> UidState:
+        """Where the uid stands in that epoch. A closed epoch remembers no uid: ``StateError``."""
+        epoch, uid = key
+        if epoch not in self._states or uid not in self._states[epoch]:
+            raise StateError(f"uid {uid!r} of epoch {epoch} is not in the ledger (unknown, or its epoch is complete)")
+        return self._states[epoch][uid]
+
+    def uids(self, epoch: int, state: UidState) -> list[str]:
+        """The uids of an open epoch in one state, in dataset order."""
+        return [uid for uid, s in self._states.get(epoch, {}).items() if s is state]
+
+    @property
+    def open_epochs(self) -> tuple[int, ...]:
+        """Epochs begun in which some uid is not trained, filtered or failed."""
+        return tuple(self._states)
+
+    def counts(self) -> dict[str, int]:
+        """Uids per state over the open epochs, and ``*_total`` over the run for the closed states."""
+        now = Counter(state for states in self._states.values() for state in states.values())
+        counts = {state.value: now[state] for state in UidState}
+        return counts | {f"{state.value}_total": self._totals[state] for state in _CLOSED}
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint keeps; running uids are written as new (their groups start again)."""
+        kept = (*_CLOSED, UidState.FINISHED)
+        epochs = {
+            str(epoch): {state.value: self.uids(epoch, state) for state in kept} for epoch in self._states
+        }
+        totals = {state.value: self._totals[state] for state in _CLOSED}
+        return {"seed": self._seed, "next_epoch": self._next_epoch, "epochs": epochs, "totals": totals}
+
+    def load_json(self, saved: dict[str, Any]) -> None:
+        """Continue from ``to_json``. Raises ``StateError`` for other uids or another seed, naming them."""
+        if saved["seed"] != self._seed:
+            raise StateError(f"the checkpoint was shuffled with trainer.seed={saved['seed']}, this run has {self._seed}")
+        self._next_epoch = saved["next_epoch"]
+        self._totals = Counter({UidState(name): count for name, count in saved["totals"].items()})
+        self._states, self._queue = {}, deque()
+        for epoch in sorted(int(e) for e in saved["epochs"]):
+            self._load_epoch(epoch, saved["epochs"][str(epoch)])
+
+    def _load_epoch(self, epoch: int, lists: dict[str, list[str]]) -> None:
+        states = dict.fromkeys(self._uids, UidState.NEW)
+        for name, uids in lists.items():
+            unknown = [uid for uid in uids if uid not in states]
+            if unknown:
+                raise StateError(f"the checkpoint holds uid {unknown[0]!r}, which the dataset lacks: resume with the same data")
+            states |= dict.fromkeys(uids, UidState(name))
+        self._states[epoch] = states
+        self._queue.extend((epoch, uid) for uid in self._order(epoch) if states[uid] is UidState.NEW)
+
+    def _order(self, epoch: int) -> list[str]:
+        order = list(self._uids)
+        random.Random(f"{self._seed}-{epoch}").shuffle(order)
+        return order
+
+    def _open_next_epoch(self) -> bool:
+        if self._num_epochs is not None and self._next_epoch >= self._num_epochs:
+            return False
+        epoch = self._next_epoch
+        self._next_epoch += 1
+        self._states[epoch] = dict.fromkeys(self._uids, UidState.NEW)
+        self._queue.extend((epoch, uid) for uid in self._order(epoch))
+        return True
+
+    def _move(self, key: Key, to: UidState) -> None:
+        found = self.state(key)
+        if found not in _FROM[to]:
+            raise StateError(f"uid {key[1]!r} of epoch {key[0]} is {found.value} and cannot become {to.value}")
+        self._states[key[0]][key[1]] = to
+
+    def _close(self, key: Key, to: UidState) -> None:
+        self._move(key, to)
+        self._totals[to] += 1
+        epoch = key[0]
+        if all(state in _CLOSED for state in self._states[epoch].values()):
+            del self._states[epoch]
+
+

@@ -1,0 +1,101 @@
+"""Turns the tokens of one completion into its text, once, whole or in blocks, and finds where a stop string ends it.
+
+Flows in: token ids. Flows out: text, and how many tokens are kept. A stop string may begin in one segment and end in another,
+so engines do not look for them: only here are all tokens of a completion in one place.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_REPLACEMENT = "�"
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that turns ids into text."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ..., clean_up_tokenization_spaces: bool = ...) -> str:
+        """Text of ``token_ids``."""
+        ...
+
+
+class CompletionText:
+    """The text of a growing completion.
+
+    Args:
+        tokenizer: decodes ids.
+        stop: strings that end the completion; the earliest in the text wins.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(s for s in stop if s)
+        self._token_ids: list[int] = []
+        self._text = ""
+        self._num_text_tokens = 0
+        self._window_start = 0
+        self._num_emitted = 0
+
+    def push(self, token_ids: Sequence[int]) -> int | None:
+        """Add tokens. Returns None, or how many tokens are kept in all when a stop string ended the text."""
+        self._token_ids.extend(token_ids)
+        searched_from = max(0, len(self._text) - max((len(s) for s in self._stop), default=0))
+        self._extend_text()
+        if self._stop and self._cut_at_stop(searched_from):
+            return self._num_tokens_needed()
+        return None
+
+    def take(self) -> str:
+        """New text that is final: complete characters that cannot be the beginning of a stop string."""
+        end = len(self._text) - self._num_held_back()
+        block = self._text[self._num_emitted : end] if end > self._num_emitted else ""
+        self._num_emitted += len(block)
+        return block
+
+    def finish(self, *, is_stopped: bool) -> tuple[str, str]:
+        """The whole text, and what of it ``take`` has not returned. Incomplete characters come out as U+FFFD."""
+        if not is_stopped:
+            self._text = self._decode(self._token_ids)
+        return self._text, self._text[self._num_emitted :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _extend_text(self) -> None:
+        """Decode from a window that begins at a character boundary, so that a long completion costs linear time."""
+        before = self._decode(self._token_ids[self._window_start : self._num_text_tokens])
+        after = self._decode(self._token_ids[self._window_start :])
+        if after.endswith(_REPLACEMENT) or len(after) <= len(before):
+            return
+        self._text += after[len(before) :]
+        self._window_start = self._num_text_tokens
+        self._num_text_tokens = len(self._token_ids)
+
+    def _cut_at_stop(self, searched_from: int) -> bool:
+        positions = [p for p in (self._text.find(s, searched_from) for s in self._stop) if p >= 0]
+        if not positions:
+            return False
+        first = min(positions)
+        self._stop_end = first + max(len(s) for s in self._stop if self._text.startswith(s, first))
+        self._text = self._text[:first]
+        return True
+
+    def _num_tokens_needed(self) -> int:
+        """The fewest tokens whose text reaches the stop string's end (bisected: text only grows with tokens)."""
+        low, high = 1, len(self._token_ids)
+        while low < high:
+            middle = (low + high) // 2
+            text = self._decode(self._token_ids[:middle]).rstrip(_REPLACEMENT)
+            if len(text) >= self._stop_end:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _num_held_back(self) -> int:
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(self._text)), 0, -1):
+                if self._text.endswith(stop[:length]):
+                    longest = max(longest, length)
+                    break
+        return longest

@@ -1,0 +1,134 @@
+"""Gathers the figures of one optimizer step, and the totals of a run, from groups and timings.
+
+Flows in: groups as they are trained, sums that the policy returns, seconds. Flows out: values under the names of
+``metrics.names``. Does not know where they are written.
+"""
+
+from dataclasses import dataclass, field
+from statistics import median
+
+from skyrl_async.types import Group
+
+
+@dataclass(slots=True)
+class StepFigures:
+    """One optimizer step being put together."""
+
+    version: int
+    """Policy version trained at."""
+    max_staleness_steps: int
+    groups: list[Group] = field(default_factory=list)
+    sums: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add_group(self, group: Group, policy_figures: dict[str, float]) -> None:
+        """Count a group and what the policy said of it (sums, and maxima under ``*_max``)."""
+        self.groups.append(group)
+        for name, value in policy_figures.items():
+            if name.endswith("_max"):
+                self.sums[name] = max(self.sums.get(name, value), value)
+            else:
+                self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def add_seconds(self, name: str, seconds: float) -> None:
+        """Add to the time spent in one part of the step."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    @property
+    def staleness(self) -> list[int]:
+        """Of each group."""
+        return [self.version - group.scheduled_version for group in self.groups]
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens in the mini-batch."""
+        return sum(group.num_sampled_tokens for group in self.groups)
+
+    @property
+    def token_lags(self) -> list[int]:
+        """Policy versions between sampling and training, per sampled token."""
+        return [
+            self.version - v
+            for group in self.groups
+            for t in group.trajectories
+            for v, is_sampled in zip(t.versions, t.loss_mask, strict=True)
+            if is_sampled
+        ]
+
+    def values(self) -> dict[str, float]:
+        """Everything about the step, by metric name."""
+        rows = [t for group in self.groups for t in group.trajectories]
+        lags, staleness, num_tokens = self.token_lags, self.staleness, max(1, self.num_tokens)
+        over = sum(s > self.max_staleness_steps for s in staleness)
+        values = {
+            "reward/mean": sum(t.reward for t in rows) / len(rows),
+            "reward/zero_variance_share": sum(_is_uniform(g) for g in self.groups) / len(self.groups),
+            "async/staleness_mean": sum(staleness) / len(staleness),
+            "async/staleness_max": float(max(staleness)),
+            "async/over_bound_share": over / len(staleness),
+            "async/token_lag_mean": sum(lags) / max(1, len(lags)),
+            "async/token_lag_max": float(max(lags, default=0)),
+            "async/num_aborts": float(sum(t.num_aborts for t in rows)),
+            "generate/response_tokens_mean": sum(t.num_sampled_tokens for t in rows) / len(rows),
+            "generate/response_tokens_max": float(max(t.num_sampled_tokens for t in rows)),
+            "generate/truncated_share": sum(t.is_truncated for t in rows) / len(rows),
+            "generate/turns_mean": sum(t.num_turns for t in rows) / len(rows),
+            "generate/group_seconds_max": max(g.generation_seconds for g in self.groups),
+            "policy/num_tokens": float(self.num_tokens),
+        }
+        for name, value in self.sums.items():
+            if name.endswith("_sum"):
+                values[f"policy/{name.removesuffix('_sum')}"] = value / num_tokens
+            elif name.endswith("_max"):
+                values[f"policy/{name}"] = value
+        return values | {f"timing/{name}": seconds for name, seconds in self.seconds.items()}
+
+
+@dataclass(slots=True)
+class RunTotals:
+    """What the summary needs of all steps; goes through checkpoints."""
+
+    trained_groups: int = 0
+    trained_tokens: int = 0
+    trained_trajectories: int = 0
+    evaluation_tokens: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    groups_over_bound: int = 0
+    staleness_wait_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    train_seconds: float = 0.0
+    training_seconds: float = 0.0
+    """Wall time of the training loop."""
+    pauses: list[float] = field(default_factory=list)
+    """Seconds of each publish's pause."""
+    reward_before: float | None = None
+
+    def add_step(self, figures: StepFigures) -> None:
+        """Add a finished step."""
+        self.trained_groups += len(figures.groups)
+        self.trained_tokens += figures.num_tokens
+        self.trained_trajectories += sum(len(g.trajectories) for g in figures.groups)
+        self.staleness_sum += sum(figures.staleness)
+        self.staleness_max = max(self.staleness_max, *figures.staleness)
+        self.groups_over_bound += sum(s > figures.max_staleness_steps for s in figures.staleness)
+        self.idle_seconds += figures.seconds.get("wait_for_groups", 0.0)
+        self.train_seconds += sum(figures.seconds.get(n, 0.0) for n in ("forward_backward", "optimizer_step"))
+
+    def summary(self) -> dict[str, float | None]:
+        """The figures of ``summary.json`` that come from the steps."""
+        return {
+            "trained_groups": self.trained_groups,
+            "staleness_mean": self.staleness_sum / max(1, self.trained_groups),
+            "staleness_max": self.staleness_max,
+            "groups_over_bound": self.groups_over_bound,
+            "staleness_wait_seconds": self.staleness_wait_seconds,
+            "pause_seconds_median": median(self.pauses) if self.pauses else None,
+            "training_seconds": self.training_seconds,
+            "train_seconds": self.train_seconds,
+            "trainer_idle_share": self.idle_seconds / self.training_seconds if self.training_seconds else None,
+        }
+
+
+def _is_uniform(group: Group) -> bool:
+    return len({t.reward for t in group.trajectories}) == 1

@@ -1,0 +1,83 @@
+"""Finished groups between generation and training: the oldest admitted first, bounded, closable.
+
+Flows in: groups in the order they finish. Flows out: groups in the order they were admitted, each when the consumer's rule lets
+it go. Does not know versions or the bound; that is the rule's business.
+"""
+
+import asyncio
+import bisect
+from collections.abc import Callable
+
+from skyrl_async.errors import StateError
+from skyrl_async.types import Group
+
+
+class GroupBuffer:
+    """One consumer, any number of producers.
+
+    Args:
+        max_groups: most groups held; the staleness credits guarantee it, so one more is a broken invariant.
+    """
+
+    def __init__(self, max_groups: int) -> None:
+        self._max_groups = max_groups
+        self._groups: list[Group] = []
+        self._is_closed = False
+        self._changed: asyncio.Future[None] | None = None
+        self._held_seconds = 0.0
+
+    def put(self, group: Group) -> None:
+        """Add a finished group. Raises ``StateError`` when closed or full."""
+        if self._is_closed:
+            raise StateError(f"group {group.admission_index} ({group.uid}) came after the buffer was closed")
+        if len(self._groups) >= self._max_groups:
+            raise StateError(f"the buffer holds {len(self._groups)} groups, which is all that the staleness credits allow")
+        bisect.insort(self._groups, group, key=lambda g: g.admission_index)
+        self.notify()
+
+    def close(self) -> None:
+        """No group will follow: what is held can still be taken. Idempotent."""
+        self._is_closed = True
+        self.notify()
+
+    def notify(self) -> None:
+        """What the consumer's rule depends on has changed: let it look again."""
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    async def get(self, is_allowed: Callable[[Group], bool]) -> Group | None:
+        """Wait for the oldest admitted group held and for ``is_allowed`` to let it go; None when closed and empty.
+
+        A closed buffer gives out what it holds without asking. Unblocked by ``put``, ``notify`` and ``close``.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            if self._groups and (self._is_closed or is_allowed(self._groups[0])):
+                return self._groups.pop(0)
+            if self._is_closed and not self._groups:
+                return None
+            is_held_back = bool(self._groups)
+            self._changed = loop.create_future()
+            started = loop.time()
+            try:
+                await self._changed
+            finally:
+                self._changed = None
+                if is_held_back:
+                    self._held_seconds += loop.time() - started
+
+    def snapshot(self) -> tuple[Group, ...]:
+        """The groups held, oldest admitted first, for a checkpoint."""
+        return tuple(self._groups)
+
+    @property
+    def held_seconds(self) -> float:
+        """Seconds the consumer waited although a group was there, since it was not allowed to take it."""
+        return self._held_seconds
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def statistics(self) -> dict[str, float]:
+        """Groups held, and seconds the consumer was held back from them."""
+        return {"buffer_groups": float(len(self._groups)), "held_seconds": self._held_seconds}

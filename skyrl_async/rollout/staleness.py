@@ -1,0 +1,212 @@
+"""When the next group may start, and which groups the current step must wait for: accounting without I/O.
+
+Flows in: admissions asked for, rollouts that end, policy versions. Flows out: admissions. Does not know what a group holds, who
+generates it or who trains on it. Every transition is an ``async def`` without an ``await`` (SkyRL's verbs are coroutines), hence
+atomic under cancellation; only ``acquire_submission_slot`` waits.
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from skyrl_async.errors import StateError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """The right to generate one group."""
+
+    index: int
+    """Position in the order of admission, over the whole run."""
+    scheduled_version: int
+    """Policy version at admission."""
+
+
+class _AsyncStalenessManager:
+    """Admits groups by the capacity rule (AReaL, section 5.1; SkyRL).
+
+    At the step being worked on (1-based: completed steps + 1), ``accepted + running <= (max_staleness_steps + step) *
+    mini_batch_size`` and ``running <= max_concurrent_generation_groups``, where accepted counts every group finished so far, the
+    trained ones included. A group admitted at version v is then among the first ``(max_staleness_steps + v + 1) *
+    mini_batch_size``, so a trainer that takes due groups first never exceeds the bound.
+
+    Args:
+        max_concurrent_generation_groups: groups in flight at once, >= 1.
+        mini_batch_size: groups per optimizer step, >= 1.
+        max_staleness_steps: the bound, >= 0.
+        max_groups: groups the run needs in all; none is admitted beyond. None: no limit.
+    """
+
+    def __init__(
+        self,
+        max_concurrent_generation_groups: int,
+        mini_batch_size: int,
+        max_staleness_steps: int,
+        max_groups: int | None = None,
+    ) -> None:
+        if min(max_concurrent_generation_groups, mini_batch_size) < 1 or max_staleness_steps < 0:
+            raise ValueError(
+                "expected max_concurrent_generation_groups >= 1, mini_batch_size >= 1 and max_staleness_steps >= 0, got "
+                f"{max_concurrent_generation_groups}, {mini_batch_size} and {max_staleness_steps}"
+            )
+        self._max_running = max_concurrent_generation_groups
+        self._mini_batch_size = mini_batch_size
+        self._max_staleness_steps = max_staleness_steps
+        self._max_groups = max_groups
+        self._version = 0
+        self._num_accepted = 0
+        self._next_index = 0
+        self._running: dict[int, Admission] = {}
+        self._finished: dict[int, Admission] = {}
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def max_staleness_steps(self) -> int:
+        """The bound."""
+        return self._max_staleness_steps
+
+    @property
+    def version(self) -> int:
+        """Completed optimizer steps."""
+        return self._version
+
+    @property
+    def next_index(self) -> int:
+        """The admission index that comes next: groups admitted so far."""
+        return self._next_index
+
+    @property
+    def num_running(self) -> int:
+        """Groups admitted and not finished."""
+        return len(self._running)
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be admitted now."""
+        limit = (self._max_staleness_steps + self._version + 1) * self._mini_batch_size
+        if self._max_groups is not None:
+            limit = min(limit, self._max_groups)
+        credits = limit - self._num_accepted - len(self._running)
+        return max(0, min(credits, self._max_running - len(self._running)))
+
+    async def acquire_submission_slot(self) -> Admission:
+        """Wait, first come first served, until the rule admits one more group, and admit it.
+
+        Unblocked by a group that ends, or a new version. Cancellation leaves nothing behind.
+        """
+        while self.capacity == 0 or self._waiters:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                self._pass_on(waiter)
+                raise
+            if self.capacity > 0:
+                break
+        return self._admit()
+
+    async def on_rollout_accepted(self, admission: Admission) -> None:
+        """The group is finished and waits to be trained."""
+        self._finished[admission.index] = self._take_running(admission)
+        self._num_accepted += 1
+        self._wake()
+
+    async def on_rollout_rejected(self, admission: Admission) -> None:
+        """The group failed or was given up; its place is free again."""
+        self._take_running(admission)
+        self._wake()
+
+    async def on_rollout_filtered(self, admission: Admission) -> None:
+        """The finished group will not be trained; its place is free again."""
+        self._take_finished(admission.index)
+        self._num_accepted -= 1
+        self._wake()
+
+    async def on_rollout_trained(self, index: int) -> None:
+        """The finished group with this admission index is in the gradients."""
+        self._take_finished(index)
+
+    async def notify_capacity_change(self, version: int) -> None:
+        """Every engine has acknowledged ``version``. Raises ``StateError`` when it does not follow the one before."""
+        if version != self._version + 1:
+            raise StateError(f"policy version {version} cannot follow {self._version}: versions count optimizer steps")
+        self._version = version
+        self._wake()
+
+    def num_due(self) -> int:
+        """Open groups that would pass the bound if they were not trained in the step being worked on."""
+        oldest_allowed = self._version - self._max_staleness_steps
+        opened = (*self._running.values(), *self._finished.values())
+        return sum(admission.scheduled_version <= oldest_allowed for admission in opened)
+
+    def first_open_index(self) -> int | None:
+        """The smallest admission index that is neither trained nor given up."""
+        return min((*self._running, *self._finished), default=None)
+
+    def running(self) -> tuple[Admission, ...]:
+        """The groups in flight, oldest first."""
+        return tuple(self._running.values())
+
+    async def load_state_from_checkpoint(
+        self, version: int, num_trained_groups: int, next_index: int, finished: tuple[Admission, ...] = ()
+    ) -> None:
+        """Continue after ``version`` steps that trained ``num_trained_groups``, with groups finished but untrained.
+
+        The next admission gets ``next_index``. Raises ``StateError`` on a manager that was used.
+        """
+        if self._next_index or self._version:
+            raise StateError("a staleness manager takes a checkpoint's state only before its first admission")
+        self._version = version
+        self._num_accepted = num_trained_groups + len(finished)
+        self._finished = {admission.index: admission for admission in finished}
+        self._next_index = next_index
+
+    async def validate_state_at_epoch_end(self, num_trained_groups: int) -> None:
+        """Raise ``StateError`` unless accepted groups are the trained ones and those waiting to be trained."""
+        expected = num_trained_groups + len(self._finished)
+        if self._num_accepted != expected:
+            raise StateError(
+                f"{self._num_accepted} groups were accepted, but {num_trained_groups} trained and {len(self._finished)} waiting make {expected}"
+            )
+
+    def statistics(self) -> dict[str, float]:
+        """Groups running, finished and waiting, accepted in all, and admissible now."""
+        return {
+            "running_groups": float(len(self._running)),
+            "buffer_groups": float(len(self._finished)),
+            "accepted_groups": float(self._num_accepted),
+            "capacity": float(self.capacity),
+        }
+
+    def _admit(self) -> Admission:
+        admission = Admission(index=self._next_index, scheduled_version=self._version)
+        self._next_index += 1
+        self._running[admission.index] = admission
+        self._wake()
+        return admission
+
+    def _take_running(self, admission: Admission) -> Admission:
+        if admission.index not in self._running:
+            raise StateError(f"group {admission.index} is not running: it ended before, or was never admitted")
+        return self._running.pop(admission.index)
+
+    def _take_finished(self, index: int) -> Admission:
+        if index not in self._finished:
+            raise StateError(f"group {index} is not finished, or was trained before")
+        return self._finished.pop(index)
+
+    def _wake(self) -> None:
+        """Let the first waiter try, if there is room for it."""
+        while self._waiters and self.capacity > 0:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    def _pass_on(self, waiter: "asyncio.Future[None]") -> None:
+        """A cancelled waiter leaves the queue; had it been woken, the next one is."""
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+        if waiter.done() and not waiter.cancelled():
+            self._wake()

@@ -1,0 +1,312 @@
+"""The fully asynchronous training loop: groups in, policy versions out.
+
+    GenerationWorkers ──> GroupBuffer ──> forward_backward (group by group) ──> step ──> publish ──> new policy version
+           ^                                                                                              │
+           └────────────────────── _AsyncStalenessManager <───────────────────────────────────────────────┘
+
+Flows in: finished groups. Flows out: versions, metrics, checkpoints, evaluations. Knows when each happens, and nothing of how.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
+from skyrl_async.data.dataloader import _AsyncDataloader
+from skyrl_async.concurrency import first_failure
+from skyrl_async.evaluation import EvaluationResult, Evaluator
+from skyrl_async.metrics.step import RunTotals, StepFigures
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
+from skyrl_async.rollout.worker import GenerationWorkers
+from skyrl_async.training.protocol import Policy
+from skyrl_async.types import Group
+from skyrl_async.weight_sync.publisher import PublishTimes
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher(Protocol):
+    """What the trainer needs of weight sync."""
+
+    async def publish(self, version: int) -> PublishTimes:
+        """Make every engine serve ``version``."""
+        ...
+
+    async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
+        """Prove that engines hold what is trained; figures for the metrics."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """The schedule; see ``config.schema.TrainerConfig`` for what each means."""
+
+    mini_batch_size: int
+    num_steps: int | None
+    holds_bound: bool
+    """Staleness policy ``wait``; False is ``allow``."""
+    stream_mini_batch: bool
+    deterministic: bool
+    eval_interval_steps: int
+    num_eval_prompts: int
+    num_eval_prompts_while_training: int
+    checkpoint_interval_steps: int
+    check_interval_steps: int
+    """Steps between proofs that engines hold the trained weights."""
+    stall_warning_s: float
+
+
+class FullyAsyncTrainer:
+    """Trains while generation goes on.
+
+    Args:
+        settings: the schedule.
+        dataloader, staleness, buffer, workers: generation's side.
+        policy, publisher: training's side.
+        evaluator: plays held-out prompts; None evaluates nothing.
+        checkpointer: None writes none.
+        advantages: rewards of a group -> one advantage per trajectory.
+        log: takes (step, values) for each step.
+        trace: one span per stage.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: TrainerSettings,
+        dataloader: _AsyncDataloader,
+        staleness: _AsyncStalenessManager,
+        buffer: GroupBuffer,
+        workers: GenerationWorkers,
+        policy: Policy,
+        publisher: Publisher,
+        evaluator: Evaluator | None,
+        checkpointer: Checkpointer | None,
+        advantages: Callable[[Sequence[float]], Sequence[float]],
+        log: Callable[[int, dict[str, float]], None],
+        trace: Trace,
+    ) -> None:
+        self._settings = settings
+        self._dataloader = dataloader
+        self._staleness = staleness
+        self._buffer = buffer
+        self._workers = workers
+        self._policy = policy
+        self._publisher = publisher
+        self._evaluator = evaluator
+        self._checkpointer = checkpointer
+        self._advantages = advantages
+        self._log = log
+        self._trace = trace
+        self._evaluating: asyncio.Task[None] | None = None
+        self._num_tokens_logged = 0
+        self.totals = RunTotals()
+        self.reward_after: float | None = None
+
+    @property
+    def step(self) -> int:
+        """Completed optimizer steps, which is the policy version."""
+        return self._staleness.version
+
+    async def resume(self, checkpoint: Path) -> None:
+        """Take up a checkpoint, before ``run``. Raises ``CheckpointError``."""
+        state = read_state(checkpoint)
+        await self._policy.load(checkpoint / "policy")
+        await self._dataloader.load_state_from_checkpoint(state.dataloader)
+        finished = tuple(Admission(index=g.admission_index, scheduled_version=g.scheduled_version) for g in state.groups)
+        await self._staleness.load_state_from_checkpoint(
+            state.step, state.num_trained_groups, state.next_admission_index, finished
+        )
+        for group in state.groups:
+            self._buffer.put(group)
+        self.totals = RunTotals(**state.totals)
+        logger.info("resumed %s: %d steps, %d finished groups", checkpoint.name, state.step, len(state.groups))
+
+    async def run(self) -> None:
+        """Publish, evaluate, train to the end, evaluate again.
+
+        Consumes finished groups; produces versions; waits for groups; unblocked by the workers. Whatever fails ends the run
+        with that error, every task with it.
+        """
+        await self._publish(self.step, is_first=True)
+        if self.totals.reward_before is None and (before := await self._evaluate(self._settings.num_eval_prompts)):
+            self.totals.reward_before = before.reward
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                generating = tasks.create_task(self._workers.run(), name="generation")
+                while not self._is_done() and await self._train_step(tasks):
+                    pass
+                generating.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+        if after := await self._evaluate(self._settings.num_eval_prompts):
+            self.reward_after = after.reward
+
+    def _is_done(self) -> bool:
+        return self._settings.num_steps is not None and self.step >= self._settings.num_steps
+
+    async def _train_step(self, tasks: asyncio.TaskGroup) -> bool:
+        """One optimizer step from the next mini-batch; False when no group is left."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        figures = StepFigures(version=self.step, max_staleness_steps=self._staleness.max_staleness_steps)
+        held_before = self._buffer.held_seconds
+        async for group in self._mini_batch(figures):
+            async with self._timed(figures, "forward_backward", track="training"):
+                advantages = self._advantages([t.reward for t in group.trajectories])
+                sums = await self._policy.forward_backward(group.trajectories, advantages, self.step)
+            figures.add_group(group, sums)
+        if not figures.groups:
+            return False
+        async with self._timed(figures, "optimizer_step", track="training"):
+            stats = await self._policy.step(figures.num_tokens)
+        await self._dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
+        self.totals.add_step(figures)
+        version = self.step + 1
+        checks = await self._publish(version, figures=figures)
+        held_seconds = self._buffer.held_seconds - held_before
+        self.totals.staleness_wait_seconds += held_seconds
+        self.totals.training_seconds += loop.time() - started
+        if self._is_due(self._settings.checkpoint_interval_steps, version):
+            async with self._timed(figures, "checkpoint", track="training"):
+                await self._write_checkpoint(version)
+        await self._staleness.notify_capacity_change(version)
+        figures.add_seconds("step", loop.time() - started)
+        self._log_step(figures, stats | checks, held_seconds)
+        if version != self._settings.num_steps and self._is_due(self._settings.eval_interval_steps, version):
+            self._evaluate_beside(tasks, version)
+        return True
+
+    async def _mini_batch(self, figures: StepFigures) -> AsyncIterator[Group]:
+        """The groups of the step, each as soon as it may be trained (all at once without streaming)."""
+        collected: list[Group] = []
+        for num_taken in range(self._settings.mini_batch_size):
+            async with self._timed(figures, "wait_for_groups", track="waiting"):
+                group = await self._next_group(self._settings.mini_batch_size - num_taken)
+            if group is None:
+                break
+            await self._staleness.on_rollout_trained(group.admission_index)
+            if self._settings.stream_mini_batch:
+                yield group
+            else:
+                collected.append(group)
+        for group in sorted(collected, key=lambda g: g.admission_index):
+            yield group
+
+    async def _next_group(self, num_free: int) -> Group | None:
+        """The oldest finished group that the staleness policy lets go; names what is stuck while it waits."""
+
+        def is_allowed(group: Group) -> bool:
+            if self._settings.deterministic:
+                return group.admission_index == self._staleness.first_open_index()
+            if not self._settings.holds_bound:
+                return True
+            is_due = self.step - group.scheduled_version >= self._staleness.max_staleness_steps
+            return is_due or self._staleness.num_due() < num_free
+
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.stall_warning_s) as deadline:
+                    return await self._buffer.get(is_allowed)
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
+                logger.warning(
+                    "step %d has waited %g s for a group; oldest in flight: %s",
+                    self.step + 1,
+                    self._settings.stall_warning_s,
+                    self._workers.stuck(),
+                )
+
+    async def _publish(
+        self, version: int, *, is_first: bool = False, figures: StepFigures | None = None
+    ) -> dict[str, float]:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        times = await self._publisher.publish(version)
+        self.totals.pauses.append(times.pause)
+        if figures is not None:
+            for name, seconds in (("send", times.send), ("load", times.load), ("pause", times.pause)):
+                figures.add_seconds(name, seconds)
+            figures.add_seconds("publish", loop.time() - started)
+        if is_first or self._is_due(self._settings.check_interval_steps, version):
+            return await self._publisher.check(version, is_first=is_first)
+        return {}
+
+    async def _evaluate(self, num_prompts: int) -> EvaluationResult | None:
+        if self._evaluator is None:
+            return None
+        step, loop = self.step, asyncio.get_running_loop()
+        started = loop.time()
+        with self._trace.span("evaluate", track="evaluation", step=step):
+            result = await self._evaluator.evaluate(num_prompts)
+        if result is None:
+            return None
+        self.totals.evaluation_tokens += round(result.response_tokens * result.num_prompts)
+        values = {
+            "reward/eval": result.reward,
+            "reward/eval_standard_error": result.standard_error,
+            "eval/response_tokens_mean": result.response_tokens,
+            "eval/truncated_share": result.truncated_share,
+            "timing/eval": loop.time() - started,
+        }
+        self._log(step, values)
+        return result
+
+    def _evaluate_beside(self, tasks: asyncio.TaskGroup, version: int) -> None:
+        if self._evaluating is not None and not self._evaluating.done():
+            logger.warning("no evaluation at step %d: the one before is still running", version)
+            return
+
+        async def evaluate() -> None:
+            await self._evaluate(self._settings.num_eval_prompts_while_training)
+
+        self._evaluating = tasks.create_task(evaluate(), name=f"evaluation-{version}")
+
+    async def _write_checkpoint(self, version: int) -> None:
+        if self._checkpointer is None:
+            return
+        state = TrainerState(
+            step=version,
+            num_trained_groups=self.totals.trained_groups,
+            next_admission_index=self._staleness.next_index,
+            dataloader=self._dataloader.state_for_checkpoint(),
+            groups=self._buffer.snapshot(),
+            totals=asdict(self.totals),
+        )
+        path = await self._checkpointer.write(self._policy, state)
+        logger.info("wrote %s", path)
+
+    def _is_due(self, interval: int, version: int) -> bool:
+        return bool(interval) and (version % interval == 0 or version == self._settings.num_steps)
+
+    def _log_step(self, figures: StepFigures, stats: dict[str, float], held_seconds: float) -> None:
+        seconds = figures.seconds["step"]
+        num_tokens = self._workers.counts["tokens"]
+        values = figures.values() | {f"policy/{n}" if "/" not in n else n: v for n, v in stats.items()}
+        values |= {
+            "async/staleness_wait_seconds": held_seconds,
+            "async/buffer_groups": float(len(self._buffer)),
+            "async/running_groups": float(self._staleness.num_running),
+            "generate/tokens": float(num_tokens - self._num_tokens_logged),
+            "generate/tokens_per_second": (num_tokens - self._num_tokens_logged) / max(seconds, 1e-9),
+            "generate/failed_groups": float(self._workers.counts["failed_groups"]),
+            "trainer/epoch": float(self._dataloader.epoch),
+            "trainer/idle_share": figures.seconds.get("wait_for_groups", 0.0) / max(seconds, 1e-9),
+        }
+        self._num_tokens_logged = num_tokens
+        self._log(self.step, values)
+
+    @asynccontextmanager
+    async def _timed(self, figures: StepFigures, name: str, *, track: str) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        with self._trace.span(name, track=track, step=self.step + 1):
+            yield
+        figures.add_seconds(name, loop.time() - started)

@@ -1,0 +1,51 @@
+"""Compares what engines say of tokens with what the trainer says of the same: sees what a checksum cannot (contract 6).
+
+Flows in: engines and the policy, both at the same version. Flows out: the largest difference in nats. On CPU a tied output
+layer can stay stale behind equal checksums; the log-probs of the next tokens then are off by whole nats.
+"""
+
+import uuid
+from collections.abc import Sequence
+
+from skyrl_async.errors import EngineDeadError, PublishError
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.training.protocol import Policy
+from skyrl_async.types import EngineRequest, SamplingParams
+
+_NUM_TOKENS = 24
+
+
+async def engine_logprob_gap(
+    client: InferenceEngineClient, policy: Policy, prompt_token_ids: Sequence[int], version: int
+) -> float:
+    """Let every engine sample 24 tokens after the prompt and return the largest ``|log pi_engine - log pi_trainer|``.
+
+    Raises ``PublishError`` when an engine stamps its tokens with another version. A weight update must not be under way.
+    """
+    gap = 0.0
+    budget = min(_NUM_TOKENS, client.max_model_len - len(prompt_token_ids))
+    for engine in client.engines:
+        request = EngineRequest(
+            request_id=f"probe-{uuid.uuid4().hex}",
+            prompt_token_ids=tuple(prompt_token_ids),
+            sampling=SamplingParams(max_tokens=budget, ignore_eos=True, seed=0),
+        )
+        try:
+            output = await engine.generate(request)
+        except EngineDeadError as error:
+            client.drop_engine(engine.name, error)
+            continue
+        if set(output.versions) != {version}:
+            raise PublishError(f"{engine.name} stamps tokens with {sorted(set(output.versions))}, expected version {version}")
+        trained = (await policy.logprobs([*prompt_token_ids, *output.token_ids]))[-len(output.token_ids) :]
+        gap = max(gap, *(abs(a - b) for a, b in zip(output.logprobs, trained, strict=True)))
+    return gap
+
+
+def check_gap(gap: float, limit: float, version: int) -> None:
+    """Raise ``PublishError`` when the gap is above the limit."""
+    if not gap <= limit:
+        raise PublishError(
+            f"the engines' log-probs differ from the trainer's by up to {gap:.3g} nats at version {version}, more than "
+            f"trainer.max_engine_logprob_gap={limit:g}: the engines do not hold the weights that are trained"
+        )

@@ -1,0 +1,22 @@
+"""Fixtures shared by the CPU tests: one Ray for the whole session."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import skyrl_async  # noqa: E402, F401  (sets what Ray reads when it is imported)
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """A local Ray for every test that needs one."""
+    import ray
+
+    ray.init(
+        address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
+    )
+    yield
+    ray.shutdown()

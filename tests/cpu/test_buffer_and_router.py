@@ -1,0 +1,155 @@
+"""The group buffer and the router, under Hypothesis and in virtual time."""
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from skyrl_async.errors import NoEngineError, StateError
+from skyrl_async.inference.router import Router
+from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.types import Group
+
+
+def group(index: int) -> Group:
+    return Group(uid=f"u{index}", admission_index=index, scheduled_version=0, trajectories=())
+
+
+@given(order=st.permutations(range(8)))
+def test_groups_come_out_in_the_order_of_admission(order: list[int]) -> None:
+    async def main() -> list[int]:
+        buffer = GroupBuffer(8)
+        for index in order:
+            buffer.put(group(index))
+        return [(await buffer.get(lambda g: True)).admission_index for _ in order]
+
+    assert run_in_virtual_time(main()) == list(range(8))
+
+
+def test_a_group_is_held_back_until_the_rule_lets_it_go_and_the_wait_is_counted() -> None:
+    async def main() -> tuple[int, float]:
+        buffer, allowed = GroupBuffer(8), set()
+        buffer.put(group(3))
+
+        async def allow_later() -> None:
+            await asyncio.sleep(5)
+            allowed.add(3)
+            buffer.notify()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(allow_later())
+            taken = await buffer.get(lambda g: g.admission_index in allowed)
+        return taken.admission_index, buffer.held_seconds
+
+    assert run_in_virtual_time(main()) == (3, 5.0)
+
+
+def test_waiting_for_a_group_that_is_not_there_costs_no_held_seconds() -> None:
+    async def main() -> float:
+        buffer = GroupBuffer(8)
+
+        async def put_later() -> None:
+            await asyncio.sleep(5)
+            buffer.put(group(0))
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(put_later())
+            await buffer.get(lambda g: True)
+        return buffer.held_seconds
+
+    assert run_in_virtual_time(main()) == 0.0
+
+
+def test_a_closed_buffer_gives_out_what_it_holds_and_then_none() -> None:
+    async def main() -> list[int | None]:
+        buffer = GroupBuffer(8)
+        buffer.put(group(0))
+        buffer.close()
+        first, second = await buffer.get(lambda g: False), await buffer.get(lambda g: False)
+        return [first.admission_index, second]
+
+    assert run_in_virtual_time(main()) == [0, None]
+
+
+def test_a_cancelled_consumer_loses_no_group() -> None:
+    async def main() -> int:
+        buffer = GroupBuffer(8)
+        consumer = asyncio.ensure_future(buffer.get(lambda g: True))
+        await asyncio.sleep(0)
+        buffer.put(group(0))
+        consumer.cancel()
+        await asyncio.wait([consumer])
+        return len(buffer)
+
+    assert run_in_virtual_time(main()) == 1
+
+
+def test_more_groups_than_credits_and_groups_after_the_end_are_broken_invariants() -> None:
+    buffer = GroupBuffer(1)
+    buffer.put(group(0))
+    with pytest.raises(StateError, match="staleness credits"):
+        buffer.put(group(1))
+    buffer.close()
+    with pytest.raises(StateError, match="closed"):
+        buffer.put(group(1))
+
+
+class RouterMachine(RuleBasedStateMachine):
+    """Requests, sessions and engines in any order: loads add up, sessions stay, the dead get nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router(("e0", "e1", "e2"), max_sessions=4)
+        self.open: list[str] = []
+        self.homes: dict[str, str] = {}
+
+    @precondition(lambda self: self.router.engine_names)
+    @rule()
+    def start(self) -> None:
+        loads = {name: self.router.num_running(name) for name in self.router.engine_names}
+        name = self.router.start()
+        assert loads[name] == min(loads.values())
+        self.open.append(name)
+
+    @precondition(lambda self: self.router.engine_names)
+    @rule(session=st.sampled_from(["s", "t", "u"]))
+    def start_in_session(self, session: str) -> None:
+        name = self.router.start(session)
+        if self.homes.get(session) in self.router.engine_names:
+            assert name == self.homes[session]
+        self.homes[session] = name
+        self.open.append(name)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        self.router.end(self.open.pop(data.draw(st.integers(0, len(self.open) - 1))))
+
+    @rule(name=st.sampled_from(["e0", "e1", "e2"]))
+    def remove(self, name: str) -> None:
+        self.router.remove(name)
+        self.open = [n for n in self.open if n != name]
+
+    @rule(name=st.sampled_from(["e0", "e1", "e2"]))
+    def add(self, name: str) -> None:
+        if name not in self.router.engine_names:
+            self.router.add(name)
+
+    @invariant()
+    def loads_add_up(self) -> None:
+        for name in self.router.engine_names:
+            assert self.router.num_running(name) == self.open.count(name)
+
+
+TestRouterMachine = RouterMachine.TestCase
+TestRouterMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+
+
+def test_without_engines_a_request_is_refused_by_name() -> None:
+    router = Router(("e0",))
+    router.remove("e0")
+    with pytest.raises(NoEngineError, match="no inference engine is left"):
+        router.start()

@@ -1,0 +1,137 @@
+"""Contract 1: in an epoch every uid is in exactly one state; nothing is trained twice, nothing disappears."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from skyrl_async.data.dataloader import _AsyncDataloader
+from skyrl_async.data.ledger import UidLedger, UidState
+from skyrl_async.errors import CheckpointError, StateError
+from skyrl_async.types import Prompt
+
+UIDS = ["a", "b", "c", "d", "e"]
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Any sequence of events, with restarts from JSON at any point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = UidLedger(UIDS, seed=1, num_epochs=3)
+        self.running: list = []
+        self.finished: list = []
+        self.closed: list = []
+
+    @rule()
+    def draw(self) -> None:
+        key = self.ledger.draw()
+        if key is None:
+            assert len(self.running) + len(self.finished) + len(self.closed) == 3 * len(UIDS)
+        else:
+            assert key not in self.running + self.finished + self.closed
+            self.running.append(key)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), event=st.sampled_from(["finish", "fail", "give_back"]))
+    def end_generation(self, data: st.DataObject, event: str) -> None:
+        key = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        getattr(self.ledger, event)(key)
+        {"finish": self.finished, "fail": self.closed, "give_back": []}[event].append(key)
+
+    @precondition(lambda self: self.finished)
+    @rule(data=st.data(), event=st.sampled_from(["train", "filter"]))
+    def close(self, data: st.DataObject, event: str) -> None:
+        key = self.finished.pop(data.draw(st.integers(0, len(self.finished) - 1)))
+        getattr(self.ledger, event)(key)
+        self.closed.append(key)
+
+    @rule()
+    def restart(self) -> None:
+        saved = json.loads(json.dumps(self.ledger.to_json()))
+        self.ledger = UidLedger(UIDS, seed=1, num_epochs=3)
+        self.ledger.load_json(saved)
+        self.running = []
+
+    @invariant()
+    def every_uid_is_in_one_state(self) -> None:
+        for epoch in self.ledger.open_epochs:
+            assert sum(len(self.ledger.uids(epoch, state)) for state in UidState) == len(UIDS)
+        for key in self.running:
+            assert self.ledger.state(key) is UidState.RUNNING
+        for key in self.finished:
+            assert self.ledger.state(key) is UidState.FINISHED
+        counts = self.ledger.counts()
+        assert counts["trained_total"] + counts["filtered_total"] + counts["failed_total"] == len(self.closed)
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+
+
+@given(num_prompts=st.integers(1, 20), seed=st.integers(0, 5))
+def test_epochs_are_reshuffled_permutations_of_all_uids(num_prompts: int, seed: int) -> None:
+    uids = [str(i) for i in range(num_prompts)]
+    ledger = UidLedger(uids, seed=seed, num_epochs=2)
+    drawn = [ledger.draw() for _ in range(2 * num_prompts)]
+    assert [epoch for epoch, _ in drawn] == [0] * num_prompts + [1] * num_prompts
+    assert sorted(uid for _, uid in drawn[:num_prompts]) == sorted(uids) == sorted(uid for _, uid in drawn[num_prompts:])
+    assert ledger.draw() is None
+
+
+def test_two_epochs_have_different_orders() -> None:
+    ledger = UidLedger([str(i) for i in range(50)], seed=0, num_epochs=2)
+    first = [ledger.draw()[1] for _ in range(50)]
+    second = [ledger.draw()[1] for _ in range(50)]
+    assert first != second
+
+
+def test_a_trained_uid_cannot_be_trained_again() -> None:
+    ledger = UidLedger(UIDS, seed=0, num_epochs=1)
+    key = ledger.draw()
+    ledger.finish(key)
+    ledger.train(key)
+    with pytest.raises(StateError, match="is trained and cannot become trained"):
+        ledger.train(key)
+
+
+def prompts(uids: list[str]) -> list[Prompt]:
+    return [Prompt(uid=uid, messages=({"role": "user", "content": uid},), env_class="x") for uid in uids]
+
+
+async def test_a_prompt_given_back_is_drawn_next() -> None:
+    loader = _AsyncDataloader(prompts(UIDS), seed=0, num_epochs=1)
+    key, prompt = await loader.get_next_non_consumed_data()
+    await loader.give_back(key)
+    again, same = await loader.get_next_non_consumed_data()
+    assert (again, same) == (key, prompt)
+
+
+async def test_the_prompts_that_fill_no_mini_batch_lead_the_next_epoch() -> None:
+    loader = _AsyncDataloader(prompts(UIDS), seed=0, num_epochs=2)
+    drawn = [await loader.get_next_non_consumed_data() for _ in range(6)]
+    mini_batches = [[key for key, _ in drawn[i : i + 2]] for i in range(0, 6, 2)]
+    assert [epoch for epoch, _ in mini_batches[2]] == [0, 1]
+
+
+async def test_a_checkpoint_of_another_dataset_is_refused() -> None:
+    saved = _AsyncDataloader(prompts(UIDS), seed=0).state_for_checkpoint()
+    other = _AsyncDataloader(prompts(["x", "y"]), seed=0)
+    with pytest.raises(CheckpointError, match="made with 5 other prompts"):
+        await other.load_state_from_checkpoint(saved)
+
+
+async def test_a_checkpoint_of_another_seed_is_refused() -> None:
+    saved = _AsyncDataloader(prompts(UIDS), seed=0).state_for_checkpoint()
+    with pytest.raises(CheckpointError, match="trainer.seed=0, this run has 1"):
+        await _AsyncDataloader(prompts(UIDS), seed=1).load_state_from_checkpoint(saved)
+
+
+async def test_consumed_uids_are_listed_as_skyrl_does() -> None:
+    loader = _AsyncDataloader(prompts(UIDS), seed=0)
+    key, _ = await loader.get_next_non_consumed_data()
+    await loader.mark_finished_uid(key)
+    await loader.mark_consumed_uids([key])
+    assert loader.get_consumed_uids_list() == [key[1]]

@@ -1,0 +1,153 @@
+"""The staleness manager: the capacity rule, driven by hand and by Hypothesis, in virtual time."""
+
+import asyncio
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from skyrl_async.errors import StateError
+from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
+from skyrl_async.simulator.clock import run_in_virtual_time
+
+
+def drive(coroutine):
+    """Run an ``async def`` that contains no ``await``."""
+    with pytest.raises(StopIteration) as result:
+        coroutine.send(None)
+    return result.value.value
+
+
+class CapacityRule(RuleBasedStateMachine):
+    """Admissions, ends and versions in any order keep the rule, and no due group is ever more than a mini-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch, self.bound, self.most = 3, 2, 7
+        self.manager = _AsyncStalenessManager(self.most, self.batch, self.bound)
+        self.running: list[Admission] = []
+        self.finished: list[Admission] = []
+        self.trained: list[Admission] = []
+
+    @precondition(lambda self: self.manager.capacity > 0)
+    @rule()
+    def admit(self) -> None:
+        self.running.append(drive(self.manager.acquire_submission_slot()))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        admission = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        drive(self.manager.on_rollout_accepted(admission))
+        self.finished.append(admission)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        admission = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        drive(self.manager.on_rollout_rejected(admission))
+
+    @precondition(lambda self: self.finished)
+    @rule(data=st.data())
+    def filter(self, data: st.DataObject) -> None:
+        admission = self.finished.pop(data.draw(st.integers(0, len(self.finished) - 1)))
+        drive(self.manager.on_rollout_filtered(admission))
+
+    @precondition(lambda self: len(self.finished) >= self.batch)
+    @rule()
+    def train_oldest_first(self) -> None:
+        oldest = sorted(self.finished, key=lambda a: a.index)[: self.batch]
+        oldest_allowed = self.manager.version - self.bound
+        due_running = sum(a.scheduled_version <= oldest_allowed for a in self.running)
+        due_finished = sum(a.scheduled_version <= oldest_allowed for a in self.finished)
+        if due_running + max(0, due_finished - self.batch):
+            return
+        for admission in oldest:
+            assert self.manager.version - admission.scheduled_version <= self.bound
+            drive(self.manager.on_rollout_trained(admission.index))
+            self.finished.remove(admission)
+            self.trained.append(admission)
+        drive(self.manager.notify_capacity_change(self.manager.version + 1))
+
+    @invariant()
+    def the_rule_holds(self) -> None:
+        accepted = len(self.finished) + len(self.trained)
+        assert len(self.running) <= self.most
+        assert accepted + len(self.running) <= (self.bound + self.manager.version + 1) * self.batch
+        assert self.manager.num_due() <= self.batch
+        drive(self.manager.validate_state_at_epoch_end(len(self.trained)))
+
+    @invariant()
+    def admission_indices_follow_the_versions(self) -> None:
+        opened = sorted(self.running + self.finished, key=lambda a: a.index)
+        assert [a.scheduled_version for a in opened] == sorted(a.scheduled_version for a in opened)
+
+
+TestCapacityRule = CapacityRule.TestCase
+TestCapacityRule.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def test_waiters_are_admitted_first_come_first_served() -> None:
+    async def main() -> list[int]:
+        manager = _AsyncStalenessManager(4, 1, 0)
+        order: list[int] = []
+
+        async def wait(number: int) -> None:
+            admission = await manager.acquire_submission_slot()
+            order.append(number)
+            await manager.on_rollout_rejected(admission)
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(5):
+                tasks.create_task(wait(number))
+        return order
+
+    assert run_in_virtual_time(main()) == [0, 1, 2, 3, 4]
+
+
+def test_a_cancelled_waiter_leaves_its_turn_to_the_next() -> None:
+    async def main() -> int:
+        manager = _AsyncStalenessManager(1, 1, 0)
+        first = await manager.acquire_submission_slot()
+        second = asyncio.ensure_future(manager.acquire_submission_slot())
+        third = asyncio.ensure_future(manager.acquire_submission_slot())
+        await asyncio.sleep(0)
+        await manager.on_rollout_rejected(first)
+        second.cancel()
+        admission = await third
+        assert second.cancelled() or (await asyncio.gather(second, return_exceptions=True))
+        return admission.index
+
+    assert run_in_virtual_time(main()) == 1
+
+
+def test_no_more_groups_are_admitted_than_the_run_needs() -> None:
+    manager = _AsyncStalenessManager(100, 4, 10, max_groups=6)
+    for _ in range(6):
+        drive(manager.acquire_submission_slot())
+    assert manager.capacity == 0
+
+
+def test_a_version_that_skips_a_step_is_refused() -> None:
+    manager = _AsyncStalenessManager(1, 1, 0)
+    with pytest.raises(StateError, match="version 2 cannot follow 0"):
+        drive_error(manager.notify_capacity_change(2))
+
+
+def drive_error(coroutine) -> None:
+    coroutine.send(None)
+
+
+def test_a_group_cannot_end_twice() -> None:
+    manager = _AsyncStalenessManager(1, 1, 0)
+    admission = drive(manager.acquire_submission_slot())
+    drive(manager.on_rollout_accepted(admission))
+    with pytest.raises(StateError, match="not running"):
+        drive_error(manager.on_rollout_accepted(admission))
+
+
+@pytest.mark.parametrize("arguments", [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
+def test_impossible_limits_are_refused(arguments: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="expected max_concurrent_generation_groups >= 1"):
+        _AsyncStalenessManager(*arguments)
