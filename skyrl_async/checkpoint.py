@@ -109,7 +109,9 @@ def read_state(path: Path) -> TrainerState:
         if not file.is_file():
             raise CheckpointError(f"checkpoint {path} is incomplete: {name} is missing; resume from another one")
         if file.stat().st_size != size:
-            raise CheckpointError(f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes, expected {size}")
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes, expected {size}"
+            )
     state = _read_json(path, "trainer_state.json")
     if state.pop("format", None) != FORMAT:
         raise CheckpointError(f"checkpoint {path} has another format than {FORMAT}; it was written by another version")

@@ -106,6 +106,7 @@ class FullyAsyncTrainer:
         self._trace = trace
         self._evaluating: asyncio.Task[None] | None = None
         self._num_tokens_logged = 0
+        self._checkpointed_step: int | None = None
         self.totals = RunTotals()
         self.reward_after: float | None = None
 
@@ -119,13 +120,16 @@ class FullyAsyncTrainer:
         state = read_state(checkpoint)
         await self._policy.load(checkpoint / "policy")
         await self._dataloader.load_state_from_checkpoint(state.dataloader)
-        finished = tuple(Admission(index=g.admission_index, scheduled_version=g.scheduled_version) for g in state.groups)
+        finished = tuple(
+            Admission(index=g.admission_index, scheduled_version=g.scheduled_version) for g in state.groups
+        )
         await self._staleness.load_state_from_checkpoint(
             state.step, state.num_trained_groups, state.next_admission_index, finished
         )
         for group in state.groups:
             self._buffer.put(group)
         self.totals = RunTotals(**state.totals)
+        self._checkpointed_step = state.step
         logger.info("resumed %s: %d steps, %d finished groups", checkpoint.name, state.step, len(state.groups))
 
     async def run(self) -> None:
@@ -145,6 +149,8 @@ class FullyAsyncTrainer:
                 generating.cancel()
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
+        if self._settings.checkpoint_interval_steps and self._checkpointed_step != self.step:
+            await self._write_checkpoint(self.step)
         if after := await self._evaluate(self._settings.num_eval_prompts):
             self.reward_after = after.reward
 
@@ -281,10 +287,11 @@ class FullyAsyncTrainer:
             totals=asdict(self.totals),
         )
         path = await self._checkpointer.write(self._policy, state)
+        self._checkpointed_step = version
         logger.info("wrote %s", path)
 
     def _is_due(self, interval: int, version: int) -> bool:
-        return bool(interval) and (version % interval == 0 or version == self._settings.num_steps)
+        return bool(interval) and version % interval == 0
 
     def _log_step(self, figures: StepFigures, stats: dict[str, float], held_seconds: float) -> None:
         seconds = figures.seconds["step"]
@@ -300,6 +307,7 @@ class FullyAsyncTrainer:
             "trainer/epoch": float(self._dataloader.epoch),
             "trainer/idle_share": figures.seconds.get("wait_for_groups", 0.0) / max(seconds, 1e-9),
         }
+        self.totals.generated_tokens += num_tokens - self._num_tokens_logged
         self._num_tokens_logged = num_tokens
         self._log(self.step, values)
 

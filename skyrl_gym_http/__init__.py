@@ -1,1 +1,5 @@
-"""skyrl_async: a fully asynchronous RL trainer for language-model agents."""
+"""Environments driven over /v1/chat/completions by the real openai client; sees layers 0-1 of skyrl_async only."""
+
+from skyrl_gym_http.generator import SkyRLGymHTTPGenerator
+
+__all__ = ["SkyRLGymHTTPGenerator"]

@@ -53,7 +53,9 @@ class UidLedger:
 
     def __init__(self, uids: Sequence[str], *, seed: int, num_epochs: int | None) -> None:
         if not uids or len(set(uids)) != len(uids):
-            raise ValueError(f"expected at least one uid and no duplicates, got {len(uids)} with {len(set(uids))} distinct")
+            raise ValueError(
+                f"expected at least one uid and no duplicates, got {len(uids)} with {len(set(uids))} distinct"
+            )
         self._uids = tuple(uids)
         self._seed = seed
         self._num_epochs = num_epochs
@@ -121,16 +123,16 @@ class UidLedger:
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint keeps; running uids are written as new (their groups start again)."""
         kept = (*_CLOSED, UidState.FINISHED)
-        epochs = {
-            str(epoch): {state.value: self.uids(epoch, state) for state in kept} for epoch in self._states
-        }
+        epochs = {str(epoch): {state.value: self.uids(epoch, state) for state in kept} for epoch in self._states}
         totals = {state.value: self._totals[state] for state in _CLOSED}
         return {"seed": self._seed, "next_epoch": self._next_epoch, "epochs": epochs, "totals": totals}
 
     def load_json(self, saved: dict[str, Any]) -> None:
         """Continue from ``to_json``. Raises ``StateError`` for other uids or another seed, naming them."""
         if saved["seed"] != self._seed:
-            raise StateError(f"the checkpoint was shuffled with trainer.seed={saved['seed']}, this run has {self._seed}")
+            raise StateError(
+                f"the checkpoint was shuffled with trainer.seed={saved['seed']}, this run has {self._seed}"
+            )
         self._next_epoch = saved["next_epoch"]
         self._totals = Counter({UidState(name): count for name, count in saved["totals"].items()})
         self._states, self._queue = {}, deque()
@@ -142,7 +144,9 @@ class UidLedger:
         for name, uids in lists.items():
             unknown = [uid for uid in uids if uid not in states]
             if unknown:
-                raise StateError(f"the checkpoint holds uid {unknown[0]!r}, which the dataset lacks: resume with the same data")
+                raise StateError(
+                    f"the checkpoint holds uid {unknown[0]!r}, which the dataset lacks: resume with the same data"
+                )
             states |= dict.fromkeys(uids, UidState(name))
         self._states[epoch] = states
         self._queue.extend((epoch, uid) for uid in self._order(epoch) if states[uid] is UidState.NEW)
@@ -173,5 +177,3 @@ class UidLedger:
         epoch = key[0]
         if all(state in _CLOSED for state in self._states[epoch].values()):
             del self._states[epoch]
-
-

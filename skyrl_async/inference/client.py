@@ -22,7 +22,15 @@ from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongErr
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.router import Router
 from skyrl_async.inference.text import CompletionText, Tokenizer
-from skyrl_async.types import Completion, CompletionDelta, EngineOutput, EngineRequest, FinishReason, Message, SamplingParams
+from skyrl_async.types import (
+    Completion,
+    CompletionDelta,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    Message,
+    SamplingParams,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -105,12 +113,19 @@ class InferenceEngineClient:
         return list(await run_together(batch))
 
     async def generate_tokens(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str | None = None, priority: int = 0
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        priority: int = 0,
     ) -> Completion:
         """Sample one completion; see ``rollout.sampler.Sampler``."""
         joined = _Joined()
         text = CompletionText(self._tokenizer, sampling.stop)
-        blocks = self._blocks(tuple(prompt_token_ids), sampling, joined, session_id, priority, streaming=bool(sampling.stop))
+        blocks = self._blocks(
+            tuple(prompt_token_ids), sampling, joined, session_id, priority, streaming=bool(sampling.stop)
+        )
         num_kept = None
         async with aclosing(blocks):
             async for block in blocks:
@@ -131,7 +146,12 @@ class InferenceEngineClient:
         )
 
     async def stream_tokens(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str | None = None, priority: int = 0
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        priority: int = 0,
     ) -> AsyncIterator[CompletionDelta]:
         """Sample one completion in blocks; see ``rollout.sampler.Sampler``."""
         joined = _Joined()
@@ -167,7 +187,9 @@ class InferenceEngineClient:
         if token_ids is not None:
             return tuple(token_ids)
         if self._renderer is None:
-            raise InferenceError("this client was made without a chat renderer: give prompt_token_ids instead of messages")
+            raise InferenceError(
+                "this client was made without a chat renderer: give prompt_token_ids instead of messages"
+            )
         return self._renderer.render(list(messages or ()))
 
     async def _blocks(
@@ -215,7 +237,9 @@ class InferenceEngineClient:
                 yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.LENGTH)
                 return
 
-    async def _call(self, engine: InferenceEngine, request: EngineRequest, streaming: bool) -> AsyncIterator[EngineOutput]:
+    async def _call(
+        self, engine: InferenceEngine, request: EngineRequest, streaming: bool
+    ) -> AsyncIterator[EngineOutput]:
         if not streaming:
             yield await engine.generate(request)
             return

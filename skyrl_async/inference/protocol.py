@@ -20,6 +20,11 @@ class InferenceEngine(Protocol):
         """Short unique name for logs and metrics, such as ``engine-0``."""
         ...
 
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        ...
+
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """Sample until the end, or until a pause in abort mode: then ``finish_reason`` is ``abort`` and all tokens so far
         are returned. While the engine is paused a new request waits inside it. Cancelling the call ends the request.

@@ -29,7 +29,9 @@ class Router:
     def start(self, session_id: str | None = None) -> str:
         """Count one more request on the engine this returns. Raises ``NoEngineError`` when there is none."""
         if not self._num_running:
-            raise NoEngineError("no inference engine is left: every one has died; see the run's log for the first failure")
+            raise NoEngineError(
+                "no inference engine is left: every one has died; see the run's log for the first failure"
+            )
         name = self._sessions.get(session_id) if session_id is not None else None
         if name is None or name not in self._num_running:
             name = min(self._num_running, key=self._num_running.__getitem__)

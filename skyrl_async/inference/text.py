@@ -13,7 +13,9 @@ _REPLACEMENT = "�"
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that turns ids into text."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ..., clean_up_tokenization_spaces: bool = ...) -> str:
+    def decode(
+        self, token_ids: list[int], *, skip_special_tokens: bool = ..., clean_up_tokenization_spaces: bool = ...
+    ) -> str:
         """Text of ``token_ids``."""
         ...
 

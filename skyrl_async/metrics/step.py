@@ -91,6 +91,8 @@ class RunTotals:
     trained_groups: int = 0
     trained_tokens: int = 0
     trained_trajectories: int = 0
+    generated_tokens: int = 0
+    """Sampled for training, in finished groups, trained or not."""
     evaluation_tokens: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
@@ -118,6 +120,8 @@ class RunTotals:
     def summary(self) -> dict[str, float | None]:
         """The figures of ``summary.json`` that come from the steps."""
         return {
+            "tokens_generated": self.generated_tokens + self.evaluation_tokens,
+            "tokens_trained": self.trained_tokens,
             "trained_groups": self.trained_groups,
             "staleness_mean": self.staleness_sum / max(1, self.trained_groups),
             "staleness_max": self.staleness_max,

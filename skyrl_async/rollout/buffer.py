@@ -31,7 +31,9 @@ class GroupBuffer:
         if self._is_closed:
             raise StateError(f"group {group.admission_index} ({group.uid}) came after the buffer was closed")
         if len(self._groups) >= self._max_groups:
-            raise StateError(f"the buffer holds {len(self._groups)} groups, which is all that the staleness credits allow")
+            raise StateError(
+                f"the buffer holds {len(self._groups)} groups, which is all that the staleness credits allow"
+            )
         bisect.insort(self._groups, group, key=lambda g: g.admission_index)
         self.notify()
 

@@ -11,6 +11,7 @@ import random
 from collections import deque
 from dataclasses import dataclass
 
+from skyrl_async.concurrency import first_failure
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.data.ledger import Key
 from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
@@ -106,11 +107,9 @@ class GenerationWorkers:
         try:
             with self._trace.span("group", track="generation", uid=prompt.uid, version=admission.scheduled_version):
                 trajectories = await self._generate_with_retries(admission, prompt)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, NoEngineError):
             await self._dataloader.give_back(key)
             await self._staleness.on_rollout_rejected(admission)
-            raise
-        except NoEngineError:
             raise
         except Exception as error:
             await self._dataloader.mark_failed_uid(key)
@@ -163,6 +162,8 @@ class GenerationWorkers:
         try:
             async with asyncio.timeout(timeout_s) as deadline:
                 return await self._generator.generate(request)
+        except ExceptionGroup as failures:
+            raise first_failure(failures) from failures
         except TimeoutError as error:
             if not deadline.expired():
                 raise
@@ -189,7 +190,9 @@ def _checked(trajectories: tuple[Trajectory, ...], request: GroupRequest) -> tup
             f"the generator returned {len(trajectories)} trajectories for {request.prompt.uid}, expected {request.num_samples}"
         )
     if not any(t.num_sampled_tokens for t in trajectories):
-        raise GenerationError(f"the generator returned no sampled token for {request.prompt.uid}: every loss mask is empty")
+        raise GenerationError(
+            f"the generator returned no sampled token for {request.prompt.uid}: every loss mask is empty"
+        )
     if not all(math.isfinite(t.reward) for t in trajectories):
         raise GenerationError(f"the generator returned a reward that is not a finite number for {request.prompt.uid}")
     return tuple(trajectories)

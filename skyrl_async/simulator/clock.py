@@ -24,7 +24,9 @@ class _JumpingSelector(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
         if timeout is None and not ready:
-            raise DeadlineError(f"at {self.now:g} virtual seconds every task waits for something that nothing will cause")
+            raise DeadlineError(
+                f"at {self.now:g} virtual seconds every task waits for something that nothing will cause"
+            )
         if timeout and not ready:
             self.now += timeout
         return ready

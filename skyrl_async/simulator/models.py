@@ -46,6 +46,7 @@ class ModelledEngine:
         load_seconds: float = 0.0,
     ) -> None:
         self.name = name
+        self.max_model_len = 1 << 30
         self._num_tokens_of = num_tokens_of
         self._tokens_per_second = tokens_per_second
         self._half_speed_requests = half_speed_requests

@@ -36,7 +36,9 @@ async def engine_logprob_gap(
             client.drop_engine(engine.name, error)
             continue
         if set(output.versions) != {version}:
-            raise PublishError(f"{engine.name} stamps tokens with {sorted(set(output.versions))}, expected version {version}")
+            raise PublishError(
+                f"{engine.name} stamps tokens with {sorted(set(output.versions))}, expected version {version}"
+            )
         trained = (await policy.logprobs([*prompt_token_ids, *output.token_ids]))[-len(output.token_ids) :]
         gap = max(gap, *(abs(a - b) for a, b in zip(output.logprobs, trained, strict=True)))
     return gap

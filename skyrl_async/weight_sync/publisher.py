@@ -129,7 +129,9 @@ class WeightPublisher:
         checksums = await self._everywhere("checksum", lambda engine: engine.checksum())
         versions = await self._everywhere("version", lambda engine: engine.version())
         if set(versions.values()) != {version} or len(set(checksums.values())) != 1:
-            raise PublishError(f"expected version {version} and equal weights in every engine, got {versions} and {checksums}")
+            raise PublishError(
+                f"expected version {version} and equal weights in every engine, got {versions} and {checksums}"
+            )
         return next(iter(checksums.values()))
 
     def close(self) -> None:
@@ -154,11 +156,15 @@ class WeightPublisher:
             before = self._serving
             await self._everywhere("roll back", lambda engine: engine.load_weights(before), but=untouched)
         elif len(untouched) < len(self._client.engines):
-            raise PublishError(f"the first publish failed in some engines: {failures}") from next(iter(failures.values()))
+            raise PublishError(f"the first publish failed in some engines: {failures}") from next(
+                iter(failures.values())
+            )
         self._discard(update)
         name, error = next(iter(failures.items()))
         still = self._serving.version if self._serving else "the initial one"
-        raise PublishError(f"{name} refused version {update.version} ({error}); every engine still serves version {still}") from error
+        raise PublishError(
+            f"{name} refused version {update.version} ({error}); every engine still serves version {still}"
+        ) from error
 
     async def _everywhere(
         self, what: str, call: Callable[[InferenceEngine], Coroutine[Any, Any, Any]], but: set[str] | None = None

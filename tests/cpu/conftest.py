@@ -15,8 +15,6 @@ def ray_session() -> Iterator[None]:
     """A local Ray for every test that needs one."""
     import ray
 
-    ray.init(
-        address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
-    )
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
     yield
     ray.shutdown()

@@ -77,7 +77,9 @@ def test_epochs_are_reshuffled_permutations_of_all_uids(num_prompts: int, seed: 
     ledger = UidLedger(uids, seed=seed, num_epochs=2)
     drawn = [ledger.draw() for _ in range(2 * num_prompts)]
     assert [epoch for epoch, _ in drawn] == [0] * num_prompts + [1] * num_prompts
-    assert sorted(uid for _, uid in drawn[:num_prompts]) == sorted(uids) == sorted(uid for _, uid in drawn[num_prompts:])
+    assert (
+        sorted(uid for _, uid in drawn[:num_prompts]) == sorted(uids) == sorted(uid for _, uid in drawn[num_prompts:])
+    )
     assert ledger.draw() is None
 
 

@@ -1,0 +1,127 @@
+"""Trajectories in, right-padded micro-batches out.
+
+Rows are right-padded and carry no attention mask: under causal attention no real token sees what comes after it, and
+logits are taken at sampled positions only, so that padding costs time but never changes a number. The plan of
+micro-batches is a pure function of the lengths, the same on every machine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skyrl_async.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One trajectory with what its tokens are worth."""
+
+    trajectory: Trajectory
+    advantage: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response."""
+        return len(self.trajectory.prompt_token_ids) + len(self.trajectory.response_token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """B rows padded to T tokens, of which N were sampled by the policy. N is 0 for a rank's idle forward."""
+
+    input_ids: Tensor
+    """(B, T) int64; padding is token 0."""
+    positions: Tensor
+    """(N,) int64 into the B * T flattened positions: where the logits that predict each sampled token are."""
+    targets: Tensor
+    """(N,) int64, the sampled tokens."""
+    behavior_logprobs: Tensor
+    """(N,) float32, nats."""
+    advantages: Tensor
+    """(N,) float32."""
+    versions: Tensor
+    """(N,) int64, the policy version each token was sampled under."""
+
+
+def plan_micro_batches(
+    lengths: Sequence[int], *, micro_batch_tokens: int, overhead_tokens: int, num_ranks: int
+) -> list[list[list[int]]]:
+    """Deal rows to ranks and split each rank's share into micro-batches.
+
+    Args:
+        lengths: tokens per row, >= 1.
+        micro_batch_tokens: most tokens of a micro-batch, padding included; a single longer row goes alone.
+        overhead_tokens: fixed cost of a forward and backward, in tokens; the higher, the fewer micro-batches.
+        num_ranks: >= 1.
+
+    Returns:
+        Per rank a list of micro-batches, each a list of indices into ``lengths``. All ranks have the same number,
+        because sharded forwards are collective; a rank that runs out has empty ones at the end.
+    """
+    longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    plans = []
+    for rank in range(num_ranks):
+        share = longest_first[rank::num_ranks]
+        sizes = _cheapest_split([lengths[index] for index in share], micro_batch_tokens, overhead_tokens)
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        plans.append([share[start : start + size] for start, size in zip(starts, sizes, strict=True)])
+    num_forwards = max(len(plan) for plan in plans)
+    return [plan + [[] for _ in range(num_forwards - len(plan))] for plan in plans]
+
+
+def _cheapest_split(lengths: Sequence[int], micro_batch_tokens: int, overhead_tokens: int) -> list[int]:
+    """Sizes of runs of the descending ``lengths`` that minimise padded tokens plus overhead, by dynamic programming."""
+    best_cost = [0.0]
+    best_size = [0]
+    for end in range(1, len(lengths) + 1):
+        costs = []
+        for size in range(1, end + 1):
+            num_padded = size * lengths[end - size]
+            if size > 1 and num_padded > micro_batch_tokens:
+                break
+            costs.append((best_cost[end - size] + num_padded + overhead_tokens, -size))
+        cost, negative_size = min(costs)
+        best_cost.append(cost)
+        best_size.append(-negative_size)
+    sizes: list[int] = []
+    end = len(lengths)
+    while end:
+        sizes.append(best_size[end])
+        end -= best_size[end]
+    return sizes[::-1]
+
+
+def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
+    """Pad ``rows`` into one micro-batch on ``device``; no rows make the idle one of a single token and N = 0.
+
+    Raises:
+        ValueError: a row has no prompt, so that nothing predicts its first token.
+    """
+    num_columns = max((row.num_tokens for row in rows), default=1)
+    input_ids = torch.zeros((max(len(rows), 1), num_columns), dtype=torch.int64)
+    positions: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+    versions: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+    behavior_logprobs: list[Tensor] = [torch.empty(0)]
+    advantages: list[Tensor] = [torch.empty(0)]
+    for index, row in enumerate(rows):
+        trajectory = row.trajectory
+        num_prompt_tokens = len(trajectory.prompt_token_ids)
+        if num_prompt_tokens == 0:
+            raise ValueError("trajectory.prompt_token_ids must hold at least one token, got none")
+        input_ids[index, : row.num_tokens] = torch.tensor(trajectory.prompt_token_ids + trajectory.response_token_ids)
+        sampled = torch.tensor(trajectory.loss_mask, dtype=torch.bool).nonzero().flatten()  # (n,) into the response
+        positions.append(sampled + (index * num_columns + num_prompt_tokens - 1))
+        versions.append(torch.tensor(trajectory.versions, dtype=torch.int64)[sampled])
+        behavior_logprobs.append(torch.tensor(trajectory.logprobs, dtype=torch.float32)[sampled])
+        advantages.append(torch.full((len(sampled),), row.advantage, dtype=torch.float32))
+    where = torch.cat(positions)
+    return MicroBatch(
+        input_ids=input_ids.to(device),
+        positions=where.to(device),
+        targets=input_ids.flatten()[where + 1].to(device),
+        behavior_logprobs=torch.cat(behavior_logprobs).to(device),
+        advantages=torch.cat(advantages).to(device),
+        versions=torch.cat(versions).to(device),
+    )

@@ -1,0 +1,105 @@
+"""What a run learns from and with: its prompts, and the files of its policy.
+
+Flows in: the configuration. Flows out: prompts whose environments exist, and directories. Knows neither engines nor training.
+"""
+
+import asyncio
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_async.chat import ChatRenderer
+from skyrl_async.config.schema import Config
+from skyrl_async.data.dataset import filter_long_prompts, load_prompts
+from skyrl_async.tasks.registry import get_task, make_environment
+from skyrl_async.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+"""Takes one line about what is going on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """The data of a run."""
+
+    train: tuple[Prompt, ...]
+    held_out: tuple[Prompt, ...]
+
+
+def prepare_prompts(config: Config) -> Prompts:
+    """Make or load the prompts, and see that their environments exist. Raises ``DatasetError`` and ``ConfigError``."""
+    task = config.task
+    if task.name != "dataset":
+        train, held_out = get_task(task.name).make_prompts(task.num_train_prompts, task.num_eval_prompts, task.seed)
+        return Prompts(train=train, held_out=held_out)
+    train = load_prompts([Path(f) for f in task.train_files], task.env_class)
+    held_out = load_prompts([Path(f) for f in task.eval_files], task.env_class) if task.eval_files else ()
+    for prompt in {p.env_class: p for p in (*train, *held_out)}.values():
+        make_environment(prompt.env_class, prompt.extras).close()
+    return Prompts(train=train, held_out=held_out)
+
+
+class PolicyFiles:
+    """Where the policy's files are: at once for engines to boot from, and trained for the policy workers to load."""
+
+    def __init__(self, config: Config, say: Say) -> None:
+        self._config = config
+        self._say = say
+        self._stopped = threading.Event()
+
+    def initial(self) -> Path:
+        """The architecture and the tokenizer, with weights that the first publish replaces."""
+        if self._config.policy.path is not None:
+            return Path(self._config.policy.path).expanduser()
+        from skyrl_async.tasks.policy_cache import prepare_initial_policy
+
+        return prepare_initial_policy(**self._cache_arguments())
+
+    async def trained(self) -> Path:
+        """The policy that training begins with; makes it, in a thread, where it is not cached."""
+        policy = self._config.policy
+        if policy.path is not None or not policy.warm_start.enabled:
+            return self.initial()
+        from skyrl_async.tasks.policy_cache import prepare_tiny_policy
+
+        try:
+            return await asyncio.to_thread(
+                functools.partial(
+                    prepare_tiny_policy,
+                    **self._cache_arguments(),
+                    **self._warm_start_arguments(),
+                    should_stop=self._stopped.is_set,
+                    on_progress=self._say,
+                )
+            )
+        finally:
+            self._stopped.set()
+
+
+def load_tokenizer(directory: Path, trust_remote_code: bool) -> Any:
+    """The Hugging Face tokenizer of a policy directory."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+
+
+def fitting_prompts(prompts: Prompts, renderer: ChatRenderer, max_model_len: int, say: Say) -> Prompts:
+    """Leave out prompts that fill the context; says which. Raises ``DatasetError`` when none is left."""
+
+    def num_tokens(prompt: Prompt) -> int:
+        return len(renderer.render(list(prompt.messages)))
+
+    train, dropped = filter_long_prompts(prompts.train, num_tokens, max_model_len - 1)
+    held_out, dropped_held_out = prompts.held_out, ()
+    if held_out:
+        held_out, dropped_held_out = filter_long_prompts(held_out, num_tokens, max_model_len - 1)
+    if uids := (*dropped, *dropped_held_out):
+        say(f"left out {len(uids)} prompts longer than the context of {max_model_len} tokens: {', '.join(uids[:5])}")
+        logger.warning("left out %d prompts longer than the context: %s", len(uids), ", ".join(uids))
+    return Prompts(train=train, held_out=held_out)

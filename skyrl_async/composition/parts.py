@@ -1,0 +1,206 @@
+"""The parts of a run that live in the driver: generator, publisher, evaluator, trainer.
+
+Flows in: the configuration, and processes that run. Flows out: a trainer. Which value of the configuration goes where is decided
+here; no part gets the configuration itself, but for a user's own generator.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from skyrl_async.algorithms.advantages import get_advantage_estimator
+from skyrl_async.chat import ChatRenderer
+from skyrl_async.checkpoint import Checkpointer
+from skyrl_async.composition.data import Prompts
+from skyrl_async.composition.processes import Endpoint
+from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig, StalenessPolicy, WeightTransfer
+from skyrl_async.data.dataloader import _AsyncDataloader
+from skyrl_async.errors import ConfigError
+from skyrl_async.evaluation import Evaluator
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.generator import Generator
+from skyrl_async.rollout.gym_generator import GymGenerator
+from skyrl_async.rollout.staleness import _AsyncStalenessManager
+from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
+from skyrl_async.tasks.registry import make_environment
+from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
+from skyrl_async.training.protocol import Policy
+from skyrl_async.types import PauseMode, SamplingParams
+from skyrl_async.weight_sync.publisher import WeightPublisher
+
+Log = Callable[[int, dict[str, float]], None]
+"""Takes (step, values)."""
+
+
+def sampling_params(sampling: SamplingConfig) -> SamplingParams:
+    """The configuration's sampling section as a value."""
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=tuple(sampling.stop),
+    )
+
+
+def make_generator(
+    config: Config, client: InferenceEngineClient, renderer: ChatRenderer, endpoint: Endpoint | None
+) -> Generator:
+    generator = config.generator
+    if generator.entrypoint is not None:
+        return _user_generator(generator.entrypoint, client, renderer, config)
+    if generator.kind is GeneratorKind.gym_http:
+        assert endpoint is not None
+        module = importlib.import_module("skyrl_gym_http.generator")
+        over_http: Generator = module.SkyRLGymHTTPGenerator(
+            endpoint.base_url,
+            endpoint.api_key,
+            config.server.model_name,
+            make_environment,
+            max_turns=generator.max_turns,
+            max_trajectory_tokens=generator.max_trajectory_tokens,
+        )
+        return over_http
+    return GymGenerator(
+        client,
+        renderer,
+        max_turns=generator.max_turns,
+        max_trajectory_tokens=generator.max_trajectory_tokens,
+        make_environment=make_environment,
+    )
+
+
+def _user_generator(
+    entrypoint: str, client: InferenceEngineClient, renderer: ChatRenderer, config: Config
+) -> Generator:
+    module_name, _, attribute = entrypoint.partition(":")
+    try:
+        make = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"generator.entrypoint={entrypoint!r} cannot be imported: {error}") from error
+    generator: Generator = make(client, renderer, config)
+    return generator
+
+
+def make_publisher(
+    config: Config,
+    client: InferenceEngineClient,
+    policy: Policy,
+    renderer: ChatRenderer,
+    prompts: Prompts,
+    trace: Trace,
+    stack: contextlib.ExitStack | contextlib.AsyncExitStack,
+) -> WeightPublisher:
+    if config.weight_sync.transfer is WeightTransfer.nccl:
+        raise ConfigError(
+            "weight_sync.transfer=nccl is not built yet: use shm, which serves engines of one node on any device"
+        )
+    directory = stack.enter_context(_shared_memory_directory())
+    publisher = WeightPublisher(
+        client=client,
+        policy=policy,
+        directory=directory,
+        bucket_bytes=config.weight_sync.send_bucket_mb << 20,
+        pause_mode=PauseMode(config.engine.pause_mode.name),
+        trace=trace,
+        probe_prompt_token_ids=renderer.render(list(prompts.train[0].messages)),
+        max_logprob_gap=config.trainer.max_engine_logprob_gap,
+        verify_checksums=config.weight_sync.verify_checksums,
+    )
+    stack.callback(publisher.close)
+    return publisher
+
+
+@contextlib.contextmanager
+def _shared_memory_directory() -> Iterator[Path]:
+    """A directory in memory, named after this process so that a later run can remove what a killed one left."""
+    root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    for left in root.glob("skyrl_async-*"):
+        pid = left.name.removeprefix("skyrl_async-").partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix=f"skyrl_async-{os.getpid()}-", dir=root))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def make_trainer(
+    config: Config,
+    *,
+    prompts: Prompts,
+    policy: Policy,
+    publisher: WeightPublisher,
+    generator: Generator,
+    run_dir: Path,
+    log: Log,
+    trace: Trace,
+) -> FullyAsyncTrainer:
+    trainer, num_samples = config.trainer, config.generator.n_samples_per_prompt
+    mini_batch_size = trainer.policy_mini_batch_size
+    dataloader = _AsyncDataloader(prompts.train, seed=trainer.seed, num_epochs=trainer.num_epochs)
+    staleness = _AsyncStalenessManager(
+        trainer.max_concurrent_generation_groups,
+        mini_batch_size,
+        trainer.max_staleness_steps,
+        None if trainer.num_steps is None else trainer.num_steps * mini_batch_size,
+    )
+    buffer = GroupBuffer(mini_batch_size * (trainer.max_staleness_steps + 1))
+    workers = GenerationWorkers(
+        dataloader=dataloader,
+        staleness=staleness,
+        buffer=buffer,
+        generator=generator,
+        settings=RolloutSettings(
+            num_samples=num_samples,
+            sampling=sampling_params(config.generator.sampling),
+            seed=trainer.seed,
+            max_retries=config.generator.max_retries,
+            max_failed_fraction=config.generator.max_failed_fraction,
+            timeout_s=config.generator.rollout_timeout_s,
+        ),
+        trace=trace,
+    )
+    evaluator = Evaluator(
+        generator=generator,
+        prompts=prompts.held_out,
+        num_samples=config.evaluation.n_samples_per_prompt,
+        sampling=sampling_params(config.evaluation.sampling),
+        max_concurrent=config.engine.num_engines * config.engine.max_num_seqs,
+    )
+    estimator = get_advantage_estimator(trainer.algorithm.advantage_estimator.name)
+    return FullyAsyncTrainer(
+        settings=TrainerSettings(
+            mini_batch_size=mini_batch_size,
+            num_steps=trainer.num_steps,
+            holds_bound=trainer.staleness_policy is StalenessPolicy.wait,
+            stream_mini_batch=trainer.stream_mini_batch,
+            deterministic=trainer.deterministic,
+            eval_interval_steps=trainer.eval_interval_steps,
+            num_eval_prompts=config.evaluation.num_prompts,
+            num_eval_prompts_while_training=config.evaluation.num_prompts_while_training,
+            checkpoint_interval_steps=trainer.checkpoint_interval_steps,
+            check_interval_steps=trainer.logprob_probe_interval_steps,
+            stall_warning_s=trainer.stall_warning_s,
+        ),
+        dataloader=dataloader,
+        staleness=staleness,
+        buffer=buffer,
+        workers=workers,
+        policy=policy,
+        publisher=publisher,
+        evaluator=evaluator,
+        checkpointer=Checkpointer(run_dir / "checkpoints", max_to_keep=trainer.max_checkpoints_to_keep),
+        advantages=functools.partial(estimator.compute, norm_by_std=trainer.algorithm.grpo_norm_by_std),
+        log=log,
+        trace=trace,
+    )

@@ -1,0 +1,183 @@
+"""The processes of a run: Ray, the engines, the policy workers, the endpoint.
+
+Flows in: the configuration and the policy's files. Flows out: engines, a policy and an endpoint that run. Knows not what they
+are used for.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_async.composition.data import PolicyFiles
+from skyrl_async.config.devices import engine_device, training_device
+from skyrl_async.config.schema import Config, Device, EngineBackend, GeneratorKind
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.inference.vllm_boot import VLLMEngineConfig
+from skyrl_async.training.protocol import Policy
+from skyrl_async.training.settings import TrainingSettings
+
+
+@contextlib.contextmanager
+def ray_session(config: Config) -> Iterator[None]:
+    """A Ray of the run's own, or the one it joins. The deterministic engine with one worker needs none."""
+    import ray
+
+    if config.placement.ray_address != "local":
+        ray.init(address=config.placement.ray_address, log_to_driver=False)
+    else:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            object_store_memory=512 << 20,
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+async def start_engines_and_policy(
+    config: Config, stack: contextlib.AsyncExitStack, files: PolicyFiles, initial: Path, run_dir: Path
+) -> tuple[Sequence[InferenceEngine], Policy]:
+    """Boot engines while the policy is warmed up and its workers load it."""
+
+    async def start_policy() -> Policy:
+        from skyrl_async.training.policy_workers import PolicyWorkers
+
+        placement, device = config.placement, training_device(config.training)
+        num_gpus = placement.num_gpus_per_worker
+        return await PolicyWorkers.start(
+            _training_settings(config, await files.trained()),
+            num_workers=config.training.num_workers,
+            num_cpus_per_worker=placement.num_cpus_per_worker,
+            num_gpus_per_worker=(1.0 if device is Device.cuda else 0.0) if num_gpus is None else num_gpus,
+            call_timeout_s=config.training.step_timeout_s,
+        )
+
+    async with asyncio.TaskGroup() as tasks:
+        booting = tasks.create_task(_start_engines(config, initial, run_dir), name="engines")
+        loading = tasks.create_task(start_policy(), name="policy")
+    for engine in booting.result():
+        stack.push_async_callback(engine.close)
+    stack.push_async_callback(loading.result().close)
+    return booting.result(), loading.result()
+
+
+async def _start_engines(config: Config, policy_dir: Path, run_dir: Path) -> Sequence[InferenceEngine]:
+    engine = config.engine
+    if engine.backend is EngineBackend.deterministic:
+        from skyrl_async.inference.deterministic_engine import DeterministicEngine
+
+        return [DeterministicEngine("engine-0", policy_dir, max_model_len=engine.max_model_len)]
+    from skyrl_async.inference.ray_engine import start_ray_engines
+
+    device, num_gpus = engine_device(engine), config.placement.num_gpus_per_engine
+    configs = [
+        VLLMEngineConfig(
+            name=f"engine-{i}",
+            policy_dir=str(policy_dir),
+            dtype=config.policy.dtype.name,
+            device=device.name,
+            tensor_parallel_size=engine.tensor_parallel_size,
+            max_model_len=engine.max_model_len,
+            max_num_seqs=engine.max_num_seqs,
+            gpu_memory_utilization=engine.gpu_memory_utilization,
+            cpu_kv_cache_gb=engine.cpu_kv_cache_gb,
+            enforce_eager=engine.enforce_eager,
+            enable_prefix_caching=engine.enable_prefix_caching,
+            stream_interval=engine.stream_interval,
+            trust_remote_code=config.policy.trust_remote_code,
+            call_timeout_s=engine.call_timeout_s,
+            extra_args=engine.extra_args,
+        )
+        for i in range(engine.num_engines)
+    ]
+    return await start_ray_engines(
+        configs,
+        num_cpus=config.placement.num_cpus_per_engine,
+        num_gpus=(engine.tensor_parallel_size if device is Device.cuda else 0.0) if num_gpus is None else num_gpus,
+        start_timeout_s=engine.start_timeout_s,
+        log_dir=run_dir / "logs",
+    )
+
+
+def _training_settings(config: Config, policy_path: Path) -> TrainingSettings:
+    training, algorithm = config.training, config.trainer.algorithm
+    return TrainingSettings(
+        policy_path=str(policy_path),
+        trust_remote_code=config.policy.trust_remote_code,
+        device=training_device(training).name,
+        serve_dtype=config.policy.dtype.name,
+        mixed_precision=training.mixed_precision,
+        activation_checkpointing=training.activation_checkpointing,
+        lr=training.lr,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        weight_decay=training.weight_decay,
+        lr_schedule=training.lr_schedule.name,
+        num_warmup_steps=training.num_warmup_steps,
+        num_steps=config.trainer.num_steps,
+        max_grad_norm=training.max_grad_norm,
+        micro_batch_tokens=training.micro_batch_tokens,
+        temperature=config.generator.sampling.temperature,
+        policy_loss=algorithm.policy_loss_type.name,
+        eps_clip_low=algorithm.eps_clip_low,
+        eps_clip_high=algorithm.eps_clip_high,
+        tis_cap=algorithm.tis_cap,
+        seed=config.trainer.seed,
+    )
+
+
+def needs_endpoint(config: Config) -> bool:
+    if config.server.enabled is not None:
+        return config.server.enabled
+    return config.generator.kind is GeneratorKind.gym_http and config.generator.entrypoint is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    base_url: str
+    api_key: str
+
+
+@contextlib.asynccontextmanager
+async def serving_endpoint(
+    config: Config, policy_dir: Path, engines: Sequence[InferenceEngine], max_model_len: int, run_dir: Path
+) -> AsyncIterator[Endpoint]:
+    """The endpoint's process; its address and key are in ``endpoint.json``, readable by its owner only."""
+    from skyrl_async.inference.server.process import EndpointSettings, endpoint_process
+
+    server = config.server
+    api_key = server.api_key or f"sk-{secrets.token_urlsafe(24)}"
+    settings = EndpointSettings(
+        policy_path=str(policy_dir),
+        trust_remote_code=config.policy.trust_remote_code,
+        max_model_len=max_model_len,
+        host=server.host,
+        port=server.port,
+        api_keys=(api_key,),
+        model_name=server.model_name,
+        max_body_bytes=server.max_body_bytes,
+        keep_alive_timeout_s=server.keep_alive_timeout_s,
+    )
+    async with endpoint_process(settings, engines) as (host, port, _):
+        endpoint = Endpoint(base_url=f"http://{host}:{port}/v1", api_key=api_key)
+        write_private(
+            run_dir / "endpoint.json",
+            json.dumps({"base_url": endpoint.base_url, "api_key": api_key, "model": server.model_name}),
+        )
+        yield endpoint
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)

@@ -1,0 +1,58 @@
+"""The named starting points of a run: what ``task=relay`` or ``engine=deterministic`` set.
+
+Flows in: nothing. Flows out: plain values per group and option, each inside its own node of ``schema.Config``. Knows
+neither hydra nor which options exist elsewhere; single keys on the command line override what a group sets.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One choice of a group."""
+
+    text: str
+    """What choosing it means, one line."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Keys of the group's node that it sets; nested as in the node."""
+    required: tuple[str, ...] = ()
+    """Keys of the group's node that must then be set by the user."""
+
+
+GROUPS: dict[str, dict[str, Option]] = {
+    "task": {
+        "lagged_fibonacci": Option(
+            text="Extend a digit string until a 0 appears: long-tailed answers, made on the spot.",
+            values={"name": "lagged_fibonacci"},
+        ),
+        "relay": Option(text="A multi-turn environment, made on the spot.", values={"name": "relay"}),
+        "dataset": Option(
+            text="Your own prompts: task.train_files and task.eval_files.",
+            values={"name": "dataset"},
+            required=("train_files",),
+        ),
+    },
+    "policy": {
+        "tiny": Option(text="A Qwen3 of 0.6M parameters, built and warm-started on the spot.", values={"path": None}),
+        "hf": Option(
+            text="A local Hugging Face directory: policy.path; served in bfloat16.",
+            values={"dtype": "bfloat16", "warm_start": {"enabled": False}},
+            required=("path",),
+        ),
+    },
+    "engine": {
+        "vllm": Option(text="vLLM, on GPU or CPU.", values={"backend": "vllm"}),
+        "deterministic": Option(
+            text="transformers, one request at a time: slow, bit-reproducible.",
+            values={"backend": "deterministic", "device": "cpu"},
+        ),
+    },
+    "training": {"fsdp": Option(text="FSDP2 on any number of ranks.", values={"backend": "fsdp"})},
+}
+"""Group -> option -> what it sets; the first option is the default."""
+
+
+def default_option(group: str) -> str:
+    """The option a group takes when the command line names none."""
+    return next(iter(GROUPS[group]))

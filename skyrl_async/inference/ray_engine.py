@@ -1,0 +1,273 @@
+"""Engines in processes of their own: a Ray actor around each vLLM engine, and the adapter that makes it one again.
+
+    RayEngine (any process) ── requests, blocks, control calls ──> _EngineActor (its process) ──> VLLMEngine ──> core
+
+Flows in: ``VLLMEngineConfig`` values, one per engine. Flows out: ``RayEngine`` objects, which can be pickled and fulfil
+``InferenceEngine``. What Ray says of a dead actor becomes ``EngineDeadError``; our own errors cross as they are. It
+does not know routing, retries or weights.
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError, RayTaskError
+
+from skyrl_async.errors import EngineDeadError, EngineStartError
+from skyrl_async.inference.vllm_boot import VLLMEngineConfig
+from skyrl_async.inference.vllm_engine import VLLMEngine
+from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
+
+_MAX_CONCURRENT_CALLS = 4096
+_NUM_LOG_LINES_SHOWN = 20
+_RAY_GRACE_S = 5.0
+"""An engine misses its own deadline first and says why; Ray's side waits this much longer."""
+
+
+class _EngineActor:
+    """Owns one ``VLLMEngine``, and the tasks of the requests in it so that a caller can end them."""
+
+    def __init__(self, config: VLLMEngineConfig, log_path: str) -> None:
+        _redirect_output(log_path)
+        self._config = config
+        self._engine: VLLMEngine
+        self._requests: dict[str, asyncio.Task[Any]] = {}
+
+    async def start(self) -> int:
+        """Boot; return the longest prompt plus answer in tokens."""
+        self._engine = await VLLMEngine.start(self._config)
+        return self._engine.max_model_len
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        with self._registered(request.request_id):
+            return await self._engine.generate(request)
+
+    async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        with self._registered(request.request_id):
+            async with contextlib.aclosing(self._engine.stream(request)) as blocks:
+                async for block in blocks:
+                    yield block
+
+    async def cancel(self, request_id: str) -> None:
+        """End a request whose caller has gone."""
+        if task := self._requests.get(request_id):
+            task.cancel()
+
+    async def control(self, method: str, *args: Any) -> Any:
+        """Any other method of the engine."""
+        return await getattr(self._engine, method)(*args)
+
+    @contextlib.contextmanager
+    def _registered(self, request_id: str) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._requests[request_id] = task
+        try:
+            yield
+        finally:
+            del self._requests[request_id]
+
+
+def _redirect_output(log_path: str) -> None:
+    """Send everything that this process and its children print to a file of their own."""
+    with open(log_path, "ab", buffering=0) as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+
+
+class RayEngine:
+    """An ``InferenceEngine`` in a Ray actor; made by ``start_ray_engines``."""
+
+    def __init__(self, name: str, actor: ActorHandle, max_model_len: int, call_timeout_s: float) -> None:
+        self._name = name
+        self._actor = actor
+        self._max_model_len = max_model_len
+        self._call_timeout_s = call_timeout_s
+
+    @property
+    def name(self) -> str:
+        """Name from the config."""
+        return self._name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer in tokens."""
+        return self._max_model_len
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        """See ``InferenceEngine.generate``."""
+        with self._ending_on_exit(request.request_id), self._own_errors():
+            output: EngineOutput = await self._actor.generate.remote(request)
+            return output
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """See ``InferenceEngine.stream``."""
+        with self._ending_on_exit(request.request_id), self._own_errors():
+            async for reference in self._actor.stream.options(num_returns="streaming").remote(request):
+                yield await reference
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See ``InferenceEngine.pause``."""
+        await self._control("pause", mode)
+
+    async def resume(self) -> None:
+        """See ``InferenceEngine.resume``."""
+        await self._control("resume")
+
+    async def connect_transfer(self, init_info: dict[str, Any]) -> None:
+        """See ``VLLMEngine.connect_transfer``."""
+        await self._control("connect_transfer", init_info)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """See ``InferenceEngine.load_weights``."""
+        await self._control("load_weights", update)
+
+    async def version(self) -> int:
+        """See ``InferenceEngine.version``."""
+        version: int = await self._control("version")
+        return version
+
+    async def checksum(self) -> str:
+        """See ``InferenceEngine.checksum``."""
+        checksum: str = await self._control("checksum")
+        return checksum
+
+    async def close(self) -> None:
+        """See ``InferenceEngine.close``. The actor and all its processes are killed."""
+        ray.kill(self._actor)
+
+    async def _control(self, method: str, *args: Any) -> Any:
+        with self._own_errors():
+            try:
+                async with asyncio.timeout(self._call_timeout_s + _RAY_GRACE_S):
+                    return await self._actor.control.remote(method, *args)
+            except TimeoutError as error:
+                waited = self._call_timeout_s + _RAY_GRACE_S
+                raise EngineDeadError(f"engine {self.name}: no answer to {method} within {waited:g} s") from error
+
+    @contextlib.contextmanager
+    def _ending_on_exit(self, request_id: str) -> Iterator[None]:
+        """Ray goes on with a call whose caller is cancelled: end the request in the engine."""
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            self._actor.cancel.remote(request_id)
+            raise
+
+    @contextlib.contextmanager
+    def _own_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise EngineDeadError(f"engine {self.name} is gone: {type(error).__name__}: {reason}") from error
+
+
+async def start_ray_engines(
+    configs: Sequence[VLLMEngineConfig],
+    *,
+    num_cpus: float = 0.0,
+    num_gpus: float = 0.0,
+    start_timeout_s: float = 300.0,
+    log_dir: Path,
+) -> list[RayEngine]:
+    """Start one engine per config, all at the same time. Ray must be initialised.
+
+    Args:
+        num_cpus: CPU slots that Ray reserves per engine.
+        num_gpus: GPUs per engine.
+        start_timeout_s: for all of them together, in seconds.
+        log_dir: each engine writes ``<name>.log`` there; made when missing.
+
+    Raises ``EngineStartError`` with the engine's last log lines when one does not come up; then none is left.
+    """
+    _require_resources(configs, {"CPU": num_cpus, "GPU": num_gpus})
+    log_paths = _log_paths(configs, log_dir)
+    with contextlib.ExitStack() as on_failure:
+        actors = []
+        for config, log_path in zip(configs, log_paths, strict=True):
+            actor = _make_actor(config, log_path, num_cpus, num_gpus)
+            on_failure.callback(ray.kill, actor)
+            actors.append(actor)
+        boots = {
+            config.name: _boot(actor, config.name, log_path, start_timeout_s)
+            for actor, config, log_path in zip(actors, configs, log_paths, strict=True)
+        }
+        max_model_lens = await _all(boots)
+        on_failure.pop_all()
+    return [
+        RayEngine(config.name, actor, max_model_len, config.call_timeout_s)
+        for config, actor, max_model_len in zip(configs, actors, max_model_lens, strict=True)
+    ]
+
+
+async def _all(boots: dict[str, Coroutine[Any, Any, int]]) -> list[int]:
+    """All results in order, or the first error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(boot, name=f"boot {name}") for name, boot in boots.items()]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _log_paths(configs: Sequence[VLLMEngineConfig], log_dir: Path) -> list[Path]:
+    log_dir.mkdir(parents=True, exist_ok=True)
+    return [log_dir.absolute() / f"{config.name}.log" for config in configs]
+
+
+def _require_resources(configs: Sequence[VLLMEngineConfig], needed_per_engine: dict[str, float]) -> None:
+    """Ray would wait for ever for a resource that the cluster lacks."""
+    available = ray.cluster_resources()
+    for resource, num_per_engine in needed_per_engine.items():
+        num_needed = num_per_engine * len(configs)
+        if num_needed > available.get(resource, 0.0):
+            raise EngineStartError(
+                f"{len(configs)} engines need {num_needed:g} {resource}s, the Ray cluster has "
+                f"{available.get(resource, 0.0):g}; lower engine.num_engines or "
+                f"placement.num_{resource.lower()}s_per_engine"
+            )
+
+
+def _make_actor(config: VLLMEngineConfig, log_path: Path, num_cpus: float, num_gpus: float) -> ActorHandle:
+    environment = {"VLLM_LOGGING_LEVEL": "INFO"}
+    if config.device == "cpu":
+        environment["OMP_NUM_THREADS"] = "1"
+    actor_class = ray.remote(_EngineActor).options(
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        max_concurrency=_MAX_CONCURRENT_CALLS,
+        max_restarts=0,
+        runtime_env={"env_vars": environment},
+    )
+    return actor_class.remote(config, str(log_path))
+
+
+async def _boot(actor: ActorHandle, name: str, log_path: Path, timeout_s: float) -> int:
+    """Start one engine; return the longest prompt plus answer in tokens."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            max_model_len: int = await actor.start.remote()
+    except TimeoutError:
+        reason = f"engine {name} was not up within {timeout_s:g} s (engine.start_timeout_s)"
+        raise EngineStartError(f"{reason}\n{_log_tail(log_path)}") from None
+    except RayTaskError as error:
+        raise EngineStartError(f"{error.cause}\n{_log_tail(log_path)}") from None
+    except RayError as error:
+        raise EngineStartError(f"engine {name} did not come up: {error}\n{_log_tail(log_path)}") from error
+    return max_model_len
+
+
+def _log_tail(log_path: Path) -> str:
+    if not log_path.exists():
+        return f"It has written no log ({log_path}): Ray has not started its process."
+    lines = log_path.read_text(errors="replace").splitlines()
+    return "\n".join([f"Its last log lines ({log_path}):", *lines[-_NUM_LOG_LINES_SHOWN:]])

@@ -1,0 +1,166 @@
+"""How a vLLM engine is started: its configuration, its environment, and a core process that never outlives this one.
+
+Flows in: ``VLLMEngineConfig``. Flows out: a running ``AsyncLLM``. vLLM is imported only after the environment that it
+reads at import is set. Nothing is known of requests and weight updates.
+"""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkContext, ForkProcess, SpawnContext, SpawnProcess
+from typing import TYPE_CHECKING, Any
+
+from skyrl_async.inference.policy_files import read_config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_WORKER_EXTENSION = "skyrl_async.inference.vllm_weight_transfer.WorkerExtension"
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMEngineConfig:
+    """Everything an engine is started with; plain values, so that it can be sent to another process."""
+
+    name: str
+    """Unique among the run's engines."""
+    policy_dir: str
+    """Hugging Face directory (config and safetensors; a tokenizer is only asked for its end-of-sequence token)."""
+    dtype: str = "float32"
+    """Of the served weights: ``float32``, ``bfloat16`` or ``float16``."""
+    device: str = "cpu"
+    """``cpu`` or ``cuda``; what vLLM's build supports."""
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    """Longest prompt plus answer in tokens; None takes the model's own."""
+    max_num_seqs: int = 64
+    gpu_memory_utilization: float = 0.85
+    cpu_kv_cache_gb: int = 1
+    """GiB."""
+    enforce_eager: bool = True
+    enable_prefix_caching: bool = True
+    stream_interval: int = 10
+    """Tokens per block of a stream."""
+    transfer: str = "shm"
+    """``shm`` (chunks are safetensors files) or ``nccl`` (chunks are ``update_info`` of vLLM's nccl backend)."""
+    trust_remote_code: bool = False
+    call_timeout_s: float = 60.0
+    """Deadline of a control call; an engine that misses it counts as dead."""
+    extra_args: dict[str, Any] = field(default_factory=dict)
+    """More of vLLM's ``AsyncEngineArgs``."""
+    version: int = 0
+    """Policy version of the weights in ``policy_dir``."""
+
+
+def _set_environment(config: VLLMEngineConfig) -> None:
+    os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if config.device == "cpu":
+        # The core runs the model itself: an executor process of its own would busy-wait on a second core.
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE=str(config.cpu_kv_cache_gb))
+
+
+def boot(config: VLLMEngineConfig) -> "AsyncLLM":
+    """Start vLLM, and leave the environment variables that it reads set. Blocks until the core is up."""
+    _set_environment(config)
+    with warnings.catch_warnings():
+        # vLLM and what it imports warn of their own deprecations; a forked core inherits the filter.
+        warnings.simplefilter("ignore")
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        if config.device == "cpu":
+            _register_architectures(config)
+        vllm_config = _vllm_config(config)
+        with _core_processes("fork" if config.device == "cpu" else "spawn"):
+            return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+
+
+def _register_architectures(config: VLLMEngineConfig) -> None:
+    """Import the model's class here: on a machine's first run vLLM would inspect it in another process, for 8 s."""
+    from vllm.model_executor.models import ModelRegistry
+
+    for architecture in read_config(config.policy_dir).get("architectures", []):
+        known = ModelRegistry.models.get(architecture)
+        if known is not None:
+            ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
+def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    arguments: dict[str, Any] = {
+        "model": config.policy_dir,
+        "dtype": config.dtype,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else "uni",
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "trust_remote_code": config.trust_remote_code,
+        "scheduling_policy": "priority",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": _WORKER_EXTENSION,
+        "weight_transfer_config": WeightTransferConfig(backend=config.transfer),
+        "disable_log_stats": True,
+    }
+    return AsyncEngineArgs(**(arguments | config.extra_args)).create_engine_config()
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is None or os.getppid() != parent.pid:
+        raise SystemExit("the engine's process ended before its core started")
+
+
+class _BoundForkProcess(ForkProcess):
+    def run(self) -> None:
+        _die_with_parent()
+        super().run()
+
+
+class _BoundSpawnProcess(SpawnProcess):
+    def run(self) -> None:
+        _die_with_parent()
+        super().run()
+
+
+class _BoundForkContext(ForkContext):
+    Process = _BoundForkProcess
+
+
+class _BoundSpawnContext(SpawnContext):
+    Process = _BoundSpawnProcess
+
+
+@contextlib.contextmanager
+def _core_processes(method: str) -> Iterator[None]:
+    """Within, vLLM starts engine cores by ``fork`` or ``spawn``, bound to the life of the calling thread.
+
+    A forked core inherits what is imported and boots in half the time; vLLM itself would not fork inside a Ray actor.
+    ``fork`` is for CPU only.
+    """
+    from vllm.v1.engine import utils
+
+    bound = _BoundForkContext() if method == "fork" else _BoundSpawnContext()
+    original = utils.get_mp_context
+    utils.get_mp_context = lambda: bound
+    try:
+        yield
+    finally:
+        utils.get_mp_context = original

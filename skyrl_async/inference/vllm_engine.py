@@ -1,0 +1,277 @@
+"""One vLLM engine in this process: tokens in, tokens with log-probs and policy versions out, on CPU or CUDA alike.
+
+    generate / stream ──> AsyncLLM (frontend, this process) ──zmq──> engine core (a process of its own) ──> workers
+    pause / load_weights / checksum ──────── utility calls, each with a deadline ───────┘
+
+Flows in: ``EngineRequest`` and ``WeightUpdate``. Flows out: ``EngineOutput``, or one of our errors. It knows nothing of
+text, of other engines, of retries and of Ray. vLLM is imported in functions, never before ``start`` has been called.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from skyrl_async.errors import EngineDeadError, EngineStartError, InferenceError, PromptTooLongError, PublishError
+from skyrl_async.inference.policy_files import UpdateValidator, eos_token_ids
+from skyrl_async.inference.vllm_boot import VLLMEngineConfig, boot
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, WeightUpdate
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class VLLMEngine:
+    """An ``InferenceEngine`` around vLLM's own ``AsyncLLM``. Use ``await VLLMEngine.start(config)``."""
+
+    def __init__(self, config: VLLMEngineConfig, llm: "AsyncLLM") -> None:
+        self._config = config
+        self._llm = llm
+        self._stop_token_ids = list(eos_token_ids(config.policy_dir))
+        self._validator = UpdateValidator(config.policy_dir)
+        self._version = config.version
+        self._pause_mode: PauseMode | None = None
+        self._death: str | None = None
+        self._open_deadlines: set[asyncio.Timeout] = set()
+
+    @classmethod
+    async def start(cls, config: VLLMEngineConfig) -> Self:
+        """Boot the engine. Blocks the event loop while it boots, and leaves vLLM's environment variables set.
+
+        Raises ``EngineStartError``; then no process is left.
+        """
+        try:
+            llm = boot(config)
+        except Exception as error:
+            raise EngineStartError(f"engine {config.name} did not come up: {type(error).__name__}: {error}") from error
+        engine = cls(config, llm)
+        engine._watch_core()
+        await engine._control("label the weights", llm.update_weight_version, str(config.version))
+        return engine
+
+    @property
+    def name(self) -> str:
+        """Name from the config."""
+        return self._config.name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer in tokens."""
+        return int(self._llm.model_config.max_model_len)
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        """See ``InferenceEngine.generate``."""
+        from vllm.sampling_params import RequestOutputKind
+
+        async with contextlib.aclosing(self._run(request, RequestOutputKind.FINAL_ONLY)) as outputs:
+            async for output in outputs:
+                completion = output.outputs[0]
+                return _engine_output(completion, _expand(completion.weight_versions))
+        raise self._bury("a request ended without an output")
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """See ``InferenceEngine.stream``; a block holds ``stream_interval`` tokens, the first one a single token."""
+        from vllm.sampling_params import RequestOutputKind
+
+        num_sent = 0
+        tracked: Any = None
+        async with contextlib.aclosing(self._run(request, RequestOutputKind.DELTA)) as outputs:
+            async for output in outputs:
+                completion = output.outputs[0]
+                if completion.finish_reason is None:
+                    tracked = tracked or self._request_state(request.request_id)
+                    spans = tracked._weight_version_spans()
+                else:
+                    spans = completion.weight_versions
+                num_total = num_sent + len(completion.token_ids)
+                yield _engine_output(completion, _expand(spans)[num_sent:num_total])
+                num_sent = num_total
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See ``InferenceEngine.pause``."""
+        if self._pause_mode is mode:
+            return
+        # AsyncLLM.pause_generation is this call and a sleep of 20 ms; the acknowledgement is the core's.
+        core = self._llm.engine_core
+        await self._control("pause", core.pause_scheduler_async, mode=mode.value, clear_cache=False)
+        self._pause_mode = mode
+
+    async def resume(self) -> None:
+        """See ``InferenceEngine.resume``."""
+        if self._pause_mode is None:
+            return
+        await self._control("resume", self._llm.resume_generation)
+        self._pause_mode = None
+
+    async def connect_transfer(self, init_info: dict[str, Any]) -> None:
+        """Join the trainer's process group, for a ``transfer`` that needs one (``init_info`` is its backend's)."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info=init_info)
+        await self._control("connect the weight transfer", self._llm.init_weight_transfer_engine, request)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """See ``InferenceEngine.load_weights``."""
+        self._raise_if_dead()
+        if self._pause_mode is None:
+            raise PublishError(f"engine {self.name} is not paused; pause it before loading weights {update.version}")
+        self._validator.check(update)
+        try:
+            await self._control(f"load weights {update.version}", self._load, update)
+        except asyncio.CancelledError:
+            self._bury(f"cancelled while loading weights {update.version}")
+            raise
+        self._validator.accept(update)
+        self._version = update.version
+
+    async def _load(self, update: WeightUpdate) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.start_weight_update()
+        for chunk in update.chunks:
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=chunk))
+        await self._llm.finish_weight_update(str(update.version))
+        # Requests frozen by pause(keep) are preempted, so that they recompute their cache under the new weights.
+        await self._llm.reset_prefix_cache(reset_running_requests=True)
+        await self._llm.reset_encoder_cache()
+
+    async def version(self) -> int:
+        """See ``InferenceEngine.version``."""
+        self._raise_if_dead()
+        return self._version
+
+    async def checksum(self) -> str:
+        """See ``InferenceEngine.checksum``; one digest over all workers."""
+        digests = await self._control("checksum", self._llm.collective_rpc, "weight_digest")
+        return digests[0] if len(digests) == 1 else "+".join(digests)
+
+    async def close(self) -> None:
+        """See ``InferenceEngine.close``."""
+        self._bury("closed")
+
+    async def _run(
+        self, request: EngineRequest, output_kind: "RequestOutputKind"
+    ) -> "AsyncGenerator[RequestOutput, None]":
+        """vLLM's outputs of one request, its errors as ours."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
+        from vllm.v1.engine.exceptions import EngineGenerateError
+
+        self._raise_if_dead()
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if num_prompt_tokens >= self.max_model_len:
+            raise PromptTooLongError(num_prompt_tokens, self.max_model_len)
+        prompt = tokens_input(list(request.prompt_token_ids))
+        params = self._sampling_params(request, output_kind)
+        calls = self._llm.generate(prompt, params, request.request_id, priority=request.priority)
+        try:
+            async with contextlib.aclosing(calls) as outputs:
+                async for output in outputs:
+                    yield output
+        except CoreDeadError as error:
+            raise self._bury("its core process died") from error
+        except (VLLMClientError, EngineGenerateError) as error:
+            if self._death is not None:
+                raise self._bury(self._death) from error
+            raise InferenceError(f"engine {self.name} refused request {request.request_id}: {error}") from error
+
+    def _sampling_params(self, request: EngineRequest, output_kind: "RequestOutputKind") -> Any:
+        from vllm.sampling_params import SamplingParams
+
+        sampling = request.sampling
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=[] if sampling.ignore_eos else self._stop_token_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=output_kind,
+            stream_interval=self._config.stream_interval,
+            skip_clone=True,
+        )
+
+    def _request_state(self, request_id: str) -> Any:
+        """The frontend's record of a running request; an output tells its tokens' versions only when it is the last."""
+        processor = self._llm.output_processor
+        return processor.request_states[processor.external_req_ids[request_id][0]]
+
+    async def _control(self, what: str, call: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        """Await a utility call of the core. vLLM leaves such a call pending for ever when the core dies.
+
+        Whatever goes wrong, the core's state is unknown afterwards: the engine is dead.
+        """
+        self._raise_if_dead()
+        try:
+            async with asyncio.timeout(self._config.call_timeout_s) as deadline:
+                self._open_deadlines.add(deadline)
+                try:
+                    return await call(*args, **kwargs)
+                finally:
+                    self._open_deadlines.discard(deadline)
+        except TimeoutError as error:
+            raise self._bury(f"no answer to {what} within {self._config.call_timeout_s:g} s") from error
+        except Exception as error:
+            raise self._bury(f"{what} failed: {error}") from error
+
+    def _watch_core(self) -> None:
+        """Notice the core's death at once, whether or not a request is waiting for it."""
+        loop = asyncio.get_running_loop()
+        for process in self._core_processes():
+            loop.add_reader(process.sentinel, self._bury, f"its core process {process.pid} died")
+
+    def _core_processes(self) -> list[BaseProcess]:
+        manager = self._llm.engine_core.resources.engine_manager
+        return list(manager.processes) if manager is not None else []
+
+    def _raise_if_dead(self) -> None:
+        if self._death is not None:
+            raise self._bury(self._death)
+
+    def _bury(self, reason: str) -> EngineDeadError:
+        """Kill the core, fail everything that waits for it, and return the error that says why. Idempotent."""
+        if self._death is None:
+            self._death = reason
+            logger.info("engine %s ends: %s", self.name, reason)
+            loop = asyncio.get_running_loop()
+            for process in self._core_processes():
+                loop.remove_reader(process.sentinel)
+                process.kill()
+            self._llm.shutdown()
+            error = EngineDeadError(f"engine {self.name} is gone: {reason}")
+            self._llm.output_processor.propagate_error(error)
+            for deadline in self._open_deadlines:
+                deadline.reschedule(loop.time())
+        return EngineDeadError(f"engine {self.name} is gone: {self._death}")
+
+
+def _engine_output(completion: "CompletionOutput", versions: Sequence[int]) -> EngineOutput:
+    try:
+        reason = None if completion.finish_reason is None else FinishReason(completion.finish_reason)
+    except ValueError as error:
+        raise InferenceError(f"vLLM ended a request with finish_reason {completion.finish_reason!r}") from error
+    logprobs = completion.logprobs.logprobs if completion.logprobs else ()
+    return EngineOutput(
+        token_ids=tuple(completion.token_ids),
+        logprobs=tuple(logprobs),
+        versions=tuple(versions),
+        finish_reason=reason,
+    )
+
+
+def _expand(spans: "Sequence[WeightVersionSpan] | None") -> list[int]:
+    """One version per token from vLLM's spans of tokens."""
+    return [int(span.version) for span in spans or () for _ in range(span.start, span.end)]

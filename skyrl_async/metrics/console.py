@@ -1,0 +1,184 @@
+"""What a person watching a run sees: a live display on a terminal, plain lines elsewhere.
+
+Flows in: phases ("booting engines"), the values of each step, messages, a summary. Flows out: standard output. Knows
+metric names, and nothing of who computes them; never blocks the loop it reports on.
+"""
+
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console as Output
+from rich.console import Group as Stack
+from rich.console import RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+_STEP_INTERVAL_S = 2.0
+_PHASE_INTERVAL_S = 5.0
+_SPARKS = "▁▂▃▄▅▆▇█"
+_NUM_SPARKS = 32
+_PLAIN_WIDTH = 100
+
+
+class Console:
+    """Progress of one run; a context manager, outside of which only ``message`` and ``summary`` print."""
+
+    def __init__(
+        self,
+        enabled: bool,
+        total_steps: int | None,
+        *,
+        output: Output | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``enabled=False`` prints nothing but the summary. ``total_steps`` is None when epochs end the run."""
+        self._is_enabled = enabled
+        self._output = output or Output()
+        self._display = _LiveDisplay(total_steps) if self._output.is_terminal else None
+        self._live: Live | None = None
+        self._lines = _PlainLines(total_steps, clock)
+        self._values: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        if self._is_enabled and self._display is not None:
+            self._live = Live(get_renderable=self._display.render, console=self._output, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the live display, leaving its last state. Idempotent."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def phase(self, text: str) -> None:
+        """Say what is going on now, such as "warm start 34 %"."""
+        if self._display is not None:
+            self._display.set_phase(text)
+        else:
+            self._print(self._lines.phase(text))
+
+    def step(self, values: Mapping[str, float]) -> None:
+        """Show the values of a step; those that it lacks keep what they were."""
+        self._values.update(values)
+        if self._display is not None:
+            self._display.set_values(self._values)
+        else:
+            self._print(self._lines.step(self._values, has_evaluation="reward/eval" in values))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Show a step's values as a tracker's sink."""
+        self.step({**values, "trainer/step": step})
+
+    def message(self, text: str) -> None:
+        """Print one line that stays."""
+        self._print(text)
+
+    def summary(self, table: RenderableType) -> None:
+        """Print what remains of the run, also when the display is off."""
+        self._output.print(table, width=None if self._display else _PLAIN_WIDTH)
+
+    def _print(self, line: str | None) -> None:
+        if self._is_enabled and line is not None:
+            self._output.print(escape(line), highlight=False, soft_wrap=True)
+
+
+class _LiveDisplay:
+    """A progress bar and a row of figures, drawn from another thread a few times a second."""
+
+    def __init__(self, total_steps: int | None) -> None:
+        self._progress = Progress(
+            SpinnerColumn(finished_text=" "),
+            TextColumn("{task.description:<24}"),
+            BarColumn(bar_width=36),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        self._task = self._progress.add_task("starting", total=total_steps)
+        self._rewards: deque[float] = deque(maxlen=_NUM_SPARKS)
+        self._cells: dict[str, str] | None = None
+
+    def set_phase(self, text: str) -> None:
+        self._progress.update(self._task, description=escape(text))
+
+    def set_values(self, values: Mapping[str, float]) -> None:
+        step = int(values.get("trainer/step", 0))
+        if "reward/mean" in values and step > self._progress.tasks[0].completed:
+            self._rewards.append(values["reward/mean"])
+        self._progress.update(self._task, completed=step)
+        self._cells = cells(values)
+
+    def render(self) -> RenderableType:
+        if self._cells is None:
+            return self._progress
+        table = Table.grid(padding=(0, 3))
+        for _ in self._cells:
+            table.add_column(no_wrap=True)
+        table.add_row(*(f"[dim]{name}[/dim]" for name in self._cells))
+        table.add_row(*(f"[bold]{text}[/bold]" for text in self._cells.values()))
+        return Stack(self._progress, table, f"[dim]reward[/dim] [green]{sparkline(self._rewards)}[/green]")
+
+
+class _PlainLines:
+    """Which lines a log file or a pipe gets: one per step or every few seconds, and every evaluation."""
+
+    def __init__(self, total_steps: int | None, clock: Callable[[], float]) -> None:
+        self._total_steps = total_steps
+        self._clock = clock
+        self._step_due = self._phase_due = float("-inf")
+        self._phase = ""
+
+    def phase(self, text: str) -> str | None:
+        """The line, or None for a phase that only counted up since it was last said."""
+        kind, now = re.sub(r"[\d.]+", "", text), self._clock()
+        if kind == self._phase and now < self._phase_due:
+            return None
+        self._phase, self._phase_due = kind, now + _PHASE_INTERVAL_S
+        return f"[{text}]"
+
+    def step(self, values: Mapping[str, float], *, has_evaluation: bool) -> str | None:
+        """The line, or None when the last one is recent and this step is nothing special."""
+        step, now = int(values.get("trainer/step", 0)), self._clock()
+        is_last = step == self._total_steps
+        if now < self._step_due and not has_evaluation and not is_last:
+            return None
+        self._step_due = now + _STEP_INTERVAL_S
+        count = f"{step}/{self._total_steps}" if self._total_steps else str(step)
+        return " | ".join([f"step {count}", *(f"{name} {text}" for name, text in cells(values).items())])
+
+
+def cells(values: Mapping[str, float]) -> dict[str, str]:
+    """The figures worth a glance, as text; "-" for one that is not known yet."""
+
+    def text(pattern: str, *names: str) -> str:
+        known = [values[name] for name in names if name in values]
+        return pattern.format(*known) if len(known) == len(names) else "-"
+
+    return {
+        "reward": text("{:.2f}", "reward/mean"),
+        "eval": text("{:.2f}", "reward/eval"),
+        "staleness mean/max": text("{:.1f}/{:.0f}", "async/staleness_mean", "async/staleness_max"),
+        "buffered/running": text("{:.0f}/{:.0f}", "async/buffer_groups", "async/running_groups"),
+        "tokens/s": text("{:,.0f}", "generate/tokens_per_second"),
+        "trainer idle": text("{:.0%}", "trainer/idle_share"),
+    }
+
+
+def sparkline(values: deque[float]) -> str:
+    """One character per value, scaled between the least and the largest."""
+    if not values:
+        return ""
+    low, span = min(values), max(values) - min(values)
+    scaled = [(value - low) / span if span else 0.0 for value in values]
+    return "".join(_SPARKS[round(share * (len(_SPARKS) - 1))] for share in scaled)

@@ -1,0 +1,48 @@
+"""Log lines of a run: all of them to its file, warnings also to standard error.
+
+Flows in: records of every logger in this process. Flows out: ``run.log``. The console display is not touched:
+standard error is looked up at each record, so that a live display can print above itself.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what ``sys.stderr`` is at the time of the record."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self, logging.WARNING)
+
+    @property
+    def stream(self) -> object:
+        return sys.stderr
+
+
+@contextmanager
+def run_logging(path: Path, level: str) -> Iterator[None]:
+    """Log to ``path`` (appending) from ``level`` on, and this package's warnings to standard error, while inside."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    root, previous_level = logging.getLogger(), logging.getLogger().level
+    to_file = logging.FileHandler(path, encoding="utf-8")
+    to_file.setFormatter(logging.Formatter(_FORMAT))
+    to_stderr = _StandardError()
+    to_stderr.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    to_stderr.addFilter(lambda record: record.name.startswith("skyrl_"))
+    root.addHandler(to_file)
+    root.addHandler(to_stderr)
+    root.setLevel(level.upper())
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        root.setLevel(previous_level)
+        root.removeHandler(to_file)
+        root.removeHandler(to_stderr)
+        to_file.close()

@@ -1,0 +1,101 @@
+"""The metrics of a run: every name with its unit and meaning.
+
+Flows in: nothing. Flows out: the table behind ``docs/reference/metrics.md`` (``python -m skyrl_async.metrics.names``
+writes it) and the labels of curves. Generators may add names of their own; nothing here forbids a name.
+"""
+
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What one name means."""
+
+    unit: str
+    """Of its values; ``share`` is in [0, 1]."""
+    text: str
+
+
+METRICS: dict[str, Metric] = {
+    "reward/mean": Metric("reward", "Mean reward of the trajectories trained in the step."),
+    "reward/zero_variance_share": Metric(
+        "share", "Groups whose trajectories all have the same reward, hence no advantage."
+    ),
+    "reward/eval": Metric("reward", "Mean reward on held-out prompts, at the step's policy version."),
+    "reward/eval_standard_error": Metric("reward", "Of reward/eval, over prompts."),
+    "async/staleness_mean": Metric("steps", "Policy version trained at minus version scheduled at, mean over groups."),
+    "async/staleness_max": Metric("steps", "The same, largest of the step."),
+    "async/over_bound_share": Metric("share", "Groups trained past trainer.max_staleness_steps."),
+    "async/token_lag_mean": Metric("steps", "Policy version trained at minus version sampled under, mean over tokens."),
+    "async/token_lag_max": Metric("steps", "The same, largest of the step."),
+    "async/staleness_wait_seconds": Metric(
+        "s", "Waited in the step for groups that the next version would push past the bound."
+    ),
+    "async/buffer_groups": Metric("groups", "Finished and waiting to be trained, at the step's end."),
+    "async/running_groups": Metric("groups", "Being generated, at the step's end."),
+    "async/engine_logprob_gap": Metric(
+        "nats", "Largest difference per token between the engine's log-probs and the trainer's."
+    ),
+    "async/num_aborts": Metric("times", "Continuations across weight updates, over the step's trajectories."),
+    "async/length_ratio": Metric(
+        "ratio", "Mean length trained over mean length generated; below 1 long answers are lost on the way."
+    ),
+    "timing/step": Metric("s", "The whole optimizer step, publish included."),
+    "timing/wait_for_groups": Metric("s", "Trainer waiting for generation."),
+    "timing/forward_backward": Metric("s", "Forward and backward passes."),
+    "timing/optimizer_step": Metric("s", "Clipping and optimizer."),
+    "timing/publish": Metric("s", "From the trainer's weights to every engine serving them."),
+    "timing/gather": Metric("s", "Of publish: collecting full parameters; engines go on generating."),
+    "timing/send": Metric("s", "Of publish: moving them to the engines; engines go on generating."),
+    "timing/load": Metric("s", "Of publish: replacing the engines' weights, inside the pause."),
+    "timing/pause": Metric("s", "Of publish: engines sampling nothing."),
+    "timing/checkpoint": Metric("s", "Writing a checkpoint."),
+    "timing/eval": Metric("s", "Evaluation on held-out prompts."),
+    "policy/loss": Metric("loss", "Policy loss, mean over trained tokens."),
+    "policy/grad_norm": Metric("norm", "Of the gradient, before clipping."),
+    "policy/lr": Metric("1", "Learning rate."),
+    "policy/ratio": Metric("ratio", "New over behavior probability, mean over trained tokens."),
+    "policy/ratio_max": Metric("ratio", "The same, largest of the step."),
+    "policy/clipped": Metric("share", "Tokens whose ratio was clipped or capped."),
+    "policy/behavior_kl": Metric("nats", "Behavior against new policy, per token."),
+    "policy/logprob_gap_max": Metric("nats", "Largest difference between new and behavior log-prob of a token."),
+    "policy/token_lag": Metric("steps", "Versions between sampling and training, mean over trained tokens."),
+    "policy/token_lag_max": Metric("steps", "The same, largest of the step."),
+    "policy/lag<n>_tokens": Metric("share", "Trained tokens that were sampled n versions before."),
+    "policy/lag<n>_clipped": Metric(
+        "share", "Of all trained tokens, clipped ones that were sampled n versions before."
+    ),
+    "policy/lag<n>_behavior_kl": Metric("nats", "What tokens sampled n versions before add to policy/behavior_kl."),
+    "policy/num_tokens": Metric("tokens", "Trained in the step."),
+    "generate/tokens_per_second": Metric("tokens/s", "Sampled by all engines since the last step."),
+    "generate/tokens": Metric("tokens", "Sampled since the run began."),
+    "generate/response_tokens_mean": Metric("tokens", "Mean response length of the trajectories trained."),
+    "generate/response_tokens_max": Metric("tokens", "The longest of them."),
+    "generate/turns_mean": Metric("turns", "Mean turns of them."),
+    "generate/group_seconds_max": Metric("s", "Longest generation of a trained group."),
+    "generate/truncated_share": Metric("share", "Of those trajectories, ended by the token budget."),
+    "generate/failed_groups": Metric("groups", "Failed since the run began, after retries."),
+    "trainer/step": Metric("steps", "Optimizer steps completed."),
+    "trainer/epoch": Metric("epochs", "Passes over the training prompts completed."),
+    "trainer/idle_share": Metric("share", "Of the step, spent waiting for generation."),
+}
+
+
+def markdown() -> str:
+    """The metrics reference as a page."""
+    lines = [
+        "# Metrics",
+        "",
+        "One line per step in a run's `metrics.jsonl` (with `step`, and `time_s` since the run began), the same in",
+        "TensorBoard and W&B. Written by `python -m skyrl_async.metrics.names > docs/reference/metrics.md`.",
+        "",
+        "| name | unit | meaning |",
+        "|---|---|---|",
+        *(f"| `{name}` | {metric.unit} | {metric.text} |" for name, metric in METRICS.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

@@ -1,0 +1,50 @@
+"""The end of a run: its figures as a file, and as a table for people.
+
+Flows in: a flat dictionary of figures. Flows out: ``summary.json``, written whole or not at all, and a rich table.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+_LABELS = {
+    "reward_before": ("held-out reward before", "{:.3f}"),
+    "reward_after": ("held-out reward after", "{:.3f}"),
+    "steps": ("optimizer steps", "{:,.0f}"),
+    "seconds": ("run time", "{:.1f} s"),
+    "tokens_generated": ("tokens generated", "{:,.0f}"),
+    "staleness_mean": ("staleness, mean", "{:.2f} steps"),
+    "staleness_max": ("staleness, largest", "{:.0f} steps"),
+    "staleness_wait_seconds": ("waited to hold the staleness bound", "{:.1f} s"),
+    "pause_seconds_median": ("generation paused per publish, median", "{:.3f} s"),
+    "trainer_idle_share": ("trainer idle", "{:.0%}"),
+}
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write ``summary`` as json, atomically."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(dict(summary), file, indent=2, default=str)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """Known figures first, in a fixed order and with their units; then whatever else there is (paths)."""
+    table = Table(title="summary", show_header=False, title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", overflow="fold")
+    for key, (label, pattern) in _LABELS.items():
+        if key in summary:
+            table.add_row(label, "-" if summary[key] is None else pattern.format(summary[key]))
+    for key, value in summary.items():
+        if key not in _LABELS:
+            table.add_row(key.replace("_", " "), f"{value:,.4g}" if isinstance(value, float) else str(value))
+    return table

@@ -1,0 +1,34 @@
+"""TensorBoard as a sink, through tensorboard's own event writer: neither torch nor tensorflow is loaded.
+
+Flows in: a step and its values. Flows out: an event file.
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+
+class TensorBoardSink:
+    """Writes scalars under ``directory``."""
+
+    def __init__(self, directory: Path, resume_step: int | None = None) -> None:
+        """Open a new event file; with ``resume_step``, TensorBoard hides what an earlier file says past that step."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(directory))
+        if resume_step is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the values of a step."""
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write out and close the event file."""
+        self._writer.close()

@@ -1,0 +1,189 @@
+"""Chrome/Perfetto trace of a run: what every stage did when.
+
+Flows in: spans, instants and counters on named tracks. Flows out: a json array streamed to a file, which the viewers
+also load without its closing bracket, hence after ``kill -9``; and how long each kind of span took in all. The clock
+is handed in, so that virtual time can be traced too.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+_open_span: ContextVar["_Span | None"] = ContextVar("open_span", default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanStatistics:
+    """All spans of one name on one track."""
+
+    count: int
+    total_s: float
+    max_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Span:
+    track: str
+    parent: "_Span | None"
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """One row of a track; spans on it are nested, never overlapping."""
+
+    thread_id: int
+    stack: list[_Span] = field(default_factory=list)
+
+
+class Trace:
+    """Writes a trace; a context manager. ``process/thread`` as track name groups threads under a process."""
+
+    def __init__(self, path: Path | None, clock: Callable[[], float]) -> None:
+        """Begin the file (``None`` writes nothing and only keeps statistics). ``clock`` is in seconds."""
+        self._file = None if path is None else path.open("w", encoding="utf-8")
+        self._clock = clock
+        self._start = clock()
+        self._lock = threading.Lock()
+        self._lanes: dict[str, list[_Lane]] = {}
+        self._processes: dict[str, int] = {}
+        self._totals: dict[tuple[str, str], SpanStatistics] = {}
+        self._num_events = 0
+
+    @contextmanager
+    def span(self, name: str, track: str, **args: Any) -> Iterator[dict[str, Any]]:
+        """Trace what is inside, across awaits; the dictionary it gives is shown with the span and may be added to.
+
+        A span inside another of the same task and track is drawn below it; one that overlaps another task's gets a row
+        of its own.
+        """
+        span = _Span(track, _open_span.get())
+        with self._lock:
+            lane = self._enter(span)
+        token, begin = _open_span.set(span), self._clock()
+        try:
+            yield args
+        finally:
+            end = self._clock()
+            _open_span.reset(token)
+            with self._lock:
+                lane.stack.remove(span)
+                self._count(track, name, end - begin)
+                self._write(
+                    "X", name, track, lane.thread_id, begin, {"dur": self._micros(end) - self._micros(begin)}, args
+                )
+
+    def instant(self, name: str, track: str, **args: Any) -> None:
+        """Mark a moment."""
+        with self._lock:
+            lane = self._lanes_of(track)[0]
+            self._write("i", name, track, lane.thread_id, self._clock(), {"s": "t"}, args)
+
+    def counter(self, name: str, track: str, values: Mapping[str, float]) -> None:
+        """Draw values over time, stacked."""
+        with self._lock:
+            lane = self._lanes_of(track)[0]
+            self._write("C", name, track, lane.thread_id, self._clock(), {}, dict(values))
+
+    def statistics(self) -> dict[str, SpanStatistics]:
+        """Closed spans so far, as ``track:name``."""
+        return {f"{track}:{name}": totals for (track, name), totals in self._totals.items()}
+
+    def close(self) -> None:
+        """End the array. Idempotent; spans that end later are only counted."""
+        with self._lock:
+            if self._file is not None:
+                self._file.write("\n]\n" if self._num_events else "[]\n")
+                self._file.close()
+                self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _enter(self, span: _Span) -> _Lane:
+        """Put the span on the lane of the nearest span around it on its track, if that is the innermost there; else
+        on a free one.
+        """
+        around = span.parent
+        while around is not None and around.track != span.track:
+            around = around.parent
+        lanes = self._lanes_of(span.track)
+        for lane in lanes:
+            top = lane.stack[-1] if lane.stack else None
+            if (around is not None and top is around) or (around is None and top is None):
+                break
+        else:
+            lane = next((lane for lane in lanes if not lane.stack), None) or self._add_lane(span.track)
+        lane.stack.append(span)
+        return lane
+
+    def _lanes_of(self, track: str) -> list[_Lane]:
+        if track not in self._lanes:
+            self._lanes[track] = []
+            self._add_lane(track)
+        return self._lanes[track]
+
+    def _add_lane(self, track: str) -> _Lane:
+        lanes = self._lanes[track]
+        order = sum(map(len, self._lanes.values()))
+        lane = _Lane(thread_id=order + 1)
+        lanes.append(lane)
+        process, thread = _split(track)
+        if process not in self._processes:
+            self._processes[process] = len(self._processes) + 1
+            self._write("M", "process_name", track, lane.thread_id, self._start, {}, {"name": process})
+        title = thread if len(lanes) == 1 else f"{thread} {len(lanes)}"
+        self._write("M", "thread_name", track, lane.thread_id, self._start, {}, {"name": title})
+        sort_index = list(self._lanes).index(track) * 1000 + len(lanes)
+        self._write("M", "thread_sort_index", track, lane.thread_id, self._start, {}, {"sort_index": sort_index})
+        return lane
+
+    def _count(self, track: str, name: str, seconds: float) -> None:
+        old = self._totals.get((track, name), SpanStatistics(count=0, total_s=0.0, max_s=0.0))
+        self._totals[track, name] = SpanStatistics(
+            count=old.count + 1, total_s=old.total_s + seconds, max_s=max(old.max_s, seconds)
+        )
+
+    def _micros(self, moment: float) -> int:
+        return round((moment - self._start) * 1e6)
+
+    def _write(
+        self,
+        kind: str,
+        name: str,
+        track: str,
+        thread_id: int,
+        moment: float,
+        more: dict[str, Any],
+        args: dict[str, Any],
+    ) -> None:
+        if self._file is None:
+            return
+        event = {"ph": kind, "name": name, "pid": self._processes[_split(track)[0]], "tid": thread_id}
+        event |= {"ts": self._micros(moment), **more, "args": args}
+        self._file.write(("[\n" if self._num_events == 0 else ",\n") + json.dumps(event, default=str))
+        self._file.flush()
+        self._num_events += 1
+
+
+def free_trace_path(run_dir: Path) -> Path:
+    """Where the next trace of a run goes: ``trace.json``, and after each resume ``trace-2.json`` and so on."""
+    number = 1
+    while (path := run_dir / ("trace.json" if number == 1 else f"trace-{number}.json")).exists():
+        number += 1
+    return path
+
+
+def _split(track: str) -> tuple[str, str]:
+    process, slash, thread = track.partition("/")
+    return (process, thread) if slash else ("run", track)

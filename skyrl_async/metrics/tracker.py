@@ -1,0 +1,96 @@
+"""Numbers of a run, fanned out: always to ``metrics.jsonl``, and to whatever other sinks are handed in.
+
+Flows in: a step and its values. Flows out: one json line per call, in a file that survives ``kill -9`` and goes on
+after a resume; the same to each sink. Knows no metric by name and no trainer.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+
+class Sink(Protocol):
+    """A place where numbers go."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the values of a step."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is buffered, and release it. Idempotent."""
+        ...
+
+
+class MetricsLog:
+    """``metrics.jsonl``: ``{"step": 3, "time_s": 12.5, "reward/mean": 0.5}`` per line, flushed. NaN is null."""
+
+    def __init__(self, path: Path, resume_step: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin a new file; with ``resume_step``, keep the lines up to that step and let time go on after the last."""
+        kept = [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]
+        _replace(path, kept)
+        self._file = path.open("a", encoding="utf-8")
+        self._clock = clock
+        self._start = clock() - (kept[-1]["time_s"] if kept else 0.0)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Append one line."""
+        row: dict[str, float | None] = {"step": step, "time_s": round(self._clock() - self._start, 3)}
+        row |= {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Tracker:
+    """Hands every step's values to all sinks, in order."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = tuple(sinks)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the values of a step everywhere."""
+        for sink in self._sinks:
+            sink.log(step, values)
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl`` as written; an incomplete last line (a killed run's) is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def read_steps(path: Path) -> list[dict[str, float]]:
+    """One row per step, in the order of steps: what was logged for it in several lines joined, nulls left out."""
+    steps: dict[int, dict[str, float]] = {}
+    for row in read_rows(path):
+        steps.setdefault(row["step"], {}).update({key: value for key, value in row.items() if value is not None})
+    return [steps[step] for step in sorted(steps)]
+
+
+def _replace(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    temporary.replace(path)

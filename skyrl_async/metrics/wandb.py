@@ -1,0 +1,37 @@
+"""Weights & Biases as a sink.
+
+Flows in: a step and its values. Flows out: a W&B run, the same one after a resume. The package is an optional extra,
+imported when a sink is made.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from skyrl_async.errors import ConfigError
+
+
+class WandbSink:
+    """Logs to the W&B run that belongs to a run directory."""
+
+    def __init__(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
+        """Start or continue the W&B run. Raises ``ConfigError`` when the package is missing."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "logging.wandb must be false while wandb is not installed, got true: install skyrl-async[wandb]"
+            ) from error
+        identity = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
+        self._run = wandb.init(
+            project=project, name=run_dir.name, id=identity, dir=str(run_dir), config=dict(config), resume="allow"
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the values of a step."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Finish the W&B run."""
+        self._run.finish()

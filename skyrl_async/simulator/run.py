@@ -1,0 +1,188 @@
+"""Puts the real trainer, staleness manager, buffer, workers, dataloader, client and publisher over modelled engines and policy.
+
+Flows in: sizes and speeds. Flows out: the parts, ready to run in virtual time. The test harness of the loop, and the planner of
+its capacity.
+"""
+
+import asyncio
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from skyrl_async.checkpoint import Checkpointer
+from skyrl_async.data.dataloader import _AsyncDataloader
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.generator import Generator
+from skyrl_async.rollout.staleness import _AsyncStalenessManager
+from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
+from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
+from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
+from skyrl_async.types import PauseMode, Prompt, SamplingParams
+from skyrl_async.weight_sync.publisher import WeightPublisher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationSettings:
+    """What is simulated; seconds are virtual."""
+
+    mini_batch_size: int = 8
+    """Groups per step."""
+    group_size: int = 2
+    """Trajectories per group."""
+    max_staleness_steps: int = 2
+    holds_bound: bool = True
+    num_steps: int | None = 20
+    num_prompts: int = 64
+    num_epochs: int | None = None
+    num_workers: int | None = None
+    """Groups in flight; None: all that the credits allow."""
+    num_engines: int = 2
+    tokens_per_second: float = 100.0
+    half_speed_requests: float = 170.0
+    mean_tokens: float = 1000.0
+    sigma: float = 0.8
+    """Of the lognormal lengths, which are cut at eight times the mean."""
+    seconds_per_token: float = 0.0
+    """Of training."""
+    step_seconds: float = 0.0
+    load_seconds: float = 0.0
+    send_seconds: float = 0.0
+    stream_mini_batch: bool = True
+    deterministic: bool = False
+    pause_mode: PauseMode = PauseMode.ABORT
+    checkpoint_interval_steps: int = 0
+    rollout_timeout_s: float = 1e9
+    max_retries: int = 0
+    max_failed_fraction: float = 0.5
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Simulation:
+    """The parts of a simulated run."""
+
+    trainer: FullyAsyncTrainer
+    engines: list[ModelledEngine]
+    policy: ModelledPolicy
+    client: InferenceEngineClient
+    dataloader: _AsyncDataloader
+    staleness: _AsyncStalenessManager
+    buffer: GroupBuffer
+    workers: GenerationWorkers
+    publisher: WeightPublisher
+    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """(step, values) as the trainer logged them."""
+
+
+class _NoText:
+    """Modelled tokens mean nothing."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return ""
+
+
+def lognormal_length(mean: float, sigma: float, seed: int) -> Callable[[tuple[int, ...], int | None], int]:
+    """Lengths that depend on the prompt and the seed alone: lognormal of this mean before the cut at eight times the mean."""
+    location = math.log(mean) - sigma**2 / 2
+
+    def length(prompt: tuple[int, ...], request_seed: int | None) -> int:
+        drawn = random.Random(f"{seed}-{prompt}-{request_seed}").lognormvariate(location, sigma)
+        return max(1, min(round(drawn), round(8 * mean)))
+
+    return length
+
+
+def build_simulation(
+    settings: SimulationSettings,
+    *,
+    checkpoint_dir: Path | None = None,
+    generator_over: Callable[[InferenceEngineClient], Generator] = ModelledGenerator,
+) -> Simulation:
+    """Make every part; call inside ``run_in_virtual_time``."""
+    loop = asyncio.get_running_loop()
+    trace = Trace(None, loop.time)
+    max_tokens = round(8 * settings.mean_tokens)
+    engines = [
+        ModelledEngine(
+            f"engine-{i}",
+            num_tokens_of=lognormal_length(settings.mean_tokens, settings.sigma, settings.seed),
+            tokens_per_second=settings.tokens_per_second,
+            half_speed_requests=settings.half_speed_requests,
+            load_seconds=settings.load_seconds,
+        )
+        for i in range(settings.num_engines)
+    ]
+    client = InferenceEngineClient(engines, tokenizer=_NoText(), max_model_len=max_tokens + 1000)
+    policy = ModelledPolicy(
+        seconds_per_token=settings.seconds_per_token,
+        step_seconds=settings.step_seconds,
+        send_seconds=settings.send_seconds,
+    )
+    prompts = [
+        Prompt(uid=f"p{i}", messages=({"role": "user", "content": str(i)},), env_class="modelled")
+        for i in range(settings.num_prompts)
+    ]
+    dataloader = _AsyncDataloader(prompts, seed=settings.seed, num_epochs=settings.num_epochs)
+    credits = settings.mini_batch_size * (settings.max_staleness_steps + 1)
+    max_groups = None if settings.num_steps is None else settings.num_steps * settings.mini_batch_size
+    staleness = _AsyncStalenessManager(
+        settings.num_workers or credits, settings.mini_batch_size, settings.max_staleness_steps, max_groups
+    )
+    buffer = GroupBuffer(credits)
+    workers = GenerationWorkers(
+        dataloader=dataloader,
+        staleness=staleness,
+        buffer=buffer,
+        generator=generator_over(client),
+        settings=RolloutSettings(
+            num_samples=settings.group_size,
+            sampling=SamplingParams(max_tokens=max_tokens),
+            seed=settings.seed,
+            max_retries=settings.max_retries,
+            max_failed_fraction=settings.max_failed_fraction,
+            timeout_s=settings.rollout_timeout_s,
+        ),
+        trace=trace,
+    )
+    publisher = WeightPublisher(
+        client=client,
+        policy=policy,
+        directory=Path("unused"),
+        bucket_bytes=1,
+        pause_mode=settings.pause_mode,
+        trace=trace,
+        clock=loop.time,
+    )
+    logged: list[tuple[int, dict[str, float]]] = []
+    trainer = FullyAsyncTrainer(
+        settings=TrainerSettings(
+            mini_batch_size=settings.mini_batch_size,
+            num_steps=settings.num_steps,
+            holds_bound=settings.holds_bound,
+            stream_mini_batch=settings.stream_mini_batch,
+            deterministic=settings.deterministic,
+            eval_interval_steps=0,
+            num_eval_prompts=0,
+            num_eval_prompts_while_training=0,
+            checkpoint_interval_steps=settings.checkpoint_interval_steps,
+            check_interval_steps=0,
+            stall_warning_s=3600.0,
+        ),
+        dataloader=dataloader,
+        staleness=staleness,
+        buffer=buffer,
+        workers=workers,
+        policy=policy,
+        publisher=publisher,
+        evaluator=None,
+        checkpointer=Checkpointer(checkpoint_dir, max_to_keep=0) if checkpoint_dir else None,
+        advantages=lambda rewards: [0.0] * len(rewards),
+        log=lambda step, values: logged.append((step, values)),
+        trace=trace,
+    )
+    return Simulation(trainer, engines, policy, client, dataloader, staleness, buffer, workers, publisher, logged)

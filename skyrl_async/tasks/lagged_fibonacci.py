@@ -1,0 +1,151 @@
+"""The default task: extend a string of digits until a 0 appears, and name the digit before it.
+
+The next digit is (last digit + the digit four back) mod 10. The number of steps is geometric, so honest answers have a long
+tail, and a policy has to learn to work instead of guessing.
+
+Flows in: how many prompts, and a seed. Flows out: prompts, answers to imitate, and rewards. This module does not know
+tokens, models or who plays.
+"""
+
+import random
+import re
+from functools import cache
+from itertools import product
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+from skyrl_async.errors import ConfigError
+from skyrl_async.types import Message, Prompt
+
+NAME = "lagged_fibonacci"
+NUM_SEED_DIGITS = 4
+MAX_STEPS = 60
+"""Seeds that need more are left out, so that a worked answer stays within about 370 tokens."""
+
+_NUMBER = re.compile(r"\s*(-?\d+)")
+
+
+def extend(seed_digits: str) -> str | None:
+    """Return the digits appended to ``seed_digits``, the closing 0 included, or None past ``MAX_STEPS``."""
+    digits = [int(d) for d in seed_digits]
+    for num_steps in range(1, MAX_STEPS + 1):
+        digits.append((digits[-1] + digits[-NUM_SEED_DIGITS]) % 10)
+        if digits[-1] == 0:
+            return "".join(str(d) for d in digits[-num_steps:])
+    return None
+
+
+@cache
+def all_seed_digits() -> tuple[str, ...]:
+    """Every seed of four digits 1-9 that reaches 0 within ``MAX_STEPS`` steps, in order."""
+    seeds = ("".join(digits) for digits in product("123456789", repeat=NUM_SEED_DIGITS))
+    return tuple(seed for seed in seeds if extend(seed) is not None)
+
+
+def right_answer(seed_digits: str) -> str:
+    """Return the digit before the 0."""
+    extension = extend(seed_digits)
+    if extension is None:
+        raise ValueError(f"seed_digits must reach 0 within {MAX_STEPS} steps, got {seed_digits!r}")
+    return (seed_digits + extension)[-2]
+
+
+def worked_answer(seed_digits: str, slip_rate: float, rng: random.Random) -> str:
+    """Return one line per step and the answer; each sum is a random digit with probability ``slip_rate``.
+
+    After a slip the work goes on from the wrong digit, as a careless worker's would; it stops at 0 or after ``MAX_STEPS``.
+    """
+    digits = [int(d) for d in seed_digits]
+    lines = []
+    for _ in range(MAX_STEPS):
+        last, lagged = digits[-1], digits[-NUM_SEED_DIGITS]
+        total = rng.randrange(10) if rng.random() < slip_rate else (last + lagged) % 10
+        lines.append(f"{last}+{lagged}={total}")
+        digits.append(total)
+        if total == 0:
+            break
+    return "\n".join([*lines, f"#### {digits[-2]}"])
+
+
+def terse_answer(rng: random.Random) -> str:
+    """Return a guess without work."""
+    return f"#### {rng.randrange(10)}"
+
+
+def score(answer: str, ground_truth: str) -> float:
+    """Return 1.0 if the number after the last ``####`` is ``ground_truth``, else 0.0."""
+    _, marker, tail = answer.rpartition("####")
+    number = _NUMBER.match(tail) if marker else None
+    return float(number is not None and number.group(1) == ground_truth)
+
+
+class LaggedFibonacciEnv(BaseTextEnv):
+    """One turn; the reward is 1.0 for the right digit. Needs ``extras["reward_spec"]["ground_truth"]``."""
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        reward_spec = (extras or {}).get("reward_spec", {})
+        if "ground_truth" not in reward_spec:
+            raise ConfigError(f"reward_spec.ground_truth of environment {NAME} must be the right digit, found none")
+        self.ground_truth = str(reward_spec["ground_truth"])
+        self.num_steps_shown = 0
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        self.num_steps_shown = action.count("=")
+        return BaseTextEnvStepOutput(
+            observations=[], reward=score(action, self.ground_truth), done=True, metadata={}, postprocessed_action=None
+        )
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"steps_shown": float(self.num_steps_shown)}
+
+
+class LaggedFibonacciTask:
+    """The task as prompts and as conversations to imitate."""
+
+    name = NAME
+
+    def make_prompts(self, num_train: int, num_eval: int, seed: int) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
+        """Return training and held-out prompts, disjoint, drawn without replacement."""
+        seeds = list(all_seed_digits())
+        if num_train + num_eval > len(seeds):
+            raise ConfigError(
+                f"task.num_train_prompts + task.num_eval_prompts must be <= {len(seeds)} for task.name={NAME}, "
+                f"got {num_train} + {num_eval}; ask for fewer"
+            )
+        random.Random(seed).shuffle(seeds)
+        chosen = tuple(self._prompt(digits) for digits in seeds[: num_train + num_eval])
+        return chosen[num_eval:], chosen[:num_eval]
+
+    def draw_prompt(self, rng: random.Random) -> Prompt:
+        """Return any prompt of the task, drawn uniformly."""
+        return self._prompt(rng.choice(all_seed_digits()))
+
+    def clean_conversation(self, prompt: Prompt, rng: random.Random) -> list[Message]:
+        """Return the prompt with its worked answer."""
+        return self._conversation(prompt, worked_answer(_seed_digits_of(prompt), 0.0, rng))
+
+    def mixture_conversation(
+        self, prompt: Prompt, rng: random.Random, terse_share: float, slip_rate: float
+    ) -> list[Message]:
+        """Return the prompt with a guess (probability ``terse_share``) or with a worked answer that slips."""
+        if rng.random() < terse_share:
+            return self._conversation(prompt, terse_answer(rng))
+        return self._conversation(prompt, worked_answer(_seed_digits_of(prompt), slip_rate, rng))
+
+    def _prompt(self, seed_digits: str) -> Prompt:
+        return Prompt(
+            uid=f"{NAME}-{seed_digits}",
+            messages=({"role": "user", "content": f"Extend {seed_digits} until 0."},),
+            env_class=NAME,
+            extras={"reward_spec": {"method": "rule", "ground_truth": right_answer(seed_digits)}},
+        )
+
+    def _conversation(self, prompt: Prompt, answer: str) -> list[Message]:
+        return [*prompt.messages, {"role": "assistant", "content": answer}]
+
+
+def _seed_digits_of(prompt: Prompt) -> str:
+    return prompt.uid.removeprefix(f"{NAME}-")

@@ -1,0 +1,114 @@
+"""The built-in tasks by name, and environments by name or by path.
+
+Flows in: names from the config or from dataset rows. Flows out: tasks and fresh environments. This module does not know
+what a task asks, nor who plays an environment. Importing ``skyrl_gym`` takes 1.3 s, so it is imported only when used.
+"""
+
+import importlib
+import random
+from typing import TYPE_CHECKING, Any, Protocol
+
+from skyrl_async.errors import ConfigError
+from skyrl_async.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from skyrl_gym.envs.base_text_env import BaseTextEnv
+
+_ENVIRONMENTS = {
+    "lagged_fibonacci": "skyrl_async.tasks.lagged_fibonacci:LaggedFibonacciEnv",
+    "relay": "skyrl_async.tasks.relay:RelayEnv",
+}
+_TASKS = {
+    "lagged_fibonacci": "skyrl_async.tasks.lagged_fibonacci:LaggedFibonacciTask",
+    "relay": "skyrl_async.tasks.relay:RelayTask",
+}
+
+
+class BuiltInTask(Protocol):
+    """A task made on the spot: prompts for reinforcement, conversations for the warm start before it."""
+
+    name: str
+
+    def make_prompts(self, num_train: int, num_eval: int, seed: int) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
+        """Return training and held-out prompts: disjoint, the same for the same arguments.
+
+        Raises ``ConfigError`` when more are asked than exist.
+        """
+        ...
+
+    def draw_prompt(self, rng: random.Random) -> Prompt:
+        """Return any prompt of the task, held out or not."""
+        ...
+
+    def clean_conversation(self, prompt: Prompt, rng: random.Random) -> list[Message]:
+        """Return the prompt's messages continued by flawless assistant turns that leave no choice of words.
+
+        Greedy decoding can thus be compared with them token by token.
+        """
+        ...
+
+    def mixture_conversation(
+        self, prompt: Prompt, rng: random.Random, terse_share: float, slip_rate: float
+    ) -> list[Message]:
+        """Return the same with a guess instead (probability ``terse_share``), or with slips (rate ``slip_rate``)."""
+        ...
+
+
+def get_task(name: str) -> BuiltInTask:
+    """Return the built-in task called ``name``; raises ``ConfigError`` when there is none."""
+    if name not in _TASKS:
+        raise ConfigError(f"task.name must be dataset or one of the built-in {', '.join(sorted(_TASKS))}, got {name!r}")
+    task: BuiltInTask = _load(_TASKS[name])()
+    return task
+
+
+def register_environments() -> None:
+    """Make the built-in environments known to ``skyrl_gym``. Idempotent; an environment registered before stays."""
+    from skyrl_gym.envs.registration import register, registry
+
+    for name, entry_point in _ENVIRONMENTS.items():
+        if name not in registry:
+            register(id=name, entry_point=entry_point)
+
+
+def known_environments() -> tuple[str, ...]:
+    """Return the names in the ``skyrl_gym`` registry, the built-in ones included."""
+    from skyrl_gym.envs.registration import registry
+
+    register_environments()
+    return tuple(sorted(registry))
+
+
+def make_environment(env_class: str, extras: dict[str, Any]) -> "BaseTextEnv":
+    """Return a new environment made with ``extras``.
+
+    Args:
+        env_class: a name in the ``skyrl_gym`` registry, or ``module:Class`` of an environment that takes
+            ``(env_config=None, extras={})``.
+        extras: the row's columns beside the prompt.
+
+    Raises:
+        ConfigError: the name or path is unknown.
+    """
+    import skyrl_gym
+
+    if ":" in env_class:
+        environment: BaseTextEnv = _load(env_class)(extras=extras)
+        return environment
+    if env_class not in known_environments():
+        raise ConfigError(
+            f"env_class must be module:Class or one of {', '.join(known_environments())}, got {env_class!r}; "
+            "register your own with skyrl_gym.register, or give its path"
+        )
+    environment = skyrl_gym.make(env_class, extras=extras)
+    return environment
+
+
+def _load(path: str) -> Any:
+    module_name, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except ImportError as error:
+        raise ConfigError(f"env_class {path!r} must name an importable module:Class; importing failed: {error}") from error
+    except AttributeError as error:
+        raise ConfigError(f"env_class {path!r} must name a class of module {module_name}, which has no {attribute!r}") from error

@@ -1,0 +1,270 @@
+"""Supervised learning of a task's format: what makes a tiny policy from random weights one that reinforcement can improve.
+
+First flawless conversations, until greedy decoding repeats held-out ones; then a mixture of guesses and careless work, which
+leaves a policy that can, but mostly does not. Runs in a thread, on one core, in about 20 s.
+
+Flows in: a model, its tokenizer, a task, the uids that must not be seen. Flows out: the same model, trained. This module
+does not know files, engines or what the task asks.
+"""
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from skyrl_async.errors import PolicyError
+from skyrl_async.tasks.registry import BuiltInTask
+from skyrl_async.tasks.tokenizer import encode_conversation
+from skyrl_async.types import Message, Prompt
+
+logger = logging.getLogger(__name__)
+
+MUON_LR = 0.02
+MUON_MOMENTUM = 0.95
+NUM_NEWTON_SCHULZ_STEPS = 5
+ADAMW_LR = 3e-3
+FINAL_LR_SHARE = 0.05
+CLEAN_CYCLE_TOKENS = 120_000
+"""The first phase's learning rate falls over as many, then starts anew: most seeds are done within the first cycle."""
+MIXTURE_LR_SHARE = 0.5
+BATCH_TOKENS = 320
+CHUNK_CONVERSATIONS = 64
+"""Conversations sorted by length before they are cut into batches."""
+CHECK_INTERVAL_TOKENS = 5_000
+NUM_CHECK_PROMPTS = 48
+
+Row = tuple[list[int], list[int]]
+"""Token ids of a conversation, and 1 for each that is learned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStartPlan:
+    """How much is learned, and of what."""
+
+    target_accuracy: float = 0.95
+    """Greedy accuracy on flawless conversations at which the first phase ends."""
+    max_tokens: int = 400_000
+    """Most tokens of the first phase."""
+    mixture_tokens: int = 40_000
+    terse_share: float = 0.7
+    slip_rate: float = 0.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStartProgress:
+    """Where a warm start is."""
+
+    phase: str
+    """``clean`` or ``mixture``."""
+    num_tokens: int
+    """Learned so far, of both phases."""
+    accuracy: float
+    """Greedy accuracy at the last check."""
+
+
+class Muon:
+    """Momentum, orthogonalised by Newton-Schulz iterations (K. Jordan, https://kellerjordan.github.io/posts/muon).
+
+    Matrices of one shape are orthogonalised together, which on a small model is what makes it cheap.
+    """
+
+    def __init__(self, matrices: Sequence[torch.nn.Parameter]) -> None:
+        by_shape: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
+        for matrix in matrices:
+            by_shape.setdefault(tuple(sorted(matrix.shape)), []).append(matrix)
+        self._stacks = [(stack, torch.zeros(len(stack), *shape)) for shape, stack in by_shape.items()]
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        for stack, momentum in self._stacks:
+            wide = torch.stack([_wide(_gradient(matrix)) for matrix in stack])
+            momentum.mul_(MUON_MOMENTUM).add_(wide)
+            updates = orthogonalised(wide.add(momentum, alpha=MUON_MOMENTUM))
+            for matrix, update in zip(stack, updates, strict=True):
+                rows, columns = matrix.shape
+                scale = max(1.0, rows / columns) ** 0.5
+                matrix.sub_(update.mT if rows > columns else update, alpha=lr * scale)
+
+
+def orthogonalised(matrices: torch.Tensor) -> torch.Tensor:
+    """Return the nearest semi-orthogonal matrices, roughly: all singular values in about [0.7, 1.2].
+
+    Args:
+        matrices: (N, rows, columns), rows <= columns.
+    """
+    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(NUM_NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _wide(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+
+
+class _Learner:
+    """A model with its two optimizers, one batch at a time."""
+
+    def __init__(self, model: Qwen3ForCausalLM) -> None:
+        named = list(model.named_parameters())
+        matrices = [p for name, p in named if p.ndim == 2 and ".layers." in name]
+        others = [p for name, p in named if not (p.ndim == 2 and ".layers." in name)]
+        self.model = model
+        self._muon = Muon(matrices)
+        self._adamw = torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def learn(self, rows: Sequence[Row], lr_share: float) -> None:
+        """Take one step on the summed loss of ``rows``, at ``lr_share`` of the full learning rates."""
+        logits, targets = self._predict(rows)
+        loss = functional.cross_entropy(logits, targets, reduction="sum") / BATCH_TOKENS
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._muon.step(MUON_LR * lr_share)
+        for group in self._adamw.param_groups:
+            group["lr"] = ADAMW_LR * lr_share
+        self._adamw.step()
+        self.model.zero_grad()
+
+    @torch.inference_mode()
+    def greedy_accuracy(self, batches: Sequence[Sequence[Row]]) -> float:
+        """Return the share of conversations that greedy decoding repeats word for word.
+
+        It does exactly if every token is the likeliest one after those before it, which one forward shows.
+        """
+        num_right = num_rows = 0
+        for rows in batches:
+            logits, targets = self._predict(rows)
+            is_right = (logits.argmax(dim=-1) == targets).split([sum(mask[1:]) for _, mask in rows])
+            num_right += sum(int(of_row.all()) for of_row in is_right)
+            num_rows += len(rows)
+        return num_right / num_rows
+
+    def _predict(self, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits (T, V) and targets (T,) of the learned tokens, row after row.
+
+        Rows are padded on the right, where causal attention does not look.
+        """
+        token_ids = _padded([ids for ids, _ in rows])  # (B, L)
+        is_target = _padded([mask for _, mask in rows])[:, 1:].bool()  # (B, L - 1)
+        hidden = self.model.model(input_ids=token_ids[:, :-1], use_cache=False).last_hidden_state
+        return self.model.lm_head(hidden[is_target]), token_ids[:, 1:][is_target]
+
+
+def _padded(lists: Sequence[Sequence[int]]) -> torch.Tensor:
+    length = max(len(values) for values in lists)
+    return torch.tensor([[*values, *[0] * (length - len(values))] for values in lists])
+
+
+def _batches_of(rows: Sequence[Row]) -> list[list[Row]]:
+    """Cut rows, sorted by length, into batches of at most ``BATCH_TOKENS`` padded tokens (or one longer row)."""
+    batches: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: len(row[0])):
+        if not batches or len(row[0]) * (len(batches[-1]) + 1) > BATCH_TOKENS:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
+
+
+def _batches(draw: Callable[[], Row], rng: random.Random, num_tokens: int) -> Iterator[list[Row]]:
+    """Yield batches of fresh rows until ``num_tokens`` are out."""
+    while num_tokens > 0:
+        batches = _batches_of([draw() for _ in range(CHUNK_CONVERSATIONS)])
+        rng.shuffle(batches)
+        for batch in batches:
+            yield batch
+            num_tokens -= _num_tokens(batch)
+            if num_tokens <= 0:
+                return
+
+
+def warm_start(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    task: BuiltInTask,
+    plan: WarmStartPlan,
+    *,
+    held_out: frozenset[str],
+    seed: int,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_progress: Callable[[WarmStartProgress], None] = lambda progress: None,
+) -> float:
+    """Train ``model`` in place and return the greedy accuracy that the first phase reached.
+
+    Args:
+        held_out: uids of prompts that must not be learned.
+        seed: the same gives the same weights, on one machine and one thread.
+        should_stop: asked before each batch; ``PolicyError`` is raised when it says so.
+        on_progress: called about every ``CHECK_INTERVAL_TOKENS``, in the calling thread.
+    """
+    rng = random.Random(seed)
+    check_prompts = [_draw_prompt(task, rng, held_out) for _ in range(NUM_CHECK_PROMPTS)]
+    hidden = held_out | {prompt.uid for prompt in check_prompts}
+
+    def row_of(conversation: list[Message]) -> Row:
+        return encode_conversation(tokenizer, conversation)
+
+    def clean_row() -> Row:
+        return row_of(task.clean_conversation(_draw_prompt(task, rng, hidden), rng))
+
+    def mixture_row() -> Row:
+        prompt = _draw_prompt(task, rng, hidden)
+        return row_of(task.mixture_conversation(prompt, rng, plan.terse_share, plan.slip_rate))
+
+    check_batches = _batches_of([row_of(task.clean_conversation(prompt, rng)) for prompt in check_prompts])
+    learner = _Learner(model)
+    accuracy, num_clean_tokens, next_check = 0.0, 0, CHECK_INTERVAL_TOKENS
+    for batch in _batches(clean_row, rng, plan.max_tokens):
+        _check_stop(should_stop)
+        learner.learn(batch, _decayed(num_clean_tokens % CLEAN_CYCLE_TOKENS / CLEAN_CYCLE_TOKENS))
+        num_clean_tokens += _num_tokens(batch)
+        if num_clean_tokens >= next_check:
+            next_check += CHECK_INTERVAL_TOKENS
+            accuracy = learner.greedy_accuracy(check_batches)
+            on_progress(WarmStartProgress(phase="clean", num_tokens=num_clean_tokens, accuracy=accuracy))
+            if accuracy >= plan.target_accuracy:
+                break
+    if accuracy < plan.target_accuracy:
+        logger.warning(
+            "the warm start reached accuracy %.2f of policy.warm_start.target_accuracy=%.2f in %d tokens",
+            accuracy,
+            plan.target_accuracy,
+            num_clean_tokens,
+        )
+
+    num_mixture_tokens = 0
+    for batch in _batches(mixture_row, rng, plan.mixture_tokens):
+        _check_stop(should_stop)
+        learner.learn(batch, MIXTURE_LR_SHARE * _decayed(num_mixture_tokens / plan.mixture_tokens))
+        num_mixture_tokens += _num_tokens(batch)
+    num_tokens = num_clean_tokens + num_mixture_tokens
+    on_progress(WarmStartProgress(phase="mixture", num_tokens=num_tokens, accuracy=accuracy))
+    return accuracy
+
+
+def _decayed(progress: float) -> float:
+    """Return the share of the learning rate at ``progress`` in [0, 1): linear from 1 to ``FINAL_LR_SHARE``."""
+    return 1.0 - (1.0 - FINAL_LR_SHARE) * progress
+
+
+def _draw_prompt(task: BuiltInTask, rng: random.Random, excluded: frozenset[str]) -> Prompt:
+    while (prompt := task.draw_prompt(rng)).uid in excluded:
+        pass
+    return prompt
+
+
+def _check_stop(should_stop: Callable[[], bool]) -> None:
+    if should_stop():
+        raise PolicyError("the warm start was stopped before it was done")
+
+
+def _num_tokens(rows: Sequence[Row]) -> int:
+    return sum(len(ids) for ids, _ in rows)

@@ -1,0 +1,43 @@
+"""The ranks' process group: gloo on CPU, NCCL beside it on CUDA.
+
+torch has one default group per process. Several single-rank policies in one process (as in tests) share it, and the
+last to leave takes it down.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_num_members = 0
+
+
+def join(*, rank: int, num_ranks: int, store: dist.Store | None, device: torch.device, timeout_s: float) -> None:
+    """Enter the default process group, making it where there is none.
+
+    Args:
+        rank: in [0, num_ranks).
+        num_ranks: >= 1.
+        store: where the ranks meet; None for a single rank.
+        device: of this rank's tensors.
+        timeout_s: deadline of each collective call.
+    """
+    global _num_members
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.HashStore() if store is None else store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    assert dist.get_world_size() == num_ranks, "the default process group belongs to something else"
+    _num_members += 1
+
+
+def leave() -> None:
+    """Undo one ``join``."""
+    global _num_members
+    _num_members -= 1
+    if _num_members == 0 and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,238 @@
+"""One rank of the policy: micro-batches in, gradients on a ``TrainingBackend``, steps, weights and checkpoints out.
+
+Synchronous, and free of Ray: ``PolicyWorkers`` runs one per actor, ``InProcessPolicy`` one in this process. Every
+method but ``open_store`` is collective over the ranks.
+"""
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from skyrl_async.algorithms.batching import MicroBatch, Row, collate
+from skyrl_async.algorithms.losses import make_policy_loss, merge_figures, token_figures
+from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
+from skyrl_async.training import process_group
+from skyrl_async.training.bucket_writer import write_buckets
+from skyrl_async.training.dispatch import RankWork
+from skyrl_async.training.fsdp import FSDPBackend
+from skyrl_async.training.hf_export import export_hf_directory
+from skyrl_async.training.manifest import check_manifest, write_manifest
+from skyrl_async.training.model import TokenLogprobs, load_model
+from skyrl_async.training.optimizer import WarmupSchedule, make_optimizer
+from skyrl_async.training.rng import restore_rng_state, rng_state, seed_all
+from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.types import WeightUpdate
+
+logger = logging.getLogger(__name__)
+
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""Backstop inside a rank; the caller's own deadline is what users set."""
+
+
+class PolicyRank:
+    """Made cheaply, then started together with the other ranks."""
+
+    def __init__(self, settings: TrainingSettings, *, rank: int = 0, num_ranks: int = 1) -> None:
+        self._settings = settings
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._store: dist.Store | None = None
+        self._policy_loss = make_policy_loss(
+            settings.policy_loss,
+            eps_clip_low=settings.eps_clip_low,
+            eps_clip_high=settings.eps_clip_high,
+            tis_cap=settings.tis_cap,
+        )
+        self._backend: FSDPBackend
+        self._token_logprobs: TokenLogprobs
+        self._model_type: str
+
+    def open_store(self, host: str) -> int:
+        """Open the store where the ranks meet, in this process (rank 0); return its port."""
+        store = dist.TCPStore(host, 0, self._num_ranks, is_master=True, wait_for_workers=False)
+        self._store = store
+        return int(store.port)
+
+    def start(self, store_address: tuple[str, int] | None = None) -> None:
+        """Join the other ranks at ``store_address`` (host, port) and load the policy.
+
+        Raises:
+            PolicyError: the policy directory cannot be used.
+            ConfigError: CUDA was asked for where there is none.
+        """
+        if self._settings.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                "training.device is cuda, but this machine has no usable CUDA device; set training.device=cpu"
+            )
+        device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if self._settings.device == "cuda"
+            else torch.device("cpu")
+        )
+        if store_address is not None and self._store is None:
+            self._store = dist.TCPStore(*store_address, self._num_ranks, is_master=False)
+        process_group.join(
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            store=self._store,
+            device=device,
+            timeout_s=COLLECTIVE_TIMEOUT_S,
+        )
+        try:
+            self._build(device)
+        except BaseException:
+            process_group.leave()
+            raise
+
+    def _build(self, device: torch.device) -> None:
+        settings = self._settings
+        seed_all(settings.seed + self._rank)
+        model = load_model(Path(settings.policy_path), trust_remote_code=settings.trust_remote_code)
+        self._model_type = str(model.config.model_type)
+        self._device = device
+        self._backend = FSDPBackend(
+            device=device,
+            mixed_precision=settings.mixed_precision,
+            activation_checkpointing=settings.activation_checkpointing,
+        )
+        module = self._backend.build(
+            lambda: model,
+            lambda parameters: make_optimizer(parameters, settings),
+            lambda optimizer: WarmupSchedule(optimizer, settings),
+        )
+        assert isinstance(module, PreTrainedModel)
+        self._token_logprobs = TokenLogprobs(module)
+
+    def forward_backward(self, work: RankWork) -> dict[str, float]:
+        """Accumulate the gradient of this rank's summed loss; return its figures (see ``losses.token_figures``)."""
+        figures = []
+        for index, rows in enumerate(work.micro_batches):
+            is_last = index == len(work.micro_batches) - 1
+            figures.append(self._run_micro_batch(rows, work, is_last=is_last))
+        return merge_figures(figures)
+
+    def _run_micro_batch(self, rows: Sequence[Row], work: RankWork, *, is_last: bool) -> dict[str, float]:
+        batch = collate(rows, self._device)
+        with contextlib.nullcontext() if work.has_gradient else torch.no_grad():
+            logprobs, entropies = self._token_logprobs(
+                batch.input_ids, batch.positions, batch.targets, temperature=self._settings.temperature
+            )
+            token_loss = self._policy_loss(logprobs, batch.behavior_logprobs, batch.advantages)
+        if work.has_gradient:
+            self._backend.backward(token_loss.loss.sum(), is_last=is_last)
+        if not rows:
+            return {}
+        figures = token_figures(
+            token_loss, logprobs.detach(), batch.behavior_logprobs, _token_lags(batch, work.version)
+        )
+        figures["entropy_sum"] = entropies.double().sum().item()
+        return figures
+
+    def step(self, num_tokens: int) -> dict[str, float]:
+        """Apply what is accumulated, divided by ``num_tokens``; return ``grad_norm`` and the ``lr`` it was applied
+        with.
+
+        Raises:
+            TrainingError: there are no tokens, or the gradient is not finite; nothing is applied.
+        """
+        if num_tokens < 1:
+            raise TrainingError(
+                f"a step needs num_tokens >= 1, got {num_tokens}: no trajectory of the mini-batch has sampled tokens"
+            )
+        lr = self._backend.lr
+        grad_norm = self._backend.step(denominator=float(num_tokens), max_grad_norm=self._settings.max_grad_norm)
+        return {"grad_norm": grad_norm, "lr": lr}
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-prob in nats of each token after the first, at temperature 1: ``len(token_ids) - 1`` values."""
+        if len(token_ids) < 2:
+            return []
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+        positions = torch.arange(len(token_ids) - 1, device=self._device)
+        logprobs, _ = self._token_logprobs(ids.unsqueeze(0), positions, ids[1:], temperature=1.0)
+        return [float(value) for value in logprobs.tolist()]
+
+    def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate | None:
+        """Gather the full weights and, on rank 0, write them as ``v<version>-<i>.safetensors`` under ``directory``.
+
+        Other ranks return None. Tied parameters are written once, under the name that Hugging Face keeps.
+        """
+        if self._rank != 0:
+            self._gather_only()
+            return None
+        written = write_buckets(
+            self._backend.iter_full_params(),
+            dtype=self._settings.torch_serve_dtype,
+            directory=directory,
+            prefix=f"v{version:06d}",
+            bucket_bytes=bucket_bytes,
+        )
+        return WeightUpdate(
+            version=version,
+            chunks=tuple({"path": str(path)} for path in written.paths),
+            manifest=written.manifest,
+            num_bytes=written.num_bytes,
+        )
+
+    def export_hf(self, directory: Path) -> None:
+        """Write a Hugging Face directory (rank 0; the others only gather)."""
+        if self._rank != 0:
+            self._gather_only()
+            return
+        export_hf_directory(
+            self._backend.iter_full_params(),
+            source=Path(self._settings.policy_path),
+            directory=directory,
+            dtype=self._settings.torch_serve_dtype,
+        )
+
+    def _gather_only(self) -> None:
+        for _ in self._backend.iter_full_params():
+            pass
+
+    def save(self, directory: Path) -> None:
+        """Write everything under ``directory``, synced to disk; ``policy.json`` comes last and says it is whole."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._backend.save(directory)
+        torch.save(rng_state(), directory / f"rng_{self._rank}.pt")
+        dist.barrier()
+        if self._rank == 0:
+            write_manifest(
+                directory,
+                model_type=self._model_type,
+                shapes=self._backend.parameter_shapes(),
+                num_ranks=self._num_ranks,
+            )
+        dist.barrier()
+
+    def load(self, directory: Path) -> None:
+        """Restore what ``save`` wrote on any number of ranks; a rank that had no random state keeps its own.
+
+        Raises:
+            CheckpointError: it is incomplete, damaged or of another model.
+        """
+        check_manifest(directory, model_type=self._model_type, shapes=self._backend.parameter_shapes())
+        try:
+            self._backend.load(directory)
+            rng_file = directory / f"rng_{self._rank}.pt"
+            if rng_file.is_file():
+                restore_rng_state(torch.load(rng_file, weights_only=True))
+        except Exception as error:
+            raise CheckpointError(
+                f"checkpoint {directory} cannot be read: {error}; resume from another checkpoint"
+            ) from error
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._backend.close()
+
+
+def _token_lags(batch: MicroBatch, version: int) -> torch.Tensor:
+    """(N,) int64: versions between sampling and training; never negative."""
+    return (version - batch.versions).clamp(min=0)

@@ -1,0 +1,98 @@
+"""Planning and padding of micro-batches."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_async.algorithms.batching import Row, collate, plan_micro_batches
+from skyrl_async.types import Trajectory
+
+CPU = torch.device("cpu")
+
+
+def row(prompt: tuple[int, ...], response: tuple[int, ...], mask: tuple[int, ...], advantage: float) -> Row:
+    trajectory = Trajectory(
+        prompt_token_ids=prompt,
+        response_token_ids=response,
+        loss_mask=mask,
+        logprobs=tuple(-float(token) if is_sampled else 0.0 for token, is_sampled in zip(response, mask, strict=True)),
+        versions=tuple(7 if is_sampled else -1 for is_sampled in mask),
+        reward=0.0,
+    )
+    return Row(trajectory=trajectory, advantage=advantage)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), max_size=40),
+    micro_batch_tokens=st.integers(1, 2000),
+    overhead_tokens=st.integers(0, 500),
+    num_ranks=st.integers(1, 5),
+)
+def test_every_row_is_in_one_micro_batch_and_none_is_too_large(
+    lengths: list[int], micro_batch_tokens: int, overhead_tokens: int, num_ranks: int
+) -> None:
+    plan = plan_micro_batches(
+        lengths, micro_batch_tokens=micro_batch_tokens, overhead_tokens=overhead_tokens, num_ranks=num_ranks
+    )
+    assert len(plan) == num_ranks
+    assert len({len(rank) for rank in plan}) == 1
+    assert sorted(index for rank in plan for batch in rank for index in batch) == list(range(len(lengths)))
+    for batch in (batch for rank in plan for batch in rank if len(batch) > 1):
+        assert len(batch) * max(lengths[index] for index in batch) <= micro_batch_tokens
+    sizes = [sum(len(batch) for batch in rank) for rank in plan]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=9), overhead_tokens=st.integers(0, 60))
+def test_no_split_of_the_sorted_rows_is_cheaper_than_the_plan(lengths: list[int], overhead_tokens: int) -> None:
+    (plan,) = plan_micro_batches(lengths, micro_batch_tokens=120, overhead_tokens=overhead_tokens, num_ranks=1)
+    found = sum(len(batch) * max(lengths[i] for i in batch) + overhead_tokens for batch in plan)
+    longest_first = sorted(lengths, reverse=True)
+
+    def cheapest(start: int) -> int:
+        if start == len(lengths):
+            return 0
+        costs = []
+        for size in range(1, len(lengths) - start + 1):
+            num_padded = size * longest_first[start]
+            if size == 1 or num_padded <= 120:
+                costs.append(num_padded + overhead_tokens + cheapest(start + size))
+        return min(costs)
+
+    assert found == cheapest(0)
+
+
+def test_a_high_overhead_keeps_rows_together_and_none_puts_each_length_apart() -> None:
+    def plan(overhead_tokens: int) -> list[list[int]]:
+        return plan_micro_batches(
+            [10, 100, 10, 90], micro_batch_tokens=4096, overhead_tokens=overhead_tokens, num_ranks=1
+        )[0]
+
+    assert plan(10_000) == [[1, 3, 0, 2]]
+    assert plan(0) == [[1], [3], [0, 2]]
+
+
+def test_a_row_longer_than_the_limit_goes_alone() -> None:
+    assert plan_micro_batches([500, 10], micro_batch_tokens=100, overhead_tokens=10_000, num_ranks=1) == [[[0], [1]]]
+
+
+def test_padding_follows_the_rows_and_only_sampled_tokens_are_predicted() -> None:
+    batch = collate([row((1, 2), (3, 4, 5), (1, 0, 1), 0.5), row((6, 7, 8), (9,), (1,), -2.0)], CPU)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]]
+    assert batch.positions.tolist() == [1, 3, 7]
+    assert batch.targets.tolist() == [3, 5, 9]
+    assert batch.behavior_logprobs.tolist() == [-3.0, -5.0, -9.0]
+    assert batch.advantages.tolist() == [0.5, 0.5, -2.0]
+    assert batch.versions.tolist() == [7, 7, 7]
+
+
+def test_no_rows_make_an_idle_forward_of_one_token() -> None:
+    batch = collate([], CPU)
+    assert batch.input_ids.tolist() == [[0]]
+    assert batch.positions.numel() == batch.targets.numel() == batch.advantages.numel() == 0
+
+
+def test_a_trajectory_without_a_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="prompt_token_ids must hold at least one token"):
+        collate([row((), (3,), (1,), 0.5)], CPU)

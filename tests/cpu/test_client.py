@@ -1,0 +1,246 @@
+"""The inference client over modelled engines in virtual time: retries in token space, routing, failures, stop strings."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_async.errors import NoEngineError, PromptTooLongError
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.text import CompletionText
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import ModelledEngine
+from skyrl_async.types import FinishReason, PauseMode, SamplingParams, WeightUpdate
+
+
+class LetterTokenizer:
+    """Token i is the letter ``chr(97 + i % 26)``: enough to test text without a model."""
+
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        return "".join(chr(97 + t % 26) for t in token_ids)
+
+
+class ByteTokenizer:
+    """Tokens are the bytes of UTF-8 text, so that characters span tokens."""
+
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        return bytes(token_ids).decode("utf-8", errors="replace")
+
+
+def engine(name: str = "e0", num_tokens: int = 200) -> ModelledEngine:
+    return ModelledEngine(name, num_tokens_of=lambda prompt, seed: num_tokens)
+
+
+def client(*engines: ModelledEngine, max_model_len: int = 10_000) -> InferenceEngineClient:
+    return InferenceEngineClient(engines, tokenizer=LetterTokenizer(), max_model_len=max_model_len)
+
+
+def update(version: int) -> WeightUpdate:
+    return WeightUpdate(version=version, chunks=(), manifest={}, num_bytes=0)
+
+
+async def publish(target: ModelledEngine, version: int, mode: PauseMode = PauseMode.ABORT) -> None:
+    await target.pause(mode)
+    await target.load_weights(update(version))
+    await target.resume()
+
+
+@given(pauses=st.lists(st.floats(0.01, 1.9), max_size=6), mode=st.sampled_from(PauseMode))
+@settings(max_examples=50, deadline=None)
+def test_a_request_aborted_k_times_gives_the_tokens_of_an_uninterrupted_one(
+    pauses: list[float], mode: PauseMode
+) -> None:
+    async def main():
+        served = engine()
+
+        async def storm() -> None:
+            for version, at in enumerate(sorted(pauses), 1):
+                await asyncio.sleep(at - asyncio.get_running_loop().time())
+                await publish(served, version, mode)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(storm())
+            return await client(served).generate_tokens((1, 2), SamplingParams(max_tokens=500))
+
+    completion = run_in_virtual_time(main())
+    assert completion.token_ids == tuple(i % 100 for i in range(200))
+    assert completion.finish_reason is FinishReason.STOP
+    assert list(completion.versions) == sorted(completion.versions)
+    assert len(completion.logprobs) == len(completion.versions) == 200
+    if mode is PauseMode.ABORT:
+        assert completion.num_aborts >= len(set(completion.versions)) - 1
+
+
+def test_a_budget_used_up_at_the_abort_means_length() -> None:
+    async def main():
+        served = engine(num_tokens=32)
+
+        async def abort_after_16() -> None:
+            await asyncio.sleep(0.163)
+            await publish(served, 1)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(abort_after_16())
+            return await client(served, max_model_len=20).generate_tokens((1, 2, 3, 4), SamplingParams(max_tokens=16))
+
+    completion = run_in_virtual_time(main())
+    assert (len(completion.token_ids), completion.finish_reason) == (16, FinishReason.LENGTH)
+
+
+def test_the_tokens_of_an_engine_that_dies_in_mid_stream_are_continued_elsewhere() -> None:
+    async def main():
+        first, second = engine("e0"), engine("e1")
+
+        async def kill() -> None:
+            await asyncio.sleep(1.0)
+            first.kill()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(kill())
+            user = client(first, second)
+            deltas = [d async for d in user.stream_tokens((1,), SamplingParams(max_tokens=500))]
+        return deltas, user.statistics()
+
+    deltas, statistics = run_in_virtual_time(main())
+    assert [t for d in deltas for t in d.token_ids] == [i % 100 for i in range(200)]
+    assert statistics["engines"] == 1.0 and statistics["engine_failures_total"] == 1.0
+
+
+def test_without_any_engine_left_the_error_says_so() -> None:
+    async def main() -> None:
+        only = engine()
+        only.kill()
+        await client(only).generate_tokens((1,), SamplingParams(max_tokens=5))
+
+    with pytest.raises(NoEngineError, match="every one has died"):
+        run_in_virtual_time(main())
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_lengths() -> None:
+    async def main() -> None:
+        await client(engine(), max_model_len=4).generate_tokens((1, 2, 3, 4), SamplingParams(max_tokens=5))
+
+    with pytest.raises(PromptTooLongError, match="maximum context length is 4 tokens, but the prompt has 4"):
+        run_in_virtual_time(main())
+
+
+def test_a_paused_engine_holds_a_new_request_until_it_resumes() -> None:
+    async def main() -> tuple[float, set[int]]:
+        served = engine(num_tokens=16)
+        await served.pause(PauseMode.ABORT)
+
+        async def publish_later() -> None:
+            await asyncio.sleep(5)
+            await served.load_weights(update(1))
+            await served.resume()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(publish_later())
+            completion = await client(served).generate_tokens((1,), SamplingParams(max_tokens=16))
+        return asyncio.get_running_loop().time(), set(completion.versions)
+
+    seconds, versions = run_in_virtual_time(main())
+    assert seconds > 5 and versions == {1}
+
+
+def test_a_batch_comes_back_in_order() -> None:
+    async def main():
+        user = client(ModelledEngine("e0", num_tokens_of=lambda prompt, seed: prompt[0]))
+        return await user.generate_batch(prompts_token_ids=[[30], [10], [20]], sampling=SamplingParams(max_tokens=50))
+
+    assert [len(c.token_ids) for c in run_in_virtual_time(main())] == [30, 10, 20]
+
+
+def test_neither_prompt_nor_messages_is_an_error() -> None:
+    async def main() -> None:
+        await client(engine()).generate(sampling=SamplingParams(max_tokens=5))
+
+    with pytest.raises(ValueError, match="either prompt_token_ids or messages"):
+        run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_stop_string_is_found_across_segments_and_its_tokens_kept(streaming: bool) -> None:
+    async def main():
+        served = engine()
+        sampling = SamplingParams(max_tokens=500, stop=("pqr",))
+
+        async def cut_inside_the_stop_string() -> None:
+            await asyncio.sleep(0.165)
+            await publish(served, 1)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(cut_inside_the_stop_string())
+            user = client(served)
+            if streaming:
+                deltas = [d async for d in user.stream_tokens((1,), sampling)]
+                return "".join(d.text for d in deltas), sum(len(d.token_ids) for d in deltas), deltas[-1].finish_reason
+            completion = await user.generate_tokens((1,), sampling)
+            return completion.text, len(completion.token_ids), completion.finish_reason
+
+    assert run_in_virtual_time(main()) == ("abcdefghijklmno", 18, FinishReason.STOP)
+
+
+@given(text=st.text(max_size=40), cuts=st.lists(st.integers(1, 5), max_size=60))
+@settings(deadline=None)
+def test_streamed_text_is_the_whole_text_whatever_the_blocks(text: str, cuts: list[int]) -> None:
+    token_ids = list(text.encode("utf-8", errors="ignore"))
+    whole = ByteTokenizer().decode(token_ids)
+    streamed, growing, position = "", CompletionText(ByteTokenizer()), 0
+    for size in [*cuts, len(token_ids)]:
+        growing.push(token_ids[position : position + size])
+        position += size
+        streamed += growing.take()
+        assert "�" not in streamed or "�" in whole
+    end, rest = growing.finish(is_stopped=False)
+    assert end == whole and streamed + rest == whole
+
+
+@given(
+    text=st.text(alphabet="ab", max_size=30),
+    stop=st.text(alphabet="ab", min_size=1, max_size=3),
+    size=st.integers(1, 4),
+)
+@settings(deadline=None)
+def test_a_stop_string_cuts_at_its_first_occurrence_with_the_fewest_tokens(text: str, stop: str, size: int) -> None:
+    token_ids = list(text.encode())
+    growing, kept, streamed = CompletionText(ByteTokenizer(), (stop,)), None, ""
+    for start in range(0, len(token_ids), size):
+        kept = growing.push(token_ids[start : start + size])
+        if kept is not None:
+            break
+        streamed += growing.take()
+    whole, rest = growing.finish(is_stopped=kept is not None)
+    assert streamed + rest == whole
+    if stop in text:
+        assert whole == text[: text.index(stop)] and kept == text.index(stop) + len(stop)
+    else:
+        assert whole == text and kept is None
+
+
+def test_sampling_parameters_reach_the_engine_with_the_rest_of_the_budget() -> None:
+    seen = []
+
+    class Recording(ModelledEngine):
+        async def generate(self, request):
+            seen.append(request)
+            return await super().generate(request)
+
+    async def main() -> None:
+        served = Recording("e0", num_tokens_of=lambda prompt, seed: 200)
+
+        async def abort() -> None:
+            await asyncio.sleep(0.5)
+            await publish(served, 1)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(abort())
+            await client(served).generate_tokens((7,), SamplingParams(max_tokens=100, temperature=0.7), priority=3)
+
+    run_in_virtual_time(main())
+    first, second = seen
+    assert second.sampling == replace(first.sampling, max_tokens=100 - second.num_sampled_tokens)
+    assert second.prompt_token_ids == (7, *range(second.num_sampled_tokens))
+    assert first.request_id != second.request_id and second.priority == 3

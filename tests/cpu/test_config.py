@@ -1,0 +1,310 @@
+"""The command line, the rules, and the pages written from the schema."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_async.config import help as config_help
+from skyrl_async.config.devices import num_gpus
+from skyrl_async.config.groups import GROUPS
+from skyrl_async.config.load import compose_config, from_overrides, load, run_cli, to_yaml
+from skyrl_async.config.schema import (
+    Config,
+    Device,
+    EngineBackend,
+    PauseModeName,
+    StalenessPolicy,
+)
+from skyrl_async.errors import ConfigError, PolicyError
+
+ROOT = Path(__file__).parents[2]
+
+
+def never(config: Config, overrides: list[str]) -> int:
+    """A run that must not begin."""
+    pytest.fail(f"started with {overrides}")
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line on standard error that refuses a command line, without its ``error: ``."""
+    assert run_cli(never, argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err.removeprefix("error: ").strip()
+
+
+def policy_directory(directory: Path, *, without: str = "") -> Path:
+    """A directory with the files of a Hugging Face model, but for one."""
+    directory.mkdir(exist_ok=True)
+    for name in {"config.json", "model.safetensors", "tokenizer.json"} - {without}:
+        (directory / name).write_text("{}")
+    return directory
+
+
+def test_the_task_function_gets_the_checked_config_and_the_overrides() -> None:
+    seen: list[tuple[Config, list[str]]] = []
+
+    def run(config: Config, overrides: list[str]) -> int:
+        seen.append((config, overrides))
+        return 7
+
+    argv = ["trainer.max_staleness_steps=2", "task=relay", "engine.num_engines=4"]
+    assert run_cli(run, argv) == 7
+    config, overrides = seen[0]
+    assert overrides == argv
+    assert (config.trainer.max_staleness_steps, config.task.name, config.engine.num_engines) == (2, "relay", 4)
+
+
+def test_a_run_leaves_nothing_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_cli(lambda config, overrides: 0, ["task=relay"]) == 0
+    assert Path.cwd() == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_defaults_are_those_of_the_schema() -> None:
+    assert from_overrides() == Config()
+
+
+@pytest.mark.parametrize(("group", "option"), [(group, option) for group in GROUPS for option in GROUPS[group]])
+def test_every_group_option_composes_or_says_what_it_needs(group: str, option: str) -> None:
+    choice = GROUPS[group][option]
+    if choice.required:
+        with pytest.raises(ConfigError, match=f"{group}.{choice.required[0]} must be set with {group}={option}"):
+            compose_config([f"{group}={option}"])
+    else:
+        compose_config([f"{group}={option}"])
+
+
+def test_a_single_key_wins_over_the_group_it_is_in() -> None:
+    config = from_overrides("engine=deterministic", "engine.max_num_seqs=3", "engine.device=auto")
+    assert config.engine.backend is EngineBackend.deterministic
+    assert (config.engine.device, config.engine.max_num_seqs) == (Device.auto, 3)
+
+
+def test_enums_are_given_by_name() -> None:
+    config = from_overrides("engine.pause_mode=keep", "trainer.staleness_policy=allow")
+    assert config.engine.pause_mode is PauseModeName.keep
+    assert config.trainer.staleness_policy is StalenessPolicy.allow
+
+
+def test_engine_arguments_of_ones_own_need_no_plus_sign() -> None:
+    config = from_overrides("engine.extra_args.swap_space=2", "engine.extra_args.compilation_config={level:0}")
+    assert config.engine.extra_args == {"swap_space": 2, "compilation_config": {"level": 0}}
+
+
+def test_a_dictionary_sets_several_keys_of_a_section() -> None:
+    config = from_overrides("trainer={num_steps:3,seed:5}")
+    assert (config.trainer.num_steps, config.trainer.seed, config.trainer.max_staleness_steps) == (3, 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        (
+            "trainer.max_stalness_steps=4",
+            "unknown key 'trainer.max_stalness_steps'; did you mean trainer.max_staleness_",
+        ),
+        (
+            "+trainer.max_stalness_steps=4",
+            "unknown key 'trainer.max_stalness_steps'; did you mean trainer.max_staleness_",
+        ),
+        ("max_staleness_steps=4", "unknown key 'max_staleness_steps'; did you mean trainer.max_staleness_steps?"),
+        ("trainer.lr=1", "unknown key 'trainer.lr'; did you mean training.lr?"),
+        ("trainer={num_stepz:1}", "unknown key 'trainer.num_stepz'; did you mean trainer.num_steps?"),
+        ("cheese=1", "unknown key 'cheese' (--help lists every key)"),
+        ("trainer=3", "trainer is a section; set one of its keys (max_staleness_steps, "),
+        ("trainer.num_steps=many", "trainer.num_steps must be integer or null, got 'many'"),
+        ("trainer.num_steps=3.5", "trainer.num_steps must be integer or null, got 3.5"),
+        ("training.lr=fast", "training.lr must be number, got 'fast'"),
+        ("engine.enforce_eager=perhaps", "engine.enforce_eager must be true or false, got 'perhaps'"),
+        ("trainer.staleness_policy=Wait", "must be wait or allow, got 'Wait'; did you mean wait?"),
+        ("task=relya", "task must be one of lagged_fibonacci, relay, dataset, got 'relya'; did you mean relay?"),
+        ("trainer.max_staleness_steps=-1", "trainer.max_staleness_steps must be >= 0, got -1"),
+        ("trainer.num_parallel_generation_workers=99", "must be between policy_mini_batch_size (8) and "),
+        ("evaluation.sampling.max_tokens=0", "evaluation.sampling.max_tokens must be >= 1, got 0"),
+        ("trainer.num_steps", "cannot read 'trainer.num_steps'; write key=value"),
+        ("trainer.num_steps=[", "cannot read 'trainer.num_steps=['"),
+        ("trainer.output_dir=a=b", """cannot read 'trainer.output_dir=a=b': mismatched input '=' """),
+        ("trainer.num_steps=1,2", "'trainer.num_steps=1,2' holds several values and a run takes one"),
+        ("~trainer.num_steps=1", "'~trainer.num_steps=1': keys cannot be removed"),
+        ("policy.path=${oc.env:SKYRL_ASYNC_UNSET}", "policy.path: KeyError raised while resolving interpolation"),
+        ("--multirun", "unrecognized arguments: --multirun; --help shows the usage"),
+        ("--config=missing.yaml", "--config missing.yaml cannot be read: No such file or directory"),
+    ],
+)
+def test_a_wrong_argument_is_refused_in_one_line(
+    argument: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in error_of(capsys, argument)
+
+
+def test_the_quoting_that_an_error_suggests_works() -> None:
+    assert from_overrides('trainer.output_dir="a=b,c"').trainer.output_dir == "a=b,c"
+
+
+def test_cfg_job_prints_a_file_that_config_loads_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["task=relay", "engine.pause_mode=keep", "engine.extra_args.seed=3", "generator.sampling.stop=[a,'b\"c']"]
+    assert run_cli(never, [*argv, "--cfg", "job"]) == 0
+    file = tmp_path / "config.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert load(compose_config([], file)) == from_overrides(*argv)
+    assert load(compose_config(["trainer.num_steps=2"], file)).trainer.num_steps == 2
+    with pytest.raises(ConfigError, match=r"task=dataset cannot be chosen beside --config .*, which sets every key"):
+        compose_config(["task=dataset"], file)
+
+
+@settings(max_examples=20)
+@given(stop=st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="$"))))
+def test_any_text_survives_the_way_through_a_config_file(
+    stop: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = Config()
+    config.generator.sampling.stop = stop
+    file = tmp_path_factory.mktemp("config") / "config.yaml"
+    file.write_bytes(to_yaml(config).encode())
+    assert load(compose_config([], file)) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("trainer:\n  num_stepz: 3\n", "unknown key 'trainer.num_stepz'; did you mean trainer.num_steps?"),
+        ("trainer:\n  num_steps: x\n", "trainer.num_steps must be integer or null, got 'x'"),
+        ("trainer: [", "is no yaml"),
+        ("- 1\n", "must hold a mapping of sections, got list"),
+    ],
+)
+def test_a_wrong_config_file_is_refused_by_name(
+    text: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    error = error_of(capsys, f"--config={file}")
+    assert str(file) in error
+    assert expected in error
+
+
+def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(never, ["--help"]) == 0
+    text = capsys.readouterr().out
+    for key in config_help.all_keys().values():
+        assert f"{key.name}={key.default}" in text
+    for group, options in GROUPS.items():
+        for option in options:
+            assert f"{group}={option}" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["task.name=chess"], "task.name must be one of lagged_fibonacci, relay, dataset, got 'chess'"),
+        (["policy.num_heads=3"], r"policy.num_heads must be even and divide policy.hidden_size \(128\), got 3"),
+        (["task.num_train_prompts=4"], r"policy_mini_batch_size must be <= task.num_train_prompts \(4\), got 8"),
+        (["generator.n_samples_per_prompt=1"], "must be >= 2 with .*estimator=grpo, got 1: a group of one has no adv"),
+        (
+            ["engine.max_model_len=320"],
+            r"generator.sampling.max_tokens must be < engine.max_model_len \(320\), .* got 320",
+        ),
+        (["engine=deterministic", "engine.device=cuda"], "engine.device must be cpu with engine.backend=deterministic"),
+        (["engine=deterministic", "engine.num_engines=2"], "engine.num_engines must be 1 .*deterministic, got 2"),
+        (["generator.entrypoint=mine"], "generator.entrypoint must be module:function, got 'mine'"),
+        (["generator.kind=gym_http", "server.enabled=false"], "server.enabled must be true or null with .*gym_http"),
+        (["trainer.resume_mode=latest"], "trainer.output_dir must name the run to continue .*latest, got null"),
+        (["trainer.resume_path=/nowhere"], "trainer.resume_mode must be from_path when trainer.resume_path is set"),
+        (["trainer.resume_mode=from_path"], "trainer.resume_path must be a checkpoint directory when .*got None"),
+        (["trainer.resume_mode=from_path", "trainer.resume_path=/nowhere"], "got '/nowhere', which is none"),
+        (["trainer.output_dir=/dev/null/run"], "trainer.output_dir must be a directory, .* /dev/null is a file"),
+        (["logging.level=chatty"], "logging.level must be one of DEBUG, INFO, WARNING, ERROR, got 'chatty'"),
+        (
+            ["task=dataset", "task.train_files=[x.jsonl]"],
+            "policy.path must be a .*directory when task.name=dataset, got nu",
+        ),
+        (["server.host=0.0.0.0"], "server.api_key must be set when server.host=0.0.0.0 is not loopback, got None"),
+    ],
+)
+def test_a_combination_that_cannot_run_is_refused(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        from_overrides(*overrides)
+
+
+@pytest.mark.skipif(num_gpus() > 0, reason="about machines without a GPU")
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["engine.device=cuda"], "engine.device must be cpu or auto on this machine, got cuda"),
+        (["training.device=cuda"], "training.device must be cpu or auto on this machine, got cuda"),
+        (
+            ["weight_sync.transfer=nccl"],
+            "weight_sync.transfer must be shm or auto while engine.device is cpu, got nccl",
+        ),
+        (["placement.num_gpus_per_worker=1"], "this run needs 1 GPUs .* and this machine has 0; lower"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_missed_before_anything_starts(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        from_overrides(*overrides)
+
+
+def test_a_ray_elsewhere_may_have_the_gpus_that_this_machine_lacks() -> None:
+    from_overrides("engine.device=cuda", "training.device=cuda", "placement.ray_address=auto")
+
+
+def test_a_missing_dataset_file_is_named(tmp_path: Path) -> None:
+    path = policy_directory(tmp_path / "policy")
+    with pytest.raises(ConfigError, match=r"task.train_files must name files that exist, got 'gone.jsonl'"):
+        from_overrides("task=dataset", "task.train_files=[gone.jsonl]", f"policy.path={path}")
+
+
+@pytest.mark.parametrize(
+    ("without", "expected"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", r"has no weights \(\*.safetensors or \*.bin\)"),
+        ("tokenizer.json", "has no tokenizer"),
+    ],
+)
+def test_an_incomplete_policy_directory_is_refused_by_what_it_lacks(
+    without: str, expected: str, tmp_path: Path
+) -> None:
+    path = policy_directory(tmp_path / "policy", without=without)
+    with pytest.raises(PolicyError, match=f"policy.path={path} {expected}"):
+        from_overrides(f"policy.path={path}")
+
+
+def test_missing_weight_shards_are_named(tmp_path: Path) -> None:
+    path = policy_directory(tmp_path / "policy")
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(PolicyError, match=r"lacks 1 of 2 weight files: model-2.safetensors"):
+        from_overrides(f"policy.path={path}")
+
+
+def test_a_policy_path_that_is_no_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "does not exist; give a local" in error_of(capsys, "policy=hf", "policy.path=Qwen/Qwen3-0.6B")
+    (tmp_path / "file").write_text("")
+    assert "is a file; give a local" in error_of(capsys, f"policy.path={tmp_path / 'file'}")
+
+
+def test_a_port_in_use_is_refused_only_when_it_would_be_bound() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=rf"server.port={port} cannot be bound .*: Address already in use; choose"
+        ):
+            from_overrides(f"server.port={port}", "generator.kind=gym_http")
+        from_overrides(f"server.port={port}")
+    from_overrides(f"server.port={port}", "server.enabled=true")
+
+
+def test_the_configuration_reference_is_up_to_date() -> None:
+    page = (ROOT / "docs/reference/config.md").read_text()
+    assert page == config_help.markdown(), "run: python -m skyrl_async.config.help > docs/reference/config.md"

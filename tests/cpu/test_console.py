@@ -1,0 +1,125 @@
+"""What a person watching sees, on a terminal and in a pipe."""
+
+import io
+
+import pytest
+from rich.console import Console as Output
+
+from skyrl_async.metrics.console import Console
+from skyrl_async.metrics.summary import summary_table
+
+VALUES = {
+    "trainer/step": 3.0,
+    "reward/mean": 0.614,
+    "async/staleness_mean": 1.25,
+    "async/staleness_max": 4.0,
+    "async/buffer_groups": 3.0,
+    "async/running_groups": 16.0,
+    "generate/tokens_per_second": 4210.0,
+    "trainer/idle_share": 0.12,
+}
+
+
+class Clock:
+    """Time that goes on only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain(total_steps: int | None = 45, *, enabled: bool = True) -> tuple[Console, io.StringIO, Clock]:
+    file, clock = io.StringIO(), Clock()
+    output = Output(file=file, width=100, force_terminal=False)
+    return Console(enabled, total_steps, output=output, clock=clock), file, clock
+
+
+def terminal() -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(True, 45, output=Output(file=file, width=120, force_terminal=True)), file
+
+
+def test_a_pipe_gets_a_line_per_step_with_the_figures_worth_a_glance() -> None:
+    console, file, _ = plain()
+    with console:
+        console.step(VALUES)
+    assert file.getvalue() == (
+        "step 3/45 | reward 0.61 | eval - | staleness mean/max 1.2/4 | buffered/running 3/16 | tokens/s 4,210 | "
+        "trainer idle 12%\n"
+    )
+
+
+def test_lines_are_throttled_but_evaluations_and_the_last_step_always_show() -> None:
+    console, file, clock = plain(total_steps=9)
+    for step in range(1, 10):
+        clock.now += 0.5
+        evaluation = {"reward/eval": 0.9} if step == 3 else {}
+        console.log(step, {"reward/mean": 0.5, **evaluation})
+    assert [line.split(" ")[1] for line in file.getvalue().splitlines()] == ["1/9", "3/9", "7/9", "9/9"]
+
+
+def test_an_evaluation_stays_in_view_until_the_next() -> None:
+    console, file, clock = plain(total_steps=None)
+    console.log(1, {"reward/eval": 0.9})
+    clock.now += 10
+    console.log(2, {"reward/mean": 0.5})
+    assert file.getvalue().splitlines()[-1].startswith("step 2 | reward 0.50 | eval 0.90 | ")
+
+
+def test_a_phase_that_counts_up_is_said_every_few_seconds_and_a_new_one_at_once() -> None:
+    console, file, clock = plain()
+    for percent in range(0, 100, 10):
+        console.phase(f"warm start {percent} %")
+        clock.now += 1
+    console.phase("booting engines")
+    assert file.getvalue().splitlines() == ["[warm start 0 %]", "[warm start 50 %]", "[booting engines]"]
+
+
+def test_a_message_is_printed_as_it_is_whatever_brackets_it_has() -> None:
+    console, file, _ = plain()
+    console.message("wrote [bold]/x/y[/bold]")
+    assert file.getvalue() == "wrote [bold]/x/y[/bold]\n"
+
+
+def test_a_console_that_is_off_prints_nothing_but_the_summary() -> None:
+    console, file, _ = plain(enabled=False)
+    with console:
+        console.phase("booting engines")
+        console.step(VALUES)
+        console.message("hello")
+        assert file.getvalue() == ""
+    console.summary(summary_table({"reward_after": 0.97}))
+    assert "held-out reward after" in file.getvalue()
+    assert "0.970" in file.getvalue()
+
+
+def test_a_terminal_gets_a_display_with_bar_phase_figures_and_reward_curve() -> None:
+    console, file = terminal()
+    with console:
+        console.phase("training [4 engines]")
+        for step, reward in enumerate((0.1, 0.5, 0.9), start=1):
+            console.step(VALUES | {"trainer/step": float(step), "reward/mean": reward})
+        console.message("checkpoint at step 3")
+    text = file.getvalue()
+    for part in (
+        "training [4 engines]",
+        "3/45",
+        "0.90",
+        "1.2/4",
+        "3/16",
+        "4,210",
+        "12%",
+        "▁▅█",
+        "checkpoint at step 3",
+    ):
+        assert part in text, part
+
+
+def test_a_terminal_is_left_in_order_when_the_run_fails() -> None:
+    console, file = terminal()
+    with pytest.raises(ValueError, match="boom"), console:
+        raise ValueError("boom")
+    show_cursor = "\x1b[?25h"
+    assert file.getvalue().rstrip().endswith(show_cursor)

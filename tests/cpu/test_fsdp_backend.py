@@ -1,0 +1,474 @@
+"""One rank on FSDP2 in this process: gradients, steps, exports and checkpoints of a tiny random Qwen3."""
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from skyrl_async.errors import CheckpointError, ConfigError, PolicyError, TrainingError
+from skyrl_async.training.hf_export import export_hf_directory
+from skyrl_async.training.in_process import InProcessPolicy
+from skyrl_async.training.optimizer import lr_factor
+from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.types import Trajectory
+
+VOCABULARY = 48
+Make = Callable[..., InProcessPolicy]
+
+
+def write_policy(directory: Path, *, tied: bool = False, hidden_size: int = 32) -> Path:
+    """A random two-layer Qwen3 with a tokenizer, as a Hugging Face directory."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=64,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        attention_dropout=0.5,
+        initializer_range=0.2,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(directory)
+    return directory
+
+
+def trajectories(num_rows: int, *, seed: int, is_multi_turn: bool = False) -> list[Trajectory]:
+    """Random rows of different lengths, sampled a little off the policy's own probabilities."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(num_tokens: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, VOCABULARY, (num_tokens,), generator=generator).tolist())
+
+    rows = []
+    for index in range(num_rows):
+        length = 3 + (7 * index + seed) % 23
+        mask = [0 if is_multi_turn and 2 <= position < 4 else 1 for position in range(length)]
+        rows.append(
+            Trajectory(
+                prompt_token_ids=tokens(4 + index % 3),
+                response_token_ids=tokens(length),
+                loss_mask=tuple(mask),
+                logprobs=tuple((-3.0 - torch.rand(length, generator=generator)).mul(torch.tensor(mask)).tolist()),
+                versions=tuple(index % 2 if is_sampled else -1 for is_sampled in mask),
+                reward=0.0,
+            )
+        )
+    return rows
+
+
+def advantages(num_rows: int, *, seed: int) -> list[float]:
+    return torch.randn(num_rows, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def file_names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def num_tokens(rows: Sequence[Trajectory]) -> int:
+    return sum(row.num_sampled_tokens for row in rows)
+
+
+def gradients(policy: InProcessPolicy) -> dict[str, Tensor]:
+    parameters = policy._rank._backend._parameters
+    return {name: p.grad.full_tensor().clone() for name, p in parameters.items() if p.grad is not None}
+
+
+async def weights(policy: InProcessPolicy, directory: Path) -> dict[str, Tensor]:
+    update = await policy.export_weights(0, directory, 1 << 30)
+    return load_file(update.chunks[0]["path"])
+
+
+def assert_equal(here: dict[str, Tensor], there: dict[str, Tensor], *, atol: float = 0.0) -> None:
+    assert here.keys() == there.keys()
+    for name, tensor in here.items():
+        torch.testing.assert_close(tensor, there[name], atol=atol, rtol=0.0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.fixture(scope="module")
+def policy_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+def make(policy_directory: Path) -> Iterator[Make]:
+    """Makes policies on ``policy_directory`` that leave the process group afterwards."""
+    made: list[InProcessPolicy] = []
+
+    def make_policy(**changes: object) -> InProcessPolicy:
+        settings = replace(TrainingSettings(policy_path=str(policy_directory), lr=1e-2), **changes)
+        made.append(InProcessPolicy(settings))
+        return made[-1]
+
+    yield make_policy
+    for policy in made:
+        if not policy._is_closed:
+            policy._rank.close()
+
+
+class TestGradients:
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    @pytest.mark.parametrize("loss", ["ppo_clip", "rollout_is"])
+    async def test_they_are_those_of_the_summed_loss_of_a_plain_transformers_forward(
+        self, make: Make, policy_directory: Path, loss: str, temperature: float
+    ) -> None:
+        rows, values = trajectories(5, seed=1, is_multi_turn=True), advantages(5, seed=2)
+        policy = make(policy_loss=loss, temperature=temperature)
+        figures = await policy.forward_backward(rows, values, 3)
+
+        model = AutoModelForCausalLM.from_pretrained(policy_directory, dtype=torch.float32).eval()
+        total = torch.zeros(())
+        for row, advantage in zip(rows, values, strict=True):
+            ids = torch.tensor([row.prompt_token_ids + row.response_token_ids])
+            logprobs = (model(ids).logits[0] / temperature).log_softmax(-1)
+            for offset, (token, mu, mask) in enumerate(
+                zip(row.response_token_ids, row.logprobs, row.loss_mask, strict=True)
+            ):
+                logprob = logprobs[len(row.prompt_token_ids) + offset - 1, token]
+                ratio = (logprob - mu).exp()
+                if loss == "ppo_clip":
+                    total = total - mask * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+                else:
+                    total = total - mask * ratio.detach().clamp(max=2.0) * advantage * logprob
+        total.backward()
+        expected = {name: p.grad for name, p in model.named_parameters()}
+        scale = max(gradient.abs().max().item() for gradient in expected.values())
+        assert_equal(gradients(policy), expected, atol=1e-6 * max(scale, 1.0))
+        assert figures["loss_sum"] == pytest.approx(total.item(), rel=1e-5)
+        assert figures["num_tokens"] == num_tokens(rows)
+        assert figures["token_lag_max"] == 3
+
+    async def test_streamed_groups_give_the_unstreamed_step_to_1e_6(self, make: Make, tmp_path: Path) -> None:
+        rows, values = trajectories(8, seed=1), advantages(8, seed=2)
+        streamed, whole = make(), make()
+        await whole.forward_backward(rows, values, 0)
+        for start in (0, 2, 4, 6):
+            await streamed.forward_backward(rows[start : start + 2], values[start : start + 2], 0)
+        expected = gradients(whole)
+        scale = max(gradient.abs().max().item() for gradient in expected.values())
+        assert_equal(gradients(streamed), expected, atol=1e-6 * max(scale, 1.0))
+
+    async def test_groups_in_the_same_order_give_the_same_bits_whatever_happens_between(
+        self, make: Make, tmp_path: Path
+    ) -> None:
+        rows, values = trajectories(8, seed=1), advantages(8, seed=2)
+        at_once, with_pauses = make(), make()
+        for step in range(3):
+            for policy in (at_once, with_pauses):
+                for start in (0, 4):
+                    await policy.forward_backward(rows[start : start + 4], values[start : start + 4], step)
+                    if policy is with_pauses:
+                        await policy.logprobs(list(range(10)))
+                        await policy.export_weights(9, tmp_path / "between", 1 << 30)
+                await policy.step(num_tokens(rows))
+        assert_equal(await weights(at_once, tmp_path / "a"), await weights(with_pauses, tmp_path / "b"))
+
+    @pytest.mark.parametrize("micro_batch_tokens", [1, 60, 100_000])
+    async def test_the_size_of_micro_batches_does_not_change_them(self, make: Make, micro_batch_tokens: int) -> None:
+        rows, values = trajectories(7, seed=3), advantages(7, seed=4)
+        policy, reference = make(micro_batch_tokens=micro_batch_tokens), make()
+        figures = await policy.forward_backward(rows, values, 1)
+        assert figures == pytest.approx(await reference.forward_backward(rows, values, 1), rel=1e-5)
+        expected = gradients(reference)
+        scale = max(gradient.abs().max().item() for gradient in expected.values())
+        assert_equal(gradients(policy), expected, atol=1e-6 * max(scale, 1.0))
+
+    async def test_recomputing_activations_does_not_change_them(self, make: Make) -> None:
+        rows, values = trajectories(4, seed=3), advantages(4, seed=4)
+        policy, reference = make(activation_checkpointing=True), make()
+        for each in (policy, reference):
+            await each.forward_backward(rows, values, 0)
+        assert_equal(gradients(policy), gradients(reference), atol=1e-6)
+
+    async def test_mixed_precision_comes_close_and_keeps_float32_weights(self, make: Make, tmp_path: Path) -> None:
+        rows, values = trajectories(4, seed=3), advantages(4, seed=4)
+        policy, reference = make(mixed_precision=True), make()
+        for each in (policy, reference):
+            await each.forward_backward(rows, values, 0)
+        here, there = gradients(policy), gradients(reference)
+        flat_here = torch.cat([g.flatten() for g in here.values()])
+        flat_there = torch.cat([g.flatten() for g in there.values()])
+        assert torch.cosine_similarity(flat_here, flat_there, dim=0) > 0.98
+        assert {g.dtype for g in here.values()} == {torch.float32}
+
+    async def test_a_group_without_advantage_adds_nothing_but_its_figures(self, make: Make, tmp_path: Path) -> None:
+        rows, values = trajectories(8, seed=1), advantages(4, seed=2)
+        policy, reference = make(), make()
+        await reference.forward_backward(rows[:4], values, 0)
+        await policy.forward_backward(rows[:4], values, 0)
+        figures = await policy.forward_backward(rows[4:], [0.0] * 4, 0)
+        assert_equal(gradients(policy), gradients(reference))
+        assert figures["num_tokens"] == num_tokens(rows[4:])
+        assert figures["entropy_sum"] > 0
+
+    async def test_rows_without_sampled_tokens_count_nothing(self, make: Make) -> None:
+        silent = replace(trajectories(1, seed=1)[0], loss_mask=(0,) * 4, logprobs=(0.0,) * 4, versions=(-1,) * 4)
+        policy = make()
+        assert await policy.forward_backward([silent], [1.0], 0) == {"num_tokens": 0.0}
+        with pytest.raises(TrainingError, match="num_tokens >= 1, got 0"):
+            await policy.step(0)
+
+    async def test_advantages_that_do_not_match_the_rows_are_refused(self, make: Make) -> None:
+        with pytest.raises(ValueError, match="one value per trajectory .2., got 1"):
+            await make().forward_backward(trajectories(2, seed=1), [1.0], 0)
+
+
+class TestSteps:
+    async def test_the_norm_is_that_of_the_token_mean_and_clipping_bounds_the_update(self, make: Make) -> None:
+        rows, values = trajectories(4, seed=1), advantages(4, seed=2)
+        policy = make()
+        await policy.forward_backward(rows, values, 0)
+        total = torch.cat([g.flatten() for g in gradients(policy).values()])
+        stats = await policy.step(num_tokens(rows))
+        assert stats["grad_norm"] == pytest.approx((total.norm() / num_tokens(rows)).item(), rel=1e-5)
+        assert stats["lr"] == 1e-2
+        assert gradients(policy) == {}
+
+    async def test_a_gradient_that_is_not_finite_stops_and_changes_nothing(self, make: Make, tmp_path: Path) -> None:
+        rows, values = trajectories(4, seed=1), advantages(4, seed=2)
+        policy = make()
+        before = await weights(policy, tmp_path / "before")
+        await policy.forward_backward(rows, [float("nan"), *values[1:]], 0)
+        with pytest.raises(
+            TrainingError, match=r"norm is nan over \d+ tokens at learning rate 0.01; .*model.embed_tokens.weight"
+        ):
+            await policy.step(num_tokens(rows))
+        assert_equal(await weights(policy, tmp_path / "after"), before)
+        await policy.forward_backward(rows, values, 0)
+        assert (await policy.step(num_tokens(rows)))["grad_norm"] > 0
+
+    async def test_a_mini_batch_without_any_advantage_steps_as_one_of_zero_gradients(
+        self, make: Make, tmp_path: Path
+    ) -> None:
+        rows, values = trajectories(4, seed=1), advantages(4, seed=2)
+        policy = make()
+        await policy.forward_backward(rows, values, 0)
+        await policy.step(num_tokens(rows))
+        before = await weights(policy, tmp_path / "before")
+        await policy.forward_backward(rows, [0.0] * 4, 1)
+        assert (await policy.step(num_tokens(rows)))["grad_norm"] == 0.0
+        after = await weights(policy, tmp_path / "after")
+        assert any(not torch.equal(before[name], after[name]) for name in before)
+
+    async def test_log_probs_follow_every_step_also_after_forwards_without_backward(
+        self, make: Make, tmp_path: Path
+    ) -> None:
+        rows, values = trajectories(4, seed=1), advantages(4, seed=2)
+        policy = make(temperature=0.5)
+        ids = list(range(3, 20))
+        for step in range(3):
+            await policy.forward_backward(rows, values, step)
+            await policy.logprobs(ids)
+            await policy.step(num_tokens(rows))
+            directory = tmp_path / f"step{step}"
+            await policy.export_hf(directory)
+            model = AutoModelForCausalLM.from_pretrained(directory).eval()
+            with torch.no_grad():
+                logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            expected = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+            assert await policy.logprobs(ids) == pytest.approx(expected.tolist(), abs=1e-5)
+        assert await policy.logprobs([5]) == []
+
+    @pytest.mark.parametrize(
+        ("schedule", "expected"),
+        [
+            ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+            ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]),
+            ("cosine", [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447, 0.0]),
+        ],
+    )
+    def test_learning_rates_warm_up_and_follow_their_schedule(self, schedule: str, expected: list[float]) -> None:
+        found = [lr_factor(step, schedule=schedule, num_warmup_steps=2, num_steps=6) for step in range(7)]
+        assert found == pytest.approx(expected, abs=1e-6)
+
+    def test_an_unknown_schedule_is_refused_with_the_known_ones(self) -> None:
+        with pytest.raises(ConfigError, match="must be one of constant, cosine, linear, got 'step'"):
+            lr_factor(0, schedule="step", num_warmup_steps=0, num_steps=None)
+
+    def test_settings_that_cannot_train_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match="temperature must be > 0 while training, got 0"):
+            TrainingSettings(policy_path="x", temperature=0.0)
+        with pytest.raises(ConfigError, match="num_steps must be set when training.lr_schedule=linear"):
+            TrainingSettings(policy_path="x", lr_schedule="linear")
+
+
+class TestExports:
+    async def test_buckets_hold_every_weight_under_its_name_and_keep_their_size(
+        self, make: Make, policy_directory: Path, tmp_path: Path
+    ) -> None:
+        policy = make(serve_dtype="bfloat16")
+        update = await policy.export_weights(7, tmp_path, 8192)
+        source = load_file(policy_directory / "model.safetensors")
+        found: dict[str, Tensor] = {}
+        for index, chunk in enumerate(update.chunks):
+            path = Path(chunk["path"])
+            assert path == tmp_path / f"v000007-{index:04d}.safetensors"
+            tensors = load_file(path)
+            assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 8192
+            found |= tensors
+        assert len(update.chunks) > 1
+        assert_equal(found, {name: tensor.bfloat16() for name, tensor in source.items()})
+        assert update.manifest == {name: ("bfloat16", tuple(tensor.shape)) for name, tensor in source.items()}
+        assert update.num_bytes == sum(tensor.nbytes for tensor in found.values())
+        assert file_names(tmp_path) == [Path(c["path"]).name for c in update.chunks]
+
+    async def test_tied_weights_are_written_once(self, tmp_path: Path) -> None:
+        policy = InProcessPolicy(TrainingSettings(policy_path=str(write_policy(tmp_path / "tied", tied=True))))
+        rows, values = trajectories(4, seed=1), advantages(4, seed=2)
+        await policy.forward_backward(rows, values, 0)
+        await policy.step(num_tokens(rows))
+        update = await policy.export_weights(1, tmp_path / "out", 1 << 30)
+        assert "model.embed_tokens.weight" in update.manifest
+        assert "lm_head.weight" not in update.manifest
+        await policy.export_hf(tmp_path / "hf")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        await policy.close()
+        await policy.close()
+
+    async def test_weights_that_cannot_be_written_are_an_error_that_names_the_file(
+        self, make: Make, tmp_path: Path
+    ) -> None:
+        (tmp_path / "v000001-0000.safetensors").mkdir()
+        with pytest.raises(TrainingError, match=r"cannot write \d+ bytes of weights to .*v000001-0000"):
+            await make().export_weights(1, tmp_path, 1 << 30)
+        assert file_names(tmp_path) == ["v000001-0000.safetensors"]
+
+    async def test_an_export_is_a_hugging_face_directory_with_the_tokenizer(
+        self, make: Make, policy_directory: Path, tmp_path: Path
+    ) -> None:
+        policy = make(serve_dtype="bfloat16")
+        await policy.export_hf(tmp_path / "hf")
+        assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+        source = load_file(policy_directory / "model.safetensors")
+        assert_equal(dict(model.state_dict()), {name: tensor.bfloat16() for name, tensor in source.items()})
+        assert AutoTokenizer.from_pretrained(tmp_path / "hf").encode("w3 w5") == [3, 5]
+
+    def test_an_export_in_several_files_loads_through_its_index(self, policy_directory: Path, tmp_path: Path) -> None:
+        source = load_file(policy_directory / "model.safetensors")
+        export_hf_directory(
+            source.items(), source=policy_directory, directory=tmp_path, dtype=torch.float32, shard_bytes=20_000
+        )
+        assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
+        assert_equal(dict(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()), source)
+
+
+class TestCheckpoints:
+    async def train(self, policy: InProcessPolicy, *, first_step: int, num_steps: int) -> list[dict[str, float]]:
+        stats = []
+        for step in range(first_step, first_step + num_steps):
+            rows, values = trajectories(4, seed=step), advantages(4, seed=step)
+            await policy.forward_backward(rows, values, step)
+            stats.append(await policy.step(num_tokens(rows)))
+        return stats
+
+    async def test_a_restored_policy_continues_bit_for_bit(self, make: Make, tmp_path: Path) -> None:
+        changes = {"lr_schedule": "cosine", "num_steps": 6, "num_warmup_steps": 2, "weight_decay": 0.1}
+        policy, restored = make(**changes), make(**changes)
+        await self.train(policy, first_step=0, num_steps=3)
+        await policy.save(tmp_path / "checkpoint")
+        drawn = torch.rand(3)
+        stats = await self.train(policy, first_step=3, num_steps=2)
+        await restored.load(tmp_path / "checkpoint")
+        assert torch.equal(torch.rand(3), drawn)
+        assert await self.train(restored, first_step=3, num_steps=2) == stats
+        assert_equal(await weights(policy, tmp_path / "a"), await weights(restored, tmp_path / "b"))
+
+    async def test_saving_before_the_first_step_changes_nothing(self, make: Make, tmp_path: Path) -> None:
+        policy, reference = make(), make()
+        await policy.save(tmp_path / "checkpoint")
+        for each in (policy, reference):
+            await self.train(each, first_step=0, num_steps=2)
+        assert_equal(await weights(policy, tmp_path / "a"), await weights(reference, tmp_path / "b"))
+
+    async def test_a_resumed_run_takes_the_learning_rate_it_is_started_with(self, make: Make, tmp_path: Path) -> None:
+        policy, resumed = make(lr=1e-2, num_warmup_steps=4), make(lr=4e-3, num_warmup_steps=4)
+        await self.train(policy, first_step=0, num_steps=2)
+        await policy.save(tmp_path / "checkpoint")
+        await resumed.load(tmp_path / "checkpoint")
+        (stats,) = await self.train(resumed, first_step=2, num_steps=1)
+        assert stats["lr"] == pytest.approx(3e-3)
+
+    @pytest.mark.parametrize("missing", ["policy.json", "scheduler.pt", "rng_0.pt", "state/.metadata"])
+    async def test_a_missing_file_is_named(self, make: Make, tmp_path: Path, missing: str) -> None:
+        policy = make()
+        await policy.save(tmp_path)
+        (tmp_path / missing).unlink()
+        with pytest.raises(CheckpointError, match=missing):
+            await policy.load(tmp_path)
+
+    async def test_a_truncated_file_is_named(self, make: Make, tmp_path: Path) -> None:
+        policy = make()
+        await policy.save(tmp_path)
+        file = tmp_path / "state" / "__0_0.distcp"
+        file.write_bytes(file.read_bytes()[:-100])
+        with pytest.raises(CheckpointError, match=rf"{file.name} has \d+ bytes instead of \d+"):
+            await policy.load(tmp_path)
+
+    async def test_a_damaged_file_of_the_right_size_is_an_error(self, make: Make, tmp_path: Path) -> None:
+        policy = make()
+        await policy.save(tmp_path)
+        size = (tmp_path / "scheduler.pt").stat().st_size
+        (tmp_path / "scheduler.pt").write_bytes(b"x" * size)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            await policy.load(tmp_path)
+
+    async def test_a_checkpoint_of_another_model_is_refused_with_the_difference(
+        self, make: Make, tmp_path: Path
+    ) -> None:
+        other = InProcessPolicy(TrainingSettings(policy_path=str(write_policy(tmp_path / "other", hidden_size=64))))
+        await other.save(tmp_path / "checkpoint")
+        await other.close()
+        with pytest.raises(CheckpointError, match=r"lm_head.weight has shape \(48, 64\) there and \(48, 32\)"):
+            await make().load(tmp_path / "checkpoint")
+        manifest = json.loads((tmp_path / "checkpoint" / "policy.json").read_text())
+        manifest["model_type"] = "llama"
+        (tmp_path / "checkpoint" / "policy.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError, match="is of a llama model, the policy is qwen3"):
+            await make().load(tmp_path / "checkpoint")
+        (tmp_path / "checkpoint" / "policy.json").write_text("[]")
+        with pytest.raises(CheckpointError, match=r"policy.json is damaged"):
+            await make().load(tmp_path / "checkpoint")
+
+
+class TestPolicyDirectory:
+    def test_a_directory_that_is_no_policy_is_named(self, make: Make, tmp_path: Path) -> None:
+        with pytest.raises(PolicyError, match=r"has no config.json"):
+            make(policy_path=str(tmp_path / "nowhere"))
+
+    def test_a_directory_without_weights_is_named(self, make: Make, policy_directory: Path, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text((policy_directory / "config.json").read_text())
+        with pytest.raises(PolicyError, match="cannot be loaded by transformers"):
+            make(policy_path=str(tmp_path))
+
+    def test_missing_parameters_are_named_instead_of_drawn_at_random(
+        self, make: Make, policy_directory: Path, tmp_path: Path
+    ) -> None:
+        model = AutoModelForCausalLM.from_pretrained(policy_directory)
+        state = copy.copy(model.state_dict())
+        del state["model.layers.1.mlp.up_proj.weight"]
+        model.save_pretrained(tmp_path, state_dict=state)
+        with pytest.raises(PolicyError, match=r"lacks 1 parameters .* such as model.layers.1.mlp.up_proj.weight"):
+            make(policy_path=str(tmp_path))
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+    def test_cuda_on_a_machine_without_it_is_refused(self, make: Make) -> None:
+        with pytest.raises(ConfigError, match=r"set training.device=cpu"):
+            make(device="cuda")

@@ -1,0 +1,205 @@
+"""Two ranks as Ray actors over gloo, against one rank in this process."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from skyrl_async.errors import CheckpointError, DeadlineError, PolicyError, TrainingError
+from skyrl_async.training.in_process import InProcessPolicy
+from skyrl_async.training.policy_workers import PolicyWorkers
+from skyrl_async.training.protocol import Policy
+from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.types import Trajectory
+
+pytestmark = pytest.mark.slow
+VOCABULARY = 48
+
+
+def trajectories(num_rows: int, *, seed: int) -> list[Trajectory]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for index in range(num_rows):
+        length = 3 + (7 * index + seed) % 23
+        ids = torch.randint(0, VOCABULARY, (length + 4,), generator=generator).tolist()
+        rows.append(
+            Trajectory(
+                prompt_token_ids=tuple(ids[:4]),
+                response_token_ids=tuple(ids[4:]),
+                loss_mask=(1,) * length,
+                logprobs=tuple((-3.0 - torch.rand(length, generator=generator)).tolist()),
+                versions=(0,) * length,
+                reward=0.0,
+            )
+        )
+    return rows
+
+
+async def train(policy: Policy, *, first_step: int, num_steps: int, num_rows: int = 5) -> list[dict[str, float]]:
+    """Steps of two groups each; the second group has one row, so that one of two ranks idles."""
+    figures = []
+    for step in range(first_step, first_step + num_steps):
+        rows = trajectories(num_rows, seed=step)
+        values = torch.randn(num_rows, generator=torch.Generator().manual_seed(step)).tolist()
+        figures.append(await policy.forward_backward(rows[1:], values[1:], step))
+        figures.append(await policy.forward_backward(rows[:1], values[:1], step))
+        figures.append(await policy.forward_backward(rows, [0.0] * num_rows, step))
+        figures.append(await policy.step(2 * sum(row.num_sampled_tokens for row in rows)))
+    return figures
+
+
+async def weights(policy: Policy, directory: Path) -> dict[str, Tensor]:
+    update = await policy.export_weights(0, directory, 1 << 30)
+    return load_file(update.chunks[0]["path"])
+
+
+def assert_close(here: dict[str, Tensor], there: dict[str, Tensor], *, atol: float) -> None:
+    assert here.keys() == there.keys()
+    for name, tensor in here.items():
+        torch.testing.assert_close(tensor, there[name], atol=atol, rtol=0.0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainingSettings:
+    """Of a random two-layer Qwen3."""
+    directory = tmp_path_factory.mktemp("policy")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=64,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return TrainingSettings(policy_path=str(directory), lr=1e-2, num_warmup_steps=2)
+
+
+@pytest.fixture(scope="module")
+def started(
+    ray_session: None, settings: TrainingSettings, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[PolicyWorkers, Path]]:
+    """Two ranks, and a checkpoint of their first state."""
+    checkpoint = tmp_path_factory.mktemp("first") / "checkpoint"
+
+    async def start() -> PolicyWorkers:
+        workers = await PolicyWorkers.start(settings, num_workers=2, call_timeout_s=120.0)
+        await workers.save(checkpoint)
+        return workers
+
+    workers = asyncio.run(start())
+    yield workers, checkpoint
+    asyncio.run(workers.close())
+
+
+@pytest.fixture
+async def two_ranks(started: tuple[PolicyWorkers, Path]) -> PolicyWorkers:
+    """Two ranks in their first state."""
+    workers, checkpoint = started
+    await workers.load(checkpoint)
+    return workers
+
+
+@pytest.fixture
+def one_rank(settings: TrainingSettings) -> Iterator[InProcessPolicy]:
+    policy = InProcessPolicy(settings)
+    yield policy
+    asyncio.run(policy.close())
+
+
+def same_figures(here: Sequence[dict[str, float]], there: Sequence[dict[str, float]]) -> bool:
+    return all(a == pytest.approx(b, rel=1e-4, abs=1e-5) for a, b in zip(here, there, strict=True))
+
+
+async def test_two_ranks_give_the_figures_and_weights_of_one(
+    two_ranks: PolicyWorkers, one_rank: InProcessPolicy, tmp_path: Path
+) -> None:
+    here = await train(two_ranks, first_step=0, num_steps=2)
+    there = await train(one_rank, first_step=0, num_steps=2)
+    assert same_figures(here, there)
+    assert_close(await weights(two_ranks, tmp_path / "two"), await weights(one_rank, tmp_path / "one"), atol=1e-5)
+    ids = list(range(20))
+    assert await two_ranks.logprobs(ids) == pytest.approx(await one_rank.logprobs(ids), abs=1e-4)
+
+
+async def test_a_checkpoint_of_two_ranks_continues_on_one(
+    two_ranks: PolicyWorkers, one_rank: InProcessPolicy, tmp_path: Path
+) -> None:
+    await train(two_ranks, first_step=0, num_steps=2)
+    await two_ranks.save(tmp_path / "checkpoint")
+    saved = await weights(two_ranks, tmp_path / "saved")
+    await one_rank.load(tmp_path / "checkpoint")
+    assert_close(await weights(one_rank, tmp_path / "loaded"), saved, atol=0.0)
+    here = await train(two_ranks, first_step=2, num_steps=2)
+    there = await train(one_rank, first_step=2, num_steps=2)
+    assert same_figures(here, there)
+    assert_close(await weights(two_ranks, tmp_path / "two"), await weights(one_rank, tmp_path / "one"), atol=1e-5)
+
+
+async def test_a_checkpoint_of_one_rank_continues_on_two(
+    two_ranks: PolicyWorkers, one_rank: InProcessPolicy, tmp_path: Path
+) -> None:
+    await train(one_rank, first_step=0, num_steps=2)
+    await one_rank.save(tmp_path / "checkpoint")
+    await two_ranks.load(tmp_path / "checkpoint")
+    here = await train(two_ranks, first_step=2, num_steps=2)
+    there = await train(one_rank, first_step=2, num_steps=2)
+    assert same_figures(here, there)
+    assert_close(await weights(two_ranks, tmp_path / "two"), await weights(one_rank, tmp_path / "one"), atol=1e-5)
+
+
+async def test_a_gradient_that_is_not_finite_stops_every_rank_and_changes_nothing(
+    two_ranks: PolicyWorkers, tmp_path: Path
+) -> None:
+    before = await weights(two_ranks, tmp_path / "before")
+    rows = trajectories(4, seed=1)
+    await two_ranks.forward_backward(rows, [float("nan"), 1.0, 1.0, 1.0], 0)
+    with pytest.raises(TrainingError, match="the gradient norm is nan over 10 tokens"):
+        await two_ranks.step(10)
+    assert_close(await weights(two_ranks, tmp_path / "after"), before, atol=0.0)
+
+
+async def test_errors_raised_on_purpose_in_a_worker_arrive_as_themselves(
+    two_ranks: PolicyWorkers, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="has no policy.json"):
+        await two_ranks.load(tmp_path / "nowhere")
+
+
+async def test_an_export_by_two_ranks_is_complete(two_ranks: PolicyWorkers, tmp_path: Path) -> None:
+    await two_ranks.export_hf(tmp_path / "hf")
+    assert_close(load_file(tmp_path / "hf" / "model.safetensors"), await weights(two_ranks, tmp_path / "w"), atol=0.0)
+
+
+async def test_a_call_past_its_deadline_is_named(ray_session: None, settings: TrainingSettings) -> None:
+    with pytest.raises(DeadlineError, match=r"did not finish start within training.step_timeout_s=0.01"):
+        await PolicyWorkers.start(settings, num_workers=1, call_timeout_s=0.01)
+
+
+async def test_a_worker_that_fails_or_dies_ends_the_call_by_name_and_close_still_works(
+    ray_session: None, settings: TrainingSettings
+) -> None:
+    workers = await PolicyWorkers.start(settings, num_workers=1, call_timeout_s=120.0)
+    with pytest.raises(TrainingError, match="a policy worker failed in logprobs: IndexError"):
+        await workers.logprobs([0, VOCABULARY + 1])
+    ray.kill(ray.get_actor(workers.names[0]))
+    with pytest.raises(TrainingError, match="a policy worker died in step"):
+        await workers.step(1)
+    await workers.close()
+    await workers.close()
+
+
+async def test_a_policy_directory_that_cannot_be_used_is_named(ray_session: None, tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="has no config.json"):
+        await PolicyWorkers.start(TrainingSettings(policy_path=str(tmp_path)), num_workers=1, call_timeout_s=120.0)

@@ -1,0 +1,438 @@
+"""The vLLM engine against vLLM itself, on CPU: a random Qwen3 of two layers, untied and tied."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from skyrl_async.errors import EngineDeadError, EngineStartError, PromptTooLongError, PublishError
+from skyrl_async.inference.vllm_engine import VLLMEngine, VLLMEngineConfig
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, SamplingParams, WeightUpdate
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+EOS = 1
+MAX_MODEL_LEN = 512
+PROMPTS = [tuple(range(5 + i, 9 + 2 * i)) for i in range(6)]
+
+
+def make_policy(directory: Path, *, seed: int, is_tied: bool) -> Path:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=is_tied,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def make_update(policy_dir: Path, directory: Path, version: int) -> WeightUpdate:
+    """The policy's weights as the trainer sends them: in buckets, whose borders fall inside of fused layers."""
+    weights = load_file(policy_dir / "model.safetensors")
+    names = sorted(weights)
+    directory.mkdir(exist_ok=True)
+    chunks = []
+    for i, part in enumerate((names[::2], names[1::2])):
+        path = directory / f"{version}-{i}.safetensors"
+        save_file({name: weights[name] for name in part}, path)
+        chunks.append({"path": str(path)})
+    return WeightUpdate(
+        version=version,
+        chunks=tuple(chunks),
+        manifest={name: ("float32", tuple(tensor.shape)) for name, tensor in weights.items()},
+        num_bytes=sum(tensor.nbytes for tensor in weights.values()),
+    )
+
+
+def make_request(
+    request_id: str,
+    prompt: tuple[int, ...] = PROMPTS[0],
+    *,
+    max_tokens: int = 64,
+    ignore_eos: bool = True,
+    **more: float,
+) -> EngineRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, **({"temperature": 0.0} | more))
+    return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
+
+
+async def publish(engine: VLLMEngine, update: WeightUpdate, mode: PauseMode = PauseMode.ABORT) -> None:
+    await engine.pause(mode)
+    await engine.load_weights(update)
+    await engine.resume()
+
+
+async def generate_all(engine: VLLMEngine, requests: list[EngineRequest]) -> list[EngineOutput]:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(engine.generate(request)) for request in requests]
+    return [task.result() for task in tasks]
+
+
+async def generate_with_retries(engine: VLLMEngine, request: EngineRequest) -> list[EngineOutput]:
+    """Continue in token space until the engine says it is finished; one output per segment."""
+    segments: list[EngineOutput] = []
+    prompt, remaining = request.prompt_token_ids, request.sampling.max_tokens
+    while True:
+        segment = await engine.generate(
+            make_request(f"{request.request_id}-{len(segments)}", prompt, max_tokens=remaining)
+        )
+        segments.append(segment)
+        prompt, remaining = prompt + segment.token_ids, remaining - len(segment.token_ids)
+        if segment.finish_reason is not FinishReason.ABORT:
+            return segments
+
+
+async def wait_for_blocks(engine: VLLMEngine, num_blocks: int) -> None:
+    """Until a request of its own has been given so many blocks: tokens of the others have been sampled meanwhile."""
+    async with contextlib.aclosing(engine.stream(make_request("metronome", max_tokens=500))) as blocks:
+        async for _ in blocks:
+            num_blocks -= 1
+            if num_blocks == 0:
+                return
+
+
+def joined(outputs: list[EngineOutput]) -> tuple[int, ...]:
+    return tuple(token for output in outputs for token in output.token_ids)
+
+
+def reference_logprobs(
+    policy_dir: Path, prompt: tuple[int, ...], output: EngineOutput, temperature: float
+) -> torch.Tensor:
+    model = Qwen3ForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
+    token_ids = torch.tensor([prompt + output.token_ids])
+    with torch.no_grad():
+        logprobs = (model(token_ids).logits[0] / temperature).log_softmax(-1)
+    return logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool], Path]:
+    root = tmp_path_factory.mktemp("policies")
+
+    def get(seed: int, is_tied: bool) -> Path:
+        directory = root / f"{seed}-{is_tied}"
+        return directory if directory.exists() else make_policy(directory, seed=seed, is_tied=is_tied)
+
+    return get
+
+
+async def start(directory: Path, name: str = "engine", **more: object) -> VLLMEngine:
+    config = VLLMEngineConfig(name=name, policy_dir=str(directory), **more)  # type: ignore[arg-type]
+    return await VLLMEngine.start(config)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(policy_dir: Callable[[int, bool], Path]) -> AsyncIterator[VLLMEngine]:
+    """Serves the untied policy of seed 0, as version 0, at the beginning of every test."""
+    engine = await start(policy_dir(0, False))
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine_0(
+    engine: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
+) -> AsyncIterator[VLLMEngine]:
+    yield engine
+    await publish(engine, make_update(policy_dir(0, False), tmp_path, 0))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fresh_engine_1(policy_dir: Callable[[int, bool], Path]) -> AsyncIterator[VLLMEngine]:
+    """Booted from the untied policy of seed 1; never updated."""
+    engine = await start(policy_dir(1, False), "fresh")
+    yield engine
+    await engine.close()
+
+
+async def test_an_engine_samples_tokens_with_logprobs_versions_and_a_finish_reason(engine_0: VLLMEngine) -> None:
+    requests = [make_request(str(i), PROMPTS[0], max_tokens=400, temperature=1.0, ignore_eos=False) for i in range(16)]
+    outputs = await generate_all(engine_0, requests)
+    for output in outputs:
+        assert len(output.token_ids) == len(output.logprobs) == len(output.versions)
+        assert set(output.versions) == {0}
+        assert max(output.logprobs) <= 0
+        if output.finish_reason is FinishReason.STOP:
+            assert output.token_ids.index(EOS) == len(output.token_ids) - 1
+        else:
+            assert EOS not in output.token_ids and len(output.token_ids) == 400
+    assert FinishReason.STOP in {output.finish_reason for output in outputs}
+    past_eos = await generate_all(engine_0, [make_request(str(i), max_tokens=400, temperature=1.0) for i in range(8)])
+    assert {len(output.token_ids) for output in past_eos} == {400}
+    with pytest.raises(PromptTooLongError, match="512"):
+        await engine_0.generate(make_request("long", (5,) * MAX_MODEL_LEN))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_are_those_of_a_float32_forward_at_the_sampling_temperature(
+    engine_0: VLLMEngine, policy_dir: Callable[[int, bool], Path], temperature: float
+) -> None:
+    output = await engine_0.generate(make_request("a", max_tokens=200, temperature=temperature))
+    expected = reference_logprobs(policy_dir(0, False), PROMPTS[0], output, temperature)
+    assert (torch.tensor(output.logprobs) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.slow
+async def test_a_greedy_request_aborted_many_times_gives_the_tokens_of_an_uninterrupted_one(
+    engine_0: VLLMEngine,
+) -> None:
+    requests = [make_request(str(i), prompt, max_tokens=150) for i, prompt in enumerate(PROMPTS)]
+    expected = await generate_all(engine_0, requests)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(generate_with_retries(engine_0, request)) for request in requests]
+        for _ in range(5):
+            await wait_for_blocks(engine_0, 3)
+            await engine_0.pause(PauseMode.ABORT)
+            await engine_0.resume()
+    for task, output in zip(tasks, expected, strict=True):
+        assert len(task.result()) >= 3
+        assert joined(task.result()) == output.token_ids
+        logprobs = torch.tensor([p for segment in task.result() for p in segment.logprobs])
+        assert (logprobs - torch.tensor(output.logprobs)).abs().max() < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tied", [False, True])
+async def test_an_updated_engine_cannot_be_told_from_a_fresh_one_with_the_same_weights(
+    policy_dir: Callable[[int, bool], Path], tmp_path: Path, is_tied: bool
+) -> None:
+    updated, fresh = await start(policy_dir(0, is_tied)), await start(policy_dir(1, is_tied), "fresh", version=1)
+    try:
+        before = await updated.checksum()
+        await publish(updated, make_update(policy_dir(1, is_tied), tmp_path, 1))
+        assert await updated.checksum() == await fresh.checksum() != before
+        requests = [make_request(str(i), prompt, max_tokens=100) for i, prompt in enumerate(PROMPTS)]
+        outputs = await generate_all(updated, requests)
+        assert outputs == await generate_all(fresh, requests)
+        assert set(outputs[0].versions) == {1} and await updated.version() == 1
+        expected = reference_logprobs(policy_dir(1, is_tied), PROMPTS[0], outputs[0], 1.0)
+        assert (torch.tensor(outputs[0].logprobs) - expected).abs().max() < 1e-4
+        await publish(updated, make_update(policy_dir(0, is_tied), tmp_path, 2))
+        assert await updated.checksum() == before
+    finally:
+        await updated.close()
+        await fresh.close()
+
+
+@pytest.mark.slow
+async def test_a_tied_head_left_unpacked_is_seen_by_the_checksum(
+    policy_dir: Callable[[int, bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from skyrl_async.inference import vllm_weight_transfer
+
+    fresh = await start(policy_dir(1, True), "fresh")
+    expected = await fresh.checksum()
+    await fresh.close()
+    monkeypatch.setattr(vllm_weight_transfer, "_repack_shared_weights", lambda model: None)
+    engine = await start(policy_dir(0, True))  # its forked core inherits the fault
+    await publish(engine, make_update(policy_dir(1, True), tmp_path, 1))
+    assert await engine.checksum() != expected
+    await engine.close()
+
+
+@pytest.mark.slow
+async def test_aborted_requests_bear_the_version_of_each_segment(
+    engine_0: VLLMEngine, fresh_engine_1: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
+) -> None:
+    requests = [make_request(str(i), prompt, max_tokens=150) for i, prompt in enumerate(PROMPTS)]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(generate_with_retries(engine_0, request)) for request in requests]
+        await wait_for_blocks(engine_0, 5)
+        await publish(engine_0, make_update(policy_dir(1, False), tmp_path, 7))
+    for task, request in zip(tasks, requests, strict=True):
+        old, new = task.result()
+        assert old.finish_reason is FinishReason.ABORT and old.token_ids
+        assert set(old.versions) == {0} and set(new.versions) == {7}
+        continued = make_request("c", request.prompt_token_ids + old.token_ids, max_tokens=len(new.token_ids))
+        assert new.token_ids == (await fresh_engine_1.generate(continued)).token_ids
+
+
+@pytest.mark.slow
+async def test_kept_requests_and_streams_continue_as_a_fresh_engine_would_with_exact_versions(
+    engine_0: VLLMEngine, fresh_engine_1: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
+) -> None:
+    async def collect(request: EngineRequest) -> list[EngineOutput]:
+        return [block async for block in engine_0.stream(request)]
+
+    whole = [make_request(f"w{i}", prompt, max_tokens=150) for i, prompt in enumerate(PROMPTS)]
+    streamed = [make_request(f"s{i}", prompt, max_tokens=150) for i, prompt in enumerate(PROMPTS)]
+    before = await generate_all(engine_0, whole)
+    async with asyncio.TaskGroup() as group:
+        generates = [group.create_task(engine_0.generate(request)) for request in whole]
+        streams = [group.create_task(collect(request)) for request in streamed]
+        await wait_for_blocks(engine_0, 5)
+        await publish(engine_0, make_update(policy_dir(1, False), tmp_path, 3), PauseMode.KEEP)
+    for stream in streams:
+        assert all(block.finish_reason is None for block in stream.result()[:-1])
+        assert any(set(block.versions) == {0, 3} for task in streams for block in task.result())
+    outputs = [(task.result().token_ids, task.result().versions) for task in generates]
+    outputs += [
+        (joined(task.result()), tuple(v for block in task.result() for v in block.versions)) for task in streams
+    ]
+    for (token_ids, versions), request, old in zip(outputs, whole + streamed, before + before, strict=True):
+        assert len(token_ids) == len(versions) == 150
+        num_old = versions.count(0)
+        assert 0 < num_old < 150 and versions == (0,) * num_old + (3,) * (150 - num_old)
+        assert token_ids[:num_old] == old.token_ids[:num_old]
+        continued = make_request("c", request.prompt_token_ids + token_ids[:num_old], max_tokens=150 - num_old)
+        assert token_ids[num_old:] == (await fresh_engine_1.generate(continued)).token_ids
+
+
+@pytest.mark.slow
+async def test_a_new_request_does_not_see_prefixes_cached_under_the_old_weights(
+    engine_0: VLLMEngine, fresh_engine_1: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
+) -> None:
+    long_prompt = tuple(range(10, 210))
+    for mode in PauseMode:
+        await publish(engine_0, make_update(policy_dir(0, False), tmp_path, 0))
+        await engine_0.generate(make_request("old", long_prompt))
+        await publish(engine_0, make_update(policy_dir(1, False), tmp_path, 1), mode)
+        new = await engine_0.generate(make_request("new", long_prompt))
+        assert new.token_ids == (await fresh_engine_1.generate(make_request("new", long_prompt))).token_ids
+
+
+@pytest.mark.slow
+async def test_an_update_that_cannot_be_the_policys_is_refused_and_the_old_weights_serve_on(
+    engine_0: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
+) -> None:
+    good = make_update(policy_dir(1, False), tmp_path, 5)
+    checksum, before = await engine_0.checksum(), await engine_0.generate(make_request("before"))
+    truncated = tmp_path / "truncated.safetensors"
+    truncated.write_bytes(Path(good.chunks[1]["path"]).read_bytes()[:-10])
+    norm = "model.norm.weight"
+    others = {name: entry for name, entry in good.manifest.items() if name != norm}
+    bad_updates = {
+        "lacks model.norm.weight": (good.chunks, others),
+        "has model.more.weight": (good.chunks, good.manifest | {"model.more.weight": ("float32", (64,))}),
+        r"model.norm.weight as \(65,\)": (good.chunks, good.manifest | {norm: ("float32", (65,))}),
+        "dtype 'int7'": (good.chunks, good.manifest | {norm: ("int7", (64,))}),
+        "the chunks lacks": (good.chunks[:1], good.manifest),
+        "No such file": ((good.chunks[0], {"path": str(tmp_path / "missing")}), good.manifest),
+        "its header says": ((good.chunks[0], {"path": str(truncated)}), good.manifest),
+        "neither a file": ((good.chunks[0], {"url": "x"}), good.manifest),
+    }
+    for message, (chunks, manifest) in bad_updates.items():
+        update = WeightUpdate(version=5, chunks=chunks, manifest=manifest, num_bytes=0)
+        with pytest.raises(PublishError, match=message):
+            await publish(engine_0, update)
+        await engine_0.resume()
+    with pytest.raises(PublishError, match="not paused"):
+        await engine_0.load_weights(good)
+    assert await engine_0.checksum() == checksum and await engine_0.version() == 0
+    assert await engine_0.generate(make_request("before")) == before
+
+
+@pytest.mark.slow
+async def test_requests_made_while_paused_wait_for_the_resume(engine_0: VLLMEngine) -> None:
+    expected = await engine_0.generate(make_request("a"))
+    await engine_0.pause(PauseMode.ABORT)
+    await engine_0.pause(PauseMode.ABORT)
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(engine_0.generate(make_request("b")))
+        await engine_0.checksum()  # answered after the request has arrived
+        assert not waiting.done()
+        await engine_0.resume()
+        await engine_0.resume()
+    assert waiting.result() == expected
+
+
+@pytest.mark.slow
+async def test_cancelling_a_call_or_leaving_a_stream_ends_the_request_in_the_engine(engine_0: VLLMEngine) -> None:
+    calls = [asyncio.ensure_future(engine_0.generate(make_request(str(i), max_tokens=450))) for i in range(4)]
+    await wait_for_blocks(engine_0, 2)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    assert all(call.cancelled() for call in calls)
+    assert engine_0._llm.get_num_unfinished_requests() == 0
+
+
+@pytest.mark.slow
+async def test_a_killed_core_is_an_engine_death_for_every_call_at_once(policy_dir: Callable[[int, bool], Path]) -> None:
+    engine = await start(policy_dir(0, False))
+    (core,) = [p for p in psutil.Process().children() if p.pid in {c.pid for c in engine._core_processes()}]
+    calls = [asyncio.ensure_future(engine.generate(make_request(str(i), max_tokens=450))) for i in range(3)]
+    await wait_for_blocks(engine, 2)
+    core.send_signal(signal.SIGSTOP)
+    calls += [asyncio.ensure_future(engine.pause(PauseMode.ABORT)), asyncio.ensure_future(engine.checksum())]
+    await asyncio.wait(calls, timeout=0.01)
+    core.send_signal(signal.SIGKILL)
+    done, pending = await asyncio.wait(calls, timeout=5)
+    assert not pending
+    assert {type(call.exception()) for call in done} == {EngineDeadError}
+    with pytest.raises(EngineDeadError, match="core process"):
+        await engine.generate(make_request("late"))
+    with pytest.raises(EngineDeadError):
+        await engine.version()
+    await engine.close()
+
+
+@pytest.mark.slow
+async def test_a_control_call_that_gets_no_answer_ends_the_engine_at_its_deadline(
+    policy_dir: Callable[[int, bool], Path],
+) -> None:
+    engine = await start(policy_dir(0, False), call_timeout_s=0.5)
+    (process,) = engine._core_processes()
+    core = psutil.Process(process.pid)
+    core.send_signal(signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match="no answer to pause within 0.5 s"):
+        await engine.pause(PauseMode.ABORT)
+    assert not psutil.pid_exists(core.pid)
+
+
+@pytest.mark.slow
+async def test_a_policy_that_vllm_cannot_serve_is_a_start_error_and_leaves_no_process(
+    policy_dir: Callable[[int, bool], Path], tmp_path: Path
+) -> None:
+    num_children = len(psutil.Process().children())
+    (tmp_path / "config.json").write_text((policy_dir(0, False) / "config.json").read_text())
+    with pytest.raises(EngineStartError, match="engine broken did not come up"):
+        await start(tmp_path, "broken")
+    assert len(psutil.Process().children()) == num_children
+
+
+SERVE_FOR_EVER = """
+import asyncio, sys
+from skyrl_async.inference.vllm_engine import VLLMEngine, VLLMEngineConfig
+
+async def main():
+    engine = await VLLMEngine.start(VLLMEngineConfig(name="orphan", policy_dir=sys.argv[1]))
+    print("pid", engine._core_processes()[0].pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+async def test_a_core_does_not_outlive_a_parent_that_is_killed(policy_dir: Callable[[int, bool], Path]) -> None:
+    command = [sys.executable, "-c", SERVE_FOR_EVER, str(policy_dir(0, False))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+        assert parent.stdout is not None
+        line = next(line for line in parent.stdout if line.startswith("pid "))
+        core = psutil.Process(int(line.split()[1]))
+        os.kill(parent.pid, signal.SIGKILL)
+        core.wait(timeout=10)
+    assert not core.is_running()

@@ -1,0 +1,50 @@
+"""A byte-level BPE trained on the spot with a ChatML template, for tests that need chat but no model.
+
+It merges the words of the template and a few others, so that the same text spelled one byte per token (``spelled``)
+never is what the tokenizer would make of it.
+"""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from skyrl_async.chat import ChatRenderer
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _train() -> Tokenizer:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["user assistant hello again hello again"] * 20, trainer)
+    return bpe
+
+
+_BPE = _train()
+
+
+def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """The tokenizer with another template, or none."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_BPE, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+TOKENIZER = make_tokenizer()
+RENDERER = ChatRenderer(TOKENIZER)
+END: int = TOKENIZER.eos_token_id
+_ID_OF_BYTE = {RENDERER.token_bytes(i): i for i in range(len(TOKENIZER)) if len(RENDERER.token_bytes(i)) == 1}
+
+
+def spelled(text: str) -> tuple[int, ...]:
+    """``text`` one byte per token."""
+    return tuple(_ID_OF_BYTE[bytes([byte])] for byte in text.encode())
