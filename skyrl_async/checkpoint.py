@@ -120,9 +120,13 @@ def read_state(path: Path) -> TrainerState:
 
 
 def _group(row: dict[str, Any]) -> Group:
-    tuples = ("prompt_token_ids", "response_token_ids", "loss_mask", "logprobs", "versions")
-    rows = tuple(Trajectory(**{k: tuple(v) if k in tuples else v for k, v in t.items()}) for t in row["trajectories"])
+    rows = tuple(_trajectory(fields) for fields in row["trajectories"])
     return Group(**{**row, "trajectories": rows})
+
+
+def _trajectory(fields: dict[str, Any]) -> Trajectory:
+    """JSON has no tuples."""
+    return Trajectory(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 
 def _read_json(path: Path, name: str) -> Any:

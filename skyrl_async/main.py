@@ -18,9 +18,9 @@ from typing import Any
 
 from skyrl_async.checkpoint import Checkpointer, read_state
 from skyrl_async.composition.processes import write_private
-from skyrl_async.composition.run import Run, composed
+from skyrl_async.composition.run import started_parts, trainer_of
 from skyrl_async.concurrency import first_failure
-from skyrl_async.config.load import run_cli, to_yaml
+from skyrl_async.config.load import run_cli, to_yaml, without_secrets
 from skyrl_async.config.schema import Config, ResumeMode
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
 from skyrl_async.metrics.console import Console
@@ -31,6 +31,7 @@ from skyrl_async.metrics.tensorboard import TensorBoardSink
 from skyrl_async.metrics.trace import Trace, free_trace_path
 from skyrl_async.metrics.tracker import MetricsLog, Sink, Tracker
 from skyrl_async.metrics.wandb import WandbSink
+from skyrl_async.trainer import FullyAsyncTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -90,19 +91,20 @@ async def _run(config: Config, run_dir: Path, checkpoint: Path | None, started: 
         def log(step: int, values: dict[str, float]) -> None:
             tracker.log(step, {"trainer/step": float(step), **values})
 
-        async with composed(config, run_dir, log=log, trace=trace, say=console.phase) as parts:
+        async with started_parts(config, run_dir, trace=trace, say=console.phase) as parts:
+            trainer = trainer_of(config, parts, run_dir=run_dir, log=log, trace=trace)
             if parts.endpoint_url is not None:
                 console.message(f"endpoint: {parts.endpoint_url} (key in {run_dir / 'endpoint.json'})")
             if checkpoint is not None:
                 console.phase(f"resuming {checkpoint.name}")
-                await parts.trainer.resume(checkpoint)
+                await trainer.resume(checkpoint)
             booted = time.monotonic()
             console.phase("training")
-            await parts.trainer.run()
+            await trainer.run()
             if config.trainer.export_hf:
                 console.phase("exporting the policy")
                 await parts.policy.export_hf(run_dir / "policy")
-    summary = _summary(parts, run_dir, started, booted, config.trainer.export_hf)
+    summary = _summary(trainer, run_dir, started, booted, config.trainer.export_hf)
     write_summary(run_dir / "summary.json", summary)
     console.summary(summary_table(summary))
 
@@ -112,12 +114,14 @@ def _sinks(config: Config, run_dir: Path, resume_step: int | None, console: Cons
     if config.logging.tensorboard:
         sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step))
     if config.logging.wandb:
-        sinks.append(WandbSink(run_dir, config.logging.wandb_project, to_yaml(config)))
+        sinks.append(WandbSink(run_dir, config.logging.wandb_project, without_secrets(config)))
     return sinks
 
 
-def _summary(parts: Run, run_dir: Path, started: float, booted: float, has_policy: bool) -> dict[str, Any]:
-    trainer, now = parts.trainer, time.monotonic()
+def _summary(
+    trainer: FullyAsyncTrainer, run_dir: Path, started: float, booted: float, has_policy: bool
+) -> dict[str, Any]:
+    now = time.monotonic()
     draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png")
     files = {
         "run_directory": run_dir,

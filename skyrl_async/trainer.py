@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
-from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.concurrency import first_failure
+from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.evaluation import EvaluationResult, Evaluator
 from skyrl_async.metrics.step import RunTotals, StepFigures
 from skyrl_async.metrics.trace import Trace

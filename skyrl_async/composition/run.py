@@ -1,8 +1,8 @@
 """Puts a run together from its configuration: the one place that knows every class.
 
-    task, policy files ──> Ray ──> engines, policy workers, endpoint ──> client, generator ──> FullyAsyncTrainer
+    task, policy files ──> Ray ──> engines, policy workers, endpoint ──> client, generator, publisher ──> FullyAsyncTrainer
 
-Flows in: a checked ``Config`` and a run directory. Flows out: a trainer whose parts all run, and end with the context.
+Flows in: a checked ``Config`` and a run directory. Flows out: parts that run and end with the context, and trainers over them.
 """
 
 import contextlib
@@ -11,41 +11,47 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.composition.data import PolicyFiles, Say, fitting_prompts, load_tokenizer, prepare_prompts
+from skyrl_async.composition.data import PolicyFiles, Prompts, Say, fitting_prompts, load_tokenizer, prepare_prompts
 from skyrl_async.composition.parts import Log, make_generator, make_publisher, make_trainer
 from skyrl_async.composition.processes import needs_endpoint, ray_session, serving_endpoint, start_engines_and_policy
 from skyrl_async.config.schema import Config
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.rollout.generator import Generator
 from skyrl_async.trainer import FullyAsyncTrainer
 from skyrl_async.training.protocol import Policy
+from skyrl_async.weight_sync.publisher import WeightPublisher
 
 
-@dataclass(slots=True, kw_only=True)
-class Run:
-    """The parts of a run that its entry point needs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What runs before a trainer does, and can serve one trainer after another."""
 
-    trainer: FullyAsyncTrainer
+    prompts: Prompts
+    client: InferenceEngineClient
+    generator: Generator
     policy: Policy
+    publisher: WeightPublisher
     endpoint_url: str | None
+    """Of the endpoint, with ``/v1``; None where none is served."""
 
 
 @contextlib.asynccontextmanager
-async def composed(config: Config, run_dir: Path, *, log: Log, trace: Trace, say: Say) -> AsyncIterator[Run]:
+async def started_parts(config: Config, run_dir: Path, *, trace: Trace, say: Say) -> AsyncIterator[Parts]:
     """Start everything a run needs, engines and warm start side by side; on exit everything is gone again.
 
     Args:
         config: checked.
         run_dir: logs of the engines and the endpoint's address go there.
-        log: takes (step, values).
         trace: of the stages.
         say: takes one line about the phase.
     """
     prompts = prepare_prompts(config)
     files = PolicyFiles(config, say)
     async with contextlib.AsyncExitStack() as stack:
-        say("preparing the policy, starting Ray and the engines")
+        say("starting Ray")
         stack.enter_context(ray_session(config))
+        say("booting engines, preparing the policy")
         initial = files.initial()
         engines, policy = await start_engines_and_policy(config, stack, files, initial, run_dir)
         tokenizer = load_tokenizer(initial, config.policy.trust_remote_code)
@@ -55,19 +61,27 @@ async def composed(config: Config, run_dir: Path, *, log: Log, trace: Trace, say
         endpoint = None
         if needs_endpoint(config):
             say("starting the endpoint")
-            endpoint = await stack.enter_async_context(
-                serving_endpoint(config, initial, engines, max_model_len, run_dir)
-            )
-        generator = make_generator(config, client, renderer, endpoint)
-        publisher = make_publisher(config, client, policy, renderer, prompts, trace, stack)
-        trainer = make_trainer(
-            config,
+            serving = serving_endpoint(config, initial, engines, max_model_len, run_dir)
+            endpoint = await stack.enter_async_context(serving)
+        yield Parts(
             prompts=fitting_prompts(prompts, renderer, max_model_len, say),
+            client=client,
+            generator=make_generator(config, client, renderer, endpoint),
             policy=policy,
-            publisher=publisher,
-            generator=generator,
-            run_dir=run_dir,
-            log=log,
-            trace=trace,
+            publisher=make_publisher(config, client, policy, renderer, prompts, trace, stack),
+            endpoint_url=endpoint.base_url if endpoint else None,
         )
-        yield Run(trainer=trainer, policy=policy, endpoint_url=endpoint.base_url if endpoint else None)
+
+
+def trainer_of(config: Config, parts: Parts, *, run_dir: Path, log: Log, trace: Trace) -> FullyAsyncTrainer:
+    """A trainer over running parts; checkpoints go below ``run_dir``."""
+    return make_trainer(
+        config,
+        prompts=parts.prompts,
+        policy=parts.policy,
+        publisher=parts.publisher,
+        generator=parts.generator,
+        run_dir=run_dir,
+        log=log,
+        trace=trace,
+    )

@@ -71,6 +71,14 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(tree, sort_keys=False)
 
 
+def without_secrets(config: Config) -> dict[str, Any]:
+    """The configuration as plain values, for trackers that leave the machine: keys are left out."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(plain, dict)
+    plain["server"]["api_key"] = None
+    return {str(name): value for name, value in plain.items()}
+
+
 def register() -> None:
     """Put the schema and the groups into hydra's store, under ``skyrl_async``."""
     store = ConfigStore.instance()

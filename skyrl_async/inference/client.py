@@ -12,7 +12,7 @@ is sent, so any number of clients (the trainer's, the endpoint's) can share engi
 
 import itertools
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -201,7 +201,7 @@ class InferenceEngineClient:
         priority: int,
         *,
         streaming: bool,
-    ) -> AsyncIterator[EngineOutput]:
+    ) -> AsyncGenerator[EngineOutput, None]:
         """Yield the tokens of one generation, from as many engine calls as it takes; ``abort`` never comes out."""
         budget = min(sampling.max_tokens, self._max_model_len - len(prompt))
         if budget < 1:
@@ -239,7 +239,7 @@ class InferenceEngineClient:
 
     async def _call(
         self, engine: InferenceEngine, request: EngineRequest, streaming: bool
-    ) -> AsyncIterator[EngineOutput]:
+    ) -> AsyncGenerator[EngineOutput, None]:
         if not streaming:
             yield await engine.generate(request)
             return

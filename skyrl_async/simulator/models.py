@@ -201,8 +201,7 @@ class ModelledPolicy:
 
     async def save(self, directory: Path) -> None:
         """Write an empty file, so that a checkpoint has something to lose."""
-        directory.mkdir(parents=True)
-        (directory / "model").write_text("")
+        _write_empty_file(directory / "model")
 
     async def load(self, directory: Path) -> None:
         """Nothing to restore."""
@@ -246,3 +245,8 @@ class ModelledGenerator:
             is_truncated=completion.finish_reason is FinishReason.LENGTH,
             num_aborts=completion.num_aborts,
         )
+
+
+def _write_empty_file(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text("")

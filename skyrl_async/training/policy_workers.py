@@ -5,7 +5,6 @@ dead one ends the run, which resumes from its checkpoint.
 """
 
 import asyncio
-import logging
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +20,6 @@ from skyrl_async.training.dispatch import split_work
 from skyrl_async.training.rank import PolicyRank
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import Trajectory, WeightUpdate
-
-logger = logging.getLogger(__name__)
 
 
 class _RankActor(PolicyRank):

