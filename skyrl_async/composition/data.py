@@ -73,13 +73,28 @@ class PolicyFiles:
                 functools.partial(
                     prepare_tiny_policy,
                     **self._cache_arguments(),
-                    **self._warm_start_arguments(),
+                    plan=self._plan(),
                     should_stop=self._stopped.is_set,
                     on_progress=self._say,
                 )
             )
         finally:
             self._stopped.set()
+
+    def _cache_arguments(self) -> dict[str, Any]:
+        config = self._config
+        return {
+            "cache_dir": Path(config.cache_dir).expanduser(),
+            "task": get_task(config.task.name),
+            "sizes": PolicySizes(
+                hidden_size=config.policy.hidden_size,
+                num_layers=config.policy.num_layers,
+                num_heads=config.policy.num_heads,
+                intermediate_size=config.policy.intermediate_size,
+                tie_word_embeddings=config.policy.tie_word_embeddings,
+            ),
+            "seed": config.trainer.seed,
+        }
 
 
 def load_tokenizer(directory: Path, trust_remote_code: bool) -> Any:

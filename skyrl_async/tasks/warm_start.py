@@ -31,6 +31,8 @@ FINAL_LR_SHARE = 0.05
 CLEAN_CYCLE_TOKENS = 120_000
 """The first phase's learning rate falls over as many, then starts anew: most seeds are done within the first cycle."""
 MIXTURE_LR_SHARE = 0.5
+TAIL=0
+MIX_LR = 0.5
 BATCH_TOKENS = 320
 CHUNK_CONVERSATIONS = 64
 """Conversations sorted by length before they are cut into batches."""
@@ -240,10 +242,14 @@ def warm_start(
             num_clean_tokens,
         )
 
+    num_tail=0
+    for batch in _batches(clean_row, rng, TAIL):
+        learner.learn(batch, MIXTURE_LR_SHARE * _decayed(num_tail / TAIL))
+        num_tail += _num_tokens(batch)
     num_mixture_tokens = 0
     for batch in _batches(mixture_row, rng, plan.mixture_tokens):
         _check_stop(should_stop)
-        learner.learn(batch, MIXTURE_LR_SHARE * _decayed(num_mixture_tokens / plan.mixture_tokens))
+        learner.learn(batch, MIX_LR * _decayed(num_mixture_tokens / plan.mixture_tokens))
         num_mixture_tokens += _num_tokens(batch)
     num_tokens = num_clean_tokens + num_mixture_tokens
     on_progress(WarmStartProgress(phase="mixture", num_tokens=num_tokens, accuracy=accuracy))
