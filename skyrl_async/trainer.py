@@ -211,10 +211,7 @@ class FullyAsyncTrainer:
         def is_allowed(group: Group) -> bool:
             if self._settings.deterministic:
                 return group.admission_index == self._staleness.first_open_index()
-            if not self._settings.holds_bound:
-                return True
-            is_due = self.step - group.scheduled_version >= self._staleness.max_staleness_steps
-            return is_due or self._staleness.num_due() < num_free
+            return not self._settings.holds_bound or self._staleness.may_train(group.scheduled_version, num_free)
 
         while True:
             try:

@@ -10,13 +10,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.config.schema import Config
 from skyrl_async.data.dataset import filter_long_prompts, load_prompts
 from skyrl_async.tasks.registry import get_task, make_environment
 from skyrl_async.types import Prompt
+
+if TYPE_CHECKING:
+    from skyrl_async.tasks.warm_start import WarmStartPlan, WarmStartProgress
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +51,9 @@ def prepare_prompts(config: Config) -> Prompts:
 class PolicyFiles:
     """Where the policy's files are: at once for engines to boot from, and trained for the policy workers to load."""
 
-    def __init__(self, config: Config, say: Say) -> None:
+    def __init__(self, config: Config, prompts: Prompts, say: Say) -> None:
         self._config = config
+        self._prompts = prompts
         self._say = say
         self._stopped = threading.Event()
 
@@ -74,14 +78,36 @@ class PolicyFiles:
                     prepare_tiny_policy,
                     **self._cache_arguments(),
                     plan=self._plan(),
+                    held_out=self._prompts.held_out,
                     should_stop=self._stopped.is_set,
-                    on_progress=self._say,
+                    on_progress=self._report,
                 )
             )
         finally:
             self._stopped.set()
 
+    def _report(self, progress: "WarmStartProgress") -> None:
+        plan = self._plan()
+        self._say(
+            f"warm start: {progress.phase}, {progress.num_tokens / 1000:.0f}k tokens, accuracy {progress.accuracy:.2f} "
+            f"(goal {plan.target_accuracy:.2f})"
+        )
+
+    def _plan(self) -> "WarmStartPlan":
+        from skyrl_async.tasks.warm_start import WarmStartPlan
+
+        warm_start = self._config.policy.warm_start
+        return WarmStartPlan(
+            target_accuracy=warm_start.target_accuracy,
+            max_tokens=warm_start.max_tokens,
+            mixture_tokens=warm_start.mixture_tokens,
+            terse_share=warm_start.terse_share,
+            slip_rate=warm_start.slip_rate,
+        )
+
     def _cache_arguments(self) -> dict[str, Any]:
+        from skyrl_async.tasks.tiny_policy import PolicySizes
+
         config = self._config
         return {
             "cache_dir": Path(config.cache_dir).expanduser(),
@@ -111,7 +137,8 @@ def fitting_prompts(prompts: Prompts, renderer: ChatRenderer, max_model_len: int
         return len(renderer.render(list(prompt.messages)))
 
     train, dropped = filter_long_prompts(prompts.train, num_tokens, max_model_len - 1)
-    held_out, dropped_held_out = prompts.held_out, ()
+    held_out = prompts.held_out
+    dropped_held_out: tuple[str, ...] = ()
     if held_out:
         held_out, dropped_held_out = filter_long_prompts(held_out, num_tokens, max_model_len - 1)
     if uids := (*dropped, *dropped_held_out):

@@ -47,7 +47,7 @@ async def started_parts(config: Config, run_dir: Path, *, trace: Trace, say: Say
         say: takes one line about the phase.
     """
     prompts = prepare_prompts(config)
-    files = PolicyFiles(config, say)
+    files = PolicyFiles(config, prompts, say)
     async with contextlib.AsyncExitStack() as stack:
         say("starting Ray")
         stack.enter_context(ray_session(config))

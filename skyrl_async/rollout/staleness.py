@@ -6,7 +6,7 @@ atomic under cancellation; only ``acquire_submission_slot`` waits.
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from skyrl_async.errors import StateError
@@ -28,7 +28,7 @@ class _AsyncStalenessManager:
     At the step being worked on (1-based: completed steps + 1), ``accepted + running <= (max_staleness_steps + step) *
     mini_batch_size`` and ``running <= max_concurrent_generation_groups``, where accepted counts every group finished so far, the
     trained ones included. A group admitted at version v is then among the first ``(max_staleness_steps + v + 1) *
-    mini_batch_size``, so a trainer that takes due groups first never exceeds the bound.
+    mini_batch_size``, so a trainer that asks ``may_train`` never exceeds the bound.
 
     Args:
         max_concurrent_generation_groups: groups in flight at once, >= 1.
@@ -134,11 +134,21 @@ class _AsyncStalenessManager:
         self._version = version
         self._wake()
 
-    def num_due(self) -> int:
-        """Open groups that would pass the bound if they were not trained in the step being worked on."""
-        oldest_allowed = self._version - self._max_staleness_steps
-        opened = (*self._running.values(), *self._finished.values())
-        return sum(admission.scheduled_version <= oldest_allowed for admission in opened)
+    def may_train(self, scheduled_version: int, num_free: int) -> bool:
+        """Whether a group admitted at ``scheduled_version`` may take one of the ``num_free`` places left in this step.
+
+        Not while open groups admitted before it need every place there is until they pass the bound: those admitted at versions
+        up to v have to be trained by step v + max_staleness_steps (earliest deadline first). A look at this step alone is not
+        enough: a mini-batch can become due at once, and a place of an earlier step lost is then a group past the bound.
+        """
+        opened = Counter(a.scheduled_version for a in (*self._running.values(), *self._finished.values()))
+        num_before = 0
+        for version in sorted(v for v in opened if v < scheduled_version):
+            num_before += opened[version]
+            steps_left = version + self._max_staleness_steps - self._version
+            if num_before >= num_free + steps_left * self._mini_batch_size:
+                return False
+        return True
 
     def first_open_index(self) -> int | None:
         """The smallest admission index that is neither trained nor given up."""
