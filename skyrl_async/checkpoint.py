@@ -126,7 +126,8 @@ def _group(row: dict[str, Any]) -> Group:
 
 def _trajectory(fields: dict[str, Any]) -> Trajectory:
     """JSON has no tuples."""
-    return Trajectory(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in fields.items()}
+    return Trajectory(**values)
 
 
 def _read_json(path: Path, name: str) -> Any:

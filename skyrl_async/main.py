@@ -22,12 +22,11 @@ from skyrl_async.composition.run import started_parts, trainer_of
 from skyrl_async.concurrency import first_failure
 from skyrl_async.config.load import run_cli, to_yaml, without_secrets
 from skyrl_async.config.schema import Config, ResumeMode
+from skyrl_async.config.wheel_tag import correct_wheel_tag
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
 from skyrl_async.metrics.console import Console
-from skyrl_async.metrics.curves import draw_curves
 from skyrl_async.metrics.logs import run_logging
 from skyrl_async.metrics.summary import summary_table, write_summary
-from skyrl_async.metrics.tensorboard import TensorBoardSink
 from skyrl_async.metrics.trace import Trace, free_trace_path
 from skyrl_async.metrics.tracker import MetricsLog, Sink, Tracker
 from skyrl_async.metrics.wandb import WandbSink
@@ -40,6 +39,7 @@ _INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and run; returns the exit code."""
+    correct_wheel_tag()
     return run_cli(run, argv)
 
 
@@ -112,6 +112,8 @@ async def _run(config: Config, run_dir: Path, checkpoint: Path | None, started: 
 def _sinks(config: Config, run_dir: Path, resume_step: int | None, console: Console) -> list[Sink]:
     sinks: list[Sink] = [MetricsLog(run_dir / "metrics.jsonl", resume_step), console]
     if config.logging.tensorboard:
+        from skyrl_async.metrics.tensorboard import TensorBoardSink
+
         sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step))
     if config.logging.wandb:
         sinks.append(WandbSink(run_dir, config.logging.wandb_project, without_secrets(config)))
@@ -121,6 +123,8 @@ def _sinks(config: Config, run_dir: Path, resume_step: int | None, console: Cons
 def _summary(
     trainer: FullyAsyncTrainer, run_dir: Path, started: float, booted: float, has_policy: bool
 ) -> dict[str, Any]:
+    from skyrl_async.metrics.curves import draw_curves
+
     now = time.monotonic()
     draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png")
     files = {

@@ -54,7 +54,8 @@ async def start_engines_and_policy(
         placement, device = config.placement, training_device(config.training)
         num_gpus = placement.num_gpus_per_worker
         return await PolicyWorkers.start(
-            _training_settings(config, await files.trained()),
+            _training_settings(config, initial),
+            policy_path=files.trained(),
             num_workers=config.training.num_workers,
             num_cpus_per_worker=placement.num_cpus_per_worker,
             num_gpus_per_worker=(1.0 if device is Device.cuda else 0.0) if num_gpus is None else num_gpus,

@@ -6,7 +6,7 @@ dead one ends the run, which resumes from its checkpoint.
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,14 @@ class PolicyWorkers:
         num_cpus_per_worker: float = 0.0,
         num_gpus_per_worker: float = 0.0,
         call_timeout_s: float = 1800.0,
+        policy_path: Awaitable[Path] | None = None,
     ) -> "PolicyWorkers":
         """Start one actor per rank in the connected Ray, and load the policy on all of them.
 
         Args:
             settings: of every rank.
+            policy_path: instead of ``settings.policy_path``, a directory that is being made: the workers' processes come up
+                (some seconds of imports) while it is.
             num_workers: ranks, >= 1.
             num_cpus_per_worker: CPU slots Ray reserves for each.
             num_gpus_per_worker: GPUs Ray gives to each.
@@ -80,20 +83,20 @@ class PolicyWorkers:
         }
         workers = cls(settings, actors, call_timeout_s=call_timeout_s)
         try:
-            await workers._rendezvous()
+            await workers._rendezvous(await policy_path if policy_path is not None else None)
         except BaseException:
             workers._kill()
             raise
         return workers
 
-    async def _rendezvous(self) -> None:
+    async def _rendezvous(self, policy_path: Path | None) -> None:
         address = None
         if len(self._actors) > 1:
             first = self._actors[:1]
             (host,) = await self._call("node_address", actors=first)
             (port,) = await self._call("open_store", host, actors=first)
             address = (host, port)
-        await self._call("start", address)
+        await self._call("start", address, None if policy_path is None else str(policy_path))
 
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -60,13 +61,15 @@ class PolicyRank:
         self._store = store
         return int(store.port)
 
-    def start(self, store_address: tuple[str, int] | None = None) -> None:
-        """Join the other ranks at ``store_address`` (host, port) and load the policy.
+    def start(self, store_address: tuple[str, int] | None = None, policy_path: str | None = None) -> None:
+        """Join the other ranks at ``store_address`` (host, port) and load the policy (of ``policy_path``, where given).
 
         Raises:
             PolicyError: the policy directory cannot be used.
             ConfigError: CUDA was asked for where there is none.
         """
+        if policy_path is not None:
+            self._settings = replace(self._settings, policy_path=policy_path)
         if self._settings.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
                 "training.device is cuda, but this machine has no usable CUDA device; set training.device=cpu"

@@ -7,7 +7,9 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import skyrl_async  # noqa: F401  (sets what Ray reads when it is imported)
+from skyrl_async.config.wheel_tag import correct_wheel_tag
+
+correct_wheel_tag()
 
 
 @pytest.fixture(scope="session")
