@@ -4,7 +4,8 @@
     <run>/checkpoints/latest_ckpt_global_step.txt        written last
 
 Flows in: the policy and the trainer's state as JSON. Flows out: directories that appear by one rename, after everything in them
-was synced to disk. Does not know what the state means.
+was synced to disk. Does not know what the state means. A kill at any moment leaves every checkpoint that was there: one that is
+written again is moved aside until its successor is in place, and moved back by who looks for it first.
 """
 
 import dataclasses
@@ -23,10 +24,11 @@ from skyrl_async.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 LATEST = "latest_ckpt_global_step.txt"
 _PREFIX = "global_step_"
 _PARTIAL = ".partial-"
+_REPLACED = ".replaced-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,6 @@ class TrainerState:
 
     step: int
     """Completed optimizer steps."""
-    num_trained_groups: int
     next_admission_index: int
     """Groups admitted so far."""
     dataloader: dict[str, Any]
@@ -60,42 +61,75 @@ class Checkpointer:
 
     async def write(self, policy: Policy, state: TrainerState) -> Path:
         """Write a checkpoint, move it into place, point ``latest`` at it, and delete what is too old."""
-        name = f"{_PREFIX}{state.step}"
-        partial, final = self._directory / f"{_PARTIAL}{name}", self._directory / name
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        _sync(self._directory.parent)
+        self._tidy()
+        partial = self._directory / f"{_PARTIAL}{_PREFIX}{state.step}"
+        partial.mkdir()
         await policy.save(partial / "policy")
         fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name != "groups"}
         _write_json(partial / "trainer_state.json", {"format": FORMAT, **fields})
         _write_json(partial / "groups.json", [dataclasses.asdict(group) for group in state.groups])
         files = sorted(p for p in partial.rglob("*") if p.is_file())
         _write_json(partial / "manifest.json", {str(p.relative_to(partial)): p.stat().st_size for p in files})
-        for path in (*files, *(p for p in partial.rglob("*") if p.is_dir()), partial):
+        for path in (*partial.rglob("*"), partial):
             _sync(path)
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-        _sync(self._directory)
+        final = self._move_into_place(partial)
         _write_text(self._directory / LATEST, str(state.step))
         self._delete_old(state.step)
         return final
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, or None."""
+        """The newest complete checkpoint, or None. Raises ``CheckpointError`` when the pointer names one that is gone."""
+        self._restore_replaced()
         pointer = self._directory / LATEST
         if not pointer.exists():
-            return None
+            steps = self._steps()
+            return self._path(steps[-1]) if steps else None
         path = self._directory / f"{_PREFIX}{pointer.read_text().strip()}"
         if not path.is_dir():
             raise CheckpointError(f"{pointer} names {path.name}, which is not there; use trainer.resume_mode=from_path")
         return path
 
+    def _path(self, step: int) -> Path:
+        return self._directory / f"{_PREFIX}{step}"
+
+    def _steps(self) -> list[int]:
+        """Of the checkpoints there are, ascending."""
+        names = [p.name.removeprefix(_PREFIX) for p in self._directory.glob(f"{_PREFIX}*")]
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def _move_into_place(self, partial: Path) -> Path:
+        """Rename to the final name; one of that name is kept aside until then."""
+        final = self._directory / partial.name.removeprefix(_PARTIAL)
+        replaced = self._directory / f"{_REPLACED}{final.name}"
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
+        _sync(self._directory)
+        shutil.rmtree(replaced, ignore_errors=True)
+        return final
+
+    def _restore_replaced(self) -> None:
+        """Give back its name to a checkpoint whose successor did not come into place."""
+        for replaced in self._directory.glob(f"{_REPLACED}*"):
+            final = self._directory / replaced.name.removeprefix(_REPLACED)
+            if not final.exists():
+                replaced.rename(final)
+
+    def _tidy(self) -> None:
+        """Remove what a killed run left half done."""
+        self._restore_replaced()
+        for pattern in (f"{_PARTIAL}{_PREFIX}*", f"{_REPLACED}*"):
+            for left in self._directory.glob(pattern):
+                shutil.rmtree(left)
+
     def _delete_old(self, newest: int) -> None:
         if not self._max_to_keep:
             return
-        steps = sorted(int(p.name.removeprefix(_PREFIX)) for p in self._directory.glob(f"{_PREFIX}*"))
-        for step in [s for s in steps if s <= newest][: -self._max_to_keep]:
-            shutil.rmtree(self._directory / f"{_PREFIX}{step}")
+        for step in [s for s in self._steps() if s <= newest][: -self._max_to_keep]:
+            doomed = self._path(step)
+            shutil.rmtree(doomed.rename(doomed.with_name(f"{_PARTIAL}{doomed.name}")))
 
 
 def read_state(path: Path) -> TrainerState:
@@ -113,8 +147,10 @@ def read_state(path: Path) -> TrainerState:
                 f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes, expected {size}"
             )
     state = _read_json(path, "trainer_state.json")
-    if state.pop("format", None) != FORMAT:
-        raise CheckpointError(f"checkpoint {path} has another format than {FORMAT}; it was written by another version")
+    if (found := state.pop("format", None)) != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path} has format {found}, expected {FORMAT}: it was written by another version of skyrl_async"
+        )
     groups = tuple(_group(row) for row in _read_json(path, "groups.json"))
     return TrainerState(groups=groups, **state)
 

@@ -5,27 +5,46 @@ its tokens were sampled under.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl_async.concurrency import run_together
+from skyrl_async.errors import GenerationError, NoEngineError
+from skyrl_async.rollout.attempts import Attempts
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.types import GroupRequest, Prompt, SamplingParams, Trajectory
+
+logger = logging.getLogger(__name__)
 
 _EVALUATION_PRIORITY = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Means over all trajectories of all prompts."""
+    """Means over all trajectories of all prompts that could be played."""
 
     reward: float
-    num_prompts: int
+    standard_error: float
+    """Of ``reward``, over prompts."""
     response_tokens: float
     """Mean sampled tokens per trajectory."""
     truncated_share: float
-    standard_error: float
-    """Of ``reward``, over prompts."""
+    num_tokens: int
+    """Sampled in all."""
+    num_prompts: int
+    num_failed: int
+    """Prompts left out because their rollouts failed."""
+
+    def values(self) -> dict[str, float]:
+        """By metric name."""
+        return {
+            "reward/eval": self.reward,
+            "reward/eval_standard_error": self.standard_error,
+            "eval/response_tokens_mean": self.response_tokens,
+            "eval/truncated_share": self.truncated_share,
+            "eval/failed_prompts": float(self.num_failed),
+        }
 
 
 class Evaluator:
@@ -37,6 +56,8 @@ class Evaluator:
         num_samples: trajectories per prompt.
         sampling: how to sample.
         max_concurrent: prompts played at once.
+        max_retries: times a failed rollout is tried again.
+        timeout_s: deadline of one try.
     """
 
     def __init__(
@@ -47,44 +68,69 @@ class Evaluator:
         num_samples: int,
         sampling: SamplingParams,
         max_concurrent: int,
+        max_retries: int,
+        timeout_s: float,
     ) -> None:
-        self._generator = generator
+        self._attempts = Attempts(generator, max_retries=max_retries, timeout_s=timeout_s)
         self._prompts = tuple(prompts)
         self._num_samples = num_samples
         self._sampling = sampling
         self._max_concurrent = max_concurrent
 
     async def evaluate(self, num_prompts: int) -> EvaluationResult | None:
-        """Play the first ``num_prompts`` prompts; None when there are none. Raises what the generator raises."""
+        """Play the first ``num_prompts`` prompts; None when there are none.
+
+        A prompt whose rollouts fail is counted and left out. Raises ``GenerationError`` when all of them fail, and
+        ``NoEngineError``.
+        """
         prompts = self._prompts[:num_prompts]
         if not prompts:
             return None
         places = asyncio.Semaphore(self._max_concurrent)
+        failures: list[tuple[Prompt, Exception]] = []
 
         async def play(index: int, prompt: Prompt) -> tuple[Trajectory, ...]:
-            request = GroupRequest(
-                prompt=prompt,
-                num_samples=self._num_samples,
-                sampling=self._sampling,
-                seed=index,
-                priority=_EVALUATION_PRIORITY,
-                is_evaluation=True,
-            )
             async with places:
-                return await self._generator.generate(request)
+                try:
+                    return await self._attempts.generate(self._request(index, prompt))
+                except NoEngineError:
+                    raise
+                except Exception as error:
+                    logger.error("evaluation of %s failed for good: %r", prompt.uid, error)
+                    failures.append((prompt, error))
+                    return ()
 
-        return _averaged(await run_together({f"evaluate-{p.uid}": play(i, p) for i, p in enumerate(prompts)}))
+        played = await run_together({f"evaluate-{p.uid}": play(i, p) for i, p in enumerate(prompts)})
+        if len(failures) == len(prompts):
+            prompt, error = failures[-1]
+            raise GenerationError(
+                f"all {len(prompts)} evaluation rollouts failed; the last one ({prompt.uid}): {type(error).__name__}: {error}"
+            ) from error
+        return _averaged([group for group in played if group], len(failures))
+
+    def _request(self, index: int, prompt: Prompt) -> GroupRequest:
+        return GroupRequest(
+            prompt=prompt,
+            num_samples=self._num_samples,
+            sampling=self._sampling,
+            seed=index,
+            priority=_EVALUATION_PRIORITY,
+            is_evaluation=True,
+        )
 
 
-def _averaged(groups: Sequence[tuple[Trajectory, ...]]) -> EvaluationResult:
+def _averaged(groups: Sequence[tuple[Trajectory, ...]], num_failed: int) -> EvaluationResult:
     rewards = [sum(t.reward for t in group) / len(group) for group in groups]
     rows = [t for group in groups for t in group]
     mean = sum(rewards) / len(rewards)
     variance = sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)
+    num_tokens = sum(t.num_sampled_tokens for t in rows)
     return EvaluationResult(
         reward=mean,
-        num_prompts=len(groups),
-        response_tokens=sum(t.num_sampled_tokens for t in rows) / len(rows),
-        truncated_share=sum(t.is_truncated for t in rows) / len(rows),
         standard_error=(variance / len(rewards)) ** 0.5,
+        response_tokens=num_tokens / len(rows),
+        truncated_share=sum(t.is_truncated for t in rows) / len(rows),
+        num_tokens=num_tokens,
+        num_prompts=len(groups),
+        num_failed=num_failed,
     )

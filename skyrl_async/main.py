@@ -73,7 +73,7 @@ def _fail(error: BaseException, run_dir: Path) -> int:
     if isinstance(error, SkyRLAsyncError):
         sys.stderr.write(f"error: {error}\n(see {run_dir / 'run.log'})\n")
         return 1
-    raise error
+    raise error from None
 
 
 async def _run(config: Config, run_dir: Path, checkpoint: Path | None, started: float) -> None:

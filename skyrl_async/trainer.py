@@ -10,7 +10,6 @@ Flows in: finished groups. Flows out: versions, metrics, checkpoints, evaluation
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +18,7 @@ from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
 from skyrl_async.concurrency import first_failure
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.evaluation import EvaluationResult, Evaluator
+from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import RunTotals, StepFigures
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
@@ -102,13 +102,16 @@ class FullyAsyncTrainer:
         self._evaluator = evaluator
         self._checkpointer = checkpointer
         self._advantages = advantages
-        self._log = log
         self._trace = trace
+        self._recorder = Recorder(log=log, trace=trace, generation_counts=lambda: workers.counts)
         self._evaluating: asyncio.Task[None] | None = None
-        self._num_tokens_logged = 0
         self._checkpointed_step: int | None = None
-        self.totals = RunTotals()
         self.reward_after: float | None = None
+
+    @property
+    def totals(self) -> RunTotals:
+        """Of the run, over its resumptions."""
+        return self._recorder.totals
 
     @property
     def step(self) -> int:
@@ -116,21 +119,28 @@ class FullyAsyncTrainer:
         return self._staleness.version
 
     async def resume(self, checkpoint: Path) -> None:
-        """Take up a checkpoint, before ``run``. Raises ``CheckpointError``."""
+        """Take up a checkpoint, before ``run``. Raises ``CheckpointError``.
+
+        With another mini-batch size or staleness bound than the checkpoint's, finished groups that no longer fit are drawn again.
+        """
         state = read_state(checkpoint)
         await self._policy.load(checkpoint / "policy")
         await self._dataloader.load_state_from_checkpoint(state.dataloader)
-        finished = tuple(
-            Admission(index=g.admission_index, scheduled_version=g.scheduled_version) for g in state.groups
+        self._recorder.totals = RunTotals(**state.totals)
+        finished = [Admission(index=g.admission_index, scheduled_version=g.scheduled_version) for g in state.groups]
+        taken_up = await self._staleness.load_state_from_checkpoint(
+            state.step, state.next_admission_index, finished, holds_bound=self._settings.holds_bound
         )
-        await self._staleness.load_state_from_checkpoint(
-            state.step, state.num_trained_groups, state.next_admission_index, finished
-        )
-        for group in state.groups:
-            self._buffer.put(group)
-        self.totals = RunTotals(**state.totals)
+        indices = {admission.index for admission in taken_up}
+        for group in reversed(state.groups):
+            if group.admission_index in indices:
+                self._buffer.put(group)
+            else:
+                await self._dataloader.give_back((group.epoch, group.uid))
+                self.totals.wasted_tokens += group.num_sampled_tokens
         self._checkpointed_step = state.step
-        logger.info("resumed %s: %d steps, %d finished groups", checkpoint.name, state.step, len(state.groups))
+        num_groups = len(state.groups)
+        logger.info("resumed %s, with %d of its %d finished groups", checkpoint.name, len(taken_up), num_groups)
 
     async def run(self) -> None:
         """Publish, evaluate, train to the end, evaluate again.
@@ -143,14 +153,17 @@ class FullyAsyncTrainer:
             self.totals.reward_before = before.reward
         try:
             async with asyncio.TaskGroup() as tasks:
+                self._recorder.start()
                 generating = tasks.create_task(self._workers.run(), name="generation")
                 while not self._is_done() and await self._train_step(tasks):
                     pass
                 generating.cancel()
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
+        self._recorder.count_generation()
         if self._settings.checkpoint_interval_steps and self._checkpointed_step != self.step:
             await self._write_checkpoint(self.step)
+        self.totals.wasted_tokens += sum(group.num_sampled_tokens for group in self._buffer.snapshot())
         if after := await self._evaluate(self._settings.num_eval_prompts):
             self.reward_after = after.reward
 
@@ -162,29 +175,26 @@ class FullyAsyncTrainer:
         loop = asyncio.get_running_loop()
         started = loop.time()
         figures = StepFigures(version=self.step, max_staleness_steps=self._staleness.max_staleness_steps)
-        held_before = self._buffer.held_seconds
         async for group in self._mini_batch(figures):
-            async with self._timed(figures, "forward_backward", track="training"):
+            with self._recorder.timed(figures, "forward_backward", track="training"):
                 advantages = self._advantages([t.reward for t in group.trajectories])
                 sums = await self._policy.forward_backward(group.trajectories, advantages, self.step)
             figures.add_group(group, sums)
         if not figures.groups:
             return False
-        async with self._timed(figures, "optimizer_step", track="training"):
-            stats = await self._policy.step(figures.num_tokens)
+        with self._recorder.timed(figures, "optimizer_step", track="training"):
+            stepped = await self._policy.step(figures.num_tokens)
         await self._dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
-        self.totals.add_step(figures)
         version = self.step + 1
-        checks = await self._publish(version, figures=figures)
-        held_seconds = self._buffer.held_seconds - held_before
-        self.totals.staleness_wait_seconds += held_seconds
-        self.totals.training_seconds += loop.time() - started
+        checked = await self._publish(version, figures=figures)
+        figures.add_seconds("step", loop.time() - started)
+        self.totals.add_step(figures)
+        generated = self._recorder.count_generation()
         if self._is_due(self._settings.checkpoint_interval_steps, version):
-            async with self._timed(figures, "checkpoint", track="training"):
+            with self._recorder.timed(figures, "checkpoint", track="training"):
                 await self._write_checkpoint(version)
         await self._staleness.notify_capacity_change(version)
-        figures.add_seconds("step", loop.time() - started)
-        self._log_step(figures, stats | checks, held_seconds)
+        self._recorder.log_step(figures, stepped, checked | generated | self._state_values(figures))
         if version != self._settings.num_steps and self._is_due(self._settings.eval_interval_steps, version):
             self._evaluate_beside(tasks, version)
         return True
@@ -193,8 +203,8 @@ class FullyAsyncTrainer:
         """The groups of the step, each as soon as it may be trained (all at once without streaming)."""
         collected: list[Group] = []
         for num_taken in range(self._settings.mini_batch_size):
-            async with self._timed(figures, "wait_for_groups", track="waiting"):
-                group = await self._next_group(self._settings.mini_batch_size - num_taken)
+            with self._recorder.timed(figures, "wait_for_groups", track="waiting"):
+                group = await self._next_group(self._settings.mini_batch_size - num_taken, figures)
             if group is None:
                 break
             await self._staleness.on_rollout_trained(group.admission_index)
@@ -205,7 +215,7 @@ class FullyAsyncTrainer:
         for group in sorted(collected, key=lambda g: g.admission_index):
             yield group
 
-    async def _next_group(self, num_free: int) -> Group | None:
+    async def _next_group(self, num_free: int, figures: StepFigures) -> Group | None:
         """The oldest finished group that the staleness policy lets go; names what is stuck while it waits."""
 
         def is_allowed(group: Group) -> bool:
@@ -213,10 +223,12 @@ class FullyAsyncTrainer:
                 return group.admission_index == self._staleness.first_open_index()
             return not self._settings.holds_bound or self._staleness.may_train(group.scheduled_version, num_free)
 
+        held_before = self._buffer.held_seconds
         while True:
             try:
                 async with asyncio.timeout(self._settings.stall_warning_s) as deadline:
-                    return await self._buffer.get(is_allowed)
+                    group = await self._buffer.get(is_allowed)
+                break
             except TimeoutError:
                 if not deadline.expired():
                     raise
@@ -226,6 +238,9 @@ class FullyAsyncTrainer:
                     self._settings.stall_warning_s,
                     self._workers.stuck(),
                 )
+        if not self._settings.deterministic:
+            figures.staleness_wait_seconds += self._buffer.held_seconds - held_before
+        return group
 
     async def _publish(
         self, version: int, *, is_first: bool = False, figures: StepFigures | None = None
@@ -251,15 +266,8 @@ class FullyAsyncTrainer:
             result = await self._evaluator.evaluate(num_prompts)
         if result is None:
             return None
-        self.totals.evaluation_tokens += round(result.response_tokens * result.num_prompts)
-        values = {
-            "reward/eval": result.reward,
-            "reward/eval_standard_error": result.standard_error,
-            "eval/response_tokens_mean": result.response_tokens,
-            "eval/truncated_share": result.truncated_share,
-            "timing/eval": loop.time() - started,
-        }
-        self._log(step, values)
+        self.totals.evaluation_tokens += result.num_tokens
+        self._recorder.log(step, result.values() | {"timing/eval": loop.time() - started})
         return result
 
     def _evaluate_beside(self, tasks: asyncio.TaskGroup, version: int) -> None:
@@ -272,46 +280,28 @@ class FullyAsyncTrainer:
 
         self._evaluating = tasks.create_task(evaluate(), name=f"evaluation-{version}")
 
-    async def _write_checkpoint(self, version: int) -> None:
+    async def _write_checkpoint(self, step: int) -> None:
+        """Write the state after ``step`` steps, of which the engines have acknowledged the last one."""
         if self._checkpointer is None:
             return
         state = TrainerState(
-            step=version,
-            num_trained_groups=self.totals.trained_groups,
+            step=step,
             next_admission_index=self._staleness.next_index,
             dataloader=self._dataloader.state_for_checkpoint(),
             groups=self._buffer.snapshot(),
             totals=asdict(self.totals),
         )
         path = await self._checkpointer.write(self._policy, state)
-        self._checkpointed_step = version
+        self._checkpointed_step = step
         logger.info("wrote %s", path)
 
     def _is_due(self, interval: int, version: int) -> bool:
         return bool(interval) and version % interval == 0
 
-    def _log_step(self, figures: StepFigures, stats: dict[str, float], held_seconds: float) -> None:
-        seconds = figures.seconds["step"]
-        num_tokens = self._workers.counts["tokens"]
-        values = figures.values() | {f"policy/{n}" if "/" not in n else n: v for n, v in stats.items()}
-        values |= {
-            "async/staleness_wait_seconds": held_seconds,
+    def _state_values(self, figures: StepFigures) -> dict[str, float]:
+        return {
             "async/buffer_groups": float(len(self._buffer)),
             "async/running_groups": float(self._staleness.num_running),
-            "generate/tokens": float(num_tokens - self._num_tokens_logged),
-            "generate/tokens_per_second": (num_tokens - self._num_tokens_logged) / max(seconds, 1e-9),
-            "generate/failed_groups": float(self._workers.counts["failed_groups"]),
             "trainer/epoch": float(self._dataloader.epoch),
-            "trainer/idle_share": figures.seconds.get("wait_for_groups", 0.0) / max(seconds, 1e-9),
+            "trainer/idle_share": figures.seconds.get("wait_for_groups", 0.0) / max(figures.seconds["step"], 1e-9),
         }
-        self.totals.generated_tokens += num_tokens - self._num_tokens_logged
-        self._num_tokens_logged = num_tokens
-        self._log(self.step, values)
-
-    @asynccontextmanager
-    async def _timed(self, figures: StepFigures, name: str, *, track: str) -> AsyncIterator[None]:
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        with self._trace.span(name, track=track, step=self.step + 1):
-            yield
-        figures.add_seconds(name, loop.time() - started)

@@ -78,7 +78,7 @@ class PolicyFiles:
                     prepare_tiny_policy,
                     **self._cache_arguments(),
                     plan=self._plan(),
-                    held_out=self._prompts.held_out,
+                    held_out=frozenset(prompt.uid for prompt in self._prompts.held_out),
                     should_stop=self._stopped.is_set,
                     on_progress=self._report,
                 )

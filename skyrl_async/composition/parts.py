@@ -138,6 +138,7 @@ def make_trainer(
     config: Config,
     *,
     prompts: Prompts,
+    client: InferenceEngineClient,
     policy: Policy,
     publisher: WeightPublisher,
     generator: Generator,
@@ -169,6 +170,7 @@ def make_trainer(
             timeout_s=config.generator.rollout_timeout_s,
         ),
         trace=trace,
+        num_abandoned_tokens=lambda: client.num_abandoned_tokens,
     )
     evaluator = Evaluator(
         generator=generator,
@@ -176,6 +178,8 @@ def make_trainer(
         num_samples=config.evaluation.n_samples_per_prompt,
         sampling=sampling_params(config.evaluation.sampling),
         max_concurrent=config.engine.num_engines * config.engine.max_num_seqs,
+        max_retries=config.generator.max_retries,
+        timeout_s=config.generator.rollout_timeout_s,
     )
     estimator = get_advantage_estimator(trainer.algorithm.advantage_estimator.name)
     return FullyAsyncTrainer(

@@ -7,8 +7,10 @@ are used for.
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import secrets
+import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +29,12 @@ def ray_session(config: Config) -> Iterator[None]:
     """A Ray of the run's own, or the one it joins. The deterministic engine with one worker needs none."""
     import ray
 
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     if config.placement.ray_address != "local":
         ray.init(address=config.placement.ray_address, log_to_driver=False)
     else:
+        # A notice that a Ray of one's own is protected by a token.
+        logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         ray.init(
             address="local",
             include_dashboard=False,
@@ -37,6 +42,8 @@ def ray_session(config: Config) -> Iterator[None]:
             configure_logging=False,
             object_store_memory=512 << 20,
         )
+    # Ray puts a handler of its own in place, which aborts this process and its clean-up with it.
+    signal.signal(signal.SIGTERM, on_sigterm)
     try:
         yield
     finally:

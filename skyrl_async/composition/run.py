@@ -78,6 +78,7 @@ def trainer_of(config: Config, parts: Parts, *, run_dir: Path, log: Log, trace: 
     return make_trainer(
         config,
         prompts=parts.prompts,
+        client=parts.client,
         policy=parts.policy,
         publisher=parts.publisher,
         generator=parts.generator,

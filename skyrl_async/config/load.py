@@ -172,8 +172,9 @@ def _checked_value(override: Override, scratch: DictConfig) -> str:
     for name, value in _leaves(key, override.value()):
         _check_key(name)
         _check_type(name, value, scratch)
-    below_open = key not in all_keys() and _open_parent(key) is not None
-    return f"{'++' if below_open else ''}{key}={override.get_value_element_as_str()}"
+    # Keys of an open dictionary are not in the schema, whether they are written one by one or as {name: value}.
+    may_add = isinstance(override.value(), dict) or (key not in all_keys() and _open_parent(key) is not None)
+    return f"{'++' if may_add else ''}{key}={override.get_value_element_as_str()}"
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -124,7 +124,7 @@ class WarmStartConfig:
         "Tokens of the second phase: terse guesses mixed with worked answers, so that reinforcement has something to learn.",
     )
     terse_share: float = doc(0.7, "Share of terse guesses in the second phase.")
-    slip_rate: float = doc(0.03, "Wrong digits in the second phase's worked answers.")
+    slip_rate: float = doc(0.0, "Wrong digits in the second phase's worked answers.")
 
     def __post_init__(self) -> None:
         require(0 <= self.terse_share <= 1, "policy.warm_start.terse_share", "in [0, 1]", self.terse_share)
@@ -274,7 +274,7 @@ class TrainerConfig:
         None,
         "Groups in flight at once, between policy_mini_batch_size and policy_mini_batch_size * (max_staleness_steps + 1). Null: as many as that allows, at most twice a mini-batch.",
     )
-    num_steps: int | None = doc(45, "Optimizer steps of the run; null: as many as num_epochs hold.")
+    num_steps: int | None = doc(50, "Optimizer steps of the run; null: as many as num_epochs hold.")
     num_epochs: int = doc(1000, "Passes over the training prompts, when num_steps does not end the run first.")
     stream_mini_batch: bool = doc(
         True, "Accumulate gradients of finished groups while the mini-batch's last ones are still generated."
@@ -287,7 +287,7 @@ class TrainerConfig:
         "latest continues trainer.output_dir's newest checkpoint (a fresh start where there is none); from_path continues trainer.resume_path.",
     )
     resume_path: str | None = doc(None, "Checkpoint directory for resume_mode=from_path.")
-    checkpoint_interval_steps: int = doc(20, "Steps between checkpoints, and one at the end; 0 writes none.")
+    checkpoint_interval_steps: int = doc(25, "Steps between checkpoints, and one at the end; 0 writes none.")
     max_checkpoints_to_keep: int = doc(2, "Older checkpoints are deleted; 0 keeps all.")
     eval_interval_steps: int = doc(
         20, "Steps between evaluations while training, beside those before and after; 0 leaves them out."
@@ -344,11 +344,11 @@ class TrainingConfig:
     backend: TrainingBackendName = doc(TrainingBackendName.fsdp, "fsdp is FSDP2.")
     num_workers: int = doc(1, "Ranks.")
     device: Device = doc(Device.auto, "auto takes cuda where there is one.")
-    lr: float = doc(3e-4, "Peak learning rate of AdamW.")
+    lr: float = doc(5e-4, "Peak learning rate of AdamW.")
     adam_beta1: float = doc(0.9, "")
     adam_beta2: float = doc(0.95, "")
     weight_decay: float = doc(0.0, "")
-    lr_schedule: LrSchedule = doc(LrSchedule.constant, "After warm-up, over trainer.num_steps.")
+    lr_schedule: LrSchedule = doc(LrSchedule.linear, "After warm-up, over trainer.num_steps.")
     num_warmup_steps: int = doc(3, "Steps of linear warm-up.")
     max_grad_norm: float = doc(1.0, "Gradient clipping; 0 does not clip.")
     micro_batch_tokens: int = doc(

@@ -1,136 +1,160 @@
-"""Prompts from files in SkyRL's format: jsonl or parquet, one row per prompt.
+"""Prompts from files, in SkyRL's format.
 
-Columns: ``prompt`` (a list of messages, or a string for one user message), ``env_class``, optionally ``uid``; every other column
-(``reward_spec``, ``extra_info``, ...) is what the environment is made with. Flows in: files. Flows out: prompts, or ``DatasetError``
-naming file and line. Knows no environment and no tokenizer.
+A row has ``prompt`` (a list of messages, or a string: one user message), ``env_class`` (unless a default is given), and
+whatever the environment is made with (``reward_spec``, ``max_turns``, ...): every other column, and the entries of
+``extra_info``, become extras. ``uid`` is optional; without it a row is known by a hash of its content.
+
+Flows in: jsonl and parquet files. Flows out: prompts. This module does not know tokenizers, environments or epochs.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from skyrl_async.errors import DatasetError
 from skyrl_async.types import Message, Prompt
 
-_OWN_COLUMNS = ("uid", "prompt", "env_class")
+logger = logging.getLogger(__name__)
+
+_OWN_COLUMNS = frozenset({"uid", "prompt", "env_class"})
 
 
 def load_prompts(files: Sequence[Path], default_env_class: str | None) -> tuple[Prompt, ...]:
-    """Read every row of every file, in order.
+    """Return the prompts of ``files`` in order.
 
     Args:
-        files: ``.jsonl`` (or ``.json``, one object per line) and ``.parquet``.
-        default_env_class: environment of rows that name none.
+        files: ``.jsonl`` (or ``.json`` with one object per line) and ``.parquet``.
+        default_env_class: for rows without ``env_class``.
 
     Raises:
-        DatasetError: a file is missing or of another kind, a row is broken or lacks its prompt or environment, a uid occurs
-            twice, or there is no row at all.
+        DatasetError: a file is missing or of another kind, a row cannot be used, two rows have one uid, or no row is left.
+            The message names the file and the line.
     """
     prompts: list[Prompt] = []
-    seen: dict[str, str] = {}
+    place_of: dict[str, str] = {}
     for file in files:
-        for where, row in _rows(Path(file).expanduser()):
-            prompt = _prompt(row, where, default_env_class)
-            if prompt.uid in seen:
+        for place, row in _rows(Path(file)):
+            prompt = _prompt_of(row, place, default_env_class)
+            if prompt.uid in place_of:
                 raise DatasetError(
-                    f"{where}: uid {prompt.uid!r} is also that of {seen[prompt.uid]}; uids must be unique"
+                    f"{place} has the uid {prompt.uid!r} of {place_of[prompt.uid]}; "
+                    "uids must be unique (rows without a uid are known by their content: remove the copy)"
                 )
-            seen[prompt.uid] = where
+            place_of[prompt.uid] = place
             prompts.append(prompt)
     if not prompts:
-        raise DatasetError(
-            f"no prompts in {', '.join(map(str, files)) or 'an empty list of files'}; add at least one row"
-        )
+        raise DatasetError(f"no prompts in {', '.join(str(file) for file in files) or 'an empty list of files'}")
     return tuple(prompts)
 
 
 def filter_long_prompts(
     prompts: Sequence[Prompt], num_tokens_of: Callable[[Prompt], int], max_prompt_tokens: int
 ) -> tuple[tuple[Prompt, ...], tuple[str, ...]]:
-    """The prompts of at most ``max_prompt_tokens`` tokens, and the uids of the others.
+    """Return the prompts of at most ``max_prompt_tokens`` tokens, and the uids of those left out.
 
-    Raises ``DatasetError`` when none is left.
+    Raises ``DatasetError`` when prompts were given and none is left.
     """
     kept: list[Prompt] = []
-    dropped: list[Prompt] = []
+    dropped: dict[str, int] = {}
     for prompt in prompts:
-        (kept if num_tokens_of(prompt) <= max_prompt_tokens else dropped).append(prompt)
-    if not kept:
+        num_tokens = num_tokens_of(prompt)
+        if num_tokens <= max_prompt_tokens:
+            kept.append(prompt)
+        else:
+            dropped[prompt.uid] = num_tokens
+    if prompts and not kept:
         raise DatasetError(
-            f"all {len(dropped)} prompts are longer than {max_prompt_tokens} tokens (the first: {dropped[0].uid}); "
-            "raise engine.max_model_len or shorten the prompts"
-            if dropped
-            else "there are no prompts to filter"
+            f"all {len(dropped)} prompts are longer than the {max_prompt_tokens} tokens that the model's context leaves "
+            f"for a prompt (the shortest has {min(dropped.values())}); raise engine.max_model_len or shorten them"
         )
-    return tuple(kept), tuple(prompt.uid for prompt in dropped)
+    if dropped:
+        logger.warning(
+            "%d of %d prompts are longer than %d tokens and left out: %s",
+            len(dropped),
+            len(prompts),
+            max_prompt_tokens,
+            ", ".join(list(dropped)[:10]) + (", ..." if len(dropped) > 10 else ""),
+        )
+    return tuple(kept), tuple(dropped)
 
 
-def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of each row."""
+def _rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each row with the words that name its place."""
     if not file.is_file():
-        raise DatasetError(f"{file} is not there; correct task.train_files or task.eval_files")
+        raise DatasetError(f"dataset file {file} does not exist; check task.train_files and task.eval_files")
     if file.suffix == ".parquet":
-        yield from _parquet_rows(file)
-    elif file.suffix in (".jsonl", ".json"):
-        yield from _jsonl_rows(file)
-    else:
-        raise DatasetError(f"{file} must end in .jsonl, .json or .parquet, got {file.suffix!r}")
+        return _parquet_rows(file)
+    if file.suffix in (".jsonl", ".json"):
+        return _json_rows(file)
+    raise DatasetError(f"dataset file {file} must end in .jsonl or .parquet, got {file.suffix!r}")
 
 
-def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
+def _json_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            where = f"{file}, line {number}"
+            place = f"{file} line {number}"
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DatasetError(f"{where} is not JSON: {error}; write one object per line") from error
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise DatasetError(f"{place} is not JSON: {error}") from error
             if not isinstance(row, dict):
-                raise DatasetError(f"{where} must be a JSON object, got {type(row).__name__}")
-            yield where, row
+                raise DatasetError(f"{place} must be a JSON object, got {type(row).__name__}")
+            yield place, row
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
-        import pyarrow.parquet
+        from pyarrow import ArrowInvalid, parquet
     except ImportError as error:
-        raise DatasetError(f"{file}: reading parquet needs pyarrow; install it, or give a .jsonl file") from error
+        raise DatasetError(
+            f"reading {file} needs pyarrow, which is not installed; install it, or convert the file to .jsonl"
+        ) from error
     try:
-        rows = pyarrow.parquet.read_table(file).to_pylist()
-    except (OSError, ValueError) as error:
-        raise DatasetError(f"{file} cannot be read as parquet: {error}") from error
-    for number, row in enumerate(rows, 1):
-        yield f"{file}, row {number}", {name: value for name, value in row.items() if value is not None}
+        table = parquet.read_table(file)
+    except (ArrowInvalid, OSError) as error:
+        raise DatasetError(f"{file} is not a parquet file: {error}") from error
+    for number, row in enumerate(table.to_pylist(), start=1):
+        yield f"{file} row {number}", {column: value for column, value in row.items() if value is not None}
 
 
-def _prompt(row: dict[str, Any], where: str, default_env_class: str | None) -> Prompt:
-    messages = _messages(row.get("prompt"), where)
+def _prompt_of(row: Mapping[str, Any], place: str, default_env_class: str | None) -> Prompt:
     env_class = row.get("env_class") or default_env_class
-    if not isinstance(env_class, str):
-        raise DatasetError(f"{where} must name its environment in env_class (or set task.env_class), got {env_class!r}")
-    extras = {name: value for name, value in row.items() if name not in _OWN_COLUMNS}
+    if not isinstance(env_class, str) or not env_class:
+        raise DatasetError(f"{place} needs env_class, a non-empty string, got {env_class!r}; or set task.env_class")
     uid = row.get("uid")
-    if uid is None:
-        content = json.dumps([messages, env_class, extras], sort_keys=True, default=str)
-        uid = hashlib.sha256(content.encode()).hexdigest()[:16]
-    return Prompt(uid=str(uid), messages=messages, env_class=env_class, extras=extras)
+    if uid is not None and not isinstance(uid, str | int):
+        raise DatasetError(f"{place} has the uid {uid!r}; a uid must be a string or an integer")
+    extras = {column: value for column, value in row.items() if column not in _OWN_COLUMNS}
+    extra_info = extras.get("extra_info")
+    if isinstance(extra_info, Mapping):
+        extras = {**extra_info, **extras}
+    return Prompt(
+        uid=_content_hash(row) if uid is None else str(uid),
+        messages=_messages_of(row, place),
+        env_class=env_class,
+        extras=extras,
+    )
 
 
-def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
+def _messages_of(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
+    prompt = row.get("prompt")
     if isinstance(prompt, str) and prompt:
         return ({"role": "user", "content": prompt},)
     if not isinstance(prompt, list) or not prompt:
-        raise DatasetError(f"{where}: prompt must be a text or a list of messages, got {_short(prompt)}")
+        raise DatasetError(f"{place} needs prompt, a string or a list of messages, neither empty, got {prompt!r}")
     for message in prompt:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise DatasetError(f"{where}: a message of prompt must have role and content, got {_short(message)}")
-    return tuple(prompt)
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DatasetError(f"{place} has in prompt {message!r}; a message must be an object with a role")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise DatasetError(f"{place} has in prompt {message!r}; a message must have a content")
+    return tuple({key: value for key, value in message.items() if value is not None} for message in prompt)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _content_hash(row: Mapping[str, Any]) -> str:
+    canonical = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -19,6 +19,7 @@ from dataclasses import replace
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.concurrency import run_together
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError
+from skyrl_async.inference.joined import Joined, head_of, without_abort
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.router import Router
 from skyrl_async.inference.text import CompletionText, Tokenizer
@@ -65,7 +66,7 @@ class InferenceEngineClient:
         self._name = f"{name}-{next(_client_ids)}"
         self._request_numbers = itertools.count()
         self.policy_version = 0
-        self._counts = {"requests": 0, "tokens": 0, "aborts": 0, "engine_failures": 0}
+        self._counts = {"requests": 0, "tokens": 0, "abandoned_tokens": 0, "aborts": 0, "engine_failures": 0}
 
     @property
     def max_model_len(self) -> int:
@@ -76,6 +77,11 @@ class InferenceEngineClient:
     def engines(self) -> tuple[InferenceEngine, ...]:
         """The engines alive, as far as this client knows."""
         return tuple(self._engines[name] for name in self._router.engine_names)
+
+    @property
+    def num_abandoned_tokens(self) -> int:
+        """Tokens sampled for generations that were cancelled or failed; an open engine call's are not known."""
+        return self._counts["abandoned_tokens"]
 
     def drop_engine(self, name: str, reason: BaseException) -> None:
         """Send nothing more to a dead engine."""
@@ -121,7 +127,7 @@ class InferenceEngineClient:
         priority: int = 0,
     ) -> Completion:
         """Sample one completion; see ``rollout.sampler.Sampler``."""
-        joined = _Joined()
+        joined = Joined()
         text = CompletionText(self._tokenizer, sampling.stop)
         blocks = self._blocks(
             tuple(prompt_token_ids), sampling, joined, session_id, priority, streaming=bool(sampling.stop)
@@ -131,17 +137,17 @@ class InferenceEngineClient:
             async for block in blocks:
                 num_kept = text.push(block.token_ids)
                 if num_kept is not None:
-                    joined.cut(num_kept)
+                    joined.end_at(num_kept)
                     break
         whole, _ = text.finish(is_stopped=num_kept is not None)
-        self._counts["tokens"] += len(joined.token_ids)
+        assert joined.finish_reason is not None
         return Completion(
             prompt_token_ids=tuple(prompt_token_ids),
             token_ids=tuple(joined.token_ids),
             logprobs=tuple(joined.logprobs),
             versions=tuple(joined.versions),
             text=whole,
-            finish_reason=FinishReason.STOP if num_kept is not None else joined.finish_reason,
+            finish_reason=joined.finish_reason,
             num_aborts=joined.num_aborts,
         )
 
@@ -154,7 +160,7 @@ class InferenceEngineClient:
         priority: int = 0,
     ) -> AsyncIterator[CompletionDelta]:
         """Sample one completion in blocks; see ``rollout.sampler.Sampler``."""
-        joined = _Joined()
+        joined = Joined()
         text = CompletionText(self._tokenizer, sampling.stop)
         blocks = self._blocks(tuple(prompt_token_ids), sampling, joined, session_id, priority, streaming=True)
         async with aclosing(blocks):
@@ -162,22 +168,22 @@ class InferenceEngineClient:
                 num_before = len(joined.token_ids) - len(block.token_ids)
                 num_kept = text.push(block.token_ids)
                 if num_kept is not None:
-                    block = _head(block, max(0, num_kept - num_before))
+                    block = head_of(block, max(0, num_kept - num_before))
+                    joined.end_at(num_kept)
                 is_last = num_kept is not None or block.finish_reason is not None
                 new_text = text.finish(is_stopped=num_kept is not None)[1] if is_last else text.take()
-                self._counts["tokens"] += len(block.token_ids)
                 yield CompletionDelta(
                     token_ids=block.token_ids,
                     logprobs=block.logprobs,
                     versions=block.versions,
                     text=new_text,
-                    finish_reason=FinishReason.STOP if num_kept is not None else block.finish_reason,
+                    finish_reason=block.finish_reason,
                 )
                 if is_last:
                     return
 
     def statistics(self) -> dict[str, float]:
-        """Requests, tokens, aborts and engine failures so far, and the load now."""
+        """Requests, tokens (delivered, and abandoned), aborts and engine failures so far, and the load now."""
         counts = {f"{name}_total": float(count) for name, count in self._counts.items()}
         return counts | self._router.statistics() | {"policy_version": float(self.policy_version)}
 
@@ -196,46 +202,59 @@ class InferenceEngineClient:
         self,
         prompt: tuple[int, ...],
         sampling: SamplingParams,
-        joined: "_Joined",
+        joined: Joined,
         session_id: str | None,
         priority: int,
         *,
         streaming: bool,
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield the tokens of one generation, from as many engine calls as it takes; ``abort`` never comes out."""
+        if sampling.max_tokens < 1:
+            raise ValueError(f"max_tokens must be >= 1, got {sampling.max_tokens}")
         budget = min(sampling.max_tokens, self._max_model_len - len(prompt))
         if budget < 1:
             raise PromptTooLongError(len(prompt), self._max_model_len)
         self._counts["requests"] += 1
-        while True:
-            request = EngineRequest(
-                request_id=f"{self._name}-{next(self._request_numbers)}",
-                prompt_token_ids=prompt + tuple(joined.token_ids),
-                sampling=replace(sampling, max_tokens=budget - len(joined.token_ids), stop=()),
-                num_sampled_tokens=len(joined.token_ids),
-                priority=priority,
-            )
-            name = self._router.start(session_id)
-            try:
-                outputs = self._call(self._engines[name], request, streaming)
-                async with aclosing(outputs):
+        try:
+            while joined.finish_reason is None:
+                request = EngineRequest(
+                    request_id=f"{self._name}-{next(self._request_numbers)}",
+                    prompt_token_ids=prompt + tuple(joined.token_ids),
+                    sampling=replace(sampling, max_tokens=budget - len(joined.token_ids), stop=()),
+                    num_sampled_tokens=len(joined.token_ids),
+                    priority=priority,
+                )
+                async with aclosing(self._segment(request, joined, session_id, streaming=streaming)) as outputs:
                     async for output in outputs:
-                        joined.add(output)
-                        self.policy_version = max(self.policy_version, *output.versions, 0)
-                        yield _without_abort(output)
-            except EngineDeadError as error:
-                self.drop_engine(name, error)
-                joined.finish_reason = FinishReason.ABORT
-            finally:
-                self._router.end(name)
-            if joined.finish_reason is not FinishReason.ABORT:
-                return
+                        yield output
+                if joined.finish_reason is None and len(joined.token_ids) >= budget:
+                    joined.finish_reason = FinishReason.LENGTH
+                    yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.LENGTH)
+        finally:
+            is_delivered = joined.finish_reason is not None
+            self._counts["tokens" if is_delivered else "abandoned_tokens"] += len(joined.token_ids)
+
+    async def _segment(
+        self, request: EngineRequest, joined: Joined, session_id: str | None, *, streaming: bool
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield what one engine samples of a generation, until its end, an abort or the engine's death."""
+        name, reason = self._router.start(session_id), None
+        try:
+            async with aclosing(self._call(self._engines[name], request, streaming)) as outputs:
+                async for output in outputs:
+                    reason = output.finish_reason
+                    joined.add(output)
+                    self.policy_version = max(self.policy_version, *output.versions, 0)
+                    yield without_abort(output)
+            if reason is None:
+                raise InferenceError(f"{name} ended request {request.request_id} without a finish reason")
+        except EngineDeadError as error:
+            self.drop_engine(name, error)
+        finally:
+            self._router.end(name)
+        if joined.finish_reason is None:
             self._counts["aborts"] += 1
             joined.num_aborts += 1
-            if len(joined.token_ids) >= budget:
-                joined.finish_reason = FinishReason.LENGTH
-                yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.LENGTH)
-                return
 
     async def _call(
         self, engine: InferenceEngine, request: EngineRequest, streaming: bool
@@ -251,41 +270,3 @@ class InferenceEngineClient:
             closing = getattr(blocks, "aclose", None)
             if closing is not None:
                 await closing()
-
-
-class _Joined:
-    """The segments of one generation, as one sequence."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.finish_reason = FinishReason.ABORT
-        self.num_aborts = 0
-
-    def add(self, output: EngineOutput) -> None:
-        if not len(output.token_ids) == len(output.logprobs) == len(output.versions):
-            raise InferenceError(
-                f"an engine returned {len(output.token_ids)} tokens with {len(output.logprobs)} log-probs and "
-                f"{len(output.versions)} versions; every token needs one of each"
-            )
-        self.token_ids.extend(output.token_ids)
-        self.logprobs.extend(output.logprobs)
-        self.versions.extend(output.versions)
-        self.finish_reason = output.finish_reason or FinishReason.ABORT
-
-    def cut(self, num_tokens: int) -> None:
-        del self.token_ids[num_tokens:], self.logprobs[num_tokens:], self.versions[num_tokens:]
-
-
-def _head(output: EngineOutput, num_tokens: int) -> EngineOutput:
-    return EngineOutput(
-        token_ids=output.token_ids[:num_tokens],
-        logprobs=output.logprobs[:num_tokens],
-        versions=output.versions[:num_tokens],
-        finish_reason=output.finish_reason,
-    )
-
-
-def _without_abort(output: EngineOutput) -> EngineOutput:
-    return replace(output, finish_reason=None) if output.finish_reason is FinishReason.ABORT else output

@@ -138,6 +138,11 @@ class RayEngine:
         checksum: str = await self._control("checksum")
         return checksum
 
+    async def statistics(self) -> dict[str, int]:
+        """See ``VLLMEngine.statistics``."""
+        statistics: dict[str, int] = await self._control("statistics")
+        return statistics
+
     async def close(self) -> None:
         """See ``InferenceEngine.close``. The actor and all its processes are killed."""
         ray.kill(self._actor)

@@ -1,6 +1,6 @@
 """Which engine serves the next request: a state machine without I/O.
 
-Flows in: requests that start and end, engines that come and go. Flows out: an engine's name. Knows neither engines nor tokens.
+Flows in: requests that start and end, engines that die. Flows out: an engine's name. Knows neither engines nor tokens.
 """
 
 from collections import OrderedDict
@@ -51,12 +51,6 @@ class Router:
     def remove(self, name: str) -> None:
         """Send nothing more to ``name``. Idempotent."""
         self._num_running.pop(name, None)
-
-    def add(self, name: str) -> None:
-        """Send requests to ``name`` from now on. Raises ``StateError`` when it is known."""
-        if name in self._num_running:
-            raise StateError(f"{name} is already routed to")
-        self._num_running[name] = 0
 
     def num_running(self, name: str) -> int:
         """Requests now running on ``name``."""

@@ -25,7 +25,7 @@ class CompletionText:
 
     Args:
         tokenizer: decodes ids.
-        stop: strings that end the completion; the earliest in the text wins.
+        stop: strings that end the completion: the first to be complete does, whatever the blocks.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
@@ -41,8 +41,8 @@ class CompletionText:
         """Add tokens. Returns None, or how many tokens are kept in all when a stop string ended the text."""
         self._token_ids.extend(token_ids)
         searched_from = max(0, len(self._text) - max((len(s) for s in self._stop), default=0))
-        self._extend_text()
-        if self._stop and self._cut_at_stop(searched_from):
+        unfinished = self._extend_text()
+        if self._stop and self._cut_at_stop(self._text + unfinished, searched_from):
             return self._num_tokens_needed()
         return None
 
@@ -62,23 +62,26 @@ class CompletionText:
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _extend_text(self) -> None:
-        """Decode from a window that begins at a character boundary, so that a long completion costs linear time."""
+    def _extend_text(self) -> str:
+        """Decode from a window that begins at a character boundary, so that a long completion costs linear time.
+
+        Returns the text behind it that ends in an incomplete character, and is decoded again with what follows.
+        """
         before = self._decode(self._token_ids[self._window_start : self._num_text_tokens])
-        after = self._decode(self._token_ids[self._window_start :])
-        if after.endswith(_REPLACEMENT) or len(after) <= len(before):
-            return
-        self._text += after[len(before) :]
+        new = self._decode(self._token_ids[self._window_start :])[len(before) :]
+        if not new or new.endswith(_REPLACEMENT):
+            return new.rstrip(_REPLACEMENT)
+        self._text += new
         self._window_start = self._num_text_tokens
         self._num_text_tokens = len(self._token_ids)
+        return ""
 
-    def _cut_at_stop(self, searched_from: int) -> bool:
-        positions = [p for p in (self._text.find(s, searched_from) for s in self._stop) if p >= 0]
-        if not positions:
+    def _cut_at_stop(self, text: str, searched_from: int) -> bool:
+        starts = [(start, stop) for stop in self._stop if (start := text.find(stop, searched_from)) >= 0]
+        if not starts:
             return False
-        first = min(positions)
-        self._stop_end = first + max(len(s) for s in self._stop if self._text.startswith(s, first))
-        self._text = self._text[:first]
+        self._stop_end, first = min((start + len(stop), start) for start, stop in starts)
+        self._text = text[:first]
         return True
 
     def _num_tokens_needed(self) -> int:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import warnings
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkContext, ForkProcess, SpawnContext, SpawnProcess
@@ -58,6 +59,8 @@ class VLLMEngineConfig:
     """More of vLLM's ``AsyncEngineArgs``."""
     version: int = 0
     """Policy version of the weights in ``policy_dir``."""
+    seed: int = 0
+    """Of the run; each engine draws from a stream of its own, made of this and its name."""
 
 
 def _set_environment(config: VLLMEngineConfig) -> None:
@@ -109,6 +112,8 @@ def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
         "enable_prefix_caching": config.enable_prefix_caching,
         "trust_remote_code": config.trust_remote_code,
         "scheduling_policy": "priority",
+        # Equal seeds would make engines draw the same answers to the same prompts: a group of copies.
+        "seed": zlib.crc32(f"{config.seed}/{config.name}".encode()) >> 1,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",

@@ -10,6 +10,7 @@ text, of other engines, of retries and of Ray. vLLM is imported in functions, ne
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
+
+__all__ = ["VLLMEngine", "VLLMEngineConfig"]
 
 T = TypeVar("T")
 
@@ -48,14 +51,19 @@ class VLLMEngine:
 
         Raises ``EngineStartError``; then no process is left.
         """
+        # No local variable holds the AsyncLLM: vLLM's imports keep tracebacks, and thereby this frame, for ever.
         try:
-            llm = boot(config)
+            return await cls(config, boot(config))._started()
         except Exception as error:
             raise EngineStartError(f"engine {config.name} did not come up: {type(error).__name__}: {error}") from error
-        engine = cls(config, llm)
-        engine._watch_core()
-        await engine._control("label the weights", llm.update_weight_version, str(config.version))
-        return engine
+
+    async def _started(self) -> Self:
+        """Notice the core's death at once, whether or not a request waits for it; label the weights."""
+        loop = asyncio.get_running_loop()
+        for process in self._core_processes():
+            loop.add_reader(process.sentinel, self._bury, f"its core process {process.pid} died")
+        await self._control("label the weights", self._llm.update_weight_version, str(self._version))
+        return self
 
     @property
     def name(self) -> str:
@@ -153,6 +161,15 @@ class VLLMEngine:
         digests = await self._control("checksum", self._llm.collective_rpc, "weight_digest")
         return digests[0] if len(digests) == 1 else "+".join(digests)
 
+    async def statistics(self) -> dict[str, int]:
+        """Requests inside the engine, and the processes that it consists of."""
+        self._raise_if_dead()
+        return {
+            "num_requests": self._llm.get_num_unfinished_requests(),
+            "process_id": os.getpid(),
+            "core_process_id": int(self._core_processes()[0].pid or 0),
+        }
+
     async def close(self) -> None:
         """See ``InferenceEngine.close``."""
         self._bury("closed")
@@ -227,12 +244,6 @@ class VLLMEngine:
         except Exception as error:
             raise self._bury(f"{what} failed: {error}") from error
 
-    def _watch_core(self) -> None:
-        """Notice the core's death at once, whether or not a request is waiting for it."""
-        loop = asyncio.get_running_loop()
-        for process in self._core_processes():
-            loop.add_reader(process.sentinel, self._bury, f"its core process {process.pid} died")
-
     def _core_processes(self) -> list[BaseProcess]:
         manager = self._llm.engine_core.resources.engine_manager
         return list(manager.processes) if manager is not None else []
@@ -251,6 +262,7 @@ class VLLMEngine:
                 loop.remove_reader(process.sentinel)
                 process.kill()
             self._llm.shutdown()
+            self._llm.engine_core.ctx._shadow_obj.destroy(linger=0)  # vLLM leaves its zmq context to the collector
             error = EngineDeadError(f"engine {self.name} is gone: {reason}")
             self._llm.output_processor.propagate_error(error)
             for deadline in self._open_deadlines:

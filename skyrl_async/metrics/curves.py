@@ -22,7 +22,6 @@ _TIMING = (
     ("timing/forward_backward", "forward and backward", _BLUE),
     ("timing/optimizer_step", "optimizer", _PURPLE),
     ("timing/publish", "publish", _ORANGE),
-    ("timing/eval", "evaluation", _GREEN),
     ("timing/checkpoint", "checkpoint", _RED),
 )
 

@@ -24,6 +24,9 @@ METRICS: dict[str, Metric] = {
     ),
     "reward/eval": Metric("reward", "Mean reward on held-out prompts, at the step's policy version."),
     "reward/eval_standard_error": Metric("reward", "Of reward/eval, over prompts."),
+    "eval/response_tokens_mean": Metric("tokens", "Mean response length on held-out prompts."),
+    "eval/truncated_share": Metric("share", "Of those responses, ended by the token budget."),
+    "eval/failed_prompts": Metric("prompts", "Left out of reward/eval because their rollouts failed, after retries."),
     "async/staleness_mean": Metric("steps", "Policy version trained at minus version scheduled at, mean over groups."),
     "async/staleness_max": Metric("steps", "The same, largest of the step."),
     "async/over_bound_share": Metric("share", "Groups trained past trainer.max_staleness_steps."),
@@ -39,7 +42,10 @@ METRICS: dict[str, Metric] = {
     ),
     "async/num_aborts": Metric("times", "Continuations across weight updates, over the step's trajectories."),
     "async/length_ratio": Metric(
-        "ratio", "Mean length trained over mean length generated; below 1 long answers are lost on the way."
+        "ratio", "Mean length trained over mean length generated, so far; below 1 long answers are lost on the way."
+    ),
+    "async/wasted_tokens": Metric(
+        "tokens", "Sampled and thrown away since the run began: finished groups never trained, generations cut off."
     ),
     "timing/step": Metric("s", "The whole optimizer step, publish included."),
     "timing/wait_for_groups": Metric("s", "Trainer waiting for generation."),
@@ -68,8 +74,8 @@ METRICS: dict[str, Metric] = {
     ),
     "policy/lag<n>_behavior_kl": Metric("nats", "What tokens sampled n versions before add to policy/behavior_kl."),
     "policy/num_tokens": Metric("tokens", "Trained in the step."),
-    "generate/tokens_per_second": Metric("tokens/s", "Sampled by all engines since the last step."),
-    "generate/tokens": Metric("tokens", "Sampled since the run began."),
+    "generate/tokens_per_second": Metric("tokens/s", "In groups finished since the last step."),
+    "generate/tokens": Metric("tokens", "Sampled in groups finished since the last step."),
     "generate/response_tokens_mean": Metric("tokens", "Mean response length of the trajectories trained."),
     "generate/response_tokens_max": Metric("tokens", "The longest of them."),
     "generate/turns_mean": Metric("turns", "Mean turns of them."),

@@ -4,6 +4,7 @@ Flows in: groups as they are trained, sums that the policy returns, seconds. Flo
 ``metrics.names``. Does not know where they are written.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -20,6 +21,8 @@ class StepFigures:
     groups: list[Group] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    staleness_wait_seconds: float = 0.0
+    """Waited although a group was there, for older ones that would pass the bound."""
 
     def add_group(self, group: Group, policy_figures: dict[str, float]) -> None:
         """Count a group and what the policy said of it (sums, and maxima under ``*_max``)."""
@@ -66,6 +69,7 @@ class StepFigures:
             "async/staleness_mean": sum(staleness) / len(staleness),
             "async/staleness_max": float(max(staleness)),
             "async/over_bound_share": over / len(staleness),
+            "async/staleness_wait_seconds": self.staleness_wait_seconds,
             "async/token_lag_mean": sum(lags) / max(1, len(lags)),
             "async/token_lag_max": float(max(lags, default=0)),
             "async/num_aborts": float(sum(t.num_aborts for t in rows)),
@@ -93,6 +97,11 @@ class RunTotals:
     trained_trajectories: int = 0
     generated_tokens: int = 0
     """Sampled for training, in finished groups, trained or not."""
+    generated_trajectories: int = 0
+    """In finished groups."""
+    wasted_tokens: int = 0
+    """Sampled and thrown away: of finished groups never trained, and of cut off generations where it is known."""
+    failed_groups: int = 0
     evaluation_tokens: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
@@ -101,7 +110,7 @@ class RunTotals:
     idle_seconds: float = 0.0
     train_seconds: float = 0.0
     training_seconds: float = 0.0
-    """Wall time of the training loop."""
+    """Wall time of the steps, publishing included, checkpoints not."""
     pauses: list[float] = field(default_factory=list)
     """Seconds of each publish's pause."""
     reward_before: float | None = None
@@ -114,8 +123,33 @@ class RunTotals:
         self.staleness_sum += sum(figures.staleness)
         self.staleness_max = max(self.staleness_max, *figures.staleness)
         self.groups_over_bound += sum(s > figures.max_staleness_steps for s in figures.staleness)
+        self.staleness_wait_seconds += figures.staleness_wait_seconds
+        self.training_seconds += figures.seconds["step"]
         self.idle_seconds += figures.seconds.get("wait_for_groups", 0.0)
         self.train_seconds += sum(figures.seconds.get(n, 0.0) for n in ("forward_backward", "optimizer_step"))
+
+    def add_generation(self, new: Mapping[str, int]) -> None:
+        """Add what the generation workers counted since the last call."""
+        self.generated_tokens += new["tokens"]
+        self.generated_trajectories += new["trajectories"]
+        self.failed_groups += new["failed_groups"]
+        self.wasted_tokens += new["abandoned_tokens"]
+
+    @property
+    def length_ratio(self) -> float:
+        """Mean length trained over mean length generated; 1 before anything was."""
+        if not self.trained_tokens or not self.generated_tokens:
+            return 1.0
+        trained = self.trained_tokens / self.trained_trajectories
+        return trained / (self.generated_tokens / self.generated_trajectories)
+
+    def values(self) -> dict[str, float]:
+        """What is logged with every step, by metric name."""
+        return {
+            "async/length_ratio": self.length_ratio,
+            "async/wasted_tokens": float(self.wasted_tokens),
+            "generate/failed_groups": float(self.failed_groups),
+        }
 
     def summary(self) -> dict[str, float | None]:
         """The figures of ``summary.json`` that come from the steps."""
@@ -126,7 +160,11 @@ class RunTotals:
             "staleness_mean": self.staleness_sum / max(1, self.trained_groups),
             "staleness_max": self.staleness_max,
             "groups_over_bound": self.groups_over_bound,
+            "over_bound_share": self.groups_over_bound / max(1, self.trained_groups),
             "staleness_wait_seconds": self.staleness_wait_seconds,
+            "wasted_tokens": self.wasted_tokens,
+            "length_ratio": self.length_ratio,
+            "failed_groups": self.failed_groups,
             "pause_seconds_median": median(self.pauses) if self.pauses else None,
             "training_seconds": self.training_seconds,
             "train_seconds": self.train_seconds,

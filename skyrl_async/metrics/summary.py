@@ -20,6 +20,10 @@ _LABELS = {
     "staleness_mean": ("staleness, mean", "{:.2f} steps"),
     "staleness_max": ("staleness, largest", "{:.0f} steps"),
     "staleness_wait_seconds": ("waited to hold the staleness bound", "{:.1f} s"),
+    "over_bound_share": ("groups past the staleness bound", "{:.1%}"),
+    "length_ratio": ("mean length trained / generated", "{:.3f}"),
+    "wasted_tokens": ("tokens thrown away", "{:,.0f}"),
+    "failed_groups": ("groups failed", "{:,.0f}"),
     "pause_seconds_median": ("generation paused per publish, median", "{:.3f} s"),
     "trainer_idle_share": ("trainer idle", "{:.0%}"),
 }

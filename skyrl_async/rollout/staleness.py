@@ -7,6 +7,7 @@ atomic under cancellation; only ``acquire_submission_slot`` waits.
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl_async.errors import StateError
@@ -54,7 +55,7 @@ class _AsyncStalenessManager:
         self._max_staleness_steps = max_staleness_steps
         self._max_groups = max_groups
         self._version = 0
-        self._num_accepted = 0
+        self._num_trained = 0
         self._next_index = 0
         self._running: dict[int, Admission] = {}
         self._finished: dict[int, Admission] = {}
@@ -86,7 +87,7 @@ class _AsyncStalenessManager:
         limit = (self._max_staleness_steps + self._version + 1) * self._mini_batch_size
         if self._max_groups is not None:
             limit = min(limit, self._max_groups)
-        credits = limit - self._num_accepted - len(self._running)
+        credits = limit - self._num_trained - len(self._finished) - len(self._running)
         return max(0, min(credits, self._max_running - len(self._running)))
 
     async def acquire_submission_slot(self) -> Admission:
@@ -94,22 +95,21 @@ class _AsyncStalenessManager:
 
         Unblocked by a group that ends, or a new version. Cancellation leaves nothing behind.
         """
-        while self.capacity == 0 or self._waiters:
+        if self._waiters or self.capacity == 0:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             try:
                 await waiter
             except asyncio.CancelledError:
-                self._pass_on(waiter)
+                self._waiters.remove(waiter)
+                self._wake()
                 raise
-            if self.capacity > 0:
-                break
+            self._waiters.popleft()
         return self._admit()
 
     async def on_rollout_accepted(self, admission: Admission) -> None:
         """The group is finished and waits to be trained."""
         self._finished[admission.index] = self._take_running(admission)
-        self._num_accepted += 1
         self._wake()
 
     async def on_rollout_rejected(self, admission: Admission) -> None:
@@ -120,12 +120,12 @@ class _AsyncStalenessManager:
     async def on_rollout_filtered(self, admission: Admission) -> None:
         """The finished group will not be trained; its place is free again."""
         self._take_finished(admission.index)
-        self._num_accepted -= 1
         self._wake()
 
     async def on_rollout_trained(self, index: int) -> None:
         """The finished group with this admission index is in the gradients."""
         self._take_finished(index)
+        self._num_trained += 1
 
     async def notify_capacity_change(self, version: int) -> None:
         """Every engine has acknowledged ``version``. Raises ``StateError`` when it does not follow the one before."""
@@ -154,38 +154,39 @@ class _AsyncStalenessManager:
         """The smallest admission index that is neither trained nor given up."""
         return min((*self._running, *self._finished), default=None)
 
-    def running(self) -> tuple[Admission, ...]:
-        """The groups in flight, oldest first."""
-        return tuple(self._running.values())
-
     async def load_state_from_checkpoint(
-        self, version: int, num_trained_groups: int, next_index: int, finished: tuple[Admission, ...] = ()
-    ) -> None:
-        """Continue after ``version`` steps that trained ``num_trained_groups``, with groups finished but untrained.
+        self, version: int, next_index: int, finished: Sequence[Admission] = (), *, holds_bound: bool = True
+    ) -> tuple[Admission, ...]:
+        """Continue after ``version`` steps, which count as whole mini-batches of the size given here.
 
-        The next admission gets ``next_index``. Raises ``StateError`` on a manager that was used.
+        The next admission gets ``next_index``. Returns which of the ``finished`` but untrained groups are taken up, oldest
+        admitted first: all of them, unless the checkpoint had another mini-batch size or bound and they are more than the
+        credits, or (``holds_bound``) would be past the bound at their turn. The others have to be generated again. Raises
+        ``StateError`` on a manager that was used.
         """
         if self._next_index or self._version:
             raise StateError("a staleness manager takes a checkpoint's state only before its first admission")
         self._version = version
-        self._num_accepted = num_trained_groups + len(finished)
-        self._finished = {admission.index: admission for admission in finished}
+        self._num_trained = version * self._mini_batch_size
         self._next_index = next_index
+        for admission in sorted(finished, key=lambda a: a.index):
+            num_steps_before = len(self._finished) // self._mini_batch_size
+            staleness = version + num_steps_before - (admission.scheduled_version if holds_bound else version)
+            if staleness <= self._max_staleness_steps:
+                self._finished[admission.index] = admission
+        return tuple(self._finished.values())
 
     async def validate_state_at_epoch_end(self, num_trained_groups: int) -> None:
-        """Raise ``StateError`` unless accepted groups are the trained ones and those waiting to be trained."""
-        expected = num_trained_groups + len(self._finished)
-        if self._num_accepted != expected:
-            raise StateError(
-                f"{self._num_accepted} groups were accepted, but {num_trained_groups} trained and {len(self._finished)} waiting make {expected}"
-            )
+        """Raise ``StateError`` unless as many groups were trained as the caller counted."""
+        if self._num_trained != num_trained_groups:
+            raise StateError(f"expected {num_trained_groups} trained groups, {self._num_trained} were taken to be trained")
 
     def statistics(self) -> dict[str, float]:
         """Groups running, finished and waiting, accepted in all, and admissible now."""
         return {
             "running_groups": float(len(self._running)),
             "buffer_groups": float(len(self._finished)),
-            "accepted_groups": float(self._num_accepted),
+            "accepted_groups": float(self._num_trained + len(self._finished)),
             "capacity": float(self.capacity),
         }
 
@@ -207,16 +208,6 @@ class _AsyncStalenessManager:
         return self._finished.pop(index)
 
     def _wake(self) -> None:
-        """Let the first waiter try, if there is room for it."""
-        while self._waiters and self.capacity > 0:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
-
-    def _pass_on(self, waiter: "asyncio.Future[None]") -> None:
-        """A cancelled waiter leaves the queue; had it been woken, the next one is."""
-        if waiter in self._waiters:
-            self._waiters.remove(waiter)
-        if waiter.done() and not waiter.cancelled():
-            self._wake()
+        """Let the first waiter go, if there is room for it. It stays in line until it runs, so that nobody overtakes it."""
+        if self._waiters and self.capacity > 0 and not self._waiters[0].done():
+            self._waiters[0].set_result(None)

@@ -6,16 +6,16 @@ samples. A rollout that fails is tried again, then counted; too many failures, a
 
 import asyncio
 import logging
-import math
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from skyrl_async.concurrency import first_failure
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.data.ledger import Key
-from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
+from skyrl_async.errors import GenerationError, NoEngineError
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.rollout.attempts import Attempts
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
@@ -45,6 +45,17 @@ class RolloutSettings:
     """Deadline of one try."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InFlight:
+    """One group being generated."""
+
+    admission: Admission
+    key: Key
+    prompt: Prompt
+    started: float
+    """Seconds on the loop's clock."""
+
+
 class GenerationWorkers:
     """Keeps as many groups in flight as the staleness manager admits.
 
@@ -55,6 +66,7 @@ class GenerationWorkers:
         generator: plays a group.
         settings: see ``RolloutSettings``.
         trace: one span per group.
+        num_abandoned_tokens: says how many tokens were sampled for generations that were cut off, where that is known.
     """
 
     def __init__(
@@ -66,16 +78,27 @@ class GenerationWorkers:
         generator: Generator,
         settings: RolloutSettings,
         trace: Trace,
+        num_abandoned_tokens: Callable[[], int] = lambda: 0,
     ) -> None:
         self._dataloader = dataloader
         self._staleness = staleness
         self._buffer = buffer
-        self._generator = generator
+        self._attempts = Attempts(generator, max_retries=settings.max_retries, timeout_s=settings.timeout_s)
         self._settings = settings
         self._trace = trace
-        self._outcomes: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
-        self.counts = {"groups": 0, "failed_groups": 0, "retries": 0, "tokens": 0, "aborts": 0}
-        self.running_uids: dict[int, tuple[str, float]] = {}
+        self._num_abandoned_tokens = num_abandoned_tokens
+        self._failures = _FailureWatch(settings.max_failed_fraction)
+        self._in_flight: dict[int, _InFlight] = {}
+        self._counts = {"groups": 0, "trajectories": 0, "tokens": 0, "aborts": 0, "failed_groups": 0}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of finished groups (trajectories, tokens, aborts), failures, retries and tokens of cut off generations so far."""
+        return {
+            **self._counts,
+            "retries": self._attempts.num_retries,
+            "abandoned_tokens": self._num_abandoned_tokens(),
+        }
 
     async def run(self) -> None:
         """Consumes prompts, produces finished groups, waits for admission; unblocked by versions and ending groups.
@@ -83,60 +106,24 @@ class GenerationWorkers:
         Returns when the data has ended and every group with it; the buffer is closed then. Cancellation gives every running
         prompt back to the dataloader. Raises ``GenerationError`` when too many rollouts failed.
         """
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                admission = await self._staleness.acquire_submission_slot()
-                drawn = await self._dataloader.get_next_non_consumed_data()
-                if drawn is None:
-                    await self._staleness.on_rollout_rejected(admission)
-                    break
-                key, prompt = drawn
-                tasks.create_task(self._play(admission, key, prompt), name=f"group-{admission.index}-{prompt.uid}")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while group := await self._start_next():
+                    tasks.create_task(self._play(group), name=f"group-{group.admission.index}-{group.prompt.uid}")
+        finally:
+            await self._give_back_all()
+        self._failures.raise_if_too_many(has_ended=True)
         self._buffer.close()
 
     def stuck(self) -> str:
         """The groups in flight with their seconds, oldest first, for a log line."""
         now = asyncio.get_running_loop().time()
-        oldest = sorted(self.running_uids.values(), key=lambda started: started[1])[:5]
-        return ", ".join(f"{uid} (generating for {now - since:.0f} s)" for uid, since in oldest) or "no group in flight"
+        oldest = sorted(self._in_flight.values(), key=lambda group: group.started)[:5]
+        named = [f"{group.prompt.uid} (generating for {now - group.started:.0f} s)" for group in oldest]
+        return ", ".join(named) or "no group in flight"
 
-    async def _play(self, admission: Admission, key: Key, prompt: Prompt) -> None:
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        self.running_uids[admission.index] = (prompt.uid, started)
-        try:
-            with self._trace.span("group", track="generation", uid=prompt.uid, version=admission.scheduled_version):
-                trajectories = await self._generate_with_retries(admission, prompt)
-        except (asyncio.CancelledError, NoEngineError):
-            await self._dataloader.give_back(key)
-            await self._staleness.on_rollout_rejected(admission)
-            raise
-        except Exception as error:
-            await self._dataloader.mark_failed_uid(key)
-            await self._staleness.on_rollout_rejected(admission)
-            self._buffer.notify()
-            self._count_failure(prompt, error)
-            return
-        finally:
-            del self.running_uids[admission.index]
-        self._outcomes.append(True)
-        self.counts["groups"] += 1
-        self.counts["tokens"] += sum(t.num_sampled_tokens for t in trajectories)
-        self.counts["aborts"] += sum(t.num_aborts for t in trajectories)
-        await self._dataloader.mark_finished_uid(key)
-        await self._staleness.on_rollout_accepted(admission)
-        self._buffer.put(
-            Group(
-                uid=prompt.uid,
-                epoch=key[0],
-                admission_index=admission.index,
-                scheduled_version=admission.scheduled_version,
-                trajectories=trajectories,
-                generation_seconds=loop.time() - started,
-            )
-        )
-
-    async def _generate_with_retries(self, admission: Admission, prompt: Prompt) -> tuple[Trajectory, ...]:
+    async def generate(self, admission: Admission, prompt: Prompt) -> tuple[Trajectory, ...]:
+        """The trajectories of one group. Raises its last try's error."""
         settings = self._settings
         request = GroupRequest(
             prompt=prompt,
@@ -145,54 +132,99 @@ class GenerationWorkers:
             seed=random.Random(f"{settings.seed}-{admission.index}").getrandbits(31),
             priority=admission.index,
         )
-        for num_failures in range(settings.max_retries + 1):
-            try:
-                return _checked(await self._generate_once(request), request)
-            except NoEngineError:
-                raise
-            except Exception as error:
-                if num_failures == settings.max_retries:
-                    raise
-                self.counts["retries"] += 1
-                logger.warning("rollout of %s failed, trying again: %r", prompt.uid, error)
-        raise AssertionError("unreachable")
+        with self._trace.span("group", track="generation", uid=prompt.uid, version=admission.scheduled_version):
+            return await self._attempts.generate(request)
 
-    async def _generate_once(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        timeout_s = self._settings.timeout_s
+    async def _start_next(self) -> _InFlight | None:
+        """Wait for admission and draw a prompt; None when the data has ended."""
+        admission = await self._staleness.acquire_submission_slot()
+        drawn = await self._dataloader.get_next_non_consumed_data()
+        if drawn is None:
+            await self._staleness.on_rollout_rejected(admission)
+            return None
+        key, prompt = drawn
+        started = asyncio.get_running_loop().time()
+        group = _InFlight(admission=admission, key=key, prompt=prompt, started=started)
+        self._in_flight[admission.index] = group
+        return group
+
+    async def _play(self, group: _InFlight) -> None:
+        """Generate one group and say what became of it; a cancelled one stays in flight, for ``run`` to give back."""
         try:
-            async with asyncio.timeout(timeout_s) as deadline:
-                return await self._generator.generate(request)
-        except ExceptionGroup as failures:
-            raise first_failure(failures) from failures
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            raise DeadlineError(
-                f"the rollout of {request.prompt.uid} took longer than generator.rollout_timeout_s={timeout_s:g}"
-            ) from error
+            trajectories = await self.generate(group.admission, group.prompt)
+        except NoEngineError:
+            raise
+        except Exception as error:
+            await self._fail(group, error)
+        else:
+            await self._finish(group, trajectories)
 
-    def _count_failure(self, prompt: Prompt, error: Exception) -> None:
-        self.counts["failed_groups"] += 1
+    async def _finish(self, group: _InFlight, trajectories: tuple[Trajectory, ...]) -> None:
+        del self._in_flight[group.admission.index]
+        await self._dataloader.mark_finished_uid(group.key)
+        await self._staleness.on_rollout_accepted(group.admission)
+        self._buffer.put(
+            Group(
+                uid=group.prompt.uid,
+                epoch=group.key[0],
+                admission_index=group.admission.index,
+                scheduled_version=group.admission.scheduled_version,
+                trajectories=trajectories,
+                generation_seconds=asyncio.get_running_loop().time() - group.started,
+            )
+        )
+        self._counts["groups"] += 1
+        self._counts["trajectories"] += len(trajectories)
+        self._counts["tokens"] += sum(t.num_sampled_tokens for t in trajectories)
+        self._counts["aborts"] += sum(t.num_aborts for t in trajectories)
+        self._failures.count_success()
+
+    async def _fail(self, group: _InFlight, error: Exception) -> None:
+        del self._in_flight[group.admission.index]
+        await self._dataloader.mark_failed_uid(group.key)
+        await self._staleness.on_rollout_rejected(group.admission)
+        self._buffer.notify()
+        self._counts["failed_groups"] += 1
+        logger.error("rollout of %s failed for good: %r", group.prompt.uid, error)
+        self._failures.count_failure(group.prompt.uid, error)
+        self._failures.raise_if_too_many()
+
+    async def _give_back_all(self) -> None:
+        """What is in flight will not be finished: its prompts are the next to be drawn, oldest first."""
+        for _, group in sorted(self._in_flight.items(), reverse=True):
+            await self._dataloader.give_back(group.key)
+            await self._staleness.on_rollout_rejected(group.admission)
+        self._in_flight.clear()
+
+
+class _FailureWatch:
+    """Whether so many of the last 100 groups failed that the run has to stop."""
+
+    def __init__(self, max_failed_fraction: float) -> None:
+        self._limit = max_failed_fraction
+        self._outcomes: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
+        self._last: tuple[str, Exception] | None = None
+
+    def count_success(self) -> None:
+        self._outcomes.append(True)
+
+    def count_failure(self, uid: str, error: Exception) -> None:
         self._outcomes.append(False)
-        logger.error("rollout of %s failed for good: %r", prompt.uid, error)
+        self._last = uid, error
+
+    def raise_if_too_many(self, *, has_ended: bool = False) -> None:
+        """Raise ``GenerationError`` with the last failure.
+
+        Before 10 groups have ended, those to come count as successes, unless none will come. That no group at all was
+        generated is an error whatever the limit.
+        """
         num_failed, num_recent = self._outcomes.count(False), len(self._outcomes)
-        limit = self._settings.max_failed_fraction
-        if num_recent >= _MIN_GROUPS_BEFORE_STOP and num_failed > limit * num_recent:
-            raise GenerationError(
-                f"{num_failed} of the last {num_recent} groups failed, more than generator.max_failed_fraction={limit:g}; "
-                f"the last one ({prompt.uid}): {type(error).__name__}: {error}"
-            ) from error
-
-
-def _checked(trajectories: tuple[Trajectory, ...], request: GroupRequest) -> tuple[Trajectory, ...]:
-    if len(trajectories) != request.num_samples:
+        num_counted = num_recent if has_ended else max(num_recent, _MIN_GROUPS_BEFORE_STOP)
+        is_fine = num_failed <= self._limit * num_counted and not (has_ended and num_failed == num_recent)
+        if self._last is None or is_fine:
+            return
+        uid, error = self._last
         raise GenerationError(
-            f"the generator returned {len(trajectories)} trajectories for {request.prompt.uid}, expected {request.num_samples}"
-        )
-    if not any(t.num_sampled_tokens for t in trajectories):
-        raise GenerationError(
-            f"the generator returned no sampled token for {request.prompt.uid}: every loss mask is empty"
-        )
-    if not all(math.isfinite(t.reward) for t in trajectories):
-        raise GenerationError(f"the generator returned a reward that is not a finite number for {request.prompt.uid}")
-    return tuple(trajectories)
+            f"{num_failed} of the last {num_recent} groups failed, more than generator.max_failed_fraction={self._limit:g}; "
+            f"the last one ({uid}): {type(error).__name__}: {error}"
+        ) from error

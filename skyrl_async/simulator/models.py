@@ -119,12 +119,13 @@ class ModelledEngine:
         """Serve ``update.version`` after the load time."""
         self._check_alive()
         failure, self.fails_next_load = self.fails_next_load, None
-        if failure is PublishError:
-            raise PublishError(f"{self.name} was told to refuse")
+        if failure is PublishError or self._resumed.is_set():
+            reason = "is not paused" if failure is None else "was told to refuse"
+            raise PublishError(f"{self.name} {reason}")
         await asyncio.sleep(self._load_seconds)
         if failure is not None:
             self.kill()
-            self._check_alive()
+        self._check_alive()
         self._version = update.version
 
     async def version(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.data.dataloader import _AsyncDataloader
+from skyrl_async.evaluation import Evaluator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
@@ -56,6 +57,9 @@ class SimulationSettings:
     deterministic: bool = False
     pause_mode: PauseMode = PauseMode.ABORT
     checkpoint_interval_steps: int = 0
+    eval_interval_steps: int = 0
+    num_eval_prompts: int = 0
+    """Played before, while and after training."""
     rollout_timeout_s: float = 1e9
     max_retries: int = 0
     max_failed_fraction: float = 0.5
@@ -134,11 +138,12 @@ def build_simulation(
         settings.num_workers or credits, settings.mini_batch_size, settings.max_staleness_steps, max_groups
     )
     buffer = GroupBuffer(credits)
+    generator = generator_over(client)
     workers = GenerationWorkers(
         dataloader=dataloader,
         staleness=staleness,
         buffer=buffer,
-        generator=generator_over(client),
+        generator=generator,
         settings=RolloutSettings(
             num_samples=settings.group_size,
             sampling=SamplingParams(max_tokens=max_tokens),
@@ -148,6 +153,7 @@ def build_simulation(
             timeout_s=settings.rollout_timeout_s,
         ),
         trace=trace,
+        num_abandoned_tokens=lambda: client.num_abandoned_tokens,
     )
     publisher = WeightPublisher(
         client=client,
@@ -158,6 +164,15 @@ def build_simulation(
         trace=trace,
         clock=loop.time,
     )
+    evaluator = Evaluator(
+        generator=generator,
+        prompts=prompts,
+        num_samples=1,
+        sampling=SamplingParams(max_tokens=max_tokens),
+        max_concurrent=16,
+        max_retries=settings.max_retries,
+        timeout_s=settings.rollout_timeout_s,
+    )
     logged: list[tuple[int, dict[str, float]]] = []
     trainer = FullyAsyncTrainer(
         settings=TrainerSettings(
@@ -166,9 +181,9 @@ def build_simulation(
             holds_bound=settings.holds_bound,
             stream_mini_batch=settings.stream_mini_batch,
             deterministic=settings.deterministic,
-            eval_interval_steps=0,
-            num_eval_prompts=0,
-            num_eval_prompts_while_training=0,
+            eval_interval_steps=settings.eval_interval_steps,
+            num_eval_prompts=settings.num_eval_prompts,
+            num_eval_prompts_while_training=settings.num_eval_prompts,
             checkpoint_interval_steps=settings.checkpoint_interval_steps,
             check_interval_steps=0,
             stall_warning_s=3600.0,
@@ -179,7 +194,7 @@ def build_simulation(
         workers=workers,
         policy=policy,
         publisher=publisher,
-        evaluator=None,
+        evaluator=evaluator,
         checkpointer=Checkpointer(checkpoint_dir, max_to_keep=0) if checkpoint_dir else None,
         advantages=lambda rewards: [0.0] * len(rewards),
         log=lambda step, values: logged.append((step, values)),

@@ -1,8 +1,8 @@
-"""The tiny policy's directories, made once and kept: the architecture at once, the warm-started weights when they are ready.
+"""Tiny policies on disk, each made once: a second run with the same values finds the first one's.
 
-Flows in: a task, sizes, a plan, a seed. Flows out: Hugging Face directories below the cache directory, named by a hash of all that
-makes them, the source text included. Concurrent runs may make the same one: whoever is first wins. Knows neither engines nor
-reinforcement.
+Flows in: a cache directory, a task, sizes, a plan, a seed. Flows out: the path of a Hugging Face directory. A directory's
+name holds a hash of everything that made it, the source text of this package included, and it appears whole or not at all,
+so that runs may share a cache. This module does not know how a policy is trained or used.
 """
 
 import hashlib
@@ -12,11 +12,12 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_async.tasks import lagged_fibonacci, relay, tiny_policy, tokenizer, warm_start
 from skyrl_async.tasks.registry import BuiltInTask
 from skyrl_async.tasks.tiny_policy import (
     PolicySizes,
@@ -26,70 +27,85 @@ from skyrl_async.tasks.tiny_policy import (
     save_policy,
 )
 from skyrl_async.tasks.tokenizer import train_tokenizer
-from skyrl_async.tasks.warm_start import WarmStartPlan, WarmStartProgress
-from skyrl_async.types import Prompt
+from skyrl_async.tasks.warm_start import WarmStartPlan, WarmStartProgress, warm_start
 
 logger = logging.getLogger(__name__)
 
-_NUM_TOKENIZER_CONVERSATIONS = 400
+NUM_TOKENIZER_CONVERSATIONS = 200
 
 
-def prepare_initial_policy(*, cache_dir: Path, task: BuiltInTask, sizes: PolicySizes, seed: int) -> Path:
-    """The policy with random weights: enough for an engine to boot from. A second or two, once."""
-    directory = cache_dir / f"{task.name}-initial-{_key(task, sizes, seed)}"
+def task_tokenizer(task: BuiltInTask) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of ``task``'s texts, always the same."""
+    rng = random.Random(0)
+    conversations = [task.clean_conversation(task.draw_prompt(rng), rng) for _ in range(NUM_TOKENIZER_CONVERSATIONS)]
+    return train_tokenizer(message["content"] for conversation in conversations for message in conversation)
+
+
+def prepare_initial_policy(cache_dir: Path, task: BuiltInTask, sizes: PolicySizes, *, seed: int) -> Path:
+    """Return a directory with ``task``'s tokenizer and random weights, made in a second if it is not there.
+
+    Architecture and tokenizer are those of ``prepare_tiny_policy``: engines can boot on it while the warm start runs.
+    """
+    directory = _directory(cache_dir, f"{task.name}-initial", {"sizes": asdict(sizes), "seed": seed})
     if not directory.is_dir():
         build_tiny_policy(directory, sizes, task_tokenizer(task), seed)
     return directory
 
 
 def prepare_tiny_policy(
-    *,
     cache_dir: Path,
     task: BuiltInTask,
     sizes: PolicySizes,
     plan: WarmStartPlan,
-    held_out: tuple[Prompt, ...],
+    *,
+    held_out: frozenset[str],
     seed: int,
     should_stop: Callable[[], bool] = lambda: False,
     on_progress: Callable[[WarmStartProgress], None] = lambda progress: None,
 ) -> Path:
-    """The warm-started policy; learns it (some 20 s on one core) where it is not cached.
+    """Return a directory with the warm-started policy, trained now if it is not there.
 
     Args:
-        cache_dir: where directories are kept between runs.
-        task: what is taught.
-        sizes: of the model.
-        plan: how much is taught.
-        held_out: prompts that must not be seen.
-        seed: of weights and data.
-        should_stop: asked before each batch; ``PolicyError`` is raised when it says so.
-        on_progress: called now and then, in this thread.
+        cache_dir: shared by all runs; ``~`` is expanded.
+        held_out: uids of the prompts that must not be learned.
+        seed: of the random weights and of what is learned from.
+        should_stop, on_progress: as of ``warm_start``; a stopped one leaves nothing behind.
     """
-    uids = frozenset(prompt.uid for prompt in held_out)
-    directory = cache_dir / f"{task.name}-warm-{_key(task, sizes, seed, asdict(plan), sorted(uids))}"
+    values = {"sizes": asdict(sizes), "plan": asdict(plan), "held_out": sorted(held_out), "seed": seed}
+    directory = _directory(cache_dir, f"{task.name}-warm", values)
     if directory.is_dir():
+        logger.info("the warm-started policy is in the cache: %s", directory)
         return directory
     started = time.monotonic()
-    words = task_tokenizer(task)
-    model = make_tiny_model(sizes, words, seed)
-    accuracy = warm_start.warm_start(
-        model, words, task, plan, held_out=uids, seed=seed, should_stop=should_stop, on_progress=on_progress
+    torch.set_num_threads(1)  # two OpenMP threads on cores that an engine shares are several times slower than one
+    tokenizer = task_tokenizer(task)
+    model = make_tiny_model(sizes, tokenizer, seed)
+    accuracy = warm_start(
+        model,
+        tokenizer,
+        task,
+        plan,
+        held_out=held_out,
+        seed=seed,
+        should_stop=should_stop,
+        on_progress=on_progress,
     )
     with created_directory(directory) as temporary:
-        save_policy(model, words, temporary)
-    logger.info("warm start took %.1f s, greedy accuracy %.2f: %s", time.monotonic() - started, accuracy, directory)
+        save_policy(model, tokenizer, temporary)
+    seconds = time.monotonic() - started
+    logger.info("warm start took %.1f s and reached accuracy %.2f: %s", seconds, accuracy, directory)
     return directory
 
 
-def task_tokenizer(task: BuiltInTask) -> PreTrainedTokenizerFast:
-    """The tokenizer of the task's own words; the same for every seed."""
-    rng = random.Random(0)
-    conversations = [task.clean_conversation(task.draw_prompt(rng), rng) for _ in range(_NUM_TOKENIZER_CONVERSATIONS)]
-    return train_tokenizer(message["content"] for messages in conversations for message in messages)
+def _directory(cache_dir: Path, name: str, values: dict[str, object]) -> Path:
+    described = json.dumps([_source_hash(), values], sort_keys=True)
+    key = hashlib.sha256(described.encode()).hexdigest()[:16]
+    return Path(cache_dir).expanduser() / "policies" / f"{name}-{key}"
 
 
-def _key(task: BuiltInTask, sizes: PolicySizes, seed: int, *more: object) -> str:
-    modules = (lagged_fibonacci, relay, tiny_policy, tokenizer, warm_start)
-    sources = [Path(str(module.__file__)).read_text() for module in modules]
-    described = json.dumps([task.name, asdict(sizes), seed, more, sources, Path(__file__).read_text()])
-    return hashlib.sha256(described.encode()).hexdigest()[:16]
+@cache
+def _source_hash() -> str:
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

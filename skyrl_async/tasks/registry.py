@@ -109,6 +109,10 @@ def _load(path: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except ImportError as error:
-        raise ConfigError(f"env_class {path!r} must name an importable module:Class; importing failed: {error}") from error
+        raise ConfigError(
+            f"env_class {path!r} must name an importable module:Class; importing failed: {error}"
+        ) from error
     except AttributeError as error:
-        raise ConfigError(f"env_class {path!r} must name a class of module {module_name}, which has no {attribute!r}") from error
+        raise ConfigError(
+            f"env_class {path!r} must name a class of module {module_name}, which has no {attribute!r}"
+        ) from error

@@ -115,9 +115,7 @@ class RelayTask:
         """Return the episode of a guesser (probability ``terse_share``) or of a worker that slips."""
         return self._conversation(prompt, rng, is_terse=rng.random() < terse_share, slip_rate=slip_rate)
 
-    def _conversation(
-        self, prompt: Prompt, rng: random.Random, *, is_terse: bool, slip_rate: float
-    ) -> list[Message]:
+    def _conversation(self, prompt: Prompt, rng: random.Random, *, is_terse: bool, slip_rate: float) -> list[Message]:
         addends = prompt.extras["addends"]
         previous = prompt.extras["start"]
         messages: list[Message] = list(prompt.messages)
@@ -125,7 +123,9 @@ class RelayTask:
             if turn > 0:
                 messages.append(_addend_message(addend))
             digit = rng.randrange(10) if is_terse or rng.random() < slip_rate else right
-            messages.append({"role": "assistant", "content": f"={digit}" if is_terse else f"{previous}+{addend}={digit}"})
+            messages.append(
+                {"role": "assistant", "content": f"={digit}" if is_terse else f"{previous}+{addend}={digit}"}
+            )
             if digit != right:
                 break
             previous = right

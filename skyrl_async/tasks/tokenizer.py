@@ -58,9 +58,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def encode_conversation(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]
-) -> tuple[list[int], list[int]]:
+def encode_conversation(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
     """Return the token ids that the chat template gives ``messages``, and 1 for each that the assistant has to say.
 
     The assistant says its content and ``<|im_end|>``.

@@ -4,10 +4,11 @@ Flows in: engines and the policy, both at the same version. Flows out: the large
 layer can stay stale behind equal checksums; the log-probs of the next tokens then are off by whole nats.
 """
 
+import math
 import uuid
 from collections.abc import Sequence
 
-from skyrl_async.errors import EngineDeadError, PublishError
+from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import EngineRequest, SamplingParams
@@ -20,14 +21,16 @@ async def engine_logprob_gap(
 ) -> float:
     """Let every engine sample 24 tokens after the prompt and return the largest ``|log pi_engine - log pi_trainer|``.
 
-    Raises ``PublishError`` when an engine stamps its tokens with another version. A weight update must not be under way.
+    A prompt that leaves less room is cut at its beginning. NaN where one of them is. Raises ``PublishError`` when an engine
+    stamps its tokens with another version, and ``NoEngineError`` when none answers. A weight update must not be under way.
     """
-    gap = 0.0
-    budget = min(_NUM_TOKENS, client.max_model_len - len(prompt_token_ids))
+    gaps: list[float] = []
+    prompt = tuple(prompt_token_ids)[-max(1, client.max_model_len - _NUM_TOKENS) :]
+    budget = min(_NUM_TOKENS, client.max_model_len - len(prompt))
     for engine in client.engines:
         request = EngineRequest(
             request_id=f"probe-{uuid.uuid4().hex}",
-            prompt_token_ids=tuple(prompt_token_ids),
+            prompt_token_ids=prompt,
             sampling=SamplingParams(max_tokens=budget, ignore_eos=True, seed=0),
         )
         try:
@@ -39,9 +42,11 @@ async def engine_logprob_gap(
             raise PublishError(
                 f"{engine.name} stamps tokens with {sorted(set(output.versions))}, expected version {version}"
             )
-        trained = (await policy.logprobs([*prompt_token_ids, *output.token_ids]))[-len(output.token_ids) :]
-        gap = max(gap, *(abs(a - b) for a, b in zip(output.logprobs, trained, strict=True)))
-    return gap
+        trained = (await policy.logprobs([*prompt, *output.token_ids]))[-len(output.token_ids) :]
+        gaps += [abs(a - b) for a, b in zip(output.logprobs, trained, strict=True)]
+    if not gaps:
+        raise NoEngineError("no inference engine survived the probe; see the run's log for the first failure")
+    return max(gaps, key=lambda gap: math.inf if math.isnan(gap) else gap)
 
 
 def check_gap(gap: float, limit: float, version: int) -> None:

@@ -6,9 +6,10 @@ Flows in: a version and the policy that holds it. Flows out: engines that serve 
 requests, groups or the trainer. Pausing is an acknowledgement of each engine, never a sleep (contract 5).
 """
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,14 +93,15 @@ class WeightPublisher:
             update = await self._policy.export_weights(version, self._directory, self._bucket_bytes)
         sent = self._clock()
         with self._trace.span("pause", track="publish", version=version):
-            await self._everywhere("pause", lambda engine: engine.pause(self._pause_mode))
-            loading = self._clock()
             try:
+                await self._everywhere("pause", lambda engine: engine.pause(self._pause_mode))
+                loading = self._clock()
                 with self._trace.span("load", track="publish", version=version):
                     await self._load(update)
                 loaded = self._clock()
             finally:
-                await self._everywhere("resume", lambda engine: engine.resume())
+                await self._resume()
+        self._require_engines("resume")
         resumed = self._clock()
         self._client.policy_version = version
         self._discard(self._serving)
@@ -139,35 +141,57 @@ class WeightPublisher:
         self._discard(self._serving)
         self._serving = None
 
+    async def _resume(self) -> None:
+        """Resume every engine, again where a cancellation cut that short: engines may serve others than this run."""
+        try:
+            await self._on_each("resume", lambda engine: engine.resume())
+        except asyncio.CancelledError:
+            await self._on_each("resume", lambda engine: engine.resume())
+            raise
+
     async def _load(self, update: WeightUpdate) -> None:
-        failures: dict[str, PublishError] = {}
+        refusals: dict[str, PublishError] = {}
 
         async def load(engine: InferenceEngine) -> None:
             try:
                 await engine.load_weights(update)
             except PublishError as error:
-                failures[engine.name] = error
+                refusals[engine.name] = error
 
         await self._everywhere("load", load)
-        if not failures:
+        if not refusals:
             return
-        untouched = set(failures)
         if self._serving is not None:
-            before = self._serving
-            await self._everywhere("roll back", lambda engine: engine.load_weights(before), but=untouched)
-        elif len(untouched) < len(self._client.engines):
-            raise PublishError(f"the first publish failed in some engines: {failures}") from next(
-                iter(failures.values())
-            )
+            await self._roll_back(self._serving, but=set(refusals))
         self._discard(update)
-        name, error = next(iter(failures.items()))
-        still = self._serving.version if self._serving else "the initial one"
-        raise PublishError(
-            f"{name} refused version {update.version} ({error}); every engine still serves version {still}"
-        ) from error
+        name, error = next(iter(refusals.items()))
+        serving = (
+            f"every engine still serves version {self._serving.version}" if self._serving else "the run cannot begin"
+        )
+        raise PublishError(f"{name} refused version {update.version} ({error}); {serving}") from error
+
+    async def _roll_back(self, before: WeightUpdate, but: set[str]) -> None:
+        """Load ``before`` again wherever the new version got in; an engine that cannot go back is closed."""
+
+        async def load(engine: InferenceEngine) -> None:
+            try:
+                await engine.load_weights(before)
+            except PublishError as error:
+                await engine.close()
+                raise EngineDeadError(f"{engine.name} was closed: it cannot go back to {before.version}") from error
+
+        await self._everywhere("roll back", load, but=but)
 
     async def _everywhere(
-        self, what: str, call: Callable[[InferenceEngine], Coroutine[Any, Any, Any]], but: set[str] | None = None
+        self, what: str, call: Callable[[InferenceEngine], Coroutine[Any, Any, Any]], but: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Like ``_on_each``, but raises ``NoEngineError`` when no engine survives."""
+        answers = await self._on_each(what, call, but)
+        self._require_engines(what)
+        return answers
+
+    async def _on_each(
+        self, what: str, call: Callable[[InferenceEngine], Coroutine[Any, Any, Any]], but: Collection[str] = ()
     ) -> dict[str, Any]:
         """Call every live engine at once; one that dies is dropped."""
         answers: dict[str, Any] = {}
@@ -178,11 +202,13 @@ class WeightPublisher:
             except EngineDeadError as error:
                 self._client.drop_engine(engine.name, error)
 
-        called = [engine for engine in self._client.engines if engine.name not in (but or ())]
+        called = [engine for engine in self._client.engines if engine.name not in but]
         await run_together({f"{what}-{engine.name}": one(engine) for engine in called})
+        return answers
+
+    def _require_engines(self, what: str) -> None:
         if not self._client.engines:
             raise NoEngineError(f"no inference engine survived '{what}'; see the run's log for the first failure")
-        return answers
 
     def _discard(self, update: WeightUpdate | None) -> None:
         for chunk in update.chunks if update is not None else ():

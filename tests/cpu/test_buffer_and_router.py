@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from skyrl_async.errors import NoEngineError, StateError
 from skyrl_async.inference.router import Router
 from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.clock import VirtualTimeLoop, run_in_virtual_time
 from skyrl_async.types import Group
 
 
@@ -97,8 +97,96 @@ def test_more_groups_than_credits_and_groups_after_the_end_are_broken_invariants
         buffer.put(group(1))
 
 
+class BufferMachine(RuleBasedStateMachine):
+    """One consumer, any producers, cancellations and a rule that changes: every group comes out once, in its turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = VirtualTimeLoop()
+        self.buffer = GroupBuffer(6)
+        self.allowed = 0
+        self.is_closed = False
+        self.held: set[int] = set()
+        self.unused = set(range(40))
+        self.taken: list[int | None] = []
+        self.consumer: asyncio.Task[None] | None = None
+
+    def run_until_blocked(self) -> None:
+        for _ in range(4):
+            self.loop.run_until_complete(asyncio.sleep(0))
+
+    async def consume(self) -> None:
+        group = await self.buffer.get(lambda g: g.admission_index < self.allowed)
+        self.taken.append(None if group is None else group.admission_index)
+
+    @precondition(lambda self: self.consumer is None)
+    @rule()
+    def get(self) -> None:
+        self.consumer = self.loop.create_task(self.consume())
+
+    @precondition(lambda self: self.consumer is not None)
+    @rule()
+    def cancel(self) -> None:
+        assert self.consumer is not None
+        self.consumer.cancel()
+        self.settle()
+
+    @precondition(lambda self: not self.is_closed and len(self.held) < 6 and self.unused)
+    @rule(data=st.data(), does_consumer_run_first=st.booleans())
+    def put(self, data: st.DataObject, does_consumer_run_first: bool) -> None:
+        if does_consumer_run_first:
+            self.settle()
+        index = data.draw(st.sampled_from(sorted(self.unused)))
+        self.unused.remove(index)
+        self.held.add(index)
+        self.buffer.put(group(index))
+
+    @rule(by=st.integers(1, 20))
+    def allow(self, by: int) -> None:
+        self.allowed += by
+        self.buffer.notify()
+
+    @rule()
+    def close(self) -> None:
+        self.is_closed = True
+        self.buffer.close()
+
+    @rule()
+    def settle(self) -> None:
+        """Let the consumer run: it has what it may have, or waits rightly."""
+        num_before = len(self.taken)
+        self.run_until_blocked()
+        for index in self.taken[num_before:]:
+            assert index == min(self.held, default=None)
+            if index is None:
+                assert self.is_closed
+            else:
+                assert index < self.allowed or self.is_closed
+                self.held.remove(index)
+        if self.consumer is not None and not self.consumer.done():
+            assert not self.is_closed
+            assert not self.held or min(self.held) >= self.allowed
+        else:
+            self.consumer = None
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        self.settle()
+        assert {g.admission_index for g in self.buffer.snapshot()} == self.held
+
+    def teardown(self) -> None:
+        if self.consumer is not None:
+            self.consumer.cancel()
+            self.run_until_blocked()
+        self.loop.close()
+
+
+TestBufferMachine = BufferMachine.TestCase
+TestBufferMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
 class RouterMachine(RuleBasedStateMachine):
-    """Requests, sessions and engines in any order: loads add up, sessions stay, the dead get nothing."""
+    """Requests, sessions and deaths in any order: loads add up, sessions stay, the dead get nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,13 +218,8 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["e0", "e1", "e2"]))
     def remove(self, name: str) -> None:
+        """Requests on the dead engine end later, as they notice."""
         self.router.remove(name)
-        self.open = [n for n in self.open if n != name]
-
-    @rule(name=st.sampled_from(["e0", "e1", "e2"]))
-    def add(self, name: str) -> None:
-        if name not in self.router.engine_names:
-            self.router.add(name)
 
     @invariant()
     def loads_add_up(self) -> None:

@@ -1,18 +1,20 @@
 """The inference client over modelled engines in virtual time: retries in token space, routing, failures, stop strings."""
 
 import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import aclosing, suppress
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_async.errors import NoEngineError, PromptTooLongError
+from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, PromptTooLongError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.text import CompletionText
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
-from skyrl_async.types import FinishReason, PauseMode, SamplingParams, WeightUpdate
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, SamplingParams, WeightUpdate
 
 
 class LetterTokenizer:
@@ -183,6 +185,85 @@ def test_a_stop_string_is_found_across_segments_and_its_tokens_kept(streaming: b
     assert run_in_virtual_time(main()) == ("abcdefghijklmno", 18, FinishReason.STOP)
 
 
+class SentencePieceTokenizer:
+    """Pieces as sentencepiece writes them: ``▁`` is a space, dropped where the decoded text begins; ``<x>`` are special."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        text = "".join(self.pieces[t] for t in token_ids if not self.pieces[t].startswith("<"))
+        return text.replace("▁", " ").removeprefix(" ")
+
+
+PIECES = ["▁a", "b", "▁", "c▁", "<s>", "▁b", "<im_end>"]
+
+
+@given(
+    token_ids=st.lists(st.integers(0, len(PIECES) - 1), max_size=30),
+    sizes=st.lists(st.integers(1, 4), min_size=30, max_size=30),
+)
+def test_text_of_a_sentencepiece_tokenizer_with_special_tokens_streams_as_a_whole(
+    token_ids: list[int], sizes: list[int]
+) -> None:
+    tokenizer = SentencePieceTokenizer(PIECES)
+    streamed, growing = "", CompletionText(tokenizer)
+    for block in blocks_of(token_ids, sizes):
+        growing.push(block)
+        streamed += growing.take()
+    whole, rest = growing.finish(is_stopped=False)
+    assert streamed + rest == whole == tokenizer.decode(token_ids)
+
+
+def blocks_of(token_ids: list[int], sizes: list[int]) -> Iterator[list[int]]:
+    """The tokens in blocks of these sizes; the last takes what is left."""
+    position = 0
+    for size in sizes:
+        yield token_ids[position : position + size]
+        position += size
+    yield token_ids[position:]
+
+
+def cut_at_stop(tokenizer, stop: tuple[str, ...], blocks: Iterable[list[int]]) -> tuple[str, str, int | None]:
+    """Streamed text, whole text, tokens kept."""
+    growing, kept, streamed = CompletionText(tokenizer, stop), None, ""
+    for block in blocks:
+        kept = growing.push(block)
+        if kept is not None:
+            break
+        streamed += growing.take()
+    whole, rest = growing.finish(is_stopped=kept is not None)
+    return streamed + rest, whole, kept
+
+
+@given(
+    text=st.text(alphabet="abcé€", max_size=20),
+    stop=st.lists(st.text(alphabet="abcé", min_size=1, max_size=3), min_size=1, max_size=3),
+    sizes=st.lists(st.integers(1, 7), min_size=30, max_size=30),
+    num_bytes_cut=st.integers(0, 2),
+)
+@settings(deadline=None)
+def test_where_a_stop_string_cuts_does_not_depend_on_the_blocks(
+    text: str, stop: list[str], sizes: list[int], num_bytes_cut: int
+) -> None:
+    encoded = text.encode()
+    token_ids = list(encoded[: len(encoded) - num_bytes_cut])
+    by_token = cut_at_stop(ByteTokenizer(), tuple(stop), [[t] for t in token_ids])
+    by_block = cut_at_stop(ByteTokenizer(), tuple(stop), blocks_of(token_ids, sizes))
+    assert by_block == by_token
+    assert by_token[0] == by_token[1]
+    assert (by_token[2] is None) == (not any(s in ByteTokenizer().decode(token_ids) for s in stop))
+
+
+def test_a_stop_string_before_an_incomplete_last_character_still_ends_the_text() -> None:
+    token_ids = list("so STOP €".encode())[:-1]
+    assert cut_at_stop(ByteTokenizer(), ("STOP",), [token_ids]) == ("so ", "so ", 7)
+
+
+def test_of_two_stop_strings_the_first_to_be_complete_ends_the_text() -> None:
+    assert cut_at_stop(ByteTokenizer(), ("bcd", "c"), [list(b"abcd")]) == ("ab", "ab", 3)
+
+
 @given(text=st.text(max_size=40), cuts=st.lists(st.integers(1, 5), max_size=60))
 @settings(deadline=None)
 def test_streamed_text_is_the_whole_text_whatever_the_blocks(text: str, cuts: list[int]) -> None:
@@ -244,3 +325,133 @@ def test_sampling_parameters_reach_the_engine_with_the_rest_of_the_budget() -> N
     assert second.sampling == replace(first.sampling, max_tokens=100 - second.num_sampled_tokens)
     assert second.prompt_token_ids == (7, *range(second.num_sampled_tokens))
     assert first.request_id != second.request_id and second.priority == 3
+
+
+class Watched(ModelledEngine):
+    """Knows which requests are in it."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.open: set[str] = set()
+
+    async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        self.open.add(request.request_id)
+        try:
+            async for block in super().stream(request):
+                yield block
+        finally:
+            self.open.remove(request.request_id)
+
+
+@pytest.mark.parametrize("ending", ["consumer leaves", "consumer is cancelled", "stop string", "engine dies"])
+def test_a_stream_that_ends_early_leaves_nothing_in_the_engine_and_is_accounted(ending: str) -> None:
+    sampling = SamplingParams(max_tokens=500, stop=("pqr",) if ending == "stop string" else ())
+
+    async def main() -> dict[str, float]:
+        served = Watched("e0", num_tokens_of=lambda prompt, seed: 200)
+        user = client(served)
+
+        async def consume() -> None:
+            async with aclosing(user.stream_tokens((1,), sampling)) as deltas:
+                async for _ in deltas:
+                    assert len(served.open) == 1
+                    if ending == "consumer leaves":
+                        return
+
+        consumer = asyncio.ensure_future(consume())
+        await asyncio.sleep(1.0)
+        if ending == "consumer is cancelled":
+            consumer.cancel()
+        if ending == "engine dies":
+            served.kill()
+        await asyncio.wait([consumer])
+        if not consumer.cancelled():
+            assert isinstance(consumer.exception(), NoEngineError if ending == "engine dies" else type(None))
+        assert served.open == set()
+        return user.statistics()
+
+    statistics = run_in_virtual_time(main())
+    assert statistics["running_requests"] == 0
+    delivered, abandoned = statistics["tokens_total"], statistics["abandoned_tokens_total"]
+    assert (delivered, abandoned) == {
+        "consumer leaves": (0, 16),
+        "consumer is cancelled": (0, 96),
+        "stop string": (18, 0),
+        "engine dies": (0, 96),
+    }[ending]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_engine_that_ends_a_request_without_a_reason_is_an_error_and_not_an_endless_retry(streaming: bool) -> None:
+    class Silent(ModelledEngine):
+        async def generate(self, request: EngineRequest) -> EngineOutput:
+            return replace(await super().generate(request), finish_reason=None)
+
+        async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+            async for block in super().stream(request):
+                yield replace(block, finish_reason=None)
+
+    async def main() -> None:
+        user = client(Silent("e0", num_tokens_of=lambda prompt, seed: 20))
+        sampling = SamplingParams(max_tokens=50)
+        try:
+            if streaming:
+                [d async for d in user.stream_tokens((1,), sampling)]
+            else:
+                await user.generate_tokens((1,), sampling)
+        finally:
+            assert user.statistics()["running_requests"] == 0
+
+    with pytest.raises(InferenceError, match="e0 ended request .* without a finish reason"):
+        run_in_virtual_time(main())
+
+
+def test_a_budget_of_no_tokens_is_refused_as_such() -> None:
+    async def main() -> None:
+        await client(engine()).generate_tokens((1,), SamplingParams(max_tokens=0))
+
+    with pytest.raises(ValueError, match="max_tokens must be >= 1, got 0"):
+        run_in_virtual_time(main())
+
+
+@given(
+    deaths=st.lists(st.tuples(st.floats(0.01, 3.0), st.integers(0, 2)), max_size=2),
+    publishes=st.lists(st.floats(0.01, 3.0), max_size=4),
+    cancelled_at=st.floats(0.01, 3.0),
+)
+@settings(max_examples=40, deadline=None)
+def test_deaths_publishes_and_cancellation_cost_no_token_and_leave_no_load(
+    deaths: list[tuple[float, int]], publishes: list[float], cancelled_at: float
+) -> None:
+    async def main() -> tuple[list[tuple[int, ...]], dict[str, float]]:
+        engines = [engine(f"e{i}") for i in range(3)]
+        user = client(*engines)
+
+        async def die(at: float, index: int) -> None:
+            await asyncio.sleep(at)
+            engines[index].kill()
+
+        async def publish_everywhere(at: float, version: int) -> None:
+            await asyncio.sleep(at)
+            for target in engines:
+                with suppress(EngineDeadError):
+                    await publish(target, version)
+
+        async def cut(task: "asyncio.Task[object]") -> None:
+            await asyncio.sleep(cancelled_at)
+            task.cancel()
+
+        async with asyncio.TaskGroup() as tasks:
+            for at, index in deaths:
+                tasks.create_task(die(at, index))
+            for version, at in enumerate(publishes, 1):
+                tasks.create_task(publish_everywhere(at, version))
+            sampling = SamplingParams(max_tokens=500)
+            played = [tasks.create_task(user.generate_tokens((1,), sampling, session_id=f"s{i % 3}")) for i in range(7)]
+            tasks.create_task(cut(tasks.create_task(user.generate_tokens((2,), sampling))))
+        return [task.result().token_ids for task in played], user.statistics()
+
+    answers, statistics = run_in_virtual_time(main())
+    assert answers == [tuple(i % 100 for i in range(200))] * 7
+    assert statistics["running_requests"] == 0
+    assert statistics["tokens_total"] % 200 == 0

@@ -97,6 +97,8 @@ def test_enums_are_given_by_name() -> None:
 def test_engine_arguments_of_ones_own_need_no_plus_sign() -> None:
     config = from_overrides("engine.extra_args.swap_space=2", "engine.extra_args.compilation_config={level:0}")
     assert config.engine.extra_args == {"swap_space": 2, "compilation_config": {"level": 0}}
+    assert from_overrides("engine.extra_args={swap_space: 2}").engine.extra_args == {"swap_space": 2}
+    assert from_overrides("engine={extra_args: {swap_space: 2}}").engine.extra_args == {"swap_space": 2}
 
 
 def test_a_dictionary_sets_several_keys_of_a_section() -> None:

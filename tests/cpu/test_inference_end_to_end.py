@@ -5,8 +5,10 @@ publish of the same weights is held against.
 """
 
 import asyncio
+import itertools
+import warnings
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.errors import PublishError
-from skyrl_async.inference import vllm_weight_transfer
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.server.app import create_app
 from skyrl_async.inference.server.serve import start_server
@@ -50,8 +51,8 @@ from skyrl_gym_http import SkyRLGymHTTPGenerator
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 MESSAGES = [{"role": "user", "content": "Relay 3. +4"}]
-GREEDY = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
-GREEDY_BODY: dict[str, Any] = {"model": "policy", "messages": MESSAGES, "temperature": 0, "max_tokens": 300}
+GREEDY = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
+GREEDY_BODY: dict[str, Any] = {"model": "policy", "messages": MESSAGES, "temperature": 0, "max_tokens": 500}
 EXTENSIONS = {"return_token_ids": True, "ignore_eos": True}
 MAX_LOGPROB_GAP = 1e-3
 NUM_PUBLISHES = 4
@@ -76,25 +77,32 @@ class Serving:
         return await self.client.generate(prompt_token_ids=self.prompt, sampling=GREEDY)
 
 
-class RepackSwitch:
-    """A file whose existence makes engines skip the packing of a tied head: the fault that no weight shows."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-
 @pytest.fixture(scope="module")
-def repack_switch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RepackSwitch]:
-    """Set before engines boot: their forked cores inherit the switchable function."""
-    switch = RepackSwitch(tmp_path_factory.mktemp("switch") / "skip")
+def skip_repacking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file: while it exists engines do not pack a tied head again, a fault that the weights do not show.
+
+    Set up before engines boot, because their forked cores inherit it.
+    """
+    switch = tmp_path_factory.mktemp("switch") / "skip"
+    with warnings.catch_warnings(action="ignore"):  # vLLM's own deprecations
+        from skyrl_async.inference import vllm_weight_transfer
     original = vllm_weight_transfer._repack_shared_weights
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             vllm_weight_transfer,
             "_repack_shared_weights",
-            lambda model: None if switch.path.exists() else original(model),
+            lambda model: None if switch.exists() else original(model),
         )
         yield switch
+
+
+@contextmanager
+def existing(path: Path) -> Iterator[None]:
+    path.touch()
+    try:
+        yield
+    finally:
+        path.unlink()
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +112,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def make_policy(directory: Path, tokenizer: PreTrainedTokenizerFast, *, is_tied: bool) -> Path:
     """A tiny policy with weights so large that its greedy text wanders over the whole vocabulary."""
-    model = make_tiny_model(PolicySizes(hidden_size=64, tie_word_embeddings=is_tied), tokenizer, seed=1)
+    model = make_tiny_model(PolicySizes(intermediate_size=128, tie_word_embeddings=is_tied), tokenizer, seed=1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -118,11 +126,9 @@ def make_policy(directory: Path, tokenizer: PreTrainedTokenizerFast, *, is_tied:
 async def serving(policy_dir: Path, tokenizer: PreTrainedTokenizerFast) -> AsyncIterator[Serving]:
     engine = await VLLMEngine.start(VLLMEngineConfig(name=policy_dir.name, policy_dir=str(policy_dir)))
     renderer = ChatRenderer(tokenizer)
-    client = InferenceEngineClient(
-        [engine], tokenizer=tokenizer, max_model_len=engine.max_model_len, renderer=renderer
-    )
-    fresh = await client.generate(messages=MESSAGES, sampling=GREEDY)
+    client = InferenceEngineClient([engine], tokenizer=tokenizer, max_model_len=engine.max_model_len, renderer=renderer)
     try:
+        fresh = await client.generate(messages=MESSAGES, sampling=GREEDY)
         yield Serving(
             policy_dir=policy_dir,
             engine=engine,
@@ -136,21 +142,26 @@ async def serving(policy_dir: Path, tokenizer: PreTrainedTokenizerFast) -> Async
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def untied(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast
-) -> AsyncIterator[Serving]:
-    directory = tmp_path_factory.mktemp("policies") / "untied"
-    async with serving(make_policy(directory, tokenizer, is_tied=False), tokenizer) as started:
-        yield started
+async def engines(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast, skip_repacking: Path
+) -> AsyncIterator[dict[str, Serving]]:
+    """One of an untied policy and one of a tied one, both up before training starts threads that a fork would not survive."""
+    root = tmp_path_factory.mktemp("policies")
+    untied = make_policy(root / "untied", tokenizer, is_tied=False)
+    tied = make_policy(root / "tied", tokenizer, is_tied=True)
+    async with serving(untied, tokenizer) as first, serving(tied, tokenizer) as second:
+        yield {"untied": first, "tied": second}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def tied(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast, repack_switch: RepackSwitch
-) -> AsyncIterator[Serving]:
-    directory = tmp_path_factory.mktemp("policies") / "tied"
-    async with serving(make_policy(directory, tokenizer, is_tied=True), tokenizer) as started:
-        yield started
+@pytest.fixture
+def served(request: pytest.FixtureRequest, engines: dict[str, Serving]) -> Serving:
+    """One of the engines; every test begins by publishing the policy's first weights."""
+    return engines[request.param]
+
+
+UNTIED = pytest.mark.parametrize("served", ["untied"], indirect=True)
+TIED = pytest.mark.parametrize("served", ["tied"], indirect=True)
+EITHER = pytest.mark.parametrize("served", ["untied", "tied"], indirect=True)
 
 
 class Trained:
@@ -241,32 +252,34 @@ def assert_close(here: Sequence[float], there: Sequence[float], atol: float = 1e
     torch.testing.assert_close(torch.tensor(here), torch.tensor(there), atol=atol, rtol=0.0)
 
 
+@UNTIED
 async def test_contract_4_a_greedy_request_aborted_by_weight_publishes_equals_the_uninterrupted_one(
-    untied: Serving, tmp_path: Path
+    served: Serving, tmp_path: Path
 ) -> None:
-    async with trained(untied, tmp_path) as same, asyncio.TaskGroup() as group:
-        requests = [group.create_task(untied.greedy()) for _ in range(3)]
-        streamed = joined(await stream(untied, same.publisher.publish, NUM_PUBLISHES))
-    assert len(set(untied.fresh.token_ids)) > 20
-    assert "�" in untied.fresh.text  # decoded in pieces, a text with broken characters comes out otherwise
+    async with trained(served, tmp_path) as same, asyncio.TaskGroup() as group:
+        requests = [group.create_task(served.greedy()) for _ in range(3)]
+        streamed = joined(await stream(served, same.publisher.publish, NUM_PUBLISHES))
+    assert len(set(served.fresh.token_ids)) > 20
+    assert "�" in served.fresh.text  # decoded in pieces, a text with broken characters comes out otherwise
     for completion in [*(request.result() for request in requests), streamed]:
-        assert completion.token_ids == untied.fresh.token_ids
-        assert completion.text == untied.fresh.text
+        assert completion.token_ids == served.fresh.token_ids
+        assert completion.text == served.fresh.text
         assert completion.finish_reason is FinishReason.LENGTH
-        assert_close(completion.logprobs, untied.fresh.logprobs)
+        assert_close(completion.logprobs, served.fresh.logprobs)
         assert list(completion.versions) == sorted(completion.versions)
         assert set(completion.versions) == set(range(NUM_PUBLISHES + 1))
     assert all(request.result().num_aborts == NUM_PUBLISHES for request in requests)
 
 
+@UNTIED
 @pytest.mark.parametrize("mode", list(PauseMode))
 async def test_every_token_bears_the_version_it_was_sampled_under_and_the_log_prob_of_a_float32_forward(
-    untied: Serving, tmp_path: Path, mode: PauseMode
+    served: Serving, tmp_path: Path, mode: PauseMode
 ) -> None:
-    async with trained(untied, tmp_path, mode) as changing:
+    async with trained(served, tmp_path, mode) as changing:
         async with asyncio.TaskGroup() as group:
-            request = group.create_task(untied.greedy())
-            streamed = joined(await stream(untied, changing.publish_step, 3))
+            request = group.create_task(served.greedy())
+            streamed = joined(await stream(served, changing.publish_step, 3))
         for completion in (request.result(), streamed):
             assert len(completion.token_ids) == GREEDY.max_tokens
             assert list(completion.versions) == sorted(completion.versions)
@@ -274,7 +287,7 @@ async def test_every_token_bears_the_version_it_was_sampled_under_and_the_log_pr
             token_ids = torch.tensor(completion.token_ids)
             references = torch.stack(
                 [
-                    changing.reference(version, [*untied.prompt, *completion.token_ids])[len(untied.prompt) - 1 :]
+                    changing.reference(version, [*served.prompt, *completion.token_ids])[len(served.prompt) - 1 :]
                     for version in range(4)
                 ]
             )
@@ -287,11 +300,10 @@ async def test_every_token_bears_the_version_it_was_sampled_under_and_the_log_pr
             assert len(first) == 3 and off[first].min() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["untied", "tied"])
+@EITHER
 async def test_after_a_publish_an_engine_cannot_be_told_from_a_fresh_one_with_the_same_weights(
-    request: pytest.FixtureRequest, tmp_path: Path, name: str
+    served: Serving, tmp_path: Path
 ) -> None:
-    served: Serving = request.getfixturevalue(name)
     async with trained(served, tmp_path) as changing:
         await changing.policy.save(tmp_path / "first")
         await changing.publish_step(1)
@@ -308,11 +320,10 @@ async def test_after_a_publish_an_engine_cannot_be_told_from_a_fresh_one_with_th
         assert await changing.publisher.attest(2) == served.fresh_checksum
 
 
-@pytest.mark.parametrize("name", ["untied", "tied"])
+@EITHER
 async def test_contract_6_the_log_prob_probe_passes_after_a_publish_and_catches_stale_weights(
-    request: pytest.FixtureRequest, tmp_path: Path, name: str
+    served: Serving, tmp_path: Path
 ) -> None:
-    served: Serving = request.getfixturevalue(name)
     async with trained(served, tmp_path) as changing:
         await changing.publish_step(1)
         gaps = await changing.publisher.check(1, is_first=True)
@@ -326,15 +337,13 @@ async def test_contract_6_the_log_prob_probe_passes_after_a_publish_and_catches_
         assert (await changing.publisher.check(2, is_first=False))["async/engine_logprob_gap"] < 1e-4
 
 
+@TIED
 async def test_contract_6_the_probe_catches_a_tied_head_left_stale_behind_new_embeddings(
-    tied: Serving, tmp_path: Path, repack_switch: RepackSwitch
+    served: Serving, tmp_path: Path, skip_repacking: Path
 ) -> None:
-    async with trained(tied, tmp_path) as changing:
-        repack_switch.path.touch()
-        try:
+    async with trained(served, tmp_path) as changing:
+        with existing(skip_repacking):
             await changing.publish_step(1)
-        finally:
-            repack_switch.path.unlink()
         with pytest.raises(PublishError, match="the engines do not hold the weights that are trained"):
             await changing.publisher.check(1, is_first=False)
         await changing.publisher.publish(2)
@@ -348,13 +357,14 @@ async def endpoint(served: Serving, sampler: Any = None) -> AsyncIterator[str]:
         yield f"http://{host}:{port}/v1"
 
 
+@UNTIED
 @pytest.mark.parametrize("mode", list(PauseMode))
 async def test_openai_requests_open_while_weights_change_are_held_and_finished(
-    untied: Serving, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, mode: PauseMode
+    served: Serving, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, mode: PauseMode
 ) -> None:
     async with (
-        trained(untied, tmp_path, mode) as same,
-        endpoint(untied) as url,
+        trained(served, tmp_path, mode) as same,
+        endpoint(served) as url,
         AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as openai,
         asyncio.TaskGroup() as group,
     ):
@@ -371,8 +381,8 @@ async def test_openai_requests_open_while_weights_change_are_held_and_finished(
     streamed_text = "".join(c.delta.content or "" for c in chunks)
     assert choice.model_extra is not None
     for ids, text in ((choice.model_extra["token_ids"], choice.message.content), (streamed_ids, streamed_text)):
-        assert tuple(ids) == untied.fresh.token_ids
-        assert text == tokenizer.decode(ids, skip_special_tokens=True) == untied.fresh.text
+        assert tuple(ids) == served.fresh.token_ids
+        assert text == tokenizer.decode(ids, skip_special_tokens=True) == served.fresh.text
     assert choice.finish_reason == chunks[-1].finish_reason == "length"
     assert [span["version"] for span in choice.model_extra["policy_versions"]] == list(range(NUM_PUBLISHES + 1))
     assert choice.model_extra["num_aborts"] == (NUM_PUBLISHES if mode is PauseMode.ABORT else 0)
@@ -434,7 +444,7 @@ def assert_is_walked(trajectory: Trajectory, turns: Sequence[Completion]) -> Non
     assert trajectory.num_turns == len(turns) == 4
     assert trajectory.prompt_token_ids == turns[0].prompt_token_ids
     mask: list[int] = []
-    for turn, following in zip(turns, turns[1:], strict=False):
+    for turn, following in itertools.pairwise(turns):
         so_far = (*turn.prompt_token_ids, *turn.token_ids)
         assert following.prompt_token_ids[: len(so_far)] == so_far
         mask += [1] * len(turn.token_ids) + [0] * (len(following.prompt_token_ids) - len(so_far))
@@ -447,17 +457,18 @@ def assert_is_walked(trajectory: Trajectory, turns: Sequence[Completion]) -> Non
     assert {v for v, m in zip(trajectory.versions, mask, strict=True) if not m} == {ENVIRONMENT_VERSION}
 
 
-async def test_a_relay_episode_has_the_same_structure_through_both_generators(untied: Serving, tmp_path: Path) -> None:
-    in_process, over_http = RecordingSampler(untied.client), RecordingSampler(untied.client)
-    async with trained(untied, tmp_path) as same, endpoint(untied, over_http) as url:
-        here = await walk(GymGenerator(in_process, untied.renderer, make_relay))
+@UNTIED
+async def test_a_relay_episode_has_the_same_structure_through_both_generators(served: Serving, tmp_path: Path) -> None:
+    in_process, over_http = RecordingSampler(served.client), RecordingSampler(served.client)
+    async with trained(served, tmp_path) as same, endpoint(served, over_http) as url:
+        here = await walk(GymGenerator(in_process, served.renderer, make_relay))
         http = SkyRLGymHTTPGenerator(url, "k", "policy", make_relay)
         try:
             there = await walk(http)
             async with asyncio.TaskGroup() as group:
                 walking = [
                     group.create_task(walk(generator))
-                    for generator in (http, GymGenerator(untied.client, untied.renderer, make_relay))
+                    for generator in (http, GymGenerator(served.client, served.renderer, make_relay))
                 ]
                 for version in range(1, 4):
                     await same.publisher.publish(version)

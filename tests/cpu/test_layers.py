@@ -30,6 +30,7 @@ LAYERS = {
     "skyrl_async.weight_sync": 3,
     "skyrl_async.rollout.worker": 3,
     "skyrl_async.trainer": 4,
+    "skyrl_async.composition": 5,
     "skyrl_async.main": 5,
     "skyrl_async.simulator": 5,
     "skyrl_async.dashboard": 5,
@@ -46,7 +47,7 @@ LAST_LAYER_FOR_ENVIRONMENTS = 1
 ALLOWED = {
     "vllm": ("skyrl_async/inference/vllm_*.py", "skyrl_async/inference/core_process.py"),
     "ray": (
-        "skyrl_async/main.py",
+        "skyrl_async/composition/processes.py",
         "skyrl_async/inference/ray_*.py",
         "skyrl_async/inference/server/process.py",
         "skyrl_async/training/policy_workers.py",

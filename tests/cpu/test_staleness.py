@@ -20,7 +20,7 @@ def drive(coroutine):
 
 
 class CapacityRule(RuleBasedStateMachine):
-    """Admissions, ends and versions in any order keep the rule, and no due group is ever more than a mini-batch."""
+    """Admissions, ends and steps in any order keep the rule, and no group ever gets older than the bound."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,6 +29,7 @@ class CapacityRule(RuleBasedStateMachine):
         self.running: list[Admission] = []
         self.finished: list[Admission] = []
         self.trained: list[Admission] = []
+        self.num_free = self.batch
 
     @precondition(lambda self: self.manager.capacity > 0)
     @rule()
@@ -54,28 +55,29 @@ class CapacityRule(RuleBasedStateMachine):
         admission = self.finished.pop(data.draw(st.integers(0, len(self.finished) - 1)))
         drive(self.manager.on_rollout_filtered(admission))
 
-    @precondition(lambda self: len(self.finished) >= self.batch)
+    @precondition(lambda self: self.finished)
     @rule()
-    def train_oldest_first(self) -> None:
-        oldest = sorted(self.finished, key=lambda a: a.index)[: self.batch]
-        oldest_allowed = self.manager.version - self.bound
-        due_running = sum(a.scheduled_version <= oldest_allowed for a in self.running)
-        due_finished = sum(a.scheduled_version <= oldest_allowed for a in self.finished)
-        if due_running + max(0, due_finished - self.batch):
+    def train_the_oldest_if_it_may(self) -> None:
+        oldest = min(self.finished, key=lambda a: a.index)
+        if not self.manager.may_train(oldest.scheduled_version, self.num_free):
+            assert any(a.index < oldest.index for a in self.running), "nothing would ever let it go"
             return
-        for admission in oldest:
-            assert self.manager.version - admission.scheduled_version <= self.bound
-            drive(self.manager.on_rollout_trained(admission.index))
-            self.finished.remove(admission)
-            self.trained.append(admission)
-        drive(self.manager.notify_capacity_change(self.manager.version + 1))
+        assert self.manager.version - oldest.scheduled_version <= self.bound
+        drive(self.manager.on_rollout_trained(oldest.index))
+        self.finished.remove(oldest)
+        self.trained.append(oldest)
+        self.num_free -= 1
+        if self.num_free == 0:
+            self.num_free = self.batch
+            drive(self.manager.notify_capacity_change(self.manager.version + 1))
 
     @invariant()
     def the_rule_holds(self) -> None:
         accepted = len(self.finished) + len(self.trained)
         assert len(self.running) <= self.most
         assert accepted + len(self.running) <= (self.bound + self.manager.version + 1) * self.batch
-        assert self.manager.num_due() <= self.batch
+        opened = [a.scheduled_version for a in self.running + self.finished]
+        assert all(self.manager.version - v <= self.bound for v in opened)
         drive(self.manager.validate_state_at_epoch_end(len(self.trained)))
 
     @invariant()
@@ -120,6 +122,21 @@ def test_a_cancelled_waiter_leaves_its_turn_to_the_next() -> None:
         return admission.index
 
     assert run_in_virtual_time(main()) == 1
+
+
+def test_a_place_is_kept_for_groups_that_become_due_together_in_a_later_step() -> None:
+    manager = _AsyncStalenessManager(3, 1, 2)
+    first, second, third = (drive(manager.acquire_submission_slot()) for _ in range(3))
+    drive(manager.on_rollout_accepted(second))
+    assert manager.may_train(second.scheduled_version, 1)
+    drive(manager.on_rollout_trained(second.index))
+    drive(manager.notify_capacity_change(1))
+    fourth = drive(manager.acquire_submission_slot())
+    drive(manager.on_rollout_accepted(fourth))
+    assert not manager.may_train(fourth.scheduled_version, 1), "steps 1 and 2 belong to the first and the third"
+    drive(manager.on_rollout_rejected(third))
+    assert manager.may_train(fourth.scheduled_version, 1)
+    assert manager.may_train(first.scheduled_version, 1)
 
 
 def test_no_more_groups_are_admitted_than_the_run_needs() -> None:

@@ -82,7 +82,7 @@ def test_contract_3_staleness_zero_trains_what_a_plain_loop_trains() -> None:
             admissions = [await simulation.staleness.acquire_submission_slot() for _ in range(settings.mini_batch_size)]
             drawn = [await simulation.dataloader.get_next_non_consumed_data() for _ in admissions]
             requests = [(a, key, prompt) for a, (key, prompt) in zip(admissions, drawn, strict=True)]
-            groups = [await simulation.workers._generate_with_retries(a, prompt) for a, _, prompt in requests]
+            groups = [await simulation.workers.generate(a, prompt) for a, _, prompt in requests]
             for admission, key, _ in requests:
                 await simulation.dataloader.mark_finished_uid(key)
                 await simulation.staleness.on_rollout_accepted(admission)

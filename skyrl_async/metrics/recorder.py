@@ -1,0 +1,63 @@
+"""Times the parts of each step, adds up the run, and logs both.
+
+Flows in: the figures of steps, and what generation counted. Flows out: values for the log, spans for the trace, totals for
+checkpoints and the summary. Does not know what a step does, nor when.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from skyrl_async.metrics.step import RunTotals, StepFigures
+from skyrl_async.metrics.trace import Trace
+
+
+class Recorder:
+    """The books of one run.
+
+    Args:
+        log: takes (step, values).
+        trace: one span per timed part.
+        generation_counts: what generation has counted so far (finished groups, tokens, ...), all of it growing.
+    """
+
+    def __init__(
+        self,
+        *,
+        log: Callable[[int, dict[str, float]], None],
+        trace: Trace,
+        generation_counts: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self.log = log
+        self.totals = RunTotals()
+        self._trace = trace
+        self._generation_counts = generation_counts
+        self._counted = generation_counts()
+        self._counted_at = 0.0
+
+    def start(self) -> None:
+        """Training begins now."""
+        self._counted_at = asyncio.get_running_loop().time()
+
+    @contextmanager
+    def timed(self, figures: StepFigures, name: str, *, track: str) -> Iterator[None]:
+        """Trace a part of a step, and add its seconds to the step's."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        with self._trace.span(name, track=track, step=figures.version + 1):
+            yield
+        figures.add_seconds(name, loop.time() - started)
+
+    def count_generation(self) -> dict[str, float]:
+        """Add to the totals what was generated since the last call; returns that as values."""
+        now, counts = asyncio.get_running_loop().time(), self._generation_counts()
+        new = {name: count - self._counted[name] for name, count in counts.items()}
+        seconds = max(now - self._counted_at, 1e-9)
+        self._counted, self._counted_at = counts, now
+        self.totals.add_generation(new)
+        return {"generate/tokens": float(new["tokens"]), "generate/tokens_per_second": new["tokens"] / seconds}
+
+    def log_step(self, figures: StepFigures, policy: Mapping[str, float], more: Mapping[str, float]) -> None:
+        """Log a step with what the policy said of its optimizer step, and values that go by their full names."""
+        values = figures.values() | {f"policy/{name}": value for name, value in policy.items()}
+        self.log(figures.version + 1, {**values, **self.totals.values(), **more})

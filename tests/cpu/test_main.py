@@ -1,0 +1,463 @@
+"""The command line as a user runs it: processes, their files, their exit codes, what they say on standard error.
+
+One run of the default engine goes through the whole file: it is killed, taken up and interrupted, taken up and finished. What goes
+wrong on purpose is tried with the deterministic engine, which boots faster.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from skyrl_async.metrics.tracker import read_rows
+
+REPOSITORY = Path(__file__).parents[2]
+MARK = "SKYRL_ASYNC_TEST_RUN"
+GROUPS_PER_STEP = 2
+NUM_LAST_STEPS = 8
+SMALL = (
+    "policy.warm_start.enabled=false",
+    f"trainer.policy_mini_batch_size={GROUPS_PER_STEP}",
+    "generator.n_samples_per_prompt=2",
+    "generator.sampling.max_tokens=24",
+    "evaluation.sampling.max_tokens=24",
+    "evaluation.num_prompts=4",
+    "evaluation.num_prompts_while_training=2",
+    "task.num_eval_prompts=4",
+    "trainer.eval_interval_steps=2",
+    "trainer.checkpoint_interval_steps=1",
+)
+NO_VLLM = ("engine=deterministic", "logging.tensorboard=false", "evaluation.num_prompts=0")
+FOR_EVER = "trainer.num_steps=100000"
+SUMMARY_KEYS = {
+    "reward_before",
+    "reward_after",
+    "steps",
+    "seconds",
+    "tokens_generated",
+    "staleness_max",
+    "staleness_wait_seconds",
+    "pause_seconds_median",
+    "trainer_idle_share",
+}
+
+
+class Command:
+    """One ``python -m skyrl_async.main ...``; every process that descends from it can be told by its environment."""
+
+    def __init__(self, overrides: Sequence[str], *, cwd: Path) -> None:
+        self._mark = uuid.uuid4().hex
+        self.stderr_path = cwd / f"stderr-{self._mark}"
+        paths = [str(REPOSITORY), str(cwd), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {MARK: self._mark, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "400"}
+        with self.stderr_path.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "skyrl_async.main", f"cache_dir={cwd / 'cache'}", *overrides],
+                cwd=cwd,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
+
+    def read_until(self, text: str) -> str:
+        """The output up to a line that holds ``text``."""
+        assert self.process.stdout is not None
+        lines = []
+        for line in self.process.stdout:
+            lines.append(line)
+            if text in line:
+                return "".join(lines)
+        raise AssertionError(f"{text!r} not in:\n{''.join(lines)}{self.stderr_path.read_text()}")
+
+    def wait_for_step(self, step: int) -> None:
+        """Read until a step from ``step`` on is reported."""
+        while int(self.read_until("step ").rsplit("step ", 1)[1].partition("/")[0]) < step:
+            pass
+
+    def finish(self, timeout_s: float = 100.0) -> "Outcome":
+        """Wait for its end, and for that of all its processes."""
+        started = time.monotonic()
+        stdout, _ = self.process.communicate(timeout=timeout_s)
+        _, orphans = psutil.wait_procs(self.family(), timeout=20)
+        return Outcome(
+            code=self.process.returncode,
+            stdout=stdout,
+            stderr=self.stderr_path.read_text(),
+            seconds=time.monotonic() - started,
+            orphans=tuple(" ".join(orphan.cmdline()) for orphan in orphans),
+        )
+
+    def family(self) -> list[psutil.Process]:
+        """The processes alive that descend from the command, whoever is their parent now."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark:
+                    found.append(process)
+        return found
+
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.process.communicate()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a command."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    orphans: tuple[str, ...]
+    """Command lines of processes that outlived it by 20 seconds."""
+
+    @property
+    def error(self) -> str:
+        """The one error, without the program's notices around it."""
+        lines = self.stderr.splitlines()
+        (index,) = (i for i, line in enumerate(lines) if line.startswith("error: "))
+        return "\n".join(lines[index:])
+
+
+def run(*overrides: str, cwd: Path) -> Outcome:
+    with Command(overrides, cwd=cwd) as command:
+        outcome = command.finish()
+    assert outcome.orphans == ()
+    return outcome
+
+
+def assert_refused(outcome: Outcome, *said: str) -> None:
+    """One clear line, nothing started."""
+    assert outcome.code == 2
+    assert outcome.stderr.startswith("error: ")
+    assert outcome.stderr.count("\n") == 1, outcome.stderr
+    for words in said:
+        assert words in outcome.stderr
+
+
+def state(run_dir: Path) -> tuple[Path, dict[str, Any], list[str]]:
+    """The newest checkpoint: its directory, the trainer's state, the uids of finished groups that wait in it."""
+    step = (run_dir / "checkpoints" / "latest_ckpt_global_step.txt").read_text()
+    directory = run_dir / "checkpoints" / f"global_step_{step}"
+    groups = json.loads((directory / "groups.json").read_text())
+    return directory, json.loads((directory / "trainer_state.json").read_text()), [group["uid"] for group in groups]
+
+
+def assert_ledger_is_exact(run_dir: Path) -> list[str]:
+    """Every group trained so far is of a prompt of its own; returns the uids trained."""
+    _, saved, waiting = state(run_dir)
+    (epoch,) = saved["dataloader"]["ledger"]["epochs"].values()
+    trained: list[str] = epoch["trained"]
+    assert len(set(trained)) == len(trained) == saved["totals"]["trained_groups"] == saved["step"] * GROUPS_PER_STEP
+    assert sorted(epoch["finished"]) == sorted(waiting)
+    assert not set(trained) & set(waiting)
+    return trained
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("workplace")
+
+
+@pytest.fixture(scope="module")
+def killed(workplace: Path) -> tuple[Path, Outcome]:
+    """A run of the default engine, ended by kill -9 in the middle."""
+    run_dir = workplace / "run"
+    with Command([*SMALL, FOR_EVER, f"trainer.output_dir={run_dir}"], cwd=workplace) as command:
+        command.wait_for_step(4)
+        command.process.send_signal(signal.SIGKILL)
+        return run_dir, command.finish()
+
+
+@pytest.fixture(scope="module")
+def interrupted(killed: tuple[Path, Outcome], workplace: Path) -> tuple[Path, int, list[str], Outcome]:
+    """The same run taken up and asked to end: with the step and the trained uids it began with."""
+    run_dir, _ = killed
+    first, trained = state(run_dir)[1]["step"], assert_ledger_is_exact(run_dir)
+    resume = ["trainer.resume_mode=latest", f"trainer.output_dir={run_dir}"]
+    with Command([*SMALL, FOR_EVER, *resume], cwd=workplace) as command:
+        command.wait_for_step(first + 2)
+        command.process.send_signal(signal.SIGTERM)
+        return run_dir, first, trained, command.finish()
+
+
+@pytest.fixture(scope="module")
+def finished(
+    interrupted: tuple[Path, int, list[str], Outcome], workplace: Path
+) -> tuple[Path, int, list[str], Outcome]:
+    """The same run taken up again, now over the endpoint, and finished after more steps than there are finished groups for."""
+    run_dir = interrupted[0]
+    first, trained = state(run_dir)[1]["step"], assert_ledger_is_exact(run_dir)
+    outcome = run(
+        *SMALL,
+        f"trainer.num_steps={first + NUM_LAST_STEPS}",
+        "generator.kind=gym_http",
+        "trainer.resume_mode=latest",
+        f"trainer.output_dir={run_dir}",
+        cwd=workplace,
+    )
+    return run_dir, first, trained, outcome
+
+
+@pytest.mark.slow
+def test_kill_9_leaves_no_process_and_a_whole_checkpoint(killed: tuple[Path, Outcome]) -> None:
+    run_dir, outcome = killed
+    assert outcome.code == -signal.SIGKILL
+    assert outcome.orphans == ()
+    assert state(run_dir)[1]["step"] >= 3
+    assert_ledger_is_exact(run_dir)
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_taken_up_and_ends_cleanly_when_asked_to(
+    interrupted: tuple[Path, int, list[str], Outcome],
+) -> None:
+    run_dir, first, trained, outcome = interrupted
+    assert outcome.code == 130
+    assert outcome.orphans == ()
+    assert f"interrupted; continue with trainer.resume_mode=latest trainer.output_dir={run_dir}" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert outcome.seconds < 30
+    assert state(run_dir)[1]["step"] >= first + 1
+    assert set(trained) < set(assert_ledger_is_exact(run_dir))
+
+
+@pytest.mark.slow
+def test_a_run_taken_up_over_http_finishes_with_all_its_files(
+    finished: tuple[Path, int, list[str], Outcome],
+) -> None:
+    run_dir, first, trained, outcome = finished
+    assert outcome.code == 0, outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert "held-out reward after" in outcome.stdout and "endpoint: http://127.0.0.1:" in outcome.stdout
+    assert set(trained) < set(assert_ledger_is_exact(run_dir))
+
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY_KEYS and None not in summary.values()
+    last = first + NUM_LAST_STEPS
+    assert summary["steps"] == last
+    assert summary["staleness_max"] <= 4
+    rows = read_rows(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows if "reward/mean" in row] == list(range(1, last + 1))
+    evaluated = [row["step"] for row in rows if "reward/eval" in row]
+    assert len(set(evaluated)) == len(evaluated) and {0, last} <= set(evaluated)
+    assert all(earlier["time_s"] <= later["time_s"] for earlier, later in itertools.pairwise(rows))
+
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert config["generator"]["kind"] == "gym_http" and config["trainer"]["policy_mini_batch_size"] == GROUPS_PER_STEP
+    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in run_dir.glob("trace*.json")} == {"trace.json", "trace-2.json", "trace-3.json"}
+    events = json.loads((run_dir / "trace-3.json").read_text())
+    assert {"group", "forward_backward", "pause", "load", "evaluate"} <= {event["name"] for event in events}
+    assert list((run_dir / "tensorboard").iterdir())
+    assert {p.name for p in (run_dir / "checkpoints").glob("global_step_*")} == {
+        f"global_step_{last - 1}",
+        f"global_step_{last}",
+    }
+    key = json.loads((run_dir / "endpoint.json").read_text())["api_key"]
+    assert key not in (run_dir / "run.log").read_text() and (run_dir / "endpoint.json").stat().st_mode & 0o77 == 0
+
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "policy")
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "policy")
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "1"}], return_tensors="pt")["input_ids"]
+    assert model(prompt).logits.isfinite().all()
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_engines_boot_ends_cleanly(workplace: Path) -> None:
+    with Command([*SMALL, "trainer.output_dir=booting"], cwd=workplace) as command:
+        command.read_until("booting engines")
+        os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
+        outcome = command.finish()
+    assert outcome.code == 130, outcome.stderr
+    assert outcome.orphans == ()
+    assert "Traceback" not in outcome.stderr and "interrupted; continue with" in outcome.stderr
+    assert outcome.seconds < 30
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(tmp_path: Path) -> None:
+    outcome = run("trainer.max_stalenes_steps=4", cwd=tmp_path)
+    assert_refused(outcome, "unknown key 'trainer.max_stalenes_steps'; did you mean trainer.max_staleness_steps?")
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_negative_staleness_is_refused(tmp_path: Path) -> None:
+    outcome = run("trainer.max_staleness_steps=-1", cwd=tmp_path)
+    assert_refused(outcome, "trainer.max_staleness_steps must be >= 0, got -1")
+
+
+def test_more_workers_than_capacity_are_refused(tmp_path: Path) -> None:
+    outcome = run("trainer.max_staleness_steps=1", "trainer.num_parallel_generation_workers=17", cwd=tmp_path)
+    assert_refused(outcome, "trainer.num_parallel_generation_workers must be between", "(16), got 17")
+
+
+def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        outcome = run("server.enabled=true", f"server.port={port}", cwd=tmp_path)
+    assert_refused(outcome, f"server.port={port} cannot be bound", "Address already in use; choose another")
+
+
+def test_a_policy_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text("{}")
+    assert_refused(
+        run("policy.path=policy", cwd=tmp_path), "policy.path=policy has no weights (*.safetensors or *.bin)"
+    )
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy of one's own."""
+    from skyrl_async.tasks.policy_cache import prepare_initial_policy
+    from skyrl_async.tasks.registry import get_task
+    from skyrl_async.tasks.tiny_policy import PolicySizes
+
+    return prepare_initial_policy(
+        cache_dir=tmp_path_factory.mktemp("policies"), task=get_task("lagged_fibonacci"), sizes=PolicySizes(), seed=0
+    )
+
+
+def dataset(directory: Path, lines: Sequence[str]) -> Path:
+    path = directory / "train.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def row(uid: str, content: str = "Extend 3248 until 0.") -> str:
+    prompt = [{"role": "user", "content": content}]
+    return json.dumps(
+        {"uid": uid, "prompt": prompt, "env_class": "lagged_fibonacci", "reward_spec": {"ground_truth": "3"}}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [
+        ([""], "no prompts in PATH"),
+        ([row("a"), row("b"), row("a")], "PATH,? line 3.* uid 'a' .*PATH,? line 1"),
+        ([row("a"), '{"uid": "b", "prompt"'], "PATH,? line 2 is not JSON"),
+    ],
+    ids=["no prompts", "duplicate uid", "broken line"],
+)
+def test_a_dataset_that_cannot_be_used_is_named_by_file_and_line(
+    tmp_path: Path, policy_dir: Path, lines: list[str], complaint: str
+) -> None:
+    path = dataset(tmp_path, lines)
+    files = ["task=dataset", f"task.train_files=[{path}]", f"policy.path={policy_dir}"]
+    outcome = run(*files, "trainer.output_dir=out", cwd=tmp_path)
+    assert outcome.code in (1, 2)
+    assert re.search(complaint.replace("PATH", re.escape(str(path))), outcome.error), outcome.error
+    assert "Traceback" not in outcome.stderr
+    assert "starting Ray" not in outcome.stdout
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_a_missing_file_is_refused(killed: tuple[Path, Outcome], tmp_path: Path) -> None:
+    checkpoint, _, _ = state(killed[0])
+    damaged = tmp_path / checkpoint.name
+    shutil.copytree(checkpoint, damaged)
+    (damaged / "policy" / "scheduler.pt").unlink()
+    outcome = run("trainer.resume_mode=from_path", f"trainer.resume_path={damaged}", cwd=tmp_path)
+    assert_refused(outcome, f"checkpoint {damaged} is incomplete: policy/scheduler.pt is missing")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_model_is_refused(killed: tuple[Path, Outcome], tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(state(killed[0])[0], checkpoint)
+    resume = ["trainer.resume_mode=from_path", f"trainer.resume_path={checkpoint}"]
+    outcome = run(*SMALL, *NO_VLLM, *resume, "policy.num_layers=3", "trainer.output_dir=out", cwd=tmp_path)
+    assert outcome.code == 1
+    assert "is of another model: model.layers.2" in outcome.error and "trainer.resume_mode=none" in outcome.error
+    assert "Traceback" not in outcome.stderr
+
+
+@pytest.mark.slow
+def test_an_engine_that_does_not_come_up_shows_its_own_last_words(tmp_path: Path) -> None:
+    outcome = run(*SMALL, "engine.extra_args={kv_cache_dtype: nonsense}", "trainer.output_dir=out", cwd=tmp_path)
+    assert outcome.code == 1
+    assert "error: engine engine-0 did not come up: " in outcome.error and "nonsense" in outcome.error
+    assert f"Its last log lines ({tmp_path / 'out' / 'logs' / 'engine-0.log'}):" in outcome.error
+
+
+GENERATORS = """
+from skyrl_async.types import Trajectory
+
+class Raising:
+    async def generate(self, request):
+        raise ZeroDivisionError("the tool broke")
+
+class Mismatched:
+    async def generate(self, request):
+        rows = dict(prompt_token_ids=(1,), response_token_ids=(2, 3), loss_mask=(1, 1), versions=(0, 0), reward=1.0)
+        return tuple(Trajectory(logprobs=(-1.0,), **rows) for _ in range(request.num_samples))
+
+def make_raising(client, renderer, config):
+    return Raising()
+
+def make_mismatched(client, renderer, config):
+    return Mismatched()
+"""
+
+
+@pytest.mark.slow
+def test_a_generator_that_raises_ends_the_run_with_its_error_and_long_prompts_are_named(
+    tmp_path: Path, policy_dir: Path
+) -> None:
+    (tmp_path / "my_generators.py").write_text(GENERATORS)
+    path = dataset(tmp_path, [*(row(f"p{i}") for i in range(12)), row("long-1", "1" * 70), row("long-2", "2" * 80)])
+    outcome = run(
+        *SMALL,
+        *NO_VLLM,
+        "task=dataset",
+        f"task.train_files=[{path}]",
+        f"policy.path={policy_dir}",
+        "engine.max_model_len=60",
+        "generator.entrypoint=my_generators:make_raising",
+        "trainer.output_dir=out",
+        cwd=tmp_path,
+    )
+    assert outcome.code == 1
+    assert "more than generator.max_failed_fraction=0.1" in outcome.error
+    assert "ZeroDivisionError: the tool broke" in outcome.error
+    assert "Traceback" not in outcome.stderr
+    assert "left out 2 prompts longer than the context of 60 tokens: long-1, long-2" in outcome.stdout
+
+
+@pytest.mark.slow
+def test_a_generator_that_returns_mismatched_lengths_ends_the_run_with_what_differs(tmp_path: Path) -> None:
+    (tmp_path / "my_generators.py").write_text(GENERATORS)
+    entrypoint = "generator.entrypoint=my_generators:make_mismatched"
+    outcome = run(*SMALL, *NO_VLLM, entrypoint, "trainer.output_dir=out", cwd=tmp_path)
+    assert outcome.code == 1
+    assert "trajectory.logprobs has 1 entries for 2 response tokens" in outcome.error
+    assert "Traceback" not in outcome.stderr

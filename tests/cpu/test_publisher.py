@@ -1,0 +1,256 @@
+"""Weight publishes over modelled engines that refuse, die and are slow, in virtual time (contracts 5 and 6)."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError, TrainingError
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
+from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, SamplingParams, WeightUpdate
+from skyrl_async.weight_sync.publisher import PublishTimes, WeightPublisher
+
+
+class Letters:
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        return ""
+
+
+class Troubled(ModelledEngine):
+    """Does what its plan says at each call of ``pause``, ``load_weights`` and ``resume``: fine, refuse, die or break."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, num_tokens_of=lambda prompt, seed: 8, load_seconds=1.0)
+        self.plan: dict[str, list[str]] = {}
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._is_dead and not self._resumed.is_set()
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._follow("pause")
+        await super().pause(mode)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        await self._follow("load")
+        await super().load_weights(update)
+
+    async def resume(self) -> None:
+        await self._follow("resume")
+        await super().resume()
+
+    async def _follow(self, call: str) -> None:
+        await asyncio.sleep(0.25)
+        event = self.plan[call].pop(0) if self.plan.get(call) else "fine"
+        if event == "refuse":
+            raise PublishError(f"{self.name} refuses")
+        if event == "die":
+            self.kill()
+        if event == "break":
+            raise RuntimeError(f"{self.name} breaks")
+
+
+class Setting:
+    def __init__(self, num_engines: int, policy: ModelledPolicy | None = None) -> None:
+        clock = asyncio.get_running_loop().time
+        self.engines = [Troubled(f"engine-{i}") for i in range(num_engines)]
+        self.client = InferenceEngineClient(self.engines, tokenizer=Letters(), max_model_len=100)
+        self.policy = policy or ModelledPolicy(send_seconds=0.5)
+        self.publisher = WeightPublisher(
+            client=self.client,
+            policy=self.policy,
+            directory=Path("unused"),
+            bucket_bytes=1,
+            pause_mode=PauseMode.ABORT,
+            trace=Trace(None, clock),
+            probe_prompt_token_ids=(1, 2, 3),
+            max_logprob_gap=0.1,
+            clock=clock,
+        )
+
+    async def versions_served(self) -> set[int]:
+        """What the engines that the client knows stamp on tokens; each must answer."""
+        request = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=4))
+        return {v for engine in self.client.engines for v in (await engine.generate(request)).versions}
+
+
+async def failure_of(publishing: Coroutine[Any, Any, PublishTimes]) -> Exception | None:
+    try:
+        await publishing
+    except (PublishError, NoEngineError) as error:
+        return error
+    return None
+
+
+events = st.sampled_from(["fine", "fine", "refuse", "die"])
+plans = st.fixed_dictionaries(
+    {
+        "pause": st.lists(st.sampled_from(["fine", "fine", "die"]), max_size=4),
+        "load": st.lists(events, max_size=6),
+        "resume": st.lists(st.sampled_from(["fine", "fine", "die"]), max_size=4),
+    }
+)
+
+
+@given(plan=st.lists(plans, min_size=1, max_size=3))
+@settings(max_examples=80, deadline=None)
+def test_contract_5_whatever_engines_do_all_that_are_left_serve_one_version_and_none_is_paused(
+    plan: list[dict[str, list[str]]],
+) -> None:
+    async def main() -> None:
+        setting = Setting(len(plan))
+        await setting.publisher.publish(0)
+        for engine, own in zip(setting.engines, plan, strict=True):
+            engine.plan = own
+        served = 0
+        for version in range(1, 4):
+            failure = await failure_of(setting.publisher.publish(version))
+            served = version if failure is None else served
+            assert not any(engine.is_paused for engine in setting.engines)
+            assert setting.client.engines == tuple(engine for engine in setting.engines if not engine._is_dead)
+            if not setting.client.engines:
+                assert failure is not None
+                return
+            assert isinstance(failure, PublishError | None)
+            assert failure is None or f"still serves version {served}" in str(failure)
+            assert setting.client.policy_version == served
+            assert await setting.versions_served() == {served}
+
+    run_in_virtual_time(main())
+
+
+@given(at=st.floats(0.0, 2.6), call=st.sampled_from(["pause", "load", "resume"]))
+@settings(max_examples=40, deadline=None)
+def test_contract_5_a_publish_cancelled_at_any_moment_leaves_no_engine_paused(at: float, call: str) -> None:
+    async def main() -> None:
+        setting = Setting(2)
+        setting.engines[0].plan = {call: ["fine", "die"]}
+        await setting.publisher.publish(0)
+        publishing = asyncio.ensure_future(setting.publisher.publish(1))
+        await asyncio.sleep(at)
+        publishing.cancel()
+        await asyncio.wait([publishing])
+        assert not any(engine.is_paused for engine in setting.engines)
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("call", ["pause", "load"])
+def test_contract_5_an_unforeseen_failure_leaves_no_engine_paused(call: str) -> None:
+    async def main() -> None:
+        setting = Setting(2)
+        await setting.publisher.publish(0)
+        setting.engines[0].plan = {call: ["break"]}
+        with pytest.raises(RuntimeError, match="engine-0 breaks"):
+            await setting.publisher.publish(1)
+        assert not any(engine.is_paused for engine in setting.engines)
+
+    run_in_virtual_time(main())
+
+
+def test_contract_5_an_engine_that_cannot_go_back_is_closed_rather_than_serving_another_version() -> None:
+    async def main() -> None:
+        setting = Setting(3)
+        await setting.publisher.publish(0)
+        setting.engines[0].plan = {"load": ["refuse"]}
+        setting.engines[1].plan = {"load": ["fine", "refuse"]}
+        with pytest.raises(PublishError, match="engine-0 refused version 1 .* still serves version 0"):
+            await setting.publisher.publish(1)
+        assert [engine.name for engine in setting.client.engines] == ["engine-0", "engine-2"]
+        assert setting.engines[1]._is_dead
+        assert await setting.versions_served() == {0}
+
+    run_in_virtual_time(main())
+
+
+def test_the_death_of_the_last_engine_is_named_by_the_phase_it_happened_in() -> None:
+    async def main() -> None:
+        setting = Setting(1)
+        await setting.publisher.publish(0)
+        setting.engines[0].plan = {"load": ["die"]}
+        await setting.publisher.publish(1)
+
+    with pytest.raises(NoEngineError, match="no inference engine survived 'load'"):
+        run_in_virtual_time(main())
+
+
+def test_an_export_that_fails_pauses_no_engine_and_the_old_version_is_served() -> None:
+    class Broken(ModelledPolicy):
+        async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+            if version:
+                raise TrainingError("the disk is full")
+            return await super().export_weights(version, directory, bucket_bytes)
+
+    async def main() -> None:
+        setting = Setting(2, Broken())
+        await setting.publisher.publish(0)
+        with pytest.raises(TrainingError, match="disk is full"):
+            await setting.publisher.publish(1)
+        assert await setting.versions_served() == {0}
+
+    run_in_virtual_time(main())
+
+
+def test_engines_that_disagree_are_found_by_attestation() -> None:
+    async def main() -> None:
+        setting = Setting(2)
+        await setting.publisher.publish(0)
+        setting.engines[1]._version = 7
+        await setting.publisher.attest(0)
+
+    with pytest.raises(PublishError, match="expected version 0 and equal weights in every engine"):
+        run_in_virtual_time(main())
+
+
+class Claiming(ModelledPolicy):
+    """Says one log-prob of every token."""
+
+    def __init__(self, logprob: float) -> None:
+        super().__init__()
+        self.logprob = logprob
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        return [-1.0] * (len(token_ids) - 2) + [self.logprob]
+
+
+@pytest.mark.parametrize(("logprob", "gap"), [(-1.5, "0.5"), (float("nan"), "nan"), (float("-inf"), "inf")])
+def test_contract_6_the_probe_fails_by_the_largest_gap_and_by_numbers_that_are_none(logprob: float, gap: str) -> None:
+    async def main() -> None:
+        setting = Setting(2, Claiming(logprob))
+        await setting.publisher.publish(0)
+        await setting.publisher.check(0, is_first=True)
+
+    with pytest.raises(PublishError, match=f"differ from the trainer's by up to {gap} nats at version 0"):
+        run_in_virtual_time(main())
+
+
+def test_contract_6_a_probe_that_no_engine_answers_proves_nothing() -> None:
+    class Mute(Troubled):
+        async def generate(self, request: EngineRequest) -> EngineOutput:
+            raise EngineDeadError("gone")
+
+    async def main() -> None:
+        setting = Setting(0)
+        setting.client = InferenceEngineClient([Mute("mute")], tokenizer=Letters(), max_model_len=100)
+        setting.publisher._client = setting.client
+        await setting.publisher.check(0, is_first=False)
+
+    with pytest.raises(NoEngineError, match="no inference engine survived the probe"):
+        run_in_virtual_time(main())
+
+
+def test_contract_6_a_prompt_that_fills_the_context_is_probed_at_its_end() -> None:
+    async def main() -> dict[str, float]:
+        setting = Setting(1)
+        setting.publisher._probe_prompt_token_ids = tuple(range(100))
+        await setting.publisher.publish(0)
+        return await setting.publisher.check(0, is_first=True)
+
+    assert run_in_virtual_time(main()) == {"async/engine_logprob_gap": 0.0}

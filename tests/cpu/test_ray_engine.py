@@ -1,0 +1,176 @@
+"""Engines in Ray actors: real Ray, real vLLM, real processes."""
+
+import asyncio
+import pickle
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from skyrl_async.errors import EngineDeadError, EngineStartError, PromptTooLongError, PublishError
+from skyrl_async.inference.ray_engine import RayEngine, start_ray_engines
+from skyrl_async.inference.vllm_engine import VLLMEngineConfig
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, SamplingParams, WeightUpdate
+from tests.engine_checks import MAX_MODEL_LEN, make_policy, make_request
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+
+def engine_processes(log_dir: Path) -> set[psutil.Process]:
+    """Every process on the machine that writes to an engine log under ``log_dir``."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            if Path(f"/proc/{process.pid}/fd/1").readlink().is_relative_to(log_dir):
+                found.add(process)
+        except OSError:
+            continue
+    return found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"), seed=0, is_tied=False)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engines(
+    ray_session: None, policy_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[list[RayEngine]]:
+    """Two engines; the tests of their deaths come last."""
+    configs = [VLLMEngineConfig(name=f"engine-{i}", policy_dir=str(policy_dir), version=2) for i in range(2)]
+    log_dir = tmp_path_factory.mktemp("logs")
+    engines = await start_ray_engines(configs, log_dir=log_dir)
+    yield engines
+    processes = engine_processes(log_dir)
+    for engine in engines:
+        await engine.close()
+        await engine.close()
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
+
+
+async def collect(engine: RayEngine, request: EngineRequest) -> list[EngineOutput]:
+    return [block async for block in engine.stream(request)]
+
+
+async def test_engines_on_the_same_weights_agree_whole_and_streamed_also_after_pickling(
+    engines: list[RayEngine],
+) -> None:
+    first = pickle.loads(pickle.dumps(engines[0]))
+    expected = await first.generate(make_request("a"))
+    assert len(expected.token_ids) == 64 and set(expected.versions) == {2}
+    assert await engines[1].generate(make_request("a")) == expected
+    blocks = await collect(engines[1], make_request("b"))
+    assert len(blocks) > 3
+    assert tuple(token for block in blocks for token in block.token_ids) == expected.token_ids
+    assert tuple(p for block in blocks for p in block.logprobs) == expected.logprobs
+    assert [block.finish_reason for block in blocks] == [None] * (len(blocks) - 1) + [FinishReason.LENGTH]
+    assert await first.checksum() == await engines[1].checksum()
+    assert (first.name, first.max_model_len, await first.version()) == ("engine-0", MAX_MODEL_LEN, 2)
+
+
+async def test_engines_do_not_draw_each_others_samples(engines: list[RayEngine]) -> None:
+    drawn = [
+        [await engine.generate(make_request(str(i), max_tokens=12, temperature=1.0)) for i in range(8)]
+        for engine in engines
+    ]
+    tokens = [output.token_ids for outputs in drawn for output in outputs]
+    assert len(set(tokens)) == len(tokens)
+
+
+async def test_a_paused_engine_aborts_what_runs_and_holds_what_comes(engines: list[RayEngine]) -> None:
+    engine = engines[0]
+    stream = engine.stream(make_request("long", max_tokens=MAX_MODEL_LEN - 10))
+    await anext(stream)
+    await engine.pause(PauseMode.ABORT)
+    blocks = [block async for block in stream]
+    assert blocks[-1].finish_reason is FinishReason.ABORT
+    waiting = asyncio.ensure_future(engine.generate(make_request("waiting")))
+    await engine.version()
+    assert not waiting.done()
+    await engine.resume()
+    assert (await waiting).finish_reason is FinishReason.LENGTH
+
+
+async def test_our_errors_cross_ray_as_themselves(engines: list[RayEngine]) -> None:
+    with pytest.raises(PublishError, match="not paused") as refused:
+        await engines[0].load_weights(WeightUpdate(version=3, chunks=(), manifest={}, num_bytes=0))
+    too_long = EngineRequest(
+        request_id="x", prompt_token_ids=(5,) * MAX_MODEL_LEN, sampling=SamplingParams(max_tokens=1)
+    )
+    with pytest.raises(PromptTooLongError) as long:
+        await engines[0].generate(too_long)
+    assert (type(refused.value), type(long.value)) == (PublishError, PromptTooLongError)
+    assert long.value.num_prompt_tokens == MAX_MODEL_LEN
+
+
+async def test_a_cancelled_call_ends_its_request_in_the_engine(engines: list[RayEngine]) -> None:
+    engine = engines[0]
+    calls = [
+        asyncio.ensure_future(engine.generate(make_request(str(i), max_tokens=MAX_MODEL_LEN - 10))) for i in range(64)
+    ]
+    stream = engine.stream(make_request("stream", max_tokens=MAX_MODEL_LEN - 10))
+    await anext(stream)
+    for call in calls:
+        call.cancel()
+    await stream.aclose()
+    await asyncio.wait(calls)
+    assert all(call.cancelled() for call in calls)
+    async with asyncio.timeout(10):
+        while (await engine.statistics())["num_requests"]:
+            continue
+
+
+async def test_an_engine_that_does_not_come_up_shows_its_last_log_lines_and_leaves_no_process(
+    ray_session: None, policy_dir: Path, tmp_path: Path
+) -> None:
+    good = VLLMEngineConfig(name="good", policy_dir=str(policy_dir))
+    bad = VLLMEngineConfig(name="bad", policy_dir=str(policy_dir), extra_args={"max_num_batched_tokens": -1})
+    with pytest.raises(EngineStartError, match=r"(?s)engine bad did not come up.*last log lines.*bad\.log"):
+        await start_ray_engines([good, bad], log_dir=tmp_path)
+    _, alive = psutil.wait_procs(engine_processes(tmp_path), timeout=10)
+    assert not alive
+
+
+async def test_an_engine_that_is_late_is_named_and_killed(ray_session: None, policy_dir: Path, tmp_path: Path) -> None:
+    config = VLLMEngineConfig(name="late", policy_dir=str(policy_dir))
+    with pytest.raises(EngineStartError, match=r"engine late was not up within 0.1 s \(engine.start_timeout_s\)"):
+        await start_ray_engines([config], start_timeout_s=0.1, log_dir=tmp_path)
+    _, alive = psutil.wait_procs(engine_processes(tmp_path), timeout=10)
+    assert not alive
+
+
+async def test_a_resource_that_the_cluster_lacks_is_an_error_at_once(
+    ray_session: None, policy_dir: Path, tmp_path: Path
+) -> None:
+    config = VLLMEngineConfig(name="greedy", policy_dir=str(policy_dir))
+    with pytest.raises(EngineStartError, match="need 64 GPUs.*placement.num_gpus_per_engine"):
+        await start_ray_engines([config], num_gpus=64, log_dir=tmp_path)
+
+
+async def test_a_killed_core_and_a_killed_actor_are_engine_deaths_for_calls_in_flight(engines: list[RayEngine]) -> None:
+    for engine, role in zip(engines, ("core", "actor"), strict=True):
+        statistics = await engine.statistics()
+        core_pid, actor_pid = statistics["core_process_id"], statistics["process_id"]
+        calls = [
+            asyncio.ensure_future(engine.generate(make_request(str(i), max_tokens=MAX_MODEL_LEN - 10)))
+            for i in range(3)
+        ]
+        stream = engine.stream(make_request("stream", max_tokens=MAX_MODEL_LEN - 10))
+        await anext(stream)
+        psutil.Process(core_pid if role == "core" else actor_pid).send_signal(signal.SIGKILL)
+        done, pending = await asyncio.wait(calls, timeout=10)
+        assert not pending
+        assert {type(call.exception()) for call in done} == {EngineDeadError}
+        with pytest.raises(EngineDeadError, match=f"engine {engine.name} is gone"):
+            async for _ in stream:
+                pass
+        for call in (engine.pause(PauseMode.ABORT), engine.checksum(), engine.generate(make_request("late"))):
+            with pytest.raises(EngineDeadError):
+                await call
+        psutil.wait_procs([psutil.Process(core_pid)] if psutil.pid_exists(core_pid) else [], timeout=10)
+        assert not psutil.pid_exists(core_pid)

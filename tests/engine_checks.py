@@ -1,0 +1,121 @@
+"""What the engine tests of tests/cpu and tests/gpu share: tiny policies, updates, requests, retries, and a reference."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from skyrl_async.inference.vllm_engine import VLLMEngine
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, SamplingParams, WeightUpdate
+
+EOS = 1
+MAX_MODEL_LEN = 512
+PROMPTS = [tuple(range(5 + i, 9 + 2 * i)) for i in range(6)]
+
+
+def make_policy(directory: Path, *, seed: int, is_tied: bool) -> Path:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=is_tied,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def make_update(policy_dir: Path, directory: Path, version: int) -> WeightUpdate:
+    """The policy's weights as the trainer sends them: in buckets, whose borders fall inside of fused layers."""
+    weights = load_file(policy_dir / "model.safetensors")
+    names = sorted(weights)
+    directory.mkdir(exist_ok=True)
+    chunks = []
+    for i, part in enumerate((names[::2], names[1::2])):
+        path = directory / f"{version}-{i}.safetensors"
+        save_file({name: weights[name] for name in part}, path)
+        chunks.append({"path": str(path)})
+    return WeightUpdate(
+        version=version,
+        chunks=tuple(chunks),
+        manifest={name: ("float32", tuple(tensor.shape)) for name, tensor in weights.items()},
+        num_bytes=sum(tensor.nbytes for tensor in weights.values()),
+    )
+
+
+def truncate(path: Path) -> Path:
+    truncated = path.with_suffix(".truncated")
+    truncated.write_bytes(path.read_bytes()[:-10])
+    return truncated
+
+
+def make_request(
+    request_id: str,
+    prompt: tuple[int, ...] = PROMPTS[0],
+    *,
+    max_tokens: int = 64,
+    ignore_eos: bool = True,
+    temperature: float = 0.0,
+) -> EngineRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=temperature)
+    return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
+
+
+async def publish(engine: VLLMEngine, update: WeightUpdate, mode: PauseMode = PauseMode.ABORT) -> None:
+    await engine.pause(mode)
+    await engine.load_weights(update)
+    await engine.resume()
+
+
+async def generate_all(engine: VLLMEngine, requests: list[EngineRequest]) -> list[EngineOutput]:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(engine.generate(request)) for request in requests]
+    return [task.result() for task in tasks]
+
+
+async def generate_with_retries(engine: VLLMEngine, request: EngineRequest) -> list[EngineOutput]:
+    """Continue in token space until the engine says it is finished; one output per segment."""
+    segments: list[EngineOutput] = []
+    prompt, remaining = request.prompt_token_ids, request.sampling.max_tokens
+    while True:
+        segment = await engine.generate(
+            make_request(f"{request.request_id}-{len(segments)}", prompt, max_tokens=remaining)
+        )
+        segments.append(segment)
+        prompt, remaining = prompt + segment.token_ids, remaining - len(segment.token_ids)
+        if segment.finish_reason is not FinishReason.ABORT:
+            return segments
+
+
+async def wait_for_blocks(engine: VLLMEngine, num_blocks: int) -> None:
+    """Until a request of its own has been given so many blocks: tokens of the others have been sampled meanwhile."""
+    async with contextlib.aclosing(engine.stream(make_request("metronome", max_tokens=500))) as blocks:
+        async for _ in blocks:
+            num_blocks -= 1
+            if num_blocks == 0:
+                return
+
+
+def joined(outputs: list[EngineOutput]) -> tuple[int, ...]:
+    return tuple(token for output in outputs for token in output.token_ids)
+
+
+def reference_logprobs(
+    policy_dir: Path, prompt: tuple[int, ...], output: EngineOutput, temperature: float
+) -> torch.Tensor:
+    model = Qwen3ForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
+    token_ids = torch.tensor([prompt + output.token_ids])
+    with torch.no_grad():
+        logprobs = (model(token_ids).logits[0] / temperature).log_softmax(-1)
+    return logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
