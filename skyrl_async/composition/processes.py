@@ -104,6 +104,7 @@ async def _start_engines(config: Config, policy_dir: Path, run_dir: Path) -> Seq
             trust_remote_code=config.policy.trust_remote_code,
             call_timeout_s=engine.call_timeout_s,
             extra_args=engine.extra_args,
+            seed=config.trainer.seed,
         )
         for i in range(engine.num_engines)
     ]
