@@ -5,7 +5,6 @@ Flows in: the configuration. Flows out: prompts whose environments exist, and di
 
 import asyncio
 import functools
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from skyrl_async.types import Prompt
 
 if TYPE_CHECKING:
     from skyrl_async.tasks.warm_start import WarmStartPlan, WarmStartProgress
-
-logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 """Takes one line about what is going on."""
@@ -143,5 +140,4 @@ def fitting_prompts(prompts: Prompts, renderer: ChatRenderer, max_model_len: int
         held_out, dropped_held_out = filter_long_prompts(held_out, num_tokens, max_model_len - 1)
     if uids := (*dropped, *dropped_held_out):
         say(f"left out {len(uids)} prompts longer than the context of {max_model_len} tokens: {', '.join(uids[:5])}")
-        logger.warning("left out %d prompts longer than the context: %s", len(uids), ", ".join(uids))
     return Prompts(train=train, held_out=held_out)

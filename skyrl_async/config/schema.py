@@ -274,7 +274,7 @@ class TrainerConfig:
         None,
         "Groups in flight at once, between policy_mini_batch_size and policy_mini_batch_size * (max_staleness_steps + 1). Null: as many as that allows, at most twice a mini-batch.",
     )
-    num_steps: int | None = doc(50, "Optimizer steps of the run; null: as many as num_epochs hold.")
+    num_steps: int | None = doc(80, "Optimizer steps of the run; null: as many as num_epochs hold.")
     num_epochs: int = doc(1000, "Passes over the training prompts, when num_steps does not end the run first.")
     stream_mini_batch: bool = doc(
         True, "Accumulate gradients of finished groups while the mini-batch's last ones are still generated."
@@ -287,7 +287,7 @@ class TrainerConfig:
         "latest continues trainer.output_dir's newest checkpoint (a fresh start where there is none); from_path continues trainer.resume_path.",
     )
     resume_path: str | None = doc(None, "Checkpoint directory for resume_mode=from_path.")
-    checkpoint_interval_steps: int = doc(25, "Steps between checkpoints, and one at the end; 0 writes none.")
+    checkpoint_interval_steps: int = doc(40, "Steps between checkpoints, and one at the end; 0 writes none.")
     max_checkpoints_to_keep: int = doc(2, "Older checkpoints are deleted; 0 keeps all.")
     eval_interval_steps: int = doc(
         20, "Steps between evaluations while training, beside those before and after; 0 leaves them out."

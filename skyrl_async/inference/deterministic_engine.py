@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from skyrl_async.errors import EngineDeadError, PromptTooLongError, PublishError
 from skyrl_async.inference.policy_files import UpdateValidator, eos_token_ids
@@ -255,6 +256,7 @@ def _processed_logprobs(logits: torch.Tensor, sampling: SamplingParams) -> torch
 
 
 def _load_model(policy_dir: str) -> Any:
+    transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         policy_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )

@@ -22,7 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 from skyrl_async.errors import EngineDeadError, EngineStartError
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig
 from skyrl_async.inference.vllm_engine import VLLMEngine
-from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
+from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, SamplingParams, WeightUpdate
 
 _MAX_CONCURRENT_CALLS = 4096
 _NUM_LOG_LINES_SHOWN = 20
@@ -40,8 +40,17 @@ class _EngineActor:
         self._requests: dict[str, asyncio.Task[Any]] = {}
 
     async def start(self) -> int:
-        """Boot; return the longest prompt plus answer in tokens."""
+        """Boot; return the longest prompt plus answer in tokens.
+
+        One token is sampled: vLLM boots with models that its kernels for the device then turn out not to support.
+        """
         self._engine = await VLLMEngine.start(self._config)
+        request = EngineRequest(request_id="boot", prompt_token_ids=(0,), sampling=SamplingParams(max_tokens=1))
+        try:
+            await self._engine.generate(request)
+        except EngineDeadError as error:
+            name = self._config.name
+            raise EngineStartError(f"engine {name} did not come up: its first token ended it ({error})") from error
         return self._engine.max_model_len
 
     async def generate(self, request: EngineRequest) -> EngineOutput:

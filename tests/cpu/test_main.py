@@ -402,11 +402,22 @@ def test_a_checkpoint_of_another_model_is_refused(killed: tuple[Path, Outcome], 
 
 
 @pytest.mark.slow
-def test_an_engine_that_does_not_come_up_shows_its_own_last_words(tmp_path: Path) -> None:
-    outcome = run(*SMALL, "engine.extra_args={kv_cache_dtype: nonsense}", "trainer.output_dir=out", cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("override", "reason", "last_words"),
+    [
+        ("engine.extra_args={kv_cache_dtype: nonsense}", "Input should be 'auto', 'float16'", "Using max model len"),
+        ("policy.hidden_size=64", "its first token ended it", "head_dim=16"),
+    ],
+    ids=["an argument vLLM refuses", "a model its kernels cannot run"],
+)
+def test_an_engine_that_does_not_come_up_shows_its_own_last_words(
+    tmp_path: Path, override: str, reason: str, last_words: str
+) -> None:
+    outcome = run(*SMALL, override, "trainer.output_dir=out", cwd=tmp_path)
     assert outcome.code == 1
-    assert "error: engine engine-0 did not come up: " in outcome.error and "nonsense" in outcome.error
-    assert f"Its last log lines ({tmp_path / 'out' / 'logs' / 'engine-0.log'}):" in outcome.error
+    said, _, log = outcome.error.partition(f"Its last log lines ({tmp_path / 'out' / 'logs' / 'engine-0.log'}):")
+    assert said.startswith("error: engine engine-0 did not come up: ") and reason in said
+    assert last_words in log
 
 
 GENERATORS = """
@@ -450,6 +461,7 @@ def test_a_generator_that_raises_ends_the_run_with_its_error_and_long_prompts_ar
     assert "more than generator.max_failed_fraction=0.1" in outcome.error
     assert "ZeroDivisionError: the tool broke" in outcome.error
     assert "Traceback" not in outcome.stderr
+    assert outcome.stderr.count("long-1, long-2") == 1
     assert "left out 2 prompts longer than the context of 60 tokens: long-1, long-2" in outcome.stdout
 
 
