@@ -40,7 +40,7 @@ def conditions(**more: Any) -> dict[str, Any]:
 
 def report(title: str, figures: dict[str, Any], rows: Sequence[dict[str, Any]], path: Path | None) -> None:
     """Print rows as a table and figures below it; write both as JSON."""
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=180)
     if rows:
         table = Table(title=title, title_justify="left")
         for name in rows[0]:

@@ -5,6 +5,7 @@ Flows in: the configuration. Flows out: prompts whose environments exist, and di
 
 import asyncio
 import functools
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,6 +119,13 @@ class PolicyFiles:
             ),
             "seed": config.trainer.seed,
         }
+
+
+def num_planned_steps(config: Config, prompts: Prompts) -> int:
+    """Optimizer steps of the run: those asked for, unless its epochs hold fewer (the last one may be a partial mini-batch)."""
+    trainer = config.trainer
+    in_epochs = math.ceil(trainer.num_epochs * len(prompts.train) / trainer.policy_mini_batch_size)
+    return in_epochs if trainer.num_steps is None else min(trainer.num_steps, in_epochs)
 
 
 def load_tokenizer(directory: Path, trust_remote_code: bool) -> Any:

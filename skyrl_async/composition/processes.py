@@ -51,9 +51,9 @@ def ray_session(config: Config) -> Iterator[None]:
 
 
 async def start_engines_and_policy(
-    config: Config, stack: contextlib.AsyncExitStack, files: PolicyFiles, initial: Path, run_dir: Path
+    config: Config, stack: contextlib.AsyncExitStack, files: PolicyFiles, initial: Path, run_dir: Path, num_steps: int
 ) -> tuple[Sequence[InferenceEngine], Policy]:
-    """Boot engines while the policy is warmed up and its workers load it."""
+    """Boot engines while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run."""
 
     async def start_policy() -> Policy:
         from skyrl_async.training.policy_workers import PolicyWorkers
@@ -61,7 +61,7 @@ async def start_engines_and_policy(
         placement, device = config.placement, training_device(config.training)
         num_gpus = placement.num_gpus_per_worker
         return await PolicyWorkers.start(
-            _training_settings(config, initial),
+            _training_settings(config, initial, num_steps),
             policy_path=files.trained(),
             num_workers=config.training.num_workers,
             num_cpus_per_worker=placement.num_cpus_per_worker,
@@ -117,7 +117,7 @@ async def _start_engines(config: Config, policy_dir: Path, run_dir: Path) -> Seq
     )
 
 
-def _training_settings(config: Config, policy_path: Path) -> TrainingSettings:
+def _training_settings(config: Config, policy_path: Path, num_steps: int) -> TrainingSettings:
     training, algorithm = config.training, config.trainer.algorithm
     return TrainingSettings(
         policy_path=str(policy_path),
@@ -132,7 +132,7 @@ def _training_settings(config: Config, policy_path: Path) -> TrainingSettings:
         weight_decay=training.weight_decay,
         lr_schedule=training.lr_schedule.name,
         num_warmup_steps=training.num_warmup_steps,
-        num_steps=config.trainer.num_steps,
+        num_steps=num_steps,
         max_grad_norm=training.max_grad_norm,
         micro_batch_tokens=training.micro_batch_tokens,
         temperature=config.generator.sampling.temperature,

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.composition.data import PolicyFiles, Prompts, Say, fitting_prompts, load_tokenizer, prepare_prompts
+from skyrl_async.composition.data import (
+    PolicyFiles,
+    Prompts,
+    Say,
+    fitting_prompts,
+    load_tokenizer,
+    num_planned_steps,
+    prepare_prompts,
+)
 from skyrl_async.composition.parts import Log, make_generator, make_publisher, make_trainer
 from skyrl_async.composition.processes import needs_endpoint, ray_session, serving_endpoint, start_engines_and_policy
 from skyrl_async.config.schema import Config
@@ -53,7 +61,9 @@ async def started_parts(config: Config, run_dir: Path, *, trace: Trace, say: Say
         stack.enter_context(ray_session(config))
         say("booting engines, preparing the policy")
         initial = files.initial()
-        engines, policy = await start_engines_and_policy(config, stack, files, initial, run_dir)
+        engines, policy = await start_engines_and_policy(
+            config, stack, files, initial, run_dir, num_planned_steps(config, prompts)
+        )
         tokenizer = load_tokenizer(initial, config.policy.trust_remote_code)
         renderer = ChatRenderer(tokenizer)
         max_model_len = min(engine.max_model_len for engine in engines)

@@ -216,7 +216,7 @@ class InferenceEngineClient:
             raise PromptTooLongError(len(prompt), self._max_model_len)
         self._counts["requests"] += 1
         try:
-            while joined.finish_reason is None:
+            while not joined.has_ended and len(joined.token_ids) < budget:
                 request = EngineRequest(
                     request_id=f"{self._name}-{next(self._request_numbers)}",
                     prompt_token_ids=prompt + tuple(joined.token_ids),
@@ -227,12 +227,11 @@ class InferenceEngineClient:
                 async with aclosing(self._segment(request, joined, session_id, streaming=streaming)) as outputs:
                     async for output in outputs:
                         yield output
-                if joined.finish_reason is None and len(joined.token_ids) >= budget:
-                    joined.finish_reason = FinishReason.LENGTH
-                    yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.LENGTH)
+            if not joined.has_ended:
+                joined.finish_reason = FinishReason.LENGTH
+                yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.LENGTH)
         finally:
-            is_delivered = joined.finish_reason is not None
-            self._counts["tokens" if is_delivered else "abandoned_tokens"] += len(joined.token_ids)
+            self._counts["tokens" if joined.has_ended else "abandoned_tokens"] += len(joined.token_ids)
 
     async def _segment(
         self, request: EngineRequest, joined: Joined, session_id: str | None, *, streaming: bool
@@ -252,7 +251,7 @@ class InferenceEngineClient:
             self.drop_engine(name, error)
         finally:
             self._router.end(name)
-        if joined.finish_reason is None:
+        if not joined.has_ended:
             self._counts["aborts"] += 1
             joined.num_aborts += 1
 

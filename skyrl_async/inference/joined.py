@@ -21,6 +21,11 @@ class Joined:
         """``stop`` or ``length`` once the generation has ended."""
         self.num_aborts = 0
 
+    @property
+    def has_ended(self) -> bool:
+        """Nothing more is to be sampled."""
+        return self.finish_reason is not None
+
     def add(self, output: EngineOutput) -> None:
         """Append what an engine sampled. Raises ``InferenceError`` when a token lacks its log-prob or version."""
         if not len(output.token_ids) == len(output.logprobs) == len(output.versions):

@@ -62,6 +62,10 @@ class Attempts:
             raise DeadlineError(
                 f"the rollout of {uid} took longer than generator.rollout_timeout_s={self._timeout_s:g}"
             ) from error
+        if not outcome:
+            raise GenerationError(
+                f"the generator cancelled the rollout of {uid} by itself; it must raise an error instead"
+            )
         (result,) = outcome
         if isinstance(result, ExceptionGroup):
             raise first_failure(result) from result

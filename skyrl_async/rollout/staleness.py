@@ -179,7 +179,9 @@ class _AsyncStalenessManager:
     async def validate_state_at_epoch_end(self, num_trained_groups: int) -> None:
         """Raise ``StateError`` unless as many groups were trained as the caller counted."""
         if self._num_trained != num_trained_groups:
-            raise StateError(f"expected {num_trained_groups} trained groups, {self._num_trained} were taken to be trained")
+            raise StateError(
+                f"expected {num_trained_groups} trained groups, {self._num_trained} were taken to be trained"
+            )
 
     def statistics(self) -> dict[str, float]:
         """Groups running, finished and waiting, accepted in all, and admissible now."""

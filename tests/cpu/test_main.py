@@ -99,6 +99,7 @@ class Command:
         stdout, _ = self.process.communicate(timeout=timeout_s)
         _, orphans = psutil.wait_procs(self.family(), timeout=20)
         return Outcome(
+            pid=self.process.pid,
             code=self.process.returncode,
             stdout=stdout,
             stderr=self.stderr_path.read_text(),
@@ -129,6 +130,7 @@ class Command:
 class Outcome:
     """What became of a command."""
 
+    pid: int
     code: int
     stdout: str
     stderr: str
@@ -235,7 +237,7 @@ def test_kill_9_leaves_no_process_and_a_whole_checkpoint(killed: tuple[Path, Out
 
 @pytest.mark.slow
 def test_a_killed_run_is_taken_up_and_ends_cleanly_when_asked_to(
-    interrupted: tuple[Path, int, list[str], Outcome],
+    killed: tuple[Path, Outcome], interrupted: tuple[Path, int, list[str], Outcome]
 ) -> None:
     run_dir, first, trained, outcome = interrupted
     assert outcome.code == 130
@@ -245,6 +247,8 @@ def test_a_killed_run_is_taken_up_and_ends_cleanly_when_asked_to(
     assert outcome.seconds < 30
     assert state(run_dir)[1]["step"] >= first + 1
     assert set(trained) < set(assert_ledger_is_exact(run_dir))
+    for pid in (killed[1].pid, outcome.pid):
+        assert not list(Path("/dev/shm").glob(f"skyrl_async-{pid}-*"))
 
 
 @pytest.mark.slow
@@ -358,7 +362,6 @@ def row(uid: str, content: str = "Extend 3248 until 0.") -> str:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lines", "complaint"),
     [

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -137,6 +137,53 @@ def test_a_place_is_kept_for_groups_that_become_due_together_in_a_later_step() -
     drive(manager.on_rollout_rejected(third))
     assert manager.may_train(fourth.scheduled_version, 1)
     assert manager.may_train(first.scheduled_version, 1)
+
+
+def test_nobody_overtakes_a_waiter_that_was_let_go_and_has_not_run_yet() -> None:
+    async def main() -> tuple[bool, int]:
+        manager = _AsyncStalenessManager(1, 1, 0)
+        first = await manager.acquire_submission_slot()
+        early = asyncio.ensure_future(manager.acquire_submission_slot())
+        await asyncio.sleep(0)
+        await manager.on_rollout_rejected(first)
+        late = manager.acquire_submission_slot()
+        late.send(None)  # waits, or raises StopIteration
+        late.close()
+        return early.done(), (await early).index
+
+    assert run_in_virtual_time(main()) == (False, 1)
+
+
+@given(
+    bounds=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    batches=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    version=st.integers(0, 5),
+    ages=st.lists(st.integers(0, 5), max_size=16),
+    holds_bound=st.booleans(),
+)
+def test_what_is_taken_up_from_a_checkpoint_fits_the_credits_and_the_bound(
+    bounds: tuple[int, int], batches: tuple[int, int], version: int, ages: list[int], holds_bound: bool
+) -> None:
+    (old_bound, bound), (old_batch, batch) = bounds, batches
+    versions = sorted(max(0, version - min(age, old_bound)) for age in ages[: old_batch * (old_bound + 1)])
+    finished = [Admission(index=i, scheduled_version=v) for i, v in enumerate(versions)]
+    manager = _AsyncStalenessManager(100, batch, bound)
+    taken_up = drive(manager.load_state_from_checkpoint(version, 100, finished, holds_bound=holds_bound))
+    assert list(taken_up) == sorted(taken_up, key=lambda a: a.index)
+    assert manager.capacity + len(taken_up) == (bound + 1) * batch
+    admitted = [drive(manager.acquire_submission_slot()) for _ in range(manager.capacity)]
+    assert all(admission.index >= 100 for admission in admitted)
+    if holds_bound:
+        for place, admission in enumerate(taken_up):
+            assert version + place // batch - admission.scheduled_version <= bound
+        num_free = batch
+        for admission in taken_up:
+            assert manager.may_train(admission.scheduled_version, num_free)
+            drive(manager.on_rollout_trained(admission.index))
+            num_free -= 1
+            if num_free == 0:
+                num_free = batch
+                drive(manager.notify_capacity_change(manager.version + 1))
 
 
 def test_no_more_groups_are_admitted_than_the_run_needs() -> None:

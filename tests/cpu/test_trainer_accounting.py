@@ -181,6 +181,15 @@ def test_a_generator_that_makes_an_error_of_its_cancellation_is_cancelled_all_th
     assert states(simulation)["running"] == states(simulation)["failed"] == 0
 
 
+def test_a_generator_that_cancels_itself_has_failed_and_is_named() -> None:
+    class Cancelling(ModelledGenerator):
+        async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+            raise asyncio.CancelledError
+
+    with pytest.raises(GenerationError, match="the generator cancelled the rollout of p"):
+        simulate(LONG_TAILED, generator_over=Cancelling)
+
+
 class AlwaysFailing(ModelledGenerator):
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
         raise RuntimeError(f"no answer for {request.prompt.uid}")
