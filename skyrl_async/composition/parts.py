@@ -18,7 +18,7 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.processes import Endpoint
-from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig, StalenessPolicy, WeightTransfer
+from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig, StalenessPolicy
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.errors import ConfigError
 from skyrl_async.evaluation import Evaluator
@@ -99,10 +99,6 @@ def make_publisher(
     trace: Trace,
     stack: contextlib.ExitStack | contextlib.AsyncExitStack,
 ) -> WeightPublisher:
-    if config.weight_sync.transfer is WeightTransfer.nccl:
-        raise ConfigError(
-            "weight_sync.transfer=nccl is not built yet: use shm, which serves engines of one node on any device"
-        )
     directory = stack.enter_context(_shared_memory_directory())
     publisher = WeightPublisher(
         client=client,

@@ -19,7 +19,6 @@ from skyrl_async.config.schema import (
     EngineBackend,
     GeneratorKind,
     ResumeMode,
-    WeightTransfer,
 )
 from skyrl_async.errors import ConfigError, PolicyError
 
@@ -225,17 +224,6 @@ def vllm_is_built_for_the_device(config: Config) -> None:
         )
 
 
-def nccl_needs_cuda(config: Config) -> None:
-    if config.weight_sync.transfer is not WeightTransfer.nccl:
-        return
-    for key, device in (
-        ("engine.device", engine_device(config.engine)),
-        ("training.device", training_device(config.training)),
-    ):
-        if device is not Device.cuda:
-            raise ConfigError(f"weight_sync.transfer must be shm or auto while {key} is {device.name}, got nccl")
-
-
 def gpus_suffice(config: Config) -> None:
     if config.placement.ray_address != "local":
         return
@@ -274,6 +262,5 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     server_port_is_free,
     cuda_is_there,
     vllm_is_built_for_the_device,
-    nccl_needs_cuda,
     gpus_suffice,
 )

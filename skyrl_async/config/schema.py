@@ -85,7 +85,6 @@ class Device(Enum):
 class WeightTransfer(Enum):
     auto = "auto"
     shm = "shm"
-    nccl = "nccl"
 
 
 @dataclass
@@ -144,7 +143,7 @@ class PolicyConfig:
     num_heads: int = doc(4, "Of the tiny policy; half as many key-value heads.")
     intermediate_size: int = doc(512, "Of the tiny policy.")
     tie_word_embeddings: bool = doc(False, "Of the tiny policy.")
-    warm_start: WarmStartConfig = doc(WarmStartConfig, "")
+    warm_start: WarmStartConfig = doc(WarmStartConfig, "What the tiny policy learns before reinforcement.")
 
 
 @dataclass
@@ -197,10 +196,10 @@ class EngineConfig:
 @dataclass
 class SamplingConfig:
     max_tokens: int = doc(320, "Most new tokens per generation call.")
-    temperature: float = doc(1.0, "")
-    top_p: float = doc(1.0, "")
+    temperature: float = doc(1.0, "Softmax temperature, >= 0; 0 is greedy.")
+    top_p: float = doc(1.0, "Nucleus mass, in (0, 1].")
     top_k: int = doc(0, "0 keeps all.")
-    min_p: float = doc(0.0, "")
+    min_p: float = doc(0.0, "Least probability relative to the likeliest token, in [0, 1].")
     stop: list[str] = doc(list, "Strings that end an answer.")
 
     def __post_init__(self) -> None:
@@ -225,7 +224,7 @@ class GeneratorConfig:
         None,
         "Most response tokens of an episode, the environment's included; null is bounded by the model's context only.",
     )
-    sampling: SamplingConfig = doc(SamplingConfig, "")
+    sampling: SamplingConfig = doc(SamplingConfig, "How training rollouts are sampled.")
     max_retries: int = doc(2, "Times a failed rollout is tried again before its group counts as failed.")
     max_failed_fraction: float = doc(
         0.1, "Share of failed groups (of the last 100) past which the run stops with the last error."
@@ -244,7 +243,9 @@ class GeneratorConfig:
 
 @dataclass
 class AlgorithmConfig:
-    advantage_estimator: AdvantageEstimator = doc(AdvantageEstimator.grpo, "")
+    advantage_estimator: AdvantageEstimator = doc(
+        AdvantageEstimator.grpo, "Rewards of a group to advantages; grpo: centred by the group's mean."
+    )
     grpo_norm_by_std: bool = doc(True, "Divide GRPO's centred rewards by the group's standard deviation.")
     policy_loss_type: PolicyLoss = doc(
         PolicyLoss.ppo_clip,
@@ -272,7 +273,8 @@ class TrainerConfig:
     policy_mini_batch_size: int = doc(8, "Groups per optimizer step.")
     num_parallel_generation_workers: int | None = doc(
         None,
-        "Groups in flight at once, between policy_mini_batch_size and policy_mini_batch_size * (max_staleness_steps + 1). Null: as many as that allows, at most twice a mini-batch.",
+        "Groups in flight at once, from policy_mini_batch_size to policy_mini_batch_size * (max_staleness_steps + 1). "
+        "Null: as many as that allows, at most twice a mini-batch.",
     )
     num_steps: int | None = doc(80, "Optimizer steps of the run; null: as many as num_epochs hold.")
     num_epochs: int = doc(1000, "Passes over the training prompts, when num_steps does not end the run first.")
@@ -281,10 +283,11 @@ class TrainerConfig:
     )
     deterministic: bool = doc(False, "Train groups in the order of admission.")
     seed: int = doc(0, "Of everything that is drawn: shuffling, the warm start, sampling where the engine allows.")
-    algorithm: AlgorithmConfig = doc(AlgorithmConfig, "")
+    algorithm: AlgorithmConfig = doc(AlgorithmConfig, "Advantages and loss.")
     resume_mode: ResumeMode = doc(
         ResumeMode.none,
-        "latest continues trainer.output_dir's newest checkpoint (a fresh start where there is none); from_path continues trainer.resume_path.",
+        "latest continues trainer.output_dir's newest checkpoint (a fresh start where there is none); "
+        "from_path continues trainer.resume_path.",
     )
     resume_path: str | None = doc(None, "Checkpoint directory for resume_mode=from_path.")
     checkpoint_interval_steps: int = doc(40, "Steps between checkpoints, and one at the end; 0 writes none.")
@@ -300,7 +303,8 @@ class TrainerConfig:
     )
     max_engine_logprob_gap: float = doc(
         0.3,
-        "Largest difference in nats per token between engine and trainer before the run stops. float32 agrees to 1e-4, bfloat16 to 0.2; stale weights are off by more than 0.8.",
+        "Largest difference in nats per token between engine and trainer before the run stops. "
+        "float32 agrees to 1e-4, bfloat16 to 0.2; stale weights are off by more than 0.8.",
     )
     stall_warning_s: float = doc(60.0, "A wait for a group longer than this is logged, with what is waited for.")
 
@@ -345,9 +349,9 @@ class TrainingConfig:
     num_workers: int = doc(1, "Ranks.")
     device: Device = doc(Device.auto, "auto takes cuda where there is one.")
     lr: float = doc(5e-4, "Peak learning rate of AdamW.")
-    adam_beta1: float = doc(0.9, "")
-    adam_beta2: float = doc(0.95, "")
-    weight_decay: float = doc(0.0, "")
+    adam_beta1: float = doc(0.9, "Decay of AdamW's first moment.")
+    adam_beta2: float = doc(0.95, "Decay of AdamW's second moment.")
+    weight_decay: float = doc(0.0, "Decoupled weight decay of AdamW.")
     lr_schedule: LrSchedule = doc(LrSchedule.linear, "After warm-up, over trainer.num_steps.")
     num_warmup_steps: int = doc(3, "Steps of linear warm-up.")
     max_grad_norm: float = doc(1.0, "Gradient clipping; 0 does not clip.")
@@ -369,7 +373,7 @@ class TrainingConfig:
 @dataclass
 class WeightSyncConfig:
     transfer: WeightTransfer = doc(
-        WeightTransfer.auto, "shm: safetensors in shared memory, on one node; nccl: broadcast between GPUs. auto: shm."
+        WeightTransfer.auto, "shm: safetensors in shared memory, for trainer and engines of one machine; auto takes it."
     )
     send_bucket_mb: int = doc(512, "Bucket of a publish, MiB.")
     verify_checksums: bool = doc(
@@ -385,8 +389,8 @@ class WeightSyncConfig:
 class EvaluationConfig:
     num_prompts: int = doc(256, "Held-out prompts used before and after training.")
     num_prompts_while_training: int = doc(96, "Held-out prompts used between.")
-    n_samples_per_prompt: int = doc(1, "")
-    sampling: SamplingConfig = doc(SamplingConfig, "")
+    n_samples_per_prompt: int = doc(1, "Answers per held-out prompt.")
+    sampling: SamplingConfig = doc(SamplingConfig, "How held-out prompts are sampled.")
 
     def __post_init__(self) -> None:
         require(self.num_prompts >= 0, "evaluation.num_prompts", ">= 0", self.num_prompts)
@@ -398,7 +402,7 @@ class ServerConfig:
     enabled: bool | None = doc(
         None, "Serve the OpenAI-compatible endpoint while training; null: when the generator needs it."
     )
-    host: str = doc("127.0.0.1", "")
+    host: str = doc("127.0.0.1", "Address to bind; one that is not loopback needs server.api_key.")
     port: int = doc(0, "0 takes a free one.")
     api_key: str | None = doc(None, "Bearer key; null makes one and writes it to the run directory (mode 600).")
     model_name: str = doc("policy", "Name in /v1/models and in replies.")
@@ -429,7 +433,7 @@ class PlacementConfig:
 class LoggingConfig:
     tensorboard: bool = doc(True, "Write TensorBoard events to the run directory.")
     wandb: bool = doc(False, "Log to Weights & Biases (extra skyrl-async[wandb]).")
-    wandb_project: str = doc("skyrl_async", "")
+    wandb_project: str = doc("skyrl_async", "Project of the W&B run.")
     console: bool = doc(True, "Live progress display (plain lines where standard output is no terminal).")
     trace: bool = doc(True, "Write a Chrome/Perfetto trace of the stages.")
     level: str = doc("INFO", "Of the run's log file and standard error.")
@@ -443,9 +447,9 @@ class Config:
     training: TrainingConfig = doc(TrainingConfig, "What computes gradients.")
     generator: GeneratorConfig = doc(GeneratorConfig, "How prompts become trajectories.")
     trainer: TrainerConfig = doc(TrainerConfig, "The asynchronous loop.")
-    evaluation: EvaluationConfig = doc(EvaluationConfig, "")
-    weight_sync: WeightSyncConfig = doc(WeightSyncConfig, "")
+    evaluation: EvaluationConfig = doc(EvaluationConfig, "Held-out prompts.")
+    weight_sync: WeightSyncConfig = doc(WeightSyncConfig, "How weights reach the engines.")
     server: ServerConfig = doc(ServerConfig, "The endpoint.")
-    placement: PlacementConfig = doc(PlacementConfig, "")
-    logging: LoggingConfig = doc(LoggingConfig, "")
+    placement: PlacementConfig = doc(PlacementConfig, "What Ray reserves.")
+    logging: LoggingConfig = doc(LoggingConfig, "Where figures go.")
     cache_dir: str = doc("~/.cache/skyrl_async", "Where warm-started policies are kept between runs.")

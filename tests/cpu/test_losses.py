@@ -42,17 +42,17 @@ def true_gradient() -> Tensor:
     return gradient
 
 
-def test_an_uncapped_rollout_is_estimates_the_true_policy_gradient() -> None:
+def test_contract_10_an_uncapped_rollout_is_estimates_the_true_policy_gradient() -> None:
     loss = make_policy_loss("rollout_is", eps_clip_low=0.2, eps_clip_high=0.28, tis_cap=math.inf)
     torch.testing.assert_close(mean_gradient(loss), -true_gradient(), atol=1e-12, rtol=0)
 
 
-def test_ppo_within_its_bounds_estimates_the_true_policy_gradient() -> None:
+def test_contract_10_ppo_within_its_bounds_estimates_the_true_policy_gradient() -> None:
     loss = make_policy_loss("ppo_clip", eps_clip_low=0.99, eps_clip_high=100.0, tis_cap=2.0)
     torch.testing.assert_close(mean_gradient(loss), -true_gradient(), atol=1e-12, rtol=0)
 
 
-def test_the_cap_of_rollout_is_weights_each_token_by_the_smaller_of_ratio_and_cap() -> None:
+def test_contract_10_the_cap_of_rollout_is_weights_each_token_by_the_smaller_of_ratio_and_cap() -> None:
     policy = tensor(*LOGITS).softmax(0)
     weights = torch.minimum(policy / tensor(*BEHAVIOR), tensor(1.0))
     scores = torch.eye(3, dtype=torch.float64) - policy  # d log pi(a) / d logits

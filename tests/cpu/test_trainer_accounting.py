@@ -423,10 +423,14 @@ def test_contract_7_a_kill_at_any_moment_and_a_resume_train_each_uid_once(
     )
 
     async def killed() -> None:
-        running = asyncio.ensure_future(build_simulation(settings, checkpoint_dir=directory).trainer.run())
+        simulation = build_simulation(settings, checkpoint_dir=directory)
+        running = asyncio.ensure_future(simulation.trainer.run())
         await asyncio.wait([running], timeout=kill_at)
         running.cancel()
         await asyncio.wait([running])
+        assert simulation.staleness.num_running == states(simulation)["running"] == 0
+        assert simulation.client.statistics()["running_requests"] == 0
+        assert not any(engine._num_in_flight for engine in simulation.engines)
 
     run_in_virtual_time(killed())
     latest = Checkpointer(directory, max_to_keep=0).latest()
