@@ -55,12 +55,18 @@ async def start_engines_and_policy(
 ) -> tuple[Sequence[InferenceEngine], Policy]:
     """Boot engines while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run."""
 
+    async def start_engines() -> Sequence[InferenceEngine]:
+        engines = await _start_engines(config, initial, run_dir)
+        for engine in engines:
+            stack.push_async_callback(engine.close)
+        return engines
+
     async def start_policy() -> Policy:
         from skyrl_async.training.policy_workers import PolicyWorkers
 
         placement, device = config.placement, training_device(config.training)
         num_gpus = placement.num_gpus_per_worker
-        return await PolicyWorkers.start(
+        policy = await PolicyWorkers.start(
             _training_settings(config, initial, num_steps),
             policy_path=files.trained(),
             num_workers=config.training.num_workers,
@@ -68,13 +74,12 @@ async def start_engines_and_policy(
             num_gpus_per_worker=(1.0 if device is Device.cuda else 0.0) if num_gpus is None else num_gpus,
             call_timeout_s=config.training.step_timeout_s,
         )
+        stack.push_async_callback(policy.close)
+        return policy
 
     async with asyncio.TaskGroup() as tasks:
-        booting = tasks.create_task(_start_engines(config, initial, run_dir), name="engines")
+        booting = tasks.create_task(start_engines(), name="engines")
         loading = tasks.create_task(start_policy(), name="policy")
-    for engine in booting.result():
-        stack.push_async_callback(engine.close)
-    stack.push_async_callback(loading.result().close)
     return booting.result(), loading.result()
 
 

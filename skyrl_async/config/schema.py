@@ -244,7 +244,7 @@ class GeneratorConfig:
 @dataclass
 class AlgorithmConfig:
     advantage_estimator: AdvantageEstimator = doc(
-        AdvantageEstimator.grpo, "Rewards of a group to advantages; grpo: centred by the group's mean."
+        AdvantageEstimator.grpo, "Rewards to advantages; grpo centres them within the group."
     )
     grpo_norm_by_std: bool = doc(True, "Divide GRPO's centred rewards by the group's standard deviation.")
     policy_loss_type: PolicyLoss = doc(

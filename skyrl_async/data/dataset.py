@@ -108,12 +108,8 @@ def _json_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        from pyarrow import ArrowInvalid, parquet
-    except ImportError as error:
-        raise DatasetError(
-            f"reading {file} needs pyarrow, which is not installed; install it, or convert the file to .jsonl"
-        ) from error
+    from pyarrow import ArrowInvalid, parquet
+
     try:
         table = parquet.read_table(file)
     except (ArrowInvalid, OSError) as error:

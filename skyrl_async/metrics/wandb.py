@@ -11,6 +11,8 @@ from typing import Any
 
 from skyrl_async.errors import ConfigError
 
+_STEP = "trainer/step"
+
 
 class WandbSink:
     """Logs to the W&B run that belongs to a run directory."""
@@ -27,10 +29,13 @@ class WandbSink:
         self._run = wandb.init(
             project=project, name=run_dir.name, id=identity, dir=str(run_dir), config=dict(config), resume="allow"
         )
+        # An evaluation that ran beside training is logged for a step already passed; W&B's own counter drops such rows.
+        self._run.define_metric(_STEP)
+        self._run.define_metric("*", step_metric=_STEP)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the values of a step."""
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, _STEP: step})
 
     def close(self) -> None:
         """Finish the W&B run."""

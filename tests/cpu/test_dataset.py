@@ -99,8 +99,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def test_parquet_rows_are_the_same_prompts_as_jsonl_rows(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+    from pyarrow import parquet
+
     rows = [
         {"uid": "1", "prompt": [{"role": "user", "content": "x"}], "env_class": "relay", "reward_spec": {"a": "b"}},
         {"uid": "2", "prompt": [{"role": "user", "content": "y"}], "env_class": "relay", "reward_spec": {"a": "c"}},
