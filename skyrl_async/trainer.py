@@ -224,6 +224,7 @@ class FullyAsyncTrainer:
             return not self._settings.holds_bound or self._staleness.may_train(group.scheduled_version, num_free)
 
         held_before = self._buffer.held_seconds
+        await self._staleness.notify_trainer_waiting(not self._buffer.can_give(is_allowed))
         while True:
             try:
                 async with asyncio.timeout(self._settings.stall_warning_s) as deadline:
@@ -238,6 +239,7 @@ class FullyAsyncTrainer:
                     self._settings.stall_warning_s,
                     self._workers.stuck(),
                 )
+        await self._staleness.notify_trainer_waiting(False)
         if not self._settings.deterministic:
             figures.staleness_wait_seconds += self._buffer.held_seconds - held_before
         return group

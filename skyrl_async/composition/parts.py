@@ -150,6 +150,7 @@ def make_trainer(
         mini_batch_size,
         trainer.max_staleness_steps,
         None if trainer.num_steps is None else trainer.num_steps * mini_batch_size,
+        limits_buffered_groups=trainer.limit_buffered_groups,
     )
     buffer = GroupBuffer(mini_batch_size * (trainer.max_staleness_steps + 1))
     workers = GenerationWorkers(

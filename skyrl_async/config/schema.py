@@ -276,6 +276,11 @@ class TrainerConfig:
         "Groups in flight at once, from policy_mini_batch_size to policy_mini_batch_size * (max_staleness_steps + 1). "
         "Null: as many as that allows, at most twice a mini-batch.",
     )
+    limit_buffered_groups: bool = doc(
+        True,
+        "While the trainer is busy, finished groups count among num_parallel_generation_workers until they are trained, so that "
+        "none is generated earlier than it can be used. False fills the buffer up to the staleness bound.",
+    )
     num_steps: int | None = doc(80, "Optimizer steps of the run; null: as many as num_epochs hold.")
     num_epochs: int = doc(1000, "Passes over the training prompts, when num_steps does not end the run first.")
     stream_mini_batch: bool = doc(
@@ -290,7 +295,7 @@ class TrainerConfig:
         "from_path continues trainer.resume_path.",
     )
     resume_path: str | None = doc(None, "Checkpoint directory for resume_mode=from_path.")
-    checkpoint_interval_steps: int = doc(40, "Steps between checkpoints, and one at the end; 0 writes none.")
+    checkpoint_interval_steps: int = doc(20, "Steps between checkpoints, and one at the end; 0 writes none.")
     max_checkpoints_to_keep: int = doc(2, "Older checkpoints are deleted; 0 keeps all.")
     eval_interval_steps: int = doc(
         20, "Steps between evaluations while training, beside those before and after; 0 leaves them out."

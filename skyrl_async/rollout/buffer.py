@@ -68,6 +68,10 @@ class GroupBuffer:
                 if is_held_back:
                     self._held_seconds += loop.time() - started
 
+    def can_give(self, is_allowed: Callable[[Group], bool]) -> bool:
+        """Whether ``get`` would return at once."""
+        return self._is_closed or (bool(self._groups) and is_allowed(self._groups[0]))
+
     def snapshot(self) -> tuple[Group, ...]:
         """The groups held, oldest admitted first, for a checkpoint."""
         return tuple(self._groups)

@@ -36,6 +36,8 @@ class _AsyncStalenessManager:
         mini_batch_size: groups per optimizer step, >= 1.
         max_staleness_steps: the bound, >= 0.
         max_groups: groups the run needs in all; none is admitted beyond. None: no limit.
+        limits_buffered_groups: while the trainer is busy, a finished group keeps its place among those in flight until it is
+            trained: a group generated earlier than the trainer can take it only ages. While the trainer waits, it does not.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class _AsyncStalenessManager:
         mini_batch_size: int,
         max_staleness_steps: int,
         max_groups: int | None = None,
+        *,
+        limits_buffered_groups: bool = False,
     ) -> None:
         if min(max_concurrent_generation_groups, mini_batch_size) < 1 or max_staleness_steps < 0:
             raise ValueError(
@@ -54,6 +58,8 @@ class _AsyncStalenessManager:
         self._mini_batch_size = mini_batch_size
         self._max_staleness_steps = max_staleness_steps
         self._max_groups = max_groups
+        self._limits_buffered_groups = limits_buffered_groups
+        self._is_trainer_waiting = True
         self._version = 0
         self._num_trained = 0
         self._next_index = 0
@@ -88,7 +94,9 @@ class _AsyncStalenessManager:
         if self._max_groups is not None:
             limit = min(limit, self._max_groups)
         credits = limit - self._num_trained - len(self._finished) - len(self._running)
-        return max(0, min(credits, self._max_running - len(self._running)))
+        is_ahead = self._limits_buffered_groups and not self._is_trainer_waiting
+        num_placed = len(self._running) + (len(self._finished) if is_ahead else 0)
+        return max(0, min(credits, self._max_running - num_placed))
 
     async def acquire_submission_slot(self) -> Admission:
         """Wait, first come first served, until the rule admits one more group, and admit it.
@@ -126,6 +134,12 @@ class _AsyncStalenessManager:
         """The finished group with this admission index is in the gradients."""
         self._take_finished(index)
         self._num_trained += 1
+        self._wake()
+
+    async def notify_trainer_waiting(self, is_waiting: bool) -> None:
+        """Whether the trainer lacks a group that it may train."""
+        self._is_trainer_waiting = is_waiting
+        self._wake()
 
     async def notify_capacity_change(self, version: int) -> None:
         """Every engine has acknowledged ``version``. Raises ``StateError`` when it does not follow the one before."""

@@ -42,6 +42,7 @@ class SimulationSettings:
     num_epochs: int | None = None
     num_workers: int | None = None
     """Groups in flight; None: all that the credits allow."""
+    limits_buffered_groups: bool = False
     num_engines: int = 2
     tokens_per_second: float = 100.0
     half_speed_requests: float = 170.0
@@ -135,7 +136,11 @@ def build_simulation(
     credits = settings.mini_batch_size * (settings.max_staleness_steps + 1)
     max_groups = None if settings.num_steps is None else settings.num_steps * settings.mini_batch_size
     staleness = _AsyncStalenessManager(
-        settings.num_workers or credits, settings.mini_batch_size, settings.max_staleness_steps, max_groups
+        settings.num_workers or credits,
+        settings.mini_batch_size,
+        settings.max_staleness_steps,
+        max_groups,
+        limits_buffered_groups=settings.limits_buffered_groups,
     )
     buffer = GroupBuffer(credits)
     generator = generator_over(client)

@@ -215,3 +215,22 @@ def test_a_group_cannot_end_twice() -> None:
 def test_impossible_limits_are_refused(arguments: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="expected max_concurrent_generation_groups >= 1"):
         _AsyncStalenessManager(*arguments)
+
+
+def test_while_the_trainer_is_busy_finished_groups_keep_their_place() -> None:
+    manager = _AsyncStalenessManager(3, 2, 4, limits_buffered_groups=True)
+    admissions = [drive(manager.acquire_submission_slot()) for _ in range(3)]
+    drive(manager.notify_trainer_waiting(False))
+    drive(manager.on_rollout_accepted(admissions[0]))
+    assert manager.capacity == 0
+    drive(manager.on_rollout_trained(admissions[0].index))
+    assert manager.capacity == 1
+
+
+def test_while_the_trainer_waits_finished_groups_make_room() -> None:
+    manager = _AsyncStalenessManager(3, 2, 4, limits_buffered_groups=True)
+    admissions = [drive(manager.acquire_submission_slot()) for _ in range(3)]
+    drive(manager.notify_trainer_waiting(False))
+    drive(manager.on_rollout_accepted(admissions[0]))
+    drive(manager.notify_trainer_waiting(True))
+    assert manager.capacity == 1

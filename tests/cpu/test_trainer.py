@@ -422,3 +422,22 @@ def test_four_virtual_hours_of_thousands_of_groups_run_in_moments() -> None:
     )
     assert sum(step_values(simulation, "timing/step")) > 4 * 3600
     assert simulation.trainer.totals.groups_over_bound == 0
+
+
+def test_a_busy_trainer_gets_fresher_groups_in_the_same_time_when_buffered_groups_are_limited() -> None:
+    """Training is the bottleneck here: whatever is generated ahead of it only ages."""
+    settings = replace(LONG_TAILED, sigma=0.5, max_staleness_steps=4, num_workers=16, seconds_per_token=5e-3)
+    filled = simulate(settings)
+    limited = simulate(replace(settings, limits_buffered_groups=True))
+
+    def mean_staleness(simulation: Simulation) -> float:
+        return simulation.trainer.totals.staleness_sum / simulation.trainer.totals.trained_groups
+
+    assert mean_staleness(limited) < 0.7 * mean_staleness(filled)
+    assert sum(step_values(limited, "timing/step")) < 1.05 * sum(step_values(filled, "timing/step"))
+
+
+def test_limiting_buffered_groups_costs_nothing_where_generation_is_the_bottleneck() -> None:
+    settings = replace(LONG_TAILED, max_staleness_steps=4, num_workers=16)
+    filled, limited = simulate(settings), simulate(replace(settings, limits_buffered_groups=True))
+    assert sum(step_values(limited, "timing/step")) < 1.03 * sum(step_values(filled, "timing/step"))
