@@ -142,7 +142,8 @@ def make_trainer(
     log: Log,
     trace: Trace,
 ) -> FullyAsyncTrainer:
-    trainer, num_samples = config.trainer, config.generator.n_samples_per_prompt
+    """A trainer, with generation's side of it, over running parts; checkpoints go below ``run_dir``."""
+    trainer = config.trainer
     mini_batch_size = trainer.policy_mini_batch_size
     dataloader = _AsyncDataloader(prompts.train, seed=trainer.seed, num_epochs=trainer.num_epochs)
     staleness = _AsyncStalenessManager(
@@ -158,18 +159,41 @@ def make_trainer(
         staleness=staleness,
         buffer=buffer,
         generator=generator,
-        settings=RolloutSettings(
-            num_samples=num_samples,
-            sampling=sampling_params(config.generator.sampling),
-            seed=trainer.seed,
-            max_retries=config.generator.max_retries,
-            max_failed_fraction=config.generator.max_failed_fraction,
-            timeout_s=config.generator.rollout_timeout_s,
-        ),
+        settings=_rollout_settings(config),
         trace=trace,
         num_abandoned_tokens=lambda: client.num_abandoned_tokens,
     )
-    evaluator = Evaluator(
+    estimator = get_advantage_estimator(trainer.algorithm.advantage_estimator.name)
+    return FullyAsyncTrainer(
+        settings=_trainer_settings(config, must_wait_for_mini_batch=estimator.needs_mini_batch),
+        dataloader=dataloader,
+        staleness=staleness,
+        buffer=buffer,
+        workers=workers,
+        policy=policy,
+        publisher=publisher,
+        evaluator=_evaluator(config, generator, prompts),
+        checkpointer=Checkpointer(run_dir / "checkpoints", max_to_keep=trainer.max_checkpoints_to_keep),
+        advantages=functools.partial(estimator.compute, norm_by_std=trainer.algorithm.grpo_norm_by_std),
+        log=log,
+        trace=trace,
+    )
+
+
+def _rollout_settings(config: Config) -> RolloutSettings:
+    generator = config.generator
+    return RolloutSettings(
+        num_samples=generator.n_samples_per_prompt,
+        sampling=sampling_params(generator.sampling),
+        seed=config.trainer.seed,
+        max_retries=generator.max_retries,
+        max_failed_fraction=generator.max_failed_fraction,
+        timeout_s=generator.rollout_timeout_s,
+    )
+
+
+def _evaluator(config: Config, generator: Generator, prompts: Prompts) -> Evaluator:
+    return Evaluator(
         generator=generator,
         prompts=prompts.held_out,
         num_samples=config.evaluation.n_samples_per_prompt,
@@ -178,30 +202,20 @@ def make_trainer(
         max_retries=config.generator.max_retries,
         timeout_s=config.generator.rollout_timeout_s,
     )
-    estimator = get_advantage_estimator(trainer.algorithm.advantage_estimator.name)
-    return FullyAsyncTrainer(
-        settings=TrainerSettings(
-            mini_batch_size=mini_batch_size,
-            num_steps=trainer.num_steps,
-            holds_bound=trainer.staleness_policy is StalenessPolicy.wait,
-            stream_mini_batch=trainer.stream_mini_batch,
-            deterministic=trainer.deterministic,
-            eval_interval_steps=trainer.eval_interval_steps,
-            num_eval_prompts=config.evaluation.num_prompts,
-            num_eval_prompts_while_training=config.evaluation.num_prompts_while_training,
-            checkpoint_interval_steps=trainer.checkpoint_interval_steps,
-            check_interval_steps=trainer.logprob_probe_interval_steps,
-            stall_warning_s=trainer.stall_warning_s,
-        ),
-        dataloader=dataloader,
-        staleness=staleness,
-        buffer=buffer,
-        workers=workers,
-        policy=policy,
-        publisher=publisher,
-        evaluator=evaluator,
-        checkpointer=Checkpointer(run_dir / "checkpoints", max_to_keep=trainer.max_checkpoints_to_keep),
-        advantages=functools.partial(estimator.compute, norm_by_std=trainer.algorithm.grpo_norm_by_std),
-        log=log,
-        trace=trace,
+
+
+def _trainer_settings(config: Config, *, must_wait_for_mini_batch: bool) -> TrainerSettings:
+    trainer, evaluation = config.trainer, config.evaluation
+    return TrainerSettings(
+        mini_batch_size=trainer.policy_mini_batch_size,
+        num_steps=trainer.num_steps,
+        holds_bound=trainer.staleness_policy is StalenessPolicy.wait,
+        stream_mini_batch=trainer.stream_mini_batch and not must_wait_for_mini_batch,
+        deterministic=trainer.deterministic,
+        eval_interval_steps=trainer.eval_interval_steps,
+        num_eval_prompts=evaluation.num_prompts,
+        num_eval_prompts_while_training=evaluation.num_prompts_while_training,
+        checkpoint_interval_steps=trainer.checkpoint_interval_steps,
+        check_interval_steps=trainer.logprob_probe_interval_steps,
+        stall_warning_s=trainer.stall_warning_s,
     )

@@ -66,6 +66,11 @@ class SimulationSettings:
     max_failed_fraction: float = 0.5
     seed: int = 0
 
+    @property
+    def max_tokens(self) -> int:
+        """Where lengths are cut."""
+        return round(8 * self.mean_tokens)
+
 
 @dataclass(slots=True)
 class Simulation:
@@ -111,27 +116,14 @@ def build_simulation(
     """Make every part; call inside ``run_in_virtual_time``."""
     loop = asyncio.get_running_loop()
     trace = Trace(None, loop.time)
-    max_tokens = round(8 * settings.mean_tokens)
-    engines = [
-        ModelledEngine(
-            f"engine-{i}",
-            num_tokens_of=lognormal_length(settings.mean_tokens, settings.sigma, settings.seed),
-            tokens_per_second=settings.tokens_per_second,
-            half_speed_requests=settings.half_speed_requests,
-            load_seconds=settings.load_seconds,
-        )
-        for i in range(settings.num_engines)
-    ]
-    client = InferenceEngineClient(engines, tokenizer=_NoText(), max_model_len=max_tokens + 1000)
+    engines = _engines(settings)
+    client = InferenceEngineClient(engines, tokenizer=_NoText(), max_model_len=settings.max_tokens + 1000)
     policy = ModelledPolicy(
         seconds_per_token=settings.seconds_per_token,
         step_seconds=settings.step_seconds,
         send_seconds=settings.send_seconds,
     )
-    prompts = [
-        Prompt(uid=f"p{i}", messages=({"role": "user", "content": str(i)},), env_class="modelled")
-        for i in range(settings.num_prompts)
-    ]
+    prompts = _prompts(settings)
     dataloader = _AsyncDataloader(prompts, seed=settings.seed, num_epochs=settings.num_epochs)
     credits = settings.mini_batch_size * (settings.max_staleness_steps + 1)
     max_groups = None if settings.num_steps is None else settings.num_steps * settings.mini_batch_size
@@ -149,14 +141,7 @@ def build_simulation(
         staleness=staleness,
         buffer=buffer,
         generator=generator,
-        settings=RolloutSettings(
-            num_samples=settings.group_size,
-            sampling=SamplingParams(max_tokens=max_tokens),
-            seed=settings.seed,
-            max_retries=settings.max_retries,
-            max_failed_fraction=settings.max_failed_fraction,
-            timeout_s=settings.rollout_timeout_s,
-        ),
+        settings=_rollout_settings(settings),
         trace=trace,
         num_abandoned_tokens=lambda: client.num_abandoned_tokens,
     )
@@ -169,40 +154,78 @@ def build_simulation(
         trace=trace,
         clock=loop.time,
     )
-    evaluator = Evaluator(
-        generator=generator,
-        prompts=prompts,
-        num_samples=1,
-        sampling=SamplingParams(max_tokens=max_tokens),
-        max_concurrent=16,
-        max_retries=settings.max_retries,
-        timeout_s=settings.rollout_timeout_s,
-    )
     logged: list[tuple[int, dict[str, float]]] = []
     trainer = FullyAsyncTrainer(
-        settings=TrainerSettings(
-            mini_batch_size=settings.mini_batch_size,
-            num_steps=settings.num_steps,
-            holds_bound=settings.holds_bound,
-            stream_mini_batch=settings.stream_mini_batch,
-            deterministic=settings.deterministic,
-            eval_interval_steps=settings.eval_interval_steps,
-            num_eval_prompts=settings.num_eval_prompts,
-            num_eval_prompts_while_training=settings.num_eval_prompts,
-            checkpoint_interval_steps=settings.checkpoint_interval_steps,
-            check_interval_steps=0,
-            stall_warning_s=3600.0,
-        ),
+        settings=_trainer_settings(settings),
         dataloader=dataloader,
         staleness=staleness,
         buffer=buffer,
         workers=workers,
         policy=policy,
         publisher=publisher,
-        evaluator=evaluator,
+        evaluator=_evaluator(settings, generator, prompts),
         checkpointer=Checkpointer(checkpoint_dir, max_to_keep=0) if checkpoint_dir else None,
         advantages=lambda rewards: [0.0] * len(rewards),
         log=lambda step, values: logged.append((step, values)),
         trace=trace,
     )
     return Simulation(trainer, engines, policy, client, dataloader, staleness, buffer, workers, publisher, logged)
+
+
+def _engines(settings: SimulationSettings) -> list[ModelledEngine]:
+    return [
+        ModelledEngine(
+            f"engine-{i}",
+            num_tokens_of=lognormal_length(settings.mean_tokens, settings.sigma, settings.seed),
+            tokens_per_second=settings.tokens_per_second,
+            half_speed_requests=settings.half_speed_requests,
+            load_seconds=settings.load_seconds,
+        )
+        for i in range(settings.num_engines)
+    ]
+
+
+def _prompts(settings: SimulationSettings) -> list[Prompt]:
+    return [
+        Prompt(uid=f"p{i}", messages=({"role": "user", "content": str(i)},), env_class="modelled")
+        for i in range(settings.num_prompts)
+    ]
+
+
+def _rollout_settings(settings: SimulationSettings) -> RolloutSettings:
+    return RolloutSettings(
+        num_samples=settings.group_size,
+        sampling=SamplingParams(max_tokens=settings.max_tokens),
+        seed=settings.seed,
+        max_retries=settings.max_retries,
+        max_failed_fraction=settings.max_failed_fraction,
+        timeout_s=settings.rollout_timeout_s,
+    )
+
+
+def _evaluator(settings: SimulationSettings, generator: Generator, prompts: list[Prompt]) -> Evaluator:
+    return Evaluator(
+        generator=generator,
+        prompts=prompts,
+        num_samples=1,
+        sampling=SamplingParams(max_tokens=settings.max_tokens),
+        max_concurrent=16,
+        max_retries=settings.max_retries,
+        timeout_s=settings.rollout_timeout_s,
+    )
+
+
+def _trainer_settings(settings: SimulationSettings) -> TrainerSettings:
+    return TrainerSettings(
+        mini_batch_size=settings.mini_batch_size,
+        num_steps=settings.num_steps,
+        holds_bound=settings.holds_bound,
+        stream_mini_batch=settings.stream_mini_batch,
+        deterministic=settings.deterministic,
+        eval_interval_steps=settings.eval_interval_steps,
+        num_eval_prompts=settings.num_eval_prompts,
+        num_eval_prompts_while_training=settings.num_eval_prompts,
+        checkpoint_interval_steps=settings.checkpoint_interval_steps,
+        check_interval_steps=0,
+        stall_warning_s=3600.0,
+    )
