@@ -59,6 +59,11 @@ SUMMARY_KEYS = {
 }
 
 
+def _as_in_a_terminal() -> None:
+    """A test run in the background hands down that interrupts are ignored; a user's terminal does not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Command:
     """One ``python -m skyrl_async.main ...``; every process that descends from it can be told by its environment."""
 
@@ -76,6 +81,7 @@ class Command:
                 stderr=stderr,
                 text=True,
                 start_new_session=True,
+                preexec_fn=_as_in_a_terminal,
             )
 
     def read_until(self, text: str) -> str:
