@@ -95,10 +95,11 @@ async def run(config: Config, num_eval_prompts: int) -> list[dict[str, Any]]:
 def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--steps", type=int, help="optimizer steps of each variant (default 45; 12 with --quick)")
+    parser.add_argument("overrides", nargs="*", help="key=value of the configuration, such as engine.pause_mode=keep")
     options = parser.parse_args()
     num_steps = options.steps or (12 if options.quick else 45)
-    config = from_overrides(f"trainer.num_steps={num_steps}", f"trainer.seed={options.seed}")
-    under = conditions(seed=options.seed, num_steps=num_steps, is_quick=options.quick)
+    config = from_overrides(f"trainer.num_steps={num_steps}", f"trainer.seed={options.seed}", *options.overrides)
+    under = conditions(seed=options.seed, num_steps=num_steps, is_quick=options.quick, overrides=options.overrides)
     rows = asyncio.run(run(config, 64 if options.quick else 256))
     plain, _, fast = rows
     generate, train = plain["waited_for_groups_s"], plain["train_and_publish_s"]
