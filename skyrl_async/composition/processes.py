@@ -17,11 +17,13 @@ from pathlib import Path
 
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.config.devices import engine_device, training_device
-from skyrl_async.config.schema import Config, Device, EngineBackend, GeneratorKind
+from skyrl_async.config.schema import Config, Device, EngineBackend, GeneratorKind, SamplingConfig
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig
 from skyrl_async.training.protocol import Policy
 from skyrl_async.training.settings import TrainingSettings
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -122,8 +124,20 @@ async def _start_engines(config: Config, policy_dir: Path, run_dir: Path) -> Seq
     )
 
 
+def _warn_of_truncation(sampling: SamplingConfig) -> None:
+    truncating = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
+    for name in (name for name, is_set in truncating.items() if is_set):
+        logger.warning(
+            "generator.sampling.%s=%g truncates: the engine's log-probs are of the tokens it keeps, the trainer's of all, so "
+            "importance ratios are biased; leave it at its default for exact ones",
+            name,
+            getattr(sampling, name),
+        )
+
+
 def _training_settings(config: Config, policy_path: Path, num_steps: int) -> TrainingSettings:
     training, algorithm = config.training, config.trainer.algorithm
+    _warn_of_truncation(config.generator.sampling)
     return TrainingSettings(
         policy_path=str(policy_path),
         trust_remote_code=config.policy.trust_remote_code,
