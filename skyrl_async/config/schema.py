@@ -281,7 +281,7 @@ class TrainerConfig:
         "While the trainer is busy, finished groups count among num_parallel_generation_workers until they are trained, so that "
         "none is generated earlier than it can be used. False fills the buffer up to the staleness bound.",
     )
-    num_steps: int | None = doc(80, "Optimizer steps of the run; null: as many as num_epochs hold.")
+    num_steps: int | None = doc(100, "Optimizer steps of the run; null: as many as num_epochs hold.")
     num_epochs: int = doc(1000, "Passes over the training prompts, when num_steps does not end the run first.")
     stream_mini_batch: bool = doc(
         True, "Accumulate gradients of finished groups while the mini-batch's last ones are still generated."
@@ -353,7 +353,7 @@ class TrainingConfig:
     backend: TrainingBackendName = doc(TrainingBackendName.fsdp, "fsdp is FSDP2.")
     num_workers: int = doc(1, "Ranks.")
     device: Device = doc(Device.auto, "auto takes cuda where there is one.")
-    lr: float = doc(5e-4, "Peak learning rate of AdamW.")
+    lr: float = doc(8e-4, "Peak learning rate of AdamW.")
     adam_beta1: float = doc(0.9, "Decay of AdamW's first moment.")
     adam_beta2: float = doc(0.95, "Decay of AdamW's second moment.")
     weight_decay: float = doc(0.0, "Decoupled weight decay of AdamW.")
