@@ -69,9 +69,3 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def fail(message: str) -> int:
-    """Say why there are no figures."""
-    sys.stderr.write(f"error: {message}\n")
-    return 1

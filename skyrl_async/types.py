@@ -183,10 +183,6 @@ class Group:
     def num_sampled_tokens(self) -> int:
         return sum(t.num_sampled_tokens for t in self.trajectories)
 
-    @property
-    def mean_reward(self) -> float:
-        return sum(t.reward for t in self.trajectories) / len(self.trajectories)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def ray_session(config: Config) -> Iterator[None]:
-    """A Ray of the run's own, or the one it joins. The deterministic engine with one worker needs none."""
+    """A Ray of the run's own, or the one it joins."""
     import ray
 
     on_sigterm = signal.getsignal(signal.SIGTERM)
