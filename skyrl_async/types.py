@@ -33,6 +33,20 @@ class PauseMode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """What the grammar of a constrained generation admits; exactly one field is set."""
+
+    json_schema: str | None = None
+    """A JSON schema, as JSON text."""
+    json_object: bool = False
+    """Any JSON object."""
+
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The likeliest tokens at one position with their log-probs in nats, likeliest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample; names and meanings are OpenAI's and vLLM's."""
 
@@ -52,6 +66,25 @@ class SamplingParams:
     """Sample past the end-of-sequence token (benchmarks and tests)."""
     seed: int | None = None
     """Honoured by the deterministic engine only: vLLM cannot continue a seeded request exactly (and on CPU dies of one)."""
+    presence_penalty: float = 0.0
+    """In [-2, 2]; of sampled tokens."""
+    frequency_penalty: float = 0.0
+    """In [-2, 2]; of sampled tokens."""
+    repetition_penalty: float = 1.0
+    """> 0; of the prompt's tokens and of sampled ones."""
+    structured: StructuredOutput | None = None
+    """Constrains the answer; forced tokens come with log-prob 0.0."""
+    num_top_logprobs: int = 0
+    """Likeliest tokens reported beside each sampled one, in [0, 20]."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text. The token that ended the answer is never in it."""
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether prompt plus tokens so far continues the generation exactly. A grammar would begin again, and penalties would
+        take the tokens so far for prompt."""
+        is_penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return self.structured is None and not is_penalised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +114,10 @@ class EngineOutput:
     """Policy version each token was sampled under, as the engine says it."""
     finish_reason: FinishReason | None
     """None only for a block of a stream that goes on."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """One entry per token where ``sampling.num_top_logprobs`` > 0, else empty."""
+    num_aborts: int = 0
+    """How often weight updates cut this call, where the engine's process continued it by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +134,8 @@ class Completion:
     """``stop`` or ``length``."""
     num_aborts: int = 0
     """How many times it was aborted (or lost its engine) and continued."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """One entry per token where ``sampling.num_top_logprobs`` > 0, else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +171,13 @@ class Trajectory:
     """The token budget ended it, not the policy."""
     num_aborts: int = 0
     """How many weight updates or engine failures its generations were continued across."""
+    sample_index: int | None = None
+    """Which of the group's samples this row is of; None where each sample is one row, in order. A session whose history was
+    rewritten has a row per branch, all with the session's reward."""
+    weight: float = 1.0
+    """Of the row's tokens in the loss, in (0, 1]; the weights of a sample's rows add up to 1."""
+    is_abandoned: bool = False
+    """Its harness left or was cut off without a reward: its loss mask is 0 and its reward counts for nothing."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The environment's own figures for this episode."""
 
@@ -207,3 +253,5 @@ class CompletionDelta:
     """New text; characters whose bytes are incomplete and possible beginnings of a stop string are held back."""
     finish_reason: FinishReason | None
     """``stop`` or ``length`` in the last block, else None."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """One entry per token where ``sampling.num_top_logprobs`` > 0, else empty."""
