@@ -10,7 +10,10 @@ SkyRLAsyncError
 |   |-- EngineDeadError     one engine is gone; its requests continue elsewhere
 |   |-- NoEngineError       no engine is left to serve a request
 |   |-- PromptTooLongError  a prompt leaves no room for an answer in the model's context
-|   `-- EngineStartError    an engine did not come up
+|   |-- EngineStartError    an engine did not come up
+|   `-- SessionError        a session of the endpoint cannot do what was asked
+|       |-- SessionClosedError    it is finished, has expired or has reached a cap
+|       `-- SessionNotFoundError  there is none of that name
 |-- PublishError            a weight publish failed; the old version serves everywhere
 |-- GenerationError         a generator broke its contract, or too many rollouts failed
 |-- TrainingError           a policy worker failed, or its numbers stopped being numbers
@@ -71,6 +74,18 @@ class PromptTooLongError(InferenceError):
 
 class EngineStartError(InferenceError):
     """An engine did not come up."""
+
+
+class SessionError(InferenceError):
+    """A session of the endpoint cannot do what was asked."""
+
+
+class SessionClosedError(SessionError):
+    """A session is finished, has expired or has reached a cap: nothing more is sampled in it."""
+
+
+class SessionNotFoundError(SessionError):
+    """There is no session of that name, or no longer."""
 
 
 class PublishError(SkyRLAsyncError):

@@ -48,6 +48,14 @@ GROUPS: dict[str, dict[str, Option]] = {
             values={"backend": "deterministic", "device": "cpu"},
         ),
     },
+    "generator": {
+        "gym": Option(text="skyrl_gym environments over generate(), in process.", values={"kind": "gym"}),
+        "gym_http": Option(text="skyrl_gym environments over the endpoint.", values={"kind": "gym_http"}),
+        "agent": Option(
+            text="Any harness, unmodified, against the endpoint: generator.command or generator.entrypoint.",
+            values={"kind": "agent"},
+        ),
+    },
     "training": {"fsdp": Option(text="FSDP2 on any number of ranks.", values={"backend": "fsdp"})},
 }
 """Group -> option -> what it sets; the first option is the default."""

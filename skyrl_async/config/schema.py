@@ -54,6 +54,7 @@ class TrainingBackendName(Enum):
 class GeneratorKind(Enum):
     gym = "gym"
     gym_http = "gym_http"
+    agent = "agent"
 
 
 class PolicyLoss(Enum):
@@ -80,6 +81,17 @@ class Device(Enum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
+
+
+class ReasoningPolicy(Enum):
+    keep = "keep"
+    template = "template"
+
+
+class BranchPolicyName(Enum):
+    all = "all"
+    longest = "longest"
+    last = "last"
 
 
 class WeightTransfer(Enum):
@@ -213,10 +225,28 @@ class SamplingConfig:
 @dataclass
 class GeneratorConfig:
     kind: GeneratorKind = doc(
-        GeneratorKind.gym, "gym plays environments over generate(); gym_http over the endpoint with the openai client."
+        GeneratorKind.gym,
+        "gym plays environments over generate(); gym_http over the endpoint with the openai client; agent runs any harness "
+        "against the endpoint: generator.command or generator.entrypoint.",
     )
     entrypoint: str | None = doc(
-        None, "module:function that makes a generator of your own, called with (client, renderer, config)."
+        None,
+        "module:function. With kind=agent the harness, an async function called with an AgentTask; else what makes a generator of "
+        "your own, called with (client, renderer, config).",
+    )
+    command: str | None = doc(
+        None,
+        "Command line of the harness, for kind=agent; gets OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and the task in its environment.",
+    )
+    reward: str | None = doc(
+        None, "module:function that rewards an agent's episode, for kind=agent; null asks the prompt's environment."
+    )
+    agent_timeout_s: float = doc(300.0, "An agent that takes longer is ended, with all its processes, and fails.")
+    max_concurrent_agents: int | None = doc(
+        None, "Agents running at once; null: as many as groups and samples ask for."
+    )
+    working_dir: str | None = doc(
+        None, "Where agents' working directories are made, one each; null: temporary ones, deleted after use."
     )
     n_samples_per_prompt: int = doc(8, "Group size.")
     max_turns: int = doc(8, "Most turns of an episode, whatever the environment says.")
@@ -239,6 +269,9 @@ class GeneratorConfig:
             0 <= self.max_failed_fraction <= 1, "generator.max_failed_fraction", "in [0, 1]", self.max_failed_fraction
         )
         require(self.rollout_timeout_s > 0, "generator.rollout_timeout_s", "> 0", self.rollout_timeout_s)
+        require(self.agent_timeout_s > 0, "generator.agent_timeout_s", "> 0", self.agent_timeout_s)
+        limit = self.max_concurrent_agents
+        require(limit is None or limit >= 1, "generator.max_concurrent_agents", ">= 1 or null", limit)
 
 
 @dataclass
@@ -413,9 +446,41 @@ class ServerConfig:
     model_name: str = doc("policy", "Name in /v1/models and in replies.")
     max_body_bytes: int = doc(16 * 2**20, "Larger requests get 413.")
     keep_alive_timeout_s: int = doc(75, "Of idle connections; clients break below 75.")
+    shutdown_timeout_s: int = doc(30, "What open requests and streams get to finish when the endpoint stops, seconds.")
+    num_front_ends: int = doc(1, "Processes that serve, each on a port of its own; a session belongs to one of them.")
+    max_concurrent_requests: int = doc(4096, "Requests sampled at once per front end; more wait in line.")
+    max_concurrent_requests_per_session: int = doc(16, "The same for one session.")
+    tool_call_parser: str = doc(
+        "auto", "vLLM's parser of tool calls by name; auto takes what the chat template calls for, none parses nothing."
+    )
+    reasoning_parser: str = doc("auto", "vLLM's parser of reasoning by name; auto and none as above.")
+    reasoning_policy: ReasoningPolicy = doc(
+        ReasoningPolicy.keep,
+        "What a later turn of a session sees of earlier reasoning: keep (the tokens as sampled) or template (what the chat template "
+        "leaves of it; turns whose prompt thereby changes begin a branch).",
+    )
+    branch_policy: BranchPolicyName = doc(
+        BranchPolicyName.all,
+        "Which branches of a session whose history was rewritten are trained: all, the longest, or that of the last turn.",
+    )
+    session_idle_timeout_s: float = doc(600.0, "A session without a request for so long has expired.")
+    session_lifetime_s: float = doc(7200.0, "A session older than this has expired.")
+    session_max_turns: int = doc(1000, "Turns sampled in one session; the next is refused with 401.")
+    session_max_tokens: int = doc(1_000_000, "Tokens sampled in one session; the next turn is refused with 401.")
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "server.port", "in [0, 65535]", self.port)
+        for key in (
+            "num_front_ends",
+            "max_concurrent_requests",
+            "max_concurrent_requests_per_session",
+            "session_max_turns",
+            "session_max_tokens",
+        ):
+            require(getattr(self, key) >= 1, f"server.{key}", ">= 1", getattr(self, key))
+        for key in ("session_idle_timeout_s", "session_lifetime_s"):
+            require(getattr(self, key) > 0, f"server.{key}", "> 0", getattr(self, key))
+        require(self.shutdown_timeout_s >= 0, "server.shutdown_timeout_s", ">= 0", self.shutdown_timeout_s)
         loopback = self.host in ("127.0.0.1", "localhost", "::1")
         require(
             loopback or bool(self.api_key),
