@@ -13,6 +13,7 @@ from skyrl_async.concurrency import run_together
 from skyrl_async.errors import GenerationError, NoEngineError
 from skyrl_async.rollout.attempts import Attempts
 from skyrl_async.rollout.generator import Generator
+from skyrl_async.samples import samples_of
 from skyrl_async.types import GroupRequest, Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -120,16 +121,17 @@ class Evaluator:
 
 
 def _averaged(groups: Sequence[tuple[Trajectory, ...]], num_failed: int) -> EvaluationResult:
-    rewards = [sum(t.reward for t in group) / len(group) for group in groups]
-    rows = [t for group in groups for t in group]
+    by_prompt = [samples_of(group) for group in groups]
+    rewards = [sum(s.reward for s in samples) / len(samples) for samples in by_prompt]
+    played = [sample for samples in by_prompt for sample in samples]
     mean = sum(rewards) / len(rewards)
     variance = sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)
-    num_tokens = sum(t.num_sampled_tokens for t in rows)
+    num_tokens = sum(sample.num_sampled_tokens for sample in played)
     return EvaluationResult(
         reward=mean,
         standard_error=(variance / len(rewards)) ** 0.5,
-        response_tokens=num_tokens / len(rows),
-        truncated_share=sum(t.is_truncated for t in rows) / len(rows),
+        response_tokens=num_tokens / len(played),
+        truncated_share=sum(sample.is_truncated for sample in played) / len(played),
         num_tokens=num_tokens,
         num_prompts=len(groups),
         num_failed=num_failed,

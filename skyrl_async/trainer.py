@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
 from skyrl_async.concurrency import first_failure
 from skyrl_async.data.dataloader import _AsyncDataloader
@@ -71,7 +72,7 @@ class FullyAsyncTrainer:
         policy, publisher: training's side.
         evaluator: plays held-out prompts; None evaluates nothing.
         checkpointer: None writes none.
-        advantages: rewards of a group -> one advantage per trajectory.
+        advantages: rewards of a group -> one advantage per sample.
         log: takes (step, values) for each step.
         trace: one span per stage.
     """
@@ -177,13 +178,13 @@ class FullyAsyncTrainer:
         figures = StepFigures(version=self.step, max_staleness_steps=self._staleness.max_staleness_steps)
         async for group in self._mini_batch(figures):
             with self._recorder.timed(figures, "forward_backward", track="training"):
-                advantages = self._advantages([t.reward for t in group.trajectories])
+                advantages = row_advantages(group.trajectories, self._advantages)
                 sums = await self._policy.forward_backward(group.trajectories, advantages, self.step)
             figures.add_group(group, sums)
         if not figures.groups:
             return False
         with self._recorder.timed(figures, "optimizer_step", track="training"):
-            stepped = await self._policy.step(figures.num_tokens)
+            stepped = await self._policy.step(figures.loss_tokens)
         await self._dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
         version = self.step + 1
         checked = await self._publish(version, figures=figures)

@@ -1,15 +1,17 @@
-"""Rewards of a group in, one advantage per trajectory out.
+"""Rewards of a group in, one advantage per sample out.
 
-Knows neither tokens nor tensors: a group is a handful of floats. Which estimator runs is named by the configuration and
+Knows neither tokens nor tensors: an estimator sees a handful of floats. Which estimator runs is named by the configuration and
 looked up once.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from skyrl_async.errors import ConfigError
+from skyrl_async.samples import live_samples_of
+from skyrl_async.types import Trajectory
 
 
 class ComputeAdvantages(Protocol):
@@ -57,6 +59,21 @@ def grpo_advantages(rewards: Sequence[float], *, norm_by_std: bool, epsilon: flo
         return centred
     std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - 1))
     return [c / (std + epsilon) for c in centred]
+
+
+def row_advantages(
+    trajectories: Sequence[Trajectory], compute: Callable[[Sequence[float]], Sequence[float]]
+) -> list[float]:
+    """One advantage per row of a group: its sample's. Abandoned samples are no part of the baseline, and get 0.
+
+    Args:
+        trajectories: the group's rows.
+        compute: rewards of its samples -> one advantage per sample.
+    """
+    live = live_samples_of(trajectories)
+    of_sample = compute([sample.reward for sample in live])
+    of_row = {id(row): advantage for sample, advantage in zip(live, of_sample, strict=True) for row in sample.rows}
+    return [of_row.get(id(row), 0.0) for row in trajectories]
 
 
 _ESTIMATORS = {

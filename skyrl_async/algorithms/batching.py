@@ -40,7 +40,7 @@ class MicroBatch:
     behavior_logprobs: Tensor
     """(N,) float32, nats."""
     advantages: Tensor
-    """(N,) float32."""
+    """(N,) float32, times the weight of the row: both losses are linear in a positive factor of the advantage."""
     versions: Tensor
     """(N,) int64, the policy version each token was sampled under."""
 
@@ -115,7 +115,7 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         positions.append(sampled + (index * num_columns + num_prompt_tokens - 1))
         versions.append(torch.tensor(trajectory.versions, dtype=torch.int64)[sampled])
         behavior_logprobs.append(torch.tensor(trajectory.logprobs, dtype=torch.float32)[sampled])
-        advantages.append(torch.full((len(sampled),), row.advantage, dtype=torch.float32))
+        advantages.append(torch.full((len(sampled),), row.advantage * trajectory.weight, dtype=torch.float32))
     where = torch.cat(positions)
     return MicroBatch(
         input_ids=input_ids.to(device),

@@ -80,6 +80,12 @@ METRICS: dict[str, Metric] = {
     "generate/response_tokens_max": Metric("tokens", "The longest of them."),
     "generate/turns_mean": Metric("turns", "Mean turns of them."),
     "generate/group_seconds_max": Metric("s", "Longest generation of a trained group."),
+    "generate/abandoned_share": Metric(
+        "share", "Of the step's samples, abandoned by their harness: masked, without a reward."
+    ),
+    "generate/rows_mean": Metric(
+        "rows", "Training rows per sample; more than 1 where harnesses rewrote their history."
+    ),
     "generate/truncated_share": Metric("share", "Of those trajectories, ended by the token budget."),
     "generate/failed_groups": Metric("groups", "Failed since the run began, after retries."),
     "trainer/step": Metric("steps", "Optimizer steps completed."),

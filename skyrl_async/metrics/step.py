@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
+from skyrl_async.samples import live_samples_of, samples_of
 from skyrl_async.types import Group
 
 
@@ -48,6 +49,11 @@ class StepFigures:
         return sum(group.num_sampled_tokens for group in self.groups)
 
     @property
+    def loss_tokens(self) -> float:
+        """The same, each by the weight of its row: what gradients are divided by."""
+        return sum(row.weight * row.num_sampled_tokens for group in self.groups for row in group.trajectories)
+
+    @property
     def token_lags(self) -> list[int]:
         """Policy versions between sampling and training, per sampled token."""
         return [
@@ -61,10 +67,12 @@ class StepFigures:
     def values(self) -> dict[str, float]:
         """Everything about the step, by metric name."""
         rows = [t for group in self.groups for t in group.trajectories]
+        live = [sample for group in self.groups for sample in live_samples_of(group.trajectories)]
+        num_samples = sum(len(samples_of(group.trajectories)) for group in self.groups)
         lags, staleness, num_tokens = self.token_lags, self.staleness, max(1, self.num_tokens)
         over = sum(s > self.max_staleness_steps for s in staleness)
         values = {
-            "reward/mean": sum(t.reward for t in rows) / len(rows),
+            "reward/mean": sum(s.reward for s in live) / max(1, len(live)),
             "reward/zero_variance_share": sum(_is_uniform(g) for g in self.groups) / len(self.groups),
             "async/staleness_mean": sum(staleness) / len(staleness),
             "async/staleness_max": float(max(staleness)),
@@ -73,10 +81,12 @@ class StepFigures:
             "async/token_lag_mean": sum(lags) / max(1, len(lags)),
             "async/token_lag_max": float(max(lags, default=0)),
             "async/num_aborts": float(sum(t.num_aborts for t in rows)),
-            "generate/response_tokens_mean": sum(t.num_sampled_tokens for t in rows) / len(rows),
-            "generate/response_tokens_max": float(max(t.num_sampled_tokens for t in rows)),
-            "generate/truncated_share": sum(t.is_truncated for t in rows) / len(rows),
-            "generate/turns_mean": sum(t.num_turns for t in rows) / len(rows),
+            "generate/response_tokens_mean": sum(s.num_sampled_tokens for s in live) / max(1, len(live)),
+            "generate/response_tokens_max": float(max((s.num_sampled_tokens for s in live), default=0)),
+            "generate/truncated_share": sum(s.is_truncated for s in live) / max(1, len(live)),
+            "generate/turns_mean": sum(s.num_turns for s in live) / max(1, len(live)),
+            "generate/abandoned_share": 1 - len(live) / num_samples,
+            "generate/rows_mean": len(rows) / num_samples,
             "generate/group_seconds_max": max(g.generation_seconds for g in self.groups),
             "policy/num_tokens": float(self.num_tokens),
         }
@@ -119,7 +129,7 @@ class RunTotals:
         """Add a finished step."""
         self.trained_groups += len(figures.groups)
         self.trained_tokens += figures.num_tokens
-        self.trained_trajectories += sum(len(g.trajectories) for g in figures.groups)
+        self.trained_trajectories += sum(len(live_samples_of(g.trajectories)) for g in figures.groups)
         self.staleness_sum += sum(figures.staleness)
         self.staleness_max = max(self.staleness_max, *figures.staleness)
         self.groups_over_bound += sum(s > figures.max_staleness_steps for s in figures.staleness)
@@ -173,4 +183,4 @@ class RunTotals:
 
 
 def _is_uniform(group: Group) -> bool:
-    return len({t.reward for t in group.trajectories}) == 1
+    return len({sample.reward for sample in live_samples_of(group.trajectories)}) <= 1

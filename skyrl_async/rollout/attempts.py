@@ -74,11 +74,26 @@ class Attempts:
         return _checked(result, request)
 
 
-def _checked(trajectories: Sequence[Trajectory], request: GroupRequest) -> tuple[Trajectory, ...]:
-    if len(trajectories) != request.num_samples:
+def _check_samples(trajectories: Sequence[Trajectory], request: GroupRequest) -> None:
+    """Either one row per sample, or rows that say which sample they are of; a sample without a row was abandoned early."""
+    indices = {t.sample_index for t in trajectories}
+    if indices == {None} or not indices:
+        if len(trajectories) != request.num_samples:
+            raise GenerationError(
+                f"the generator returned {len(trajectories)} trajectories for {request.prompt.uid}, expected "
+                f"{request.num_samples}"
+            )
+        return
+    unknown = [index for index in indices if index is None or not 0 <= index < request.num_samples]
+    if unknown:
         raise GenerationError(
-            f"the generator returned {len(trajectories)} trajectories for {request.prompt.uid}, expected {request.num_samples}"
+            f"the generator returned a trajectory of sample_index {unknown[0]} for {request.prompt.uid}, expected all of them "
+            f"in [0, {request.num_samples}) or none set"
         )
+
+
+def _checked(trajectories: Sequence[Trajectory], request: GroupRequest) -> tuple[Trajectory, ...]:
+    _check_samples(trajectories, request)
     if not any(t.num_sampled_tokens for t in trajectories):
         raise GenerationError(
             f"the generator returned no sampled token for {request.prompt.uid}: every loss mask is empty"

@@ -19,6 +19,7 @@ from skyrl_async.rollout.attempts import Attempts
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
+from skyrl_async.samples import live_samples_of
 from skyrl_async.types import Group, GroupRequest, Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ class GenerationWorkers:
             )
         )
         self._counts["groups"] += 1
-        self._counts["trajectories"] += len(trajectories)
+        self._counts["trajectories"] += len(live_samples_of(trajectories))
         self._counts["tokens"] += sum(t.num_sampled_tokens for t in trajectories)
         self._counts["aborts"] += sum(t.num_aborts for t in trajectories)
         self._failures.count_success()

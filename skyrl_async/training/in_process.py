@@ -29,7 +29,7 @@ class InProcessPolicy:
         (work,) = split_work(trajectories, advantages, version, settings=self._settings, num_ranks=1)
         return {"num_tokens": 0.0} | self._rank.forward_backward(work)
 
-    async def step(self, num_tokens: int) -> dict[str, float]:
+    async def step(self, num_tokens: float) -> dict[str, float]:
         """See ``Policy``."""
         return self._rank.step(num_tokens)
 

@@ -106,7 +106,7 @@ class PolicyWorkers:
         figures = await self._call_each("forward_backward", [(work,) for work in works])
         return {"num_tokens": 0.0} | merge_figures(figures)
 
-    async def step(self, num_tokens: int) -> dict[str, float]:
+    async def step(self, num_tokens: float) -> dict[str, float]:
         """See ``Policy``."""
         figures: list[dict[str, float]] = await self._call("step", num_tokens)
         return figures[0]

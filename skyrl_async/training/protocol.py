@@ -26,8 +26,8 @@ class Policy(Protocol):
         """
         ...
 
-    async def step(self, num_tokens: int) -> dict[str, float]:
-        """Divide the accumulated gradients by ``num_tokens``, clip, step optimizer and scheduler, and clear.
+    async def step(self, num_tokens: float) -> dict[str, float]:
+        """Divide the accumulated gradients by ``num_tokens`` (> 0, each token by the weight of its row), clip, step optimizer and scheduler, and clear.
 
         Returns ``grad_norm`` (before clipping) and ``lr``. Raises ``TrainingError`` when the norm is not finite.
         """

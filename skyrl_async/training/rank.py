@@ -142,16 +142,16 @@ class PolicyRank:
         figures["entropy_sum"] = entropies.double().sum().item()
         return figures
 
-    def step(self, num_tokens: int) -> dict[str, float]:
+    def step(self, num_tokens: float) -> dict[str, float]:
         """Apply what is accumulated, divided by ``num_tokens``; return ``grad_norm`` and the ``lr`` it was applied
         with.
 
         Raises:
             TrainingError: there are no tokens, or the gradient is not finite; nothing is applied.
         """
-        if num_tokens < 1:
+        if num_tokens <= 0:
             raise TrainingError(
-                f"a step needs num_tokens >= 1, got {num_tokens}: no trajectory of the mini-batch has sampled tokens"
+                f"a step needs num_tokens > 0, got {num_tokens}: no trajectory of the mini-batch has sampled tokens"
             )
         lr = self._backend.lr
         grad_norm = self._backend.step(denominator=float(num_tokens), max_grad_norm=self._settings.max_grad_norm)

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = {
     "skyrl_async.types": 0,
     "skyrl_async.errors": 0,
+    "skyrl_async.samples": 0,
     "skyrl_async.concurrency": 0,
     "skyrl_async.config": 0,
     "skyrl_async.metrics": 0,
@@ -45,7 +46,7 @@ LAST_LAYER_FOR_ENVIRONMENTS = 1
 """What ``skyrl_gym_http`` may see of ``skyrl_async``."""
 
 ALLOWED = {
-    "vllm": ("skyrl_async/inference/vllm_*.py", "skyrl_async/inference/core_process.py"),
+    "vllm": ("skyrl_async/inference/vllm_*.py", "skyrl_async/inference/server/parsing.py", "skyrl_async/inference/core_process.py"),
     "ray": (
         "skyrl_async/composition/processes.py",
         "skyrl_async/inference/ray_*.py",
