@@ -94,7 +94,7 @@ def _check_samples(trajectories: Sequence[Trajectory], request: GroupRequest) ->
 
 def _checked(trajectories: Sequence[Trajectory], request: GroupRequest) -> tuple[Trajectory, ...]:
     _check_samples(trajectories, request)
-    if not any(t.num_sampled_tokens for t in trajectories):
+    if not request.is_evaluation and not any(t.num_sampled_tokens for t in trajectories):
         raise GenerationError(
             f"the generator returned no sampled token for {request.prompt.uid}: every loss mask is empty"
         )

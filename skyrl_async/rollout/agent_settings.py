@@ -1,0 +1,140 @@
+"""Makes an ``AgentGenerator`` of settings, and finds out what is wrong with them before anything starts.
+
+Flows in: the values of ``generator.*``, the endpoint's addresses. Flows out: a generator, or ``ConfigError`` naming the key, what
+was found and what to change. Does not know the configuration's classes.
+"""
+
+import importlib
+import inspect
+import shlex
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from skyrl_async.errors import ConfigError
+from skyrl_async.rollout.agent_command import SHELL, CommandHarness
+from skyrl_async.rollout.agent_generator import AgentGenerator
+from skyrl_async.rollout.agent_reward import EnvironmentJudge, FunctionJudge
+from skyrl_async.rollout.environment import EnvironmentFactory
+from skyrl_async.rollout.harness import FunctionHarness
+from skyrl_async.rollout.sessions import SessionPool
+
+_MAX_THREADS = 32
+_CHECK_TIMEOUT_S = 10.0
+
+
+def check_agent_settings(*, command: str | None, entrypoint: str | None, reward: str | None) -> None:
+    """See that there is one harness, that it can be found, and that the reward can; imports the functions.
+
+    Raises ``ConfigError``.
+    """
+    if (command is None) == (entrypoint is None):
+        found = "neither" if command is None else "both"
+        raise ConfigError(
+            f"generator.kind=agent needs generator.command or generator.entrypoint, one of them, got {found}"
+        )
+    if command is not None:
+        _check_command(command)
+    if entrypoint is not None:
+        _harness_function(entrypoint)
+    if reward is not None:
+        _import("generator.reward", reward)
+
+
+def make_agent_generator(
+    *,
+    urls: Sequence[str],
+    controller_key: str,
+    command: str | None,
+    entrypoint: str | None,
+    reward: str | None,
+    make_environment: EnvironmentFactory,
+    max_turns: int,
+    agent_timeout_s: float,
+    max_concurrent_agents: int | None = None,
+    working_dir: Path | None = None,
+) -> AgentGenerator:
+    """A generator that runs the harness of these settings; its ``close`` releases connections and threads.
+
+    Args:
+        urls: roots of the endpoint's front ends, without ``/v1``.
+        controller_key: of the endpoint.
+        command: the harness as a command line; or
+        entrypoint: as ``module:function``.
+        reward: ``module:function``, called with (``Prompt``, ``AgentEpisode``); None asks the prompt's environment.
+        make_environment: of a prompt's ``env_class`` and ``extras``.
+        max_turns: most texts of an episode that an environment judges.
+        agent_timeout_s: of one run of the harness.
+        max_concurrent_agents: harnesses running at once; None sets no limit.
+        working_dir: where working directories are made and kept; None makes temporary ones.
+
+    Raises:
+        ConfigError: see ``check_agent_settings``; or ``working_dir`` cannot be made.
+    """
+    check_agent_settings(command=command, entrypoint=entrypoint, reward=reward)
+    if working_dir is not None:
+        working_dir = _made_directory(working_dir)
+    executor = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="agent")
+    return AgentGenerator(
+        SessionPool(urls, controller_key),
+        CommandHarness(command) if command else FunctionHarness(_harness_function(str(entrypoint))),
+        FunctionJudge(_import("generator.reward", reward), executor)
+        if reward
+        else EnvironmentJudge(make_environment, executor, max_turns=max_turns),
+        agent_timeout_s=agent_timeout_s,
+        executor=executor,
+        max_concurrent_agents=max_concurrent_agents,
+        working_dir=working_dir,
+    )
+
+
+def _check_command(command: str) -> None:
+    """The shell can read it, and finds its first program, where that is plain to see."""
+    if not command.strip():
+        raise ConfigError(f"generator.command must be a command line, got {command!r}")
+    read = subprocess.run([SHELL, "-n", "-c", command], capture_output=True, text=True, timeout=_CHECK_TIMEOUT_S)
+    if read.returncode != 0:
+        raise ConfigError(
+            f"generator.command must be a command line for {SHELL}, got {command!r}: {read.stderr.strip()}"
+        )
+    program = shlex.split(command)[0]
+    is_plain = not set(program) & set("=$`(){}*?<>|;&#!~")
+    asked = [SHELL, "-c", 'command -v "$1"', SHELL, program]
+    if is_plain and subprocess.run(asked, capture_output=True, timeout=_CHECK_TIMEOUT_S).returncode != 0:
+        raise ConfigError(f"generator.command must begin with a program that can be found, got {program!r}; see PATH")
+
+
+def _harness_function(entrypoint: str) -> Callable[..., Any]:
+    function = _import("generator.entrypoint", entrypoint)
+    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
+        raise ConfigError(
+            f"generator.entrypoint must be an async function with generator.kind=agent, got {entrypoint}, which is none: "
+            "a blocking one would hold up the trainer; run it with generator.command"
+        )
+    return function
+
+
+def _import(key: str, path: str) -> Callable[..., Any]:
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"{key} must be module:function, got {path!r}")
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except ImportError as error:
+        raise ConfigError(f"{key} must be importable, got {path!r}: {error}") from error
+    except AttributeError as error:
+        raise ConfigError(f"{key} must name a function of module {module_name}, which has no {name!r}") from error
+    if not callable(function):
+        raise ConfigError(f"{key} must name a function, got {path}, which is {type(function).__name__}")
+    return function
+
+
+def _made_directory(directory: Path) -> Path:
+    directory = directory.expanduser().absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"generator.working_dir must be a directory, got {directory}: {error.strerror}") from error
+    return directory
