@@ -91,7 +91,7 @@ async def _run(config: Config, run_dir: Path, checkpoint: Path | None, started: 
         def log(step: int, values: dict[str, float]) -> None:
             tracker.log(step, {"trainer/step": float(step), **values})
 
-        async with started_parts(config, run_dir, trace=trace, say=console.phase) as parts:
+        async with started_parts(config, run_dir, trace=trace, say=console.phase, checkpoint=checkpoint) as parts:
             trainer = trainer_of(config, parts, run_dir=run_dir, log=log, trace=trace)
             if parts.endpoint_url is not None:
                 console.message(f"endpoint: {parts.endpoint_url} (key in {run_dir / 'endpoint.json'})")

@@ -6,6 +6,7 @@ Flows in: the configuration. Flows out: prompts whose environments exist, and di
 import asyncio
 import functools
 import math
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +16,16 @@ from typing import TYPE_CHECKING, Any
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.config.schema import Config
 from skyrl_async.data.dataset import filter_long_prompts, load_prompts
+from skyrl_async.inference.policy_files import read_config, read_manifest, text_config
 from skyrl_async.tasks.registry import get_task, make_environment
+from skyrl_async.training.manifest import check_model, read_model
 from skyrl_async.types import Prompt
 
 if TYPE_CHECKING:
     from skyrl_async.tasks.warm_start import WarmStartPlan, WarmStartProgress
+
+_TIED_HEAD = "lm_head.weight"
+"""In files though it is no parameter of its own, where embeddings are tied."""
 
 Say = Callable[[str], None]
 """Takes one line about what is going on."""
@@ -128,11 +134,40 @@ def num_planned_steps(config: Config, prompts: Prompts) -> int:
     return in_epochs if trainer.num_steps is None else min(trainer.num_steps, in_epochs)
 
 
-def load_tokenizer(directory: Path, trust_remote_code: bool) -> Any:
-    """The Hugging Face tokenizer of a policy directory."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """A policy's tokenizer, and what renders messages with it."""
+
+    tokenizer: Any
+    renderer: ChatRenderer
+
+
+def load_chat(directory: Path, trust_remote_code: bool) -> Chat:
+    """The Hugging Face tokenizer of a policy directory. Raises ``ConfigError`` when it has no chat template."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+    return Chat(tokenizer=tokenizer, renderer=ChatRenderer(tokenizer))
+
+
+def known_context(config: Config, policy_dir: Path) -> int:
+    """Longest prompt plus answer as far as the files tell; engines may have less, and say so once they are up."""
+    if config.engine.max_model_len is not None:
+        return config.engine.max_model_len
+    declared = text_config(read_config(str(policy_dir))).get("max_position_embeddings")
+    return sys.maxsize if declared is None else int(declared)
+
+
+def check_checkpoint_is_of(checkpoint: Path, policy_dir: Path) -> None:
+    """Raise ``CheckpointError`` when a checkpoint is of another model, as far as headers tell; its loading checks the rest."""
+    there = read_model(checkpoint / "policy")
+    model_type = str(read_config(str(policy_dir)).get("model_type", there.model_type))
+    shapes = {name: shape for name, (_, shape) in read_manifest(str(policy_dir)).items()}
+    if there.shapes.keys() - shapes.keys() == there.shapes.keys():
+        shapes = dict(there.shapes)  # no safetensors, or files that name parameters otherwise than the model does
+    elif _TIED_HEAD not in there.shapes:
+        shapes.pop(_TIED_HEAD, None)
+    check_model(checkpoint / "policy", there, model_type=model_type, shapes=shapes)
 
 
 def fitting_prompts(prompts: Prompts, renderer: ChatRenderer, max_model_len: int, say: Say) -> Prompts:

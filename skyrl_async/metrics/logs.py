@@ -38,6 +38,8 @@ def run_logging(path: Path, level: str) -> Iterator[None]:
     root.addHandler(to_stderr)
     root.setLevel(level.upper())
     logging.captureWarnings(True)
+    for client in ("httpx", "httpx2"):
+        logging.getLogger(client).setLevel(logging.WARNING)  # else a line for every request of every session
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ Written last, so that a checkpoint without it is known to be incomplete. Knows n
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_async.errors import CheckpointError
@@ -36,8 +37,18 @@ def write_manifest(directory: Path, *, model_type: str, shapes: Shapes, num_rank
         sync_file(folder)
 
 
-def check_manifest(directory: Path, *, model_type: str, shapes: Shapes) -> None:
-    """Raise ``CheckpointError``, saying what differs, unless ``directory`` is a whole checkpoint of this model."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointedModel:
+    """What a policy checkpoint says it is."""
+
+    model_type: str
+    shapes: Shapes
+    files: Mapping[str, int]
+    """Name -> bytes."""
+
+
+def read_model(directory: Path) -> CheckpointedModel:
+    """The contents of ``policy.json``. Raises ``CheckpointError`` when it is missing, damaged or of another format."""
     path = directory / MANIFEST_FILE
     if not path.is_file():
         raise CheckpointError(f"{directory} is not a complete policy checkpoint: it has no {MANIFEST_FILE}")
@@ -46,13 +57,20 @@ def check_manifest(directory: Path, *, model_type: str, shapes: Shapes) -> None:
         found_format = content["format_version"]
         if found_format != FORMAT_VERSION:
             raise CheckpointError(f"{path} has format {found_format}, this version reads {FORMAT_VERSION}")
-        found_type: str = content["model_type"]
-        found_shapes = {name: tuple(shape) for name, shape in content["parameters"].items()}
-        files: dict[str, int] = content["files"]
+        return CheckpointedModel(
+            model_type=content["model_type"],
+            shapes={name: tuple(shape) for name, shape in content["parameters"].items()},
+            files=content["files"],
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({error!r}); resume from another checkpoint") from error
-    _check_model(directory, model_type, shapes, found_type, found_shapes)
-    for name, num_bytes in files.items():
+
+
+def check_manifest(directory: Path, *, model_type: str, shapes: Shapes) -> None:
+    """Raise ``CheckpointError``, saying what differs, unless ``directory`` is a whole checkpoint of this model."""
+    found = read_model(directory)
+    check_model(directory, found, model_type=model_type, shapes=shapes)
+    for name, num_bytes in found.files.items():
         file = directory / name
         if not file.is_file():
             raise CheckpointError(f"checkpoint {directory} lacks the file {name}; resume from another checkpoint")
@@ -62,14 +80,15 @@ def check_manifest(directory: Path, *, model_type: str, shapes: Shapes) -> None:
             )
 
 
-def _check_model(directory: Path, model_type: str, shapes: Shapes, found_type: str, found_shapes: Shapes) -> None:
+def check_model(directory: Path, found: CheckpointedModel, *, model_type: str, shapes: Shapes) -> None:
+    """Raise ``CheckpointError`` when the checkpoint in ``directory`` is of another model than this."""
     advice = "set policy.path to the policy it was made with, or trainer.resume_mode=none"
-    if found_type != model_type:
+    if found.model_type != model_type:
         raise CheckpointError(
-            f"checkpoint {directory} is of a {found_type} model, the policy is {model_type}; {advice}"
+            f"checkpoint {directory} is of a {found.model_type} model, the policy is {model_type}; {advice}"
         )
-    for name in sorted(shapes.keys() | found_shapes.keys()):
-        here, there = shapes.get(name), found_shapes.get(name)
+    for name in sorted(shapes.keys() | found.shapes.keys()):
+        here, there = shapes.get(name), found.shapes.get(name)
         if here != there:
             raise CheckpointError(
                 f"checkpoint {directory} is of another model: {name} has shape {there} there and {here} in the policy "

@@ -27,7 +27,7 @@ class Policy(Protocol):
         ...
 
     async def step(self, num_tokens: float) -> dict[str, float]:
-        """Divide the accumulated gradients by ``num_tokens`` (> 0, each token by the weight of its row), clip, step optimizer and scheduler, and clear.
+        """Divide the accumulated gradients by ``num_tokens`` (> 0; tokens count by the weight of their row), clip, step, and clear.
 
         Returns ``grad_norm`` (before clipping) and ``lr``. Raises ``TrainingError`` when the norm is not finite.
         """

@@ -407,6 +407,7 @@ def test_a_checkpoint_of_another_model_is_refused(killed: tuple[Path, Outcome], 
     outcome = run(*SMALL, *NO_VLLM, *resume, "policy.num_layers=3", "trainer.output_dir=out", cwd=tmp_path)
     assert outcome.code == 1
     assert "is of another model: model.layers.2" in outcome.error and "trainer.resume_mode=none" in outcome.error
+    assert "starting Ray" not in outcome.stdout
     assert "Traceback" not in outcome.stderr
 
 
