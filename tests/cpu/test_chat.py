@@ -1,11 +1,18 @@
 """Chat rendering on a byte-level BPE, with Hugging Face templates in miniature."""
 
+import re
+from collections.abc import Callable
+from functools import cache
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
-from skyrl_async.chat import ChatRenderer, normalise_messages
+from skyrl_async.chat import ChatRenderer, Tool, normalise_messages
 from skyrl_async.errors import ConfigError
+from skyrl_async.types import Message
+from tests.cpu.chat_templates import llama3, mistral, qwen3, qwen25
 from tests.cpu.tiny_chat import CHATML, END, RENDERER, TOKENIZER, make_tokenizer
 
 TRIMMING = CHATML.replace("m.content", "m.content | trim")
@@ -16,11 +23,56 @@ SPACED = (
 FORGETS_REASONING = CHATML.replace("m.content", "m.content.split('</think>')[-1]") + "<think>"
 
 
-CONVERSATION = [
+CONVERSATION: list[Message] = [
     {"role": "user", "content": "hello"},
     {"role": "assistant", "content": "whatever"},
     {"role": "user", "content": "again"},
 ]
+
+
+TOOLS: list[Tool] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Weather of a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+
+
+def call(name: str, arguments: object) -> dict[str, object]:
+    return {"id": name, "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+AGENT: list[Message] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": None, "tool_calls": [call("call_0123456789abcdef", '{"city": "Köln"}')]},
+    {"role": "tool", "tool_call_id": "call_0123456789abcdef", "name": "look", "content": "cold"},
+    {"role": "assistant", "content": "It is cold."},
+    {"role": "user", "content": "again"},
+]
+"""Covered through its tool calls, the answer behind them is one that nobody sampled."""
+
+MakeTokenizer = Callable[[], PreTrainedTokenizerFast]
+
+FAMILIES = pytest.mark.parametrize("make", [qwen25, qwen3, llama3, mistral])
+
+
+@cache
+def family(make: MakeTokenizer) -> tuple[ChatRenderer, int]:
+    tokenizer = make()
+    return ChatRenderer(tokenizer), tokenizer.eos_token_id
+
+
+def sampled(renderer: ChatRenderer, messages: list[Message], end: int) -> tuple[int, ...]:
+    """The last message with its end of turn, as a policy that knows the template would sample it."""
+    before = renderer.render(messages[:-1], tools=TOOLS)
+    after = renderer.render(messages, tools=TOOLS, add_generation_prompt=False)
+    assert after[: len(before)] == before
+    return after[len(before) : len(after) - after[::-1].index(end)]
 
 
 def encode(text: str) -> tuple[int, ...]:
@@ -64,7 +116,7 @@ def test_a_continued_prompt_equals_the_whole_rendering_when_sampling_matches_the
 ) -> None:
     tokenizer = make_tokenizer(template)
     renderer = ChatRenderer(tokenizer)
-    messages = [{"role": "user", "content": question}]
+    messages: list[Message] = [{"role": "user", "content": question}]
     ids = renderer.render(messages)
     for text in texts:
         ids = (*ids, *encode(text), END)
@@ -92,19 +144,156 @@ def test_the_tail_of_a_last_assistant_message_is_its_end_and_the_generation_prom
     assert tail == encode("<|im_end|>\n<|im_start|>assistant\n")
 
 
+@FAMILIES
+def test_tools_and_tool_calls_are_rendered_as_the_template_writes_them(make: MakeTokenizer) -> None:
+    renderer = ChatRenderer(make())
+    text = renderer.decode(renderer.render(AGENT, tools=TOOLS))
+    assert '"description": "Weather of a city."' in text
+    assert '{"city": "Köln"}' in text
+    assert "Weather" not in renderer.decode(renderer.render(AGENT))
+
+
+@FAMILIES
+@pytest.mark.parametrize("num_covered", [3, 5])
+def test_a_tail_is_what_the_template_writes_behind_the_covered_turn(make: MakeTokenizer, num_covered: int) -> None:
+    renderer = ChatRenderer(make())
+    whole = renderer.decode(renderer.render(AGENT, tools=TOOLS))
+    tail = renderer.decode(
+        renderer.render_tail(AGENT, last_completion_ended=False, num_covered=num_covered, tools=TOOLS)
+    )
+    assert whole.endswith(tail)
+    assert tail.startswith(renderer.decode([make().eos_token_id]))
+    assert whole.removesuffix(tail).endswith(("}}\n</tool_call>", "}}", "}]") if num_covered == 3 else "It is cold.")
+    assert ("It is cold." in tail) == (num_covered == 3)
+
+
+@pytest.mark.parametrize("make", [qwen25, llama3])
+@given(cities=st.lists(st.text(max_size=6), min_size=1, max_size=3), answer=st.text(max_size=8).map(str.strip))
+def test_a_conversation_with_tools_continued_turn_by_turn_equals_its_whole_rendering(
+    make: MakeTokenizer, cities: list[str], answer: str
+) -> None:
+    renderer, end = family(make)
+    messages: list[Message] = [{"role": "user", "content": "hello"}]
+    ids = renderer.render(messages, tools=TOOLS)
+    for i, city in enumerate(cities):
+        messages.append({"role": "assistant", "content": None, "tool_calls": [call(f"c{i}", {"city": city})]})
+        ids = (*ids, *sampled(renderer, messages, end))
+        messages.append({"role": "tool", "tool_call_id": f"c{i}", "content": answer})
+        ids = renderer.render_next(messages, ids, tools=TOOLS)
+    assert renderer.decode(ids) == renderer.decode(renderer.render(messages, tools=TOOLS))
+
+
+@FAMILIES
+def test_sampled_tokens_stay_and_get_their_end_of_turn_unless_it_was_sampled(make: MakeTokenizer) -> None:
+    tokenizer = make()
+    renderer = ChatRenderer(tokenizer)
+    for covered in (3, 5):
+        cut = renderer.render_next(AGENT, (7, 8), num_covered=covered, tools=TOOLS)
+        ended = renderer.render_next(AGENT, (7, 8, tokenizer.eos_token_id), num_covered=covered, tools=TOOLS)
+        assert cut == ended
+        assert cut[:3] == (7, 8, tokenizer.eos_token_id)
+
+
+def test_a_stop_string_in_the_sampled_tokens_stays_before_the_end_of_turn() -> None:
+    renderer = ChatRenderer(qwen25())
+    prompt = renderer.render(AGENT[:2])
+    completion = (*encode("ls</bash>"),)
+    following = [*AGENT[:2], {"role": "assistant", "content": "ls"}, {"role": "user", "content": "a.txt"}]
+    continued = renderer.decode(renderer.render_next(following, (*prompt, *completion)))
+    assert continued.endswith("ls</bash><|im_end|>\n<|im_start|>user\na.txt<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_thoughts_that_the_template_forgets_stay_where_they_were_sampled() -> None:
+    renderer = ChatRenderer(qwen3())
+    prompt = renderer.render(AGENT[:2], tools=TOOLS)
+    completion = encode('<think>\nhm\n</think>\n\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>')
+    continued = renderer.render_next(AGENT, (*prompt, *completion), num_covered=3, tools=TOOLS)
+    assert continued[: len(prompt) + len(completion)] == (*prompt, *completion)
+    tail = renderer.decode(continued[len(prompt) + len(completion) :])
+    assert tail == (
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\ncold\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\nIt is cold.<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_template_that_wants_tool_calls_before_tool_results_is_continued_behind_them() -> None:
+    renderer = ChatRenderer(mistral())
+    with pytest.raises(ValueError, match="a tool result must follow a tool call"):
+        renderer.render([*AGENT[:2], {"role": "assistant", "content": "x"}, AGENT[3]])
+    tail = renderer.decode(renderer.render_tail(AGENT, last_completion_ended=True, num_covered=3))
+    assert tail.startswith('[TOOL_RESULTS] {"content": "cold", "call_id": "')
+    assert tail.endswith(" It is cold.</s>[INST] Be brief.\n\nagain[/INST]")
+
+
+def test_ids_that_a_template_refuses_are_shortened_and_still_match() -> None:
+    renderer = ChatRenderer(mistral())
+    text = renderer.decode(renderer.render(AGENT))
+    (short,) = set(re.findall(r'"(?:call_)?id": "(\w+)"', text))
+    assert len(short) == 9
+    fitting = [{**m, "tool_call_id": "abcdefghi"} if m["role"] == "tool" else m for m in AGENT]
+    fitting[2] = {**AGENT[2], "tool_calls": [call("abcdefghi", "{}")]}
+    assert '"call_id": "abcdefghi"' in renderer.decode(renderer.render(fitting))
+
+
+def test_arguments_are_text_for_a_template_that_joins_them_to_text() -> None:
+    joining = CHATML.replace("m.content", "m.tool_calls[0].function.arguments + '!' if m.tool_calls else m.content")
+    renderer = ChatRenderer(make_tokenizer(joining))
+    assert '{"city": "Köln"}!<|im_end|>' in renderer.decode(renderer.render(AGENT))
+    assert '{"city": "Köln"}!' not in renderer.decode(renderer.render_next(AGENT, (7,), num_covered=3))
+
+
+def test_a_template_whose_turns_of_tool_calls_end_otherwise_cannot_be_continued() -> None:
+    odd = (
+        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('no call') }}{% endif %}"
+        "{{ (m.tool_calls | tojson) + '<|endoftext|>' if m.tool_calls else m.content + '<|im_end|>' }}{% endfor %}"
+    )
+    renderer = ChatRenderer(make_tokenizer(odd))
+    with pytest.raises(ConfigError, match="must end a turn of tool calls"):
+        renderer.render_next(AGENT[:4], (7,))
+
+
+@pytest.mark.parametrize("num_covered", [0, 1, 2, 7])
+def test_what_is_covered_must_end_in_an_assistant_message(num_covered: int) -> None:
+    with pytest.raises(ValueError, match=f"num_covered must end in an assistant message, got {num_covered} of 6"):
+        RENDERER.render_next(AGENT, (7,), num_covered=num_covered)
+
+
 def test_null_content_text_parts_and_the_developer_role_are_normalised() -> None:
     found = normalise_messages(
         [
             {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]},
-            {"role": "assistant", "content": None, "tool_calls": []},
+            {"role": "assistant", "content": None, "tool_calls": [], "refusal": None},
             {"role": "user"},
         ]
     )
     assert found == [
         {"role": "system", "content": "a\nb"},
-        {"role": "assistant", "content": "", "tool_calls": []},
+        {"role": "assistant", "content": ""},
         {"role": "user", "content": ""},
     ]
+
+
+@pytest.mark.parametrize(
+    ("written", "rendered"),
+    [
+        ('{"city": "Köln"}', {"city": "Köln"}),
+        ("", {}),
+        (None, {}),
+        ({"city": "x"}, {"city": "x"}),
+        ("[1, 2]", "[1, 2]"),
+        ('{"city": ', '{"city": '),
+        ("[" * 100_000, "[" * 100_000),
+    ],
+)
+def test_arguments_become_objects_where_their_text_spells_one(written: object, rendered: object) -> None:
+    (found,) = normalise_messages([{"role": "assistant", "content": None, "tool_calls": [call("c", written)]}])
+    assert found == {"role": "assistant", "content": "", "tool_calls": [call("c", rendered)]}
+
+
+def test_reasoning_goes_by_the_name_that_templates_know() -> None:
+    (found,) = normalise_messages([{"role": "assistant", "content": "x", "reasoning": "hm", "reasoning_content": None}])
+    assert found["reasoning_content"] == "hm"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +303,8 @@ def test_null_content_text_parts_and_the_developer_role_are_normalised() -> None
         ({"role": "user", "content": 3}, r"messages\[0\].content .* got int"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "'image_url'"),
         ({"role": "user", "content": ["text"]}, "'str'"),
+        ({"role": "assistant", "tool_calls": "look"}, r"messages\[0\].tool_calls must be a list, got str"),
+        ({"role": "assistant", "tool_calls": [{"id": "c"}]}, r"messages\[0\].tool_calls\[0\].function.name"),
     ],
 )
 def test_a_message_that_cannot_be_rendered_is_named(message: dict[str, object], complaint: str) -> None:
@@ -155,3 +346,9 @@ def test_the_stop_string_that_ended_a_completion_is_found_in_its_tokens() -> Non
     assert RENDERER.stop_string(ids, "hello", ("</x>", "</answer>")) == "</answer>"
     assert RENDERER.stop_string(ids, "hello</answer>", ("</answer>",)) is None
     assert RENDERER.stop_string(ids, "hello", ()) is None
+
+
+def test_a_stop_string_is_found_in_a_text_that_spells_special_tokens() -> None:
+    ids = encode("<|im_start|>hello</answer>")
+    assert RENDERER.stop_string(ids, "<|im_start|>hello", ("</answer>",)) == "</answer>"
+    assert RENDERER.stop_string(ids, "hello", ("</answer>",)) == "</answer>"

@@ -4,7 +4,9 @@ It merges the words of the template and a few others, so that the same text spel
 never is what the tokenizer would make of it.
 """
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from collections.abc import Sequence
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_async.chat import ChatRenderer
@@ -32,9 +34,23 @@ def _train() -> Tokenizer:
 _BPE = _train()
 
 
-def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """The tokenizer with another template, or none."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_BPE, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+def make_tokenizer(
+    template: str | None = CHATML,
+    *,
+    eos_token: str = "<|im_end|>",
+    bos_token: str | None = None,
+    special_tokens: Sequence[str] = (),
+    added_tokens: Sequence[str] = (),
+) -> PreTrainedTokenizerFast:
+    """The tokenizer with another template, or none, and more tokens: ``added_tokens`` are text, ``special_tokens`` are not."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_BPE,
+        eos_token=eos_token,
+        pad_token="<|endoftext|>",
+        **({} if bos_token is None else {"bos_token": bos_token}),
+    )
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in added_tokens])
     tokenizer.chat_template = template
     return tokenizer
 

@@ -1,0 +1,115 @@
+"""Chat messages in the one form that chat templates know, and in the forms that some templates insist on.
+
+Flows in: messages as clients send them. Flows out: copies to render. Does not know tokenizers.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import Any
+
+from skyrl_async.types import Message
+
+Tool = dict[str, Any]
+"""A function tool in OpenAI's chat form: ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def normalise_messages(messages: Sequence[Message]) -> list[Message]:
+    """Copies in the one form that templates know.
+
+    ``content`` is a string (null and absent are empty, text parts are joined by line breaks), ``developer`` is ``system``,
+    ``reasoning`` is ``reasoning_content``, arguments of tool calls are objects where their text spells one, and other nulls
+    and empty lists of tool calls are left out. ``ValueError`` names what cannot be used.
+    """
+    return [_normalise_message(i, message) for i, message in enumerate(messages)]
+
+
+def _normalise_message(index: int, message: Message) -> Message:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"messages[{index}].role must be a non-empty string, got {role!r}")
+    content = _content_text(index, message.get("content"))
+    normalised = {key: value for key, value in message.items() if value is not None}
+    normalised |= {"role": "system" if role == "developer" else role, "content": content}
+    if isinstance(message.get("reasoning"), str):
+        normalised.setdefault("reasoning_content", message["reasoning"])
+    calls = normalised.pop("tool_calls", None)
+    if calls:
+        normalised["tool_calls"] = _normalise_tool_calls(index, calls)
+    return normalised
+
+
+def _normalise_tool_calls(index: int, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise ValueError(f"messages[{index}].tool_calls must be a list, got {type(calls).__name__}")
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"messages[{index}].tool_calls[{i}].function.name must be a string, got {call!r}")
+    return [_with_arguments(call, _arguments_object(call["function"].get("arguments"))) for call in calls]
+
+
+def _arguments_object(arguments: Any) -> Any:
+    """Arguments as templates want them: the object that their text spells, else as they are."""
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        spelled = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return spelled if isinstance(spelled, dict) else arguments
+
+
+def _with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _content_text(index: int, content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(
+            f"messages[{index}].content must be a string, a list of parts or null, got {type(content).__name__}"
+        )
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise ValueError(f"messages[{index}].content may only hold text parts, got one of type {kind!r}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def with_text_arguments(messages: list[Message]) -> list[Message]:
+    """For templates that join arguments to other text themselves."""
+
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return _with_arguments(call, text)
+
+    return [_with_calls(message, as_text) for message in messages]
+
+
+def with_short_ids(messages: list[Message]) -> list[Message]:
+    """For templates that know ids of nine letters and digits only."""
+
+    def short(name: Any) -> str:
+        text = str(name)
+        return text if len(text) == 9 and text.isalnum() else sha256(text.encode()).hexdigest()[:9]
+
+    answered = [
+        {**message, "tool_call_id": short(message["tool_call_id"])} if "tool_call_id" in message else message
+        for message in messages
+    ]
+    return [_with_calls(message, lambda call: {**call, "id": short(call.get("id"))}) for message in answered]
+
+
+def _with_calls(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+    if "tool_calls" not in message:
+        return message
+    return {**message, "tool_calls": [change(call) for call in message["tool_calls"]]}

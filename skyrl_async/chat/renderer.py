@@ -1,0 +1,222 @@
+"""Chat messages as token ids, through a tokenizer's own chat template.
+
+Flows in: messages and tools in OpenAI form, and the ids of turns already sampled. Flows out: prompt ids, and what tokens spell.
+Sampled text is never tokenized again: a later turn's prompt is the ids so far plus the rendered *tail* (contract 4 of
+the design). Does not know engines, environments or HTTP.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from secrets import token_hex
+from typing import TYPE_CHECKING
+
+from jinja2.exceptions import TemplateError
+
+from skyrl_async.chat.messages import Tool, normalise_messages, with_short_ids, with_text_arguments
+from skyrl_async.chat.spelling import Speller
+from skyrl_async.errors import ConfigError
+from skyrl_async.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_SENTINEL = f"skyrl-async-sampled-text-{token_hex(8)}"
+
+
+class ChatRenderer:
+    """Renders conversations for one tokenizer. Stateless but for caches; safe to share between tasks."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        """``tokenizer``: a Hugging Face fast tokenizer with a chat template; raises ``ConfigError`` without one."""
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "policy.path must hold a tokenizer with a chat template, got one without; add chat_template.jinja to "
+                "the directory or set chat_template in its tokenizer_config.json"
+            )
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._special_ids = frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+        self._speller = Speller(tokenizer)
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        """What it renders with."""
+        return self._tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        return len(self._tokenizer)
+
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, add_generation_prompt: bool = True
+    ) -> tuple[int, ...]:
+        """Ids of the whole conversation; ``ValueError`` when the template refuses it."""
+        return self.encode(self._render_text(normalise_messages(messages), tools, add_generation_prompt))
+
+    def render_tail(
+        self,
+        messages: Sequence[Message],
+        *,
+        last_completion_ended: bool,
+        num_covered: int | None = None,
+        tools: Sequence[Tool] | None = None,
+    ) -> tuple[int, ...]:
+        """Ids that follow the sampled tokens of a covered assistant message: glue, later messages, generation prompt.
+
+        ``last_completion_ended``: the sampled tokens end with the template's end of turn, which is then not repeated. A
+        completion that was cut, or ended by a stop string, has none, and the tail begins with it.
+        """
+        tail = self._full_tail(messages, num_covered, tools)
+        return tail[self._leading_end(tail) :] if last_completion_ended else tail
+
+    def render_next(
+        self,
+        messages: Sequence[Message],
+        token_ids: Sequence[int],
+        *,
+        num_covered: int | None = None,
+        tools: Sequence[Tool] | None = None,
+    ) -> tuple[int, ...]:
+        """The next prompt: ``token_ids`` as they are, then the tail.
+
+        The end of turn is supplied unless ``token_ids`` ends with that very token. Tokens of a stop string that the text lacks
+        stay: they were sampled.
+
+        Args:
+            token_ids: prompt and completion of ``messages[:num_covered]``.
+            num_covered: ends in an assistant message; messages behind it may hold further ones, which nobody sampled. None:
+                through the last assistant message.
+
+        Raises:
+            ValueError: the template refuses the messages, or ``num_covered`` names no assistant message.
+            ConfigError: the template cannot be continued in token space.
+        """
+        tail = self._full_tail(messages, num_covered, tools)
+        num_leading = self._leading_end(tail)
+        ended = num_leading > 0 and bool(token_ids) and token_ids[-1] == tail[num_leading - 1]
+        return (*token_ids, *(tail[num_leading:] if ended else tail))
+
+    def stop_string(self, token_ids: Sequence[int], text: str, stop: Iterable[str]) -> str | None:
+        """Which of ``stop`` ended a completion whose text was cut to ``text``, or None.
+
+        vLLM's tokens keep the stop string that the text lacks.
+        """
+        stops = tuple(stop)
+        if not stops:
+            return None
+        for skips_special in (True, False):
+            decoded = self.decode(token_ids, skip_special_tokens=skips_special)
+            if decoded.startswith(text):
+                return next((string for string in stops if decoded.startswith(string, len(text))), None)
+        return None
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of ``token_ids``; bytes that are no characters come out as U+FFFD."""
+        text = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for in the text, a special token's name for such a token."""
+        return self._speller.spell(token_id)
+
+    def text_ends(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """(T,) UTF-8 bytes of decoded text up to and including each token; special tokens add none."""
+        sizes = (0 if i in self._special_ids else len(self._speller.spell(i)) for i in token_ids)
+        return tuple(accumulate(sizes))
+
+    def _full_tail(
+        self, messages: Sequence[Message], num_covered: int | None, tools: Sequence[Tool] | None
+    ) -> tuple[int, ...]:
+        normalised = normalise_messages(messages)
+        last = _last_covered(normalised, num_covered)
+        spoken = [*normalised[:last], {"role": "assistant", "content": _SENTINEL}, *normalised[last + 1 :]]
+        try:
+            text = self._render_text(spoken, tools, True)
+        except ValueError:
+            if "tool_calls" not in normalised[last]:
+                raise
+            return self.encode(self._tail_after_calls(normalised, last, tools))
+        return self.encode(_after_sentinel(text))
+
+    def _tail_after_calls(self, messages: list[Message], last: int, tools: Sequence[Tool] | None) -> str:
+        """The tail where a template insists on tool calls before tool results: from the end of turn behind a sentinel call."""
+        *calls, call = messages[last]["tool_calls"]
+        calls.append({**call, "function": {**call["function"], "arguments": {"text": _SENTINEL}}})
+        called = [*messages[:last], {"role": "assistant", "content": "", "tool_calls": calls}, *messages[last + 1 :]]
+        after = _after_sentinel(self._render_text(called, tools, True))
+        exchange = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
+        end = _after_sentinel(self._render_text(exchange, None, False)).strip()
+        start = after.find(end) if end else -1
+        if start < 0 or not self._special_ids.isdisjoint(self.encode(after[:start])):
+            raise ConfigError(
+                "the tokenizer's chat template must end a turn of tool calls as it ends a turn of words, with "
+                f"{end!r}, which does not follow them; such a template cannot be continued in token space"
+            )
+        return after[start:]
+
+    def _leading_end(self, tail: Sequence[int]) -> int:
+        """How many ids at the start of a tail make the end of turn: white space, then one special token; 0 without."""
+        for i, token_id in enumerate(tail):
+            if token_id in self._special_ids:
+                return i + 1
+            if self._speller.spell(token_id).strip():
+                break
+        return 0
+
+    def _render_text(self, messages: list[Message], tools: Sequence[Tool] | None, add_generation_prompt: bool) -> str:
+        try:
+            return self._apply_template(messages, tools, add_generation_prompt)
+        except ValueError:
+            if not any(key in message for message in messages for key in ("tool_calls", "tool_call_id")):
+                raise
+            for adapt in (with_text_arguments, with_short_ids):
+                try:
+                    return self._apply_template(adapt(messages), tools, add_generation_prompt)
+                except ValueError:
+                    continue
+            raise
+
+    def _apply_template(
+        self, messages: list[Message], tools: Sequence[Tool] | None, add_generation_prompt: bool
+    ) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the tokenizer's chat template refuses these messages: {error}") from error
+        return str(text)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of a text as it stands, without special tokens added."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _last_covered(messages: Sequence[Message], num_covered: int | None) -> int:
+    """Index of the assistant message that the covered messages end in."""
+    if num_covered is not None:
+        if not 1 <= num_covered <= len(messages) or messages[num_covered - 1]["role"] != "assistant":
+            raise ValueError(
+                f"num_covered must end in an assistant message, got {num_covered} of {len(messages)} messages"
+            )
+        return num_covered - 1
+    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=None)
+    if last is None:
+        raise ValueError("messages must contain an assistant message to continue from, got none")
+    return last
+
+
+def _after_sentinel(text: str) -> str:
+    _, *after = text.split(_SENTINEL)
+    if len(after) != 1:
+        raise ConfigError(
+            "the tokenizer's chat template must write an assistant's content exactly once, "
+            f"got {len(after)} times; such a template cannot be continued in token space"
+        )
+    return after[0]

@@ -1,0 +1,142 @@
+"""vLLM's parsers of tool calls and reasoning, without vLLM's server.
+
+Flows in: a parser's name and a tokenizer. Flows out: plain functions from a whole text to what it holds; they raise whatever
+vLLM's parser raises. vLLM is imported when the first parser is loaded: 4 s, once per process. Does not know requests, streams
+or engines.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from skyrl_async.chat import Tool
+from skyrl_async.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_PROBE = "probe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCalls:
+    """What a tool parser finds in a text."""
+
+    calls: tuple[tuple[str, str], ...]
+    """Name and arguments (JSON text) of each call."""
+    content: str
+    """The text around them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMToolParser:
+    """A loaded parser of tool calls."""
+
+    name: str
+    """vLLM's."""
+    extract: Callable[[str, Sequence[Tool]], FoundCalls]
+    wants_special_tokens: bool
+    """vLLM would give it a text that spells special tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMReasoningParser:
+    """A loaded parser of reasoning."""
+
+    name: str
+    """vLLM's."""
+    extract: Callable[[str], tuple[str, str]]
+    """Reasoning and content of an answer that begins in reasoning, where the parser has such a notion."""
+    start: str | None
+    """What opens a block of reasoning, where the parser says so."""
+    end: str | None
+    """What closes it."""
+
+
+def load_tool_parser(name: str, tokenizer: "PreTrainedTokenizerFast") -> VLLMToolParser:
+    """vLLM's tool parser ``name``; ``ConfigError`` where vLLM has none, or it cannot read this tokenizer's text."""
+    _prepare_import("tool_call_parser", name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+
+        _check_known("tool_call_parser", name, ToolParserManager.list_registered())
+        with _usable("tool_call_parser", name):
+            parser_class = ToolParserManager.get_tool_parser(name)
+
+    def extract(text: str, tools: Sequence[Tool]) -> FoundCalls:
+        request = ChatCompletionRequest(messages=[], tools=list(tools))
+        parser = parser_class(tokenizer, request.tools)
+        if hasattr(parser, "skip_reasoning_parsing"):
+            parser.skip_reasoning_parsing = True
+        found = parser.extract_tool_calls(text, request)
+        calls = tuple((call.function.name, call.function.arguments) for call in found.tool_calls)
+        return FoundCalls(calls=calls if found.tools_called else (), content=found.content or "")
+
+    tools = [{"type": "function", "function": {"name": _PROBE, "parameters": {"type": "object", "properties": {}}}}]
+    with _usable("tool_call_parser", name):
+        extract(_PROBE, tools)
+        request = ChatCompletionRequest(messages=[], tools=tools)
+        adjusted = parser_class(tokenizer, request.tools).adjust_request(request)
+    return VLLMToolParser(name=name, extract=extract, wants_special_tokens=not adjusted.skip_special_tokens)
+
+
+def load_reasoning_parser(name: str, tokenizer: "PreTrainedTokenizerFast") -> VLLMReasoningParser:
+    """vLLM's reasoning parser ``name``; ``ConfigError`` where vLLM has none, or it cannot read this tokenizer's text."""
+    _prepare_import("reasoning_parser", name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.reasoning import ReasoningParserManager
+
+        _check_known("reasoning_parser", name, ReasoningParserManager.list_registered())
+        with _usable("reasoning_parser", name):
+            parser_class = ReasoningParserManager.get_reasoning_parser(name)
+    request = ChatCompletionRequest(messages=[])
+
+    def extract(text: str) -> tuple[str, str]:
+        reasoning, content = parser_class(tokenizer).extract_reasoning(text, request)
+        return reasoning or "", content or ""
+
+    with _usable("reasoning_parser", name):
+        extract(_PROBE)
+        parser = parser_class(tokenizer)
+    return VLLMReasoningParser(
+        name=name, extract=extract, start=parser.reasoning_start_str, end=parser.reasoning_end_str
+    )
+
+
+@contextmanager
+def _usable(field: str, name: str) -> Iterator[None]:
+    """Whatever vLLM's parser raises while it is tried becomes a ``ConfigError``."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(
+            f"server.{field} must name a parser that can read this tokenizer's text, got {name!r}, which cannot: {error}; "
+            "set it to none, or to another parser"
+        ) from error
+
+
+def _prepare_import(field: str, name: str) -> None:
+    """Set what vLLM reads at import, and keep what it says of each malformed answer out of the log."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    for logger in ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import vllm  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"server.{field} must be none where vLLM is not installed, got {name!r}: {error}") from error
+
+
+def _check_known(field: str, name: str, known: Sequence[Any]) -> None:
+    if name not in known:
+        raise ConfigError(f"server.{field} must be auto, none or one of {', '.join(known)}; got {name!r}")
