@@ -1,0 +1,125 @@
+"""When a message that comes back is the message that went out.
+
+Flows in: chat messages and tools in OpenAI form, as harnesses echo them: content null, empty, absent or in parts, arguments
+serialised anew, ids and reasoning dropped. Flows out: keys that are equal for the same message, and the two things that are
+compared apart because an echo may lack them: the ids of tool calls, and reasoning. Does not know sessions or templates. Never
+raises: what no template can render has a key too, and is refused by whoever renders it.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+from typing import Any, NewType, TypeVar
+
+from skyrl_async.types import Message
+
+MessageKey = NewType("MessageKey", bytes)
+"""Digest of a normalised message."""
+
+_REASONING_FIELDS = ("reasoning_content", "reasoning")
+_NO_ARGUMENTS = ("", "null")
+_T = TypeVar("_T")
+
+
+def message_key(message: Message) -> MessageKey:
+    """Equal for messages that say the same.
+
+    Counted: the role (``developer`` is ``system``), the content (null, absent and empty are one; parts are joined by line breaks;
+    white space around it is dropped), an assistant's tool calls by name and canonical arguments, and the ``name`` of all others:
+    who did not sample a message wrote it the same way each time, but an assistant's name is the harness's addition. Not counted:
+    ids of tool calls, in calls and in results (a result is known by its place and content), reasoning, anything else.
+    """
+    role = str(message.get("role"))
+    role = "system" if role == "developer" else role
+    content = _text(message.get("content")).strip()
+    if role != "assistant":
+        return MessageKey(_digest((role, content, str(message.get("name") or ""))))
+    return MessageKey(_digest((role, content, *(field for call in _calls(message) for field in _spoken(call)))))
+
+
+def tools_key(tools: Sequence[dict[str, Any]] | None) -> str:
+    """Canonical digest of a request's tools; none and an empty list are one."""
+    return _digest((_canonical(list(tools)),)).hex() if tools else ""
+
+
+def call_ids(message: Message) -> tuple[str, ...]:
+    """The ids of an assistant's tool calls in order, empty where a call has none."""
+    return tuple(str(call.get("id") or "") if isinstance(call, dict) else "" for call in _calls(message))
+
+
+def reasoning_of(message: Message) -> str:
+    """The reasoning a message carries, without white space around it; empty without."""
+    found = (message.get(field) for field in _REASONING_FIELDS)
+    return next((text.strip() for text in found if isinstance(text, str) and text.strip()), "")
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        return _canonical(content)
+    return "\n".join(_part_text(part) for part in content)
+
+
+def _part_text(part: Any) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    return text if isinstance(text, str) else _canonical(part)
+
+
+def _calls(message: Message) -> Sequence[Any]:
+    calls = message.get("tool_calls")
+    if message.get("role") != "assistant" or not calls:
+        return ()
+    return calls if isinstance(calls, list | tuple) else (calls,)
+
+
+def _spoken(call: Any) -> tuple[str, str]:
+    """Name and canonical arguments of a tool call."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, dict):
+        return str(function.get("name")), _canonical_arguments(function.get("arguments"))
+    if isinstance(call, dict):
+        return "", _canonical({name: value for name, value in call.items() if name != "id"})
+    return "", _canonical(call)
+
+
+def _canonical_arguments(arguments: Any) -> str:
+    """Arguments that are JSON are compared as JSON; no arguments may be written as nothing, null or ``{}``."""
+    text = arguments.strip() if isinstance(arguments, str) else _canonical(arguments)
+    if text in _NO_ARGUMENTS:
+        return "{}"
+    parsed = _guarded(lambda: _decoder.decode(text))
+    return text if parsed is None else _canonical(parsed) or text
+
+
+def _canonical(value: Any) -> str:
+    dumped = _guarded(lambda: _encoder.encode(value))
+    return "" if dumped is None else dumped
+
+
+def _guarded(convert: Callable[[], _T]) -> _T | None:
+    """None for what is not JSON, too deep, or no tree."""
+    try:
+        return convert()
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _digest(fields: Iterable[str]) -> bytes:
+    """Of fields told apart by their lengths."""
+    digest = blake2b(digest_size=16)
+    for field in fields:
+        encoded = field.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "big"))
+        digest.update(encoded)
+    return digest.digest()
+
+
+def _number(text: str) -> float | int:
+    """JavaScript writes 1.0 as 1."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+_decoder = json.JSONDecoder(parse_float=_number)
+_encoder = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str)

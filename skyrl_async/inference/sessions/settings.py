@@ -1,0 +1,29 @@
+"""What the sessions of one front end may do and what becomes of them; plain values, so that they can be sent to its process."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from skyrl_async.inference.sessions.rows import BranchPolicy
+from skyrl_async.inference.sessions.session import SessionLimits
+
+
+class ReasoningPolicy(StrEnum):
+    """What a later turn of a session sees of earlier turns."""
+
+    KEEP = "keep"
+    """The tokens as they were sampled."""
+    TEMPLATE = "template"
+    """What the chat template makes of the messages; where that changes earlier tokens, a branch begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """See ``config.schema.ServerConfig``."""
+
+    limits: SessionLimits = field(default_factory=SessionLimits)
+    """Of sessions that bring none of their own."""
+    branches: BranchPolicy = BranchPolicy.ALL
+    """Which branches of a session are trained."""
+    reasoning_policy: ReasoningPolicy = ReasoningPolicy.KEEP
+    front_end: int = 0
+    """Index of the process among those that serve; part of every session's key."""
