@@ -103,6 +103,7 @@ class PolicyFiles:
         warm_start = self._config.policy.warm_start
         return WarmStartPlan(
             target_accuracy=warm_start.target_accuracy,
+            min_tokens=warm_start.min_tokens,
             max_tokens=warm_start.max_tokens,
             mixture_tokens=warm_start.mixture_tokens,
             terse_share=warm_start.terse_share,

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 from skyrl_async.algorithms.advantages import get_advantage_estimator
 from skyrl_async.chat import ChatRenderer
@@ -24,6 +25,7 @@ from skyrl_async.errors import ConfigError
 from skyrl_async.evaluation import Evaluator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.rollout.agent_settings import check_agent_settings, make_agent_generator
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.gym_generator import GymGenerator
@@ -51,16 +53,46 @@ def sampling_params(sampling: SamplingConfig) -> SamplingParams:
     )
 
 
-def make_generator(
-    config: Config, client: InferenceEngineClient, renderer: ChatRenderer, endpoint: Endpoint | None
-) -> Generator:
+def check_generator(config: Config) -> None:
+    """See that what the generator needs can be found. Raises ``ConfigError``."""
     generator = config.generator
+    if generator.kind is GeneratorKind.agent:
+        check_agent_settings(command=generator.command, entrypoint=generator.entrypoint, reward=generator.reward)
+    elif generator.entrypoint is not None:
+        _imported(generator.entrypoint)
+
+
+def make_generator(
+    config: Config,
+    client: InferenceEngineClient,
+    renderer: ChatRenderer,
+    endpoint: Endpoint | None,
+    stack: contextlib.AsyncExitStack,
+) -> Generator:
+    """The generator of the configuration; what it holds is released with ``stack``."""
+    generator = config.generator
+    if generator.kind is GeneratorKind.agent:
+        assert endpoint is not None
+        agents = make_agent_generator(
+            urls=endpoint.urls,
+            controller_key=endpoint.controller_key,
+            command=generator.command,
+            entrypoint=generator.entrypoint,
+            reward=generator.reward,
+            make_environment=make_environment,
+            max_turns=generator.max_turns,
+            agent_timeout_s=generator.agent_timeout_s,
+            max_concurrent_agents=generator.max_concurrent_agents,
+            working_dir=None if generator.working_dir is None else Path(generator.working_dir).expanduser(),
+        )
+        stack.push_async_callback(agents.close)
+        return agents
     if generator.entrypoint is not None:
         return _user_generator(generator.entrypoint, client, renderer, config)
     if generator.kind is GeneratorKind.gym_http:
         assert endpoint is not None
         module = importlib.import_module("skyrl_gym_http.generator")
-        over_http: Generator = module.SkyRLGymHTTPGenerator(
+        over_http = module.SkyRLGymHTTPGenerator(
             endpoint.base_url,
             endpoint.api_key,
             config.server.model_name,
@@ -68,7 +100,8 @@ def make_generator(
             max_turns=generator.max_turns,
             max_trajectory_tokens=generator.max_trajectory_tokens,
         )
-        return over_http
+        stack.push_async_callback(over_http.close)
+        return cast(Generator, over_http)
     return GymGenerator(
         client,
         renderer,
@@ -81,13 +114,17 @@ def make_generator(
 def _user_generator(
     entrypoint: str, client: InferenceEngineClient, renderer: ChatRenderer, config: Config
 ) -> Generator:
+    generator: Generator = _imported(entrypoint)(client, renderer, config)
+    return generator
+
+
+def _imported(entrypoint: str) -> Callable[..., Any]:
     module_name, _, attribute = entrypoint.partition(":")
     try:
-        make = getattr(importlib.import_module(module_name), attribute)
+        make: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"generator.entrypoint={entrypoint!r} cannot be imported: {error}") from error
-    generator: Generator = make(client, renderer, config)
-    return generator
+    return make
 
 
 def make_publisher(

@@ -14,14 +14,21 @@ import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.config.devices import engine_device, training_device
 from skyrl_async.config.schema import Config, Device, EngineBackend, GeneratorKind, SamplingConfig
 from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.inference.sessions.rows import BranchPolicy
+from skyrl_async.inference.sessions.session import SessionLimits
+from skyrl_async.inference.sessions.settings import ReasoningPolicy, SessionSettings
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig
 from skyrl_async.training.protocol import Policy
 from skyrl_async.training.settings import TrainingSettings
+
+if TYPE_CHECKING:
+    from skyrl_async.inference.server.process import EndpointSettings
 
 logger = logging.getLogger(__name__)
 
@@ -166,42 +173,87 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
 def needs_endpoint(config: Config) -> bool:
     if config.server.enabled is not None:
         return config.server.enabled
-    return config.generator.kind is GeneratorKind.gym_http and config.generator.entrypoint is None
+    kind = config.generator.kind
+    return kind is GeneratorKind.agent or (kind is GeneratorKind.gym_http and config.generator.entrypoint is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    base_url: str
+    """Where the endpoint is, and what opens it."""
+
+    urls: tuple[str, ...]
+    """Roots of its front ends, without ``/v1``."""
     api_key: str
+    controller_key: str
+
+    @property
+    def base_url(self) -> str:
+        """For clients outside of sessions."""
+        return f"{self.urls[0]}/v1"
 
 
 @contextlib.asynccontextmanager
 async def serving_endpoint(
     config: Config, policy_dir: Path, engines: Sequence[InferenceEngine], max_model_len: int, run_dir: Path
 ) -> AsyncIterator[Endpoint]:
-    """The endpoint's process; its address and key are in ``endpoint.json``, readable by its owner only."""
-    from skyrl_async.inference.server.process import EndpointSettings, endpoint_process
+    """The endpoint's processes; their address and keys are in ``endpoint.json``, readable by its owner only, while they run."""
+    from skyrl_async.inference.server.process import endpoint_processes
+
+    api_key = config.server.api_key or f"sk-{secrets.token_urlsafe(24)}"
+    controller_key = f"ck-{secrets.token_urlsafe(24)}"
+    settings = _endpoint_settings(config, policy_dir, max_model_len, api_key, controller_key)
+    async with endpoint_processes(settings, engines, num_front_ends=config.server.num_front_ends) as front_ends:
+        endpoint = Endpoint(
+            urls=tuple(front_end.url for front_end in front_ends), api_key=api_key, controller_key=controller_key
+        )
+        content = {
+            "base_url": endpoint.base_url,
+            "api_key": api_key,
+            "model": config.server.model_name,
+            "front_ends": endpoint.urls,
+            "controller_key": controller_key,
+        }
+        path = run_dir / "endpoint.json"
+        write_private(path, json.dumps(content))
+        try:
+            yield endpoint
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _endpoint_settings(
+    config: Config, policy_dir: Path, max_model_len: int, api_key: str, controller_key: str
+) -> "EndpointSettings":
+    from skyrl_async.inference.server.process import EndpointSettings
 
     server = config.server
-    api_key = server.api_key or f"sk-{secrets.token_urlsafe(24)}"
-    settings = EndpointSettings(
+    return EndpointSettings(
         policy_path=str(policy_dir),
         trust_remote_code=config.policy.trust_remote_code,
         max_model_len=max_model_len,
         host=server.host,
         port=server.port,
         api_keys=(api_key,),
+        controller_keys=(controller_key,),
         model_name=server.model_name,
         max_body_bytes=server.max_body_bytes,
         keep_alive_timeout_s=server.keep_alive_timeout_s,
+        shutdown_timeout_s=server.shutdown_timeout_s,
+        tool_call_parser=server.tool_call_parser,
+        reasoning_parser=server.reasoning_parser,
+        max_concurrent_requests=server.max_concurrent_requests,
+        max_concurrent_requests_per_session=server.max_concurrent_requests_per_session,
+        sessions=SessionSettings(
+            limits=SessionLimits(
+                max_turns=server.session_max_turns,
+                max_tokens=server.session_max_tokens,
+                idle_timeout_s=server.session_idle_timeout_s,
+                lifetime_s=server.session_lifetime_s,
+            ),
+            branches=BranchPolicy(server.branch_policy.name),
+            reasoning_policy=ReasoningPolicy(server.reasoning_policy.name),
+        ),
     )
-    async with endpoint_process(settings, engines) as (host, port, _):
-        endpoint = Endpoint(base_url=f"http://{host}:{port}/v1", api_key=api_key)
-        write_private(
-            run_dir / "endpoint.json",
-            json.dumps({"base_url": endpoint.base_url, "api_key": api_key, "model": server.model_name}),
-        )
-        yield endpoint
 
 
 def write_private(path: Path, text: str) -> None:

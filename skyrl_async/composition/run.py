@@ -10,18 +10,21 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_async.chat import ChatRenderer
 from skyrl_async.composition.data import (
+    Chat,
     PolicyFiles,
     Prompts,
     Say,
+    check_checkpoint_is_of,
     fitting_prompts,
-    load_tokenizer,
+    known_context,
+    load_chat,
     num_planned_steps,
     prepare_prompts,
 )
-from skyrl_async.composition.parts import Log, make_generator, make_publisher, make_trainer
+from skyrl_async.composition.parts import Log, check_generator, make_generator, make_publisher, make_trainer
 from skyrl_async.composition.processes import needs_endpoint, ray_session, serving_endpoint, start_engines_and_policy
+from skyrl_async.config.rules import DATASET_TASK
 from skyrl_async.config.schema import Config
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
@@ -45,7 +48,9 @@ class Parts:
 
 
 @contextlib.asynccontextmanager
-async def started_parts(config: Config, run_dir: Path, *, trace: Trace, say: Say) -> AsyncIterator[Parts]:
+async def started_parts(
+    config: Config, run_dir: Path, *, trace: Trace, say: Say, checkpoint: Path | None = None
+) -> AsyncIterator[Parts]:
     """Start everything a run needs, engines and warm start side by side; on exit everything is gone again.
 
     Args:
@@ -53,20 +58,29 @@ async def started_parts(config: Config, run_dir: Path, *, trace: Trace, say: Say
         run_dir: logs of the engines and the endpoint's address go there.
         trace: of the stages.
         say: takes one line about the phase.
+        checkpoint: what will be resumed; one of another model is refused before anything boots.
     """
+    check_generator(config)
     prompts = prepare_prompts(config)
     files = PolicyFiles(config, prompts, say)
+    initial = files.initial()
+    if checkpoint is not None:
+        check_checkpoint_is_of(checkpoint, initial)
+    chat: Chat | None = None
+    if config.task.name == DATASET_TASK:
+        # Somebody's own prompts may not fit: say so before anything boots. Built-in ones do, and loading takes seconds.
+        chat = load_chat(initial, config.policy.trust_remote_code)
+        prompts = fitting_prompts(prompts, chat.renderer, known_context(config, initial), say)
     async with contextlib.AsyncExitStack() as stack:
         say("starting Ray")
         stack.enter_context(ray_session(config))
         say("booting engines, preparing the policy")
-        initial = files.initial()
         engines, policy = await start_engines_and_policy(
             config, stack, files, initial, run_dir, num_planned_steps(config, prompts)
         )
-        tokenizer = load_tokenizer(initial, config.policy.trust_remote_code)
-        renderer = ChatRenderer(tokenizer)
         max_model_len = min(engine.max_model_len for engine in engines)
+        chat = chat or load_chat(initial, config.policy.trust_remote_code)
+        tokenizer, renderer = chat.tokenizer, chat.renderer
         client = InferenceEngineClient(engines, tokenizer=tokenizer, max_model_len=max_model_len, renderer=renderer)
         endpoint = None
         if needs_endpoint(config):
@@ -76,7 +90,7 @@ async def started_parts(config: Config, run_dir: Path, *, trace: Trace, say: Say
         yield Parts(
             prompts=fitting_prompts(prompts, renderer, max_model_len, say),
             client=client,
-            generator=make_generator(config, client, renderer, endpoint),
+            generator=make_generator(config, client, renderer, endpoint, stack),
             policy=policy,
             publisher=make_publisher(config, client, policy, renderer, prompts, trace, stack),
             endpoint_url=endpoint.base_url if endpoint else None,

@@ -27,6 +27,10 @@ GROUPS: dict[str, dict[str, Option]] = {
             values={"name": "lagged_fibonacci"},
         ),
         "relay": Option(text="A multi-turn environment, made on the spot.", values={"name": "relay"}),
+        "trail": Option(
+            text="Turns with a function tool, made on the spot; for generator=agent, which brings the tool.",
+            values={"name": "trail"},
+        ),
         "dataset": Option(
             text="Your own prompts: task.train_files and task.eval_files.",
             values={"name": "dataset"},

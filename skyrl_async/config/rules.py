@@ -22,8 +22,9 @@ from skyrl_async.config.schema import (
 )
 from skyrl_async.errors import ConfigError, PolicyError
 
-BUILT_IN_TASKS = ("lagged_fibonacci", "relay")
+BUILT_IN_TASKS = ("lagged_fibonacci", "relay", "trail")
 DATASET_TASK = "dataset"
+_MAX_PORT = 65535
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
@@ -106,8 +107,34 @@ def generator_entrypoint_is_a_path(config: Config) -> None:
 
 
 def generator_over_http_needs_the_server(config: Config) -> None:
-    if config.generator.kind is GeneratorKind.gym_http and config.server.enabled is False:
-        raise ConfigError("server.enabled must be true or null with generator.kind=gym_http, got false")
+    kind = config.generator.kind
+    if kind in (GeneratorKind.gym_http, GeneratorKind.agent) and config.server.enabled is False:
+        raise ConfigError(f"server.enabled must be true or null with generator.kind={kind.name}, got false")
+
+
+def tools_need_an_agent(config: Config) -> None:
+    kind = config.generator.kind
+    if config.task.name == "trail" and kind is not GeneratorKind.agent and config.generator.entrypoint is None:
+        raise ConfigError(f"generator must be agent with task=trail, whose tool the agent runs, got {kind.name}")
+
+
+def agent_settings_are_of_agents(config: Config) -> None:
+    generator = config.generator
+    if generator.kind is GeneratorKind.agent:
+        if (generator.command is None) == (generator.entrypoint is None):
+            found = "neither" if generator.command is None else "both"
+            raise ConfigError(
+                f"generator.command or generator.entrypoint must be set with generator=agent, one of them, got {found}"
+            )
+        if generator.rollout_timeout_s <= generator.agent_timeout_s:
+            raise ConfigError(
+                f"generator.rollout_timeout_s must be > generator.agent_timeout_s ({generator.agent_timeout_s:g}), got "
+                f"{generator.rollout_timeout_s:g}: it is of a whole group, waiting for generator.max_concurrent_agents included"
+            )
+        return
+    for key in ("command", "reward", "working_dir", "max_concurrent_agents"):
+        if (value := getattr(generator, key)) is not None:
+            raise ConfigError(f"generator.{key} needs generator=agent, got {value!r} with {generator.kind.name}")
 
 
 def resume_says_what_to_continue(config: Config) -> None:
@@ -188,17 +215,29 @@ def _check_shards(index: Path, found: str) -> None:
 
 def server_port_is_free(config: Config) -> None:
     server = config.server
-    is_used = server.enabled or (server.enabled is None and config.generator.kind is GeneratorKind.gym_http)
+    over_http = config.generator.kind in (GeneratorKind.gym_http, GeneratorKind.agent)
+    is_used = server.enabled or (server.enabled is None and over_http)
     if not is_used or server.port == 0:
         return
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    last = server.port + server.num_front_ends - 1
+    if last > _MAX_PORT:
+        raise ConfigError(
+            f"server.port must be <= {_MAX_PORT + 1 - server.num_front_ends} with {server.num_front_ends} front ends, "
+            f"each on a port of its own, got {server.port}"
+        )
+    for port in range(server.port, last + 1):
+        _require_free(server.host, port)
+
+
+def _require_free(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((server.host, server.port))
+            probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"server.port={server.port} cannot be bound on server.host={server.host}: {error.strerror or error}; "
+                f"server.port={port} cannot be bound on server.host={host}: {error.strerror or error}; "
                 "choose another, or 0 for a free one"
             ) from error
 
@@ -253,6 +292,8 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     deterministic_engine_is_single,
     generator_entrypoint_is_a_path,
     generator_over_http_needs_the_server,
+    agent_settings_are_of_agents,
+    tools_need_an_agent,
     resume_says_what_to_continue,
     directories_can_be_made,
     logging_level_exists,

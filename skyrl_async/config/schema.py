@@ -102,7 +102,7 @@ class WeightTransfer(Enum):
 @dataclass
 class TaskConfig:
     name: str = doc(
-        "lagged_fibonacci", "lagged_fibonacci or relay (built in, made on the spot), or dataset (jsonl files below)."
+        "lagged_fibonacci", "lagged_fibonacci, relay or trail (built in, made on the spot), or dataset (jsonl files below)."
     )
     train_files: list[str] = doc(
         list,
@@ -129,6 +129,7 @@ class WarmStartConfig:
         True, "Teach the tiny policy the task's format by supervised learning first (cached under cache_dir)."
     )
     target_accuracy: float = doc(0.95, "Greedy accuracy on clean worked answers at which the first phase ends.")
+    min_tokens: int = doc(60_000, "Least tokens of the first phase: at its first success a policy still slips.")
     max_tokens: int = doc(400_000, "Most tokens of the first phase.")
     mixture_tokens: int = doc(
         40_000,
@@ -441,7 +442,7 @@ class ServerConfig:
         None, "Serve the OpenAI-compatible endpoint while training; null: when the generator needs it."
     )
     host: str = doc("127.0.0.1", "Address to bind; one that is not loopback needs server.api_key.")
-    port: int = doc(0, "0 takes a free one.")
+    port: int = doc(0, "Of the first front end, the others take those after it; 0 takes free ones.")
     api_key: str | None = doc(None, "Bearer key; null makes one and writes it to the run directory (mode 600).")
     model_name: str = doc("policy", "Name in /v1/models and in replies.")
     max_body_bytes: int = doc(16 * 2**20, "Larger requests get 413.")

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_async.tasks.registry import BuiltInTask
+from skyrl_async.tasks.registry import BuiltInTask, tools_of
 from skyrl_async.tasks.tiny_policy import (
     PolicySizes,
     build_tiny_policy,
@@ -38,7 +38,8 @@ def task_tokenizer(task: BuiltInTask) -> PreTrainedTokenizerFast:
     """Return the tokenizer of ``task``'s texts, always the same."""
     rng = random.Random(0)
     conversations = [task.clean_conversation(task.draw_prompt(rng), rng) for _ in range(NUM_TOKENIZER_CONVERSATIONS)]
-    return train_tokenizer(message["content"] for conversation in conversations for message in conversation)
+    texts = [message["content"] for conversation in conversations for message in conversation]
+    return train_tokenizer(texts, tools_of(task.draw_prompt(rng)))
 
 
 def prepare_initial_policy(cache_dir: Path, task: BuiltInTask, sizes: PolicySizes, *, seed: int) -> Path:

@@ -8,6 +8,7 @@ import importlib
 import random
 from typing import TYPE_CHECKING, Any, Protocol
 
+from skyrl_async.chat import Tool
 from skyrl_async.errors import ConfigError
 from skyrl_async.types import Message, Prompt
 
@@ -17,15 +18,20 @@ if TYPE_CHECKING:
 _ENVIRONMENTS = {
     "lagged_fibonacci": "skyrl_async.tasks.lagged_fibonacci:LaggedFibonacciEnv",
     "relay": "skyrl_async.tasks.relay:RelayEnv",
+    "trail": "skyrl_async.tasks.trail:TrailEnv",
 }
 _TASKS = {
     "lagged_fibonacci": "skyrl_async.tasks.lagged_fibonacci:LaggedFibonacciTask",
     "relay": "skyrl_async.tasks.relay:RelayTask",
+    "trail": "skyrl_async.tasks.trail:TrailTask",
 }
 
 
 class BuiltInTask(Protocol):
-    """A task made on the spot: prompts for reinforcement, conversations for the warm start before it."""
+    """A task made on the spot: prompts for reinforcement, conversations for the warm start before it.
+
+    A task with function tools puts them into each prompt's ``extras["tools"]``, in OpenAI form, the same in all.
+    """
 
     name: str
 
@@ -52,6 +58,11 @@ class BuiltInTask(Protocol):
     ) -> list[Message]:
         """Return the same with a guess instead (probability ``terse_share``), or with slips (rate ``slip_rate``)."""
         ...
+
+
+def tools_of(prompt: Prompt) -> list[Tool]:
+    """Return the function tools that ``prompt`` is asked with, in OpenAI form; empty without."""
+    return list(prompt.extras.get("tools") or ())
 
 
 def get_task(name: str) -> BuiltInTask:

@@ -1,35 +1,54 @@
-"""A tokenizer trained on the spot: byte-level BPE of a few hundred entries, every digit its own token, ChatML.
+"""A tokenizer trained on the spot: byte-level BPE of a few hundred entries, every digit its own token, ChatML with tools.
 
-Flows in: texts. Flows out: a transformers tokenizer, and conversations as token ids with the mask of what the assistant
-said. This module does not know tasks or models.
+Function tools are written as hermes does it, shortened: one line names them and their parameters, a call is
+``<tool_call>`` around a JSON object, a result is a turn of role ``tool``.
+
+Flows in: texts and tools. Flows out: a transformers tokenizer, and conversations as token ids with the mask of what the
+assistant said. This module does not know tasks or models.
 """
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from skyrl_async.chat import Tool
 from skyrl_async.types import Message
 
 START_TOKEN = "<|im_start|>"
 END_TOKEN = "<|im_end|>"
 PAD_TOKEN = "<|endoftext|>"
+CALL_START = "<tool_call>"
+CALL_END = "</tool_call>"
 MAX_VOCAB_SIZE = 384
 
 CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\\nTools:' }}{% for tool in tools %}"
+    "{{ ' ' + tool.function.name + '(' + ((tool.function.parameters or {}).properties or {}) | join(', ') + ')' }}"
+    "{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '\\n' if message['content'] or not loop.first else '' }}"
+    '{{ \'<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}"
+    "{{ '}\\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|im_end|>\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 _ROLES = ("system", "user", "assistant", "tool")
 
 
-def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer for ``texts``; the same texts give the same tokenizer.
+def train_tokenizer(texts: Iterable[str], tools: Sequence[Tool] = ()) -> PreTrainedTokenizerFast:
+    """Return a tokenizer for ``texts`` and for calls of ``tools``; the same arguments give the same tokenizer.
 
     Digits and newlines are tokens of their own, so that no token reaches across a turn's edge: the tokens of a
-    conversation are those of its pieces.
+    conversation are those of its pieces. What is the same in every call of a tool is one token up to each argument,
+    so that a call costs a tiny policy a handful of tokens.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -40,15 +59,18 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
     backend.decoder = decoders.ByteLevel()
     specials = [AddedToken(token, special=True, normalized=False) for token in (PAD_TOKEN, START_TOKEN, END_TOKEN)]
+    call_words = _call_words(tools)
     trainer = trainers.BpeTrainer(
-        vocab_size=MAX_VOCAB_SIZE,
+        vocab_size=MAX_VOCAB_SIZE - len(call_words),
         min_frequency=2,
         special_tokens=specials,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
+    line_texts = [_tools_line(tools)] * 2 if tools else []
     role_texts = [role for role in _ROLES for _ in range(2)]
-    backend.train_from_iterator([*role_texts, *texts], trainer=trainer)
+    backend.train_from_iterator([*role_texts, *line_texts, *texts], trainer=trainer)
+    backend.add_tokens([AddedToken(word, special=False, normalized=False) for word in call_words])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=END_TOKEN,
@@ -58,22 +80,57 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def encode_conversation(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], tools: Sequence[Tool] = ()
+) -> tuple[list[int], list[int]]:
     """Return the token ids that the chat template gives ``messages``, and 1 for each that the assistant has to say.
 
-    The assistant says its content and ``<|im_end|>``.
+    The assistant says its content, its tool calls and ``<|im_end|>``.
     """
-    token_ids: list[int] = []
-    mask: list[int] = []
+    pieces = [(f"{START_TOKEN}system\n{_tools_line(tools)}{END_TOKEN}\n", 0)] if tools else []
     for message in messages:
         is_said = int(message["role"] == "assistant")
-        pieces = (
+        pieces += [
             (f"{START_TOKEN}{message['role']}\n", 0),
-            (f"{message['content']}{END_TOKEN}", is_said),
+            (f"{_turn_text(message)}{END_TOKEN}", is_said),
             ("\n", 0),
-        )
-        for text, in_loss in pieces:
-            piece_ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-            token_ids += piece_ids
-            mask += [in_loss] * len(piece_ids)
+        ]
+    token_ids: list[int] = []
+    mask: list[int] = []
+    for text, in_loss in pieces:
+        piece_ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        token_ids += piece_ids
+        mask += [in_loss] * len(piece_ids)
     return token_ids, mask
+
+
+def _tools_line(tools: Sequence[Tool]) -> str:
+    names = (f"{tool['function']['name']}({', '.join(_parameter_names(tool))})" for tool in tools)
+    return " ".join(["Tools:", *names])
+
+
+def _parameter_names(tool: Tool) -> list[str]:
+    parameters: Mapping[str, Any] = tool["function"].get("parameters") or {}
+    return list(parameters.get("properties") or {})
+
+
+def _turn_text(message: Message) -> str:
+    calls = [_call_text(call["function"]) for call in message.get("tool_calls") or ()]
+    return "\n".join([*([message["content"]] if message.get("content") else []), *calls])
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    arguments = function["arguments"]
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'{CALL_START}\n{{"name": "{function["name"]}", "arguments": {written}}}\n{CALL_END}'
+
+
+def _call_words(tools: Sequence[Tool]) -> list[str]:
+    """The markers, and what stands before, between and after the numbers of a call."""
+    words = {CALL_START: None, CALL_END: None, "}}": None} if tools else {}
+    for tool in tools:
+        name, parameters = tool["function"]["name"], _parameter_names(tool)
+        opening = f'{{"name": "{name}", "arguments": {{'
+        for i, parameter in enumerate(parameters):
+            words[f'{", " if i else opening}"{parameter}": '] = None
+    return list(words)

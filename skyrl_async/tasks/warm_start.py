@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from skyrl_async.errors import ConfigError, PolicyError
-from skyrl_async.tasks.registry import BuiltInTask
+from skyrl_async.tasks.registry import BuiltInTask, tools_of
 from skyrl_async.tasks.tokenizer import encode_conversation
 from skyrl_async.types import Message, Prompt
 
@@ -51,6 +51,8 @@ class WarmStartPlan:
 
     target_accuracy: float = 0.95
     """Greedy accuracy on flawless conversations at which the first phase ends."""
+    min_tokens: int = 60_000
+    """Least tokens of the first phase: a policy that has just found out the format still slips once in a hundred tokens."""
     max_tokens: int = 400_000
     """Most tokens of the first phase."""
     mixture_tokens: int = 40_000
@@ -205,19 +207,23 @@ class _Rows:
         """Return flawless rows of ``num_prompts`` prompts that are hidden from now on."""
         prompts = [self._draw_prompt() for _ in range(num_prompts)]
         self._hidden |= {prompt.uid for prompt in prompts}
-        return [self._row(self._task.clean_conversation(prompt, self._rng)) for prompt in prompts]
+        return [self._row(prompt, self._task.clean_conversation(prompt, self._rng)) for prompt in prompts]
 
     def clean(self) -> Row:
         num_draws = LONGEST_OF if self._rng.random() < LONG_SHARE else 1
-        drawn = [self._task.clean_conversation(self._draw_prompt(), self._rng) for _ in range(num_draws)]
-        return self._row(max(drawn, key=_num_characters))
+        drawn = [self._draw_clean() for _ in range(num_draws)]
+        return self._row(*max(drawn, key=lambda pair: _num_characters(pair[1])))
 
     def mixture(self, plan: WarmStartPlan) -> Row:
         prompt = self._draw_prompt()
-        return self._row(self._task.mixture_conversation(prompt, self._rng, plan.terse_share, plan.slip_rate))
+        return self._row(prompt, self._task.mixture_conversation(prompt, self._rng, plan.terse_share, plan.slip_rate))
 
-    def _row(self, conversation: list[Message]) -> Row:
-        return encode_conversation(self._tokenizer, conversation)
+    def _row(self, prompt: Prompt, conversation: list[Message]) -> Row:
+        return encode_conversation(self._tokenizer, conversation, tools_of(prompt))
+
+    def _draw_clean(self) -> tuple[Prompt, list[Message]]:
+        prompt = self._draw_prompt()
+        return prompt, self._task.clean_conversation(prompt, self._rng)
 
     def _draw_prompt(self) -> Prompt:
         for _ in range(MAX_DRAWS):
@@ -262,7 +268,7 @@ def warm_start(
             next_check += CHECK_INTERVAL_TOKENS
             accuracy = learner.greedy_accuracy(check_batches)
             on_progress(WarmStartProgress(phase="clean", num_tokens=num_clean_tokens, accuracy=accuracy))
-            if accuracy >= plan.target_accuracy:
+            if accuracy >= plan.target_accuracy and num_clean_tokens >= plan.min_tokens:
                 break
     if accuracy < plan.target_accuracy:
         logger.warning(

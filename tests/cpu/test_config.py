@@ -127,7 +127,7 @@ def test_a_dictionary_sets_several_keys_of_a_section() -> None:
         ("training.lr=fast", "training.lr must be number, got 'fast'"),
         ("engine.enforce_eager=perhaps", "engine.enforce_eager must be true or false, got 'perhaps'"),
         ("trainer.staleness_policy=Wait", "must be wait or allow, got 'Wait'; did you mean wait?"),
-        ("task=relya", "task must be one of lagged_fibonacci, relay, dataset, got 'relya'; did you mean relay?"),
+        ("task=relya", "task must be one of lagged_fibonacci, relay, trail, dataset, got 'relya'; did you mean relay?"),
         ("trainer.max_staleness_steps=-1", "trainer.max_staleness_steps must be >= 0, got -1"),
         ("trainer.num_parallel_generation_workers=99", "must be between policy_mini_batch_size (8) and "),
         ("evaluation.sampling.max_tokens=0", "evaluation.sampling.max_tokens must be >= 1, got 0"),
@@ -206,7 +206,7 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["task.name=chess"], "task.name must be one of lagged_fibonacci, relay, dataset, got 'chess'"),
+        (["task.name=chess"], "task.name must be one of lagged_fibonacci, relay, trail, dataset, got 'chess'"),
         (["policy.num_heads=3"], r"policy.num_heads must be even and divide policy.hidden_size \(128\), got 3"),
         (["task.num_train_prompts=4"], r"policy_mini_batch_size must be <= task.num_train_prompts \(4\), got 8"),
         (["generator.n_samples_per_prompt=1"], "must be >= 2 with .*estimator=grpo, got 1: a group of one has no adv"),
@@ -218,6 +218,17 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
         (["engine=deterministic", "engine.num_engines=2"], "engine.num_engines must be 1 .*deterministic, got 2"),
         (["generator.entrypoint=mine"], "generator.entrypoint must be module:function, got 'mine'"),
         (["generator.kind=gym_http", "server.enabled=false"], "server.enabled must be true or null with .*gym_http"),
+        (
+            ["generator=agent"],
+            "generator.command or generator.entrypoint must be set with generator=agent.*got neither",
+        ),
+        (["generator.command=x", "generator=gym"], "generator.command needs generator=agent, got 'x' with gym"),
+        (
+            ["generator=agent", "generator.command=x", "server.num_front_ends=9", "server.port=65530"],
+            "server.port must be <= 65527 with 9 front ends, each on a port of its own, got 65530",
+        ),
+        (["task=trail"], "generator must be agent with task=trail, whose tool the agent runs, got gym"),
+        (["server.session_max_turns=0"], "server.session_max_turns must be >= 1, got 0"),
         (["trainer.resume_mode=latest"], "trainer.output_dir must name the run to continue .*latest, got null"),
         (["trainer.resume_path=/nowhere"], "trainer.resume_mode must be from_path when trainer.resume_path is set"),
         (["trainer.resume_mode=from_path"], "trainer.resume_path must be a checkpoint directory when .*got None"),

@@ -1,5 +1,6 @@
 """The tiny policy and its warm start: directories that load anywhere, made once, trained on nothing that is held out."""
 
+import math
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from skyrl_async.errors import ConfigError, PolicyError
 from skyrl_async.tasks.policy_cache import prepare_initial_policy, prepare_tiny_policy, task_tokenizer
-from skyrl_async.tasks.registry import get_task, make_environment
+from skyrl_async.tasks.registry import get_task, make_environment, tools_of
 from skyrl_async.tasks.tiny_policy import PolicySizes, created_directory, make_tiny_model
+from skyrl_async.tasks.tokenizer import encode_conversation
 from skyrl_async.tasks.warm_start import WarmStartPlan, WarmStartProgress, orthogonalised, warm_start
 from skyrl_async.types import Message, Prompt
 
@@ -66,7 +68,7 @@ def test_a_warm_start_reaches_its_target_and_reports_how_far_it_is() -> None:
     task, seen = EchoTask(), list[WarmStartProgress]()
     tokenizer = task_tokenizer(task)
     model = make_tiny_model(SMALL, tokenizer, 0)
-    plan = WarmStartPlan(target_accuracy=0.95, max_tokens=60_000, mixture_tokens=1000)
+    plan = WarmStartPlan(target_accuracy=0.95, min_tokens=0, max_tokens=60_000, mixture_tokens=1000)
     accuracy = warm_start(model, tokenizer, task, plan, held_out=frozenset(), seed=0, on_progress=seen.append)
     assert accuracy >= 0.95
     assert [progress.phase for progress in seen] == ["clean"] * (len(seen) - 1) + ["mixture"]
@@ -77,6 +79,15 @@ def test_a_warm_start_reaches_its_target_and_reports_how_far_it_is() -> None:
     )
     answer = model.generate(prompt, do_sample=False, max_new_tokens=4)[0, prompt.shape[1] :]
     assert tokenizer.decode(answer) == "7<|im_end|>"
+
+
+def test_a_policy_that_reaches_its_target_early_learns_on_until_the_least_tokens() -> None:
+    task, seen = EchoTask(), list[WarmStartProgress]()
+    tokenizer = task_tokenizer(task)
+    plan = WarmStartPlan(target_accuracy=0.0, min_tokens=12_000, max_tokens=60_000, mixture_tokens=0)
+    model = make_tiny_model(SMALL, tokenizer, 0)
+    warm_start(model, tokenizer, task, plan, held_out=frozenset(), seed=0, on_progress=seen.append)
+    assert 12_000 <= seen[-1].num_tokens < 16_000
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_does_not() -> None:
@@ -235,3 +246,26 @@ def test_the_default_warm_start_leaves_a_policy_that_can_but_mostly_does_not(tmp
     ]
     assert accuracies[-1] >= 0.95
     assert 0.1 < sum(rewards) / len(rewards) < 0.58
+
+
+@torch.inference_mode()
+def chances_to_work(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: Prompt) -> tuple[float, float]:
+    """Probability that the policy begins with a call, and that it then says every turn of the clean conversation."""
+    conversation = get_task("trail").clean_conversation(prompt, random.Random(0))
+    token_ids, mask = encode_conversation(tokenizer, conversation, tools_of(prompt))
+    logprobs = model(input_ids=torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
+    said = [float(logprobs[i - 1, token_ids[i]]) for i in range(1, len(token_ids)) if mask[i]]
+    return math.exp(said[0]), math.exp(sum(said[1:]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_warm_start_of_the_trail_leaves_a_policy_that_can_call_the_tool_but_mostly_guesses(tmp_path: Path) -> None:
+    task = get_task("trail")
+    _, held_out = task.make_prompts(2048, 512, seed=0)
+    uids = frozenset(prompt.uid for prompt in held_out)
+    directory = prepare_tiny_policy(tmp_path, task, PolicySizes(), WarmStartPlan(), held_out=uids, seed=1)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    chances = [chances_to_work(model, tokenizer, prompt) for prompt in held_out[:128]]
+    assert 0.15 < sum(begins for begins, _ in chances) / len(chances) < 0.45
+    assert sum(goes_on for _, goes_on in chances) / len(chances) > 0.8

@@ -22,6 +22,7 @@ from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
 from skyrl_async.tasks.tokenizer import train_tokenizer
 
 KEY = "sk-test"
+CONTROLLER_KEY = "ck-test"
 
 
 def build_policy(directory: Path) -> Path:
@@ -61,7 +62,7 @@ def served_run(run_dir: Path) -> Iterator[Path]:
 
     async def serve() -> None:
         client, renderer = make_client(run_dir / "policy")
-        async with start_server(create_app(client, renderer, api_keys=[KEY])) as address:
+        async with start_server(create_app(client, renderer, api_keys=[KEY], controller_keys=[CONTROLLER_KEY])) as address:
             started.set_result(address)
             await stopping.wait()
 
@@ -79,7 +80,14 @@ def served_run(run_dir: Path) -> Iterator[Path]:
     thread.start()
     try:
         host, port = started.result(timeout=30)
-        endpoint = {"base_url": f"http://{host}:{port}/v1", "api_key": KEY, "model": "policy"}
+        root = f"http://{host}:{port}"
+        endpoint = {
+            "base_url": f"{root}/v1",
+            "api_key": KEY,
+            "model": "policy",
+            "front_ends": [root],
+            "controller_key": CONTROLLER_KEY,
+        }
         (run_dir / "endpoint.json").write_text(json.dumps(endpoint))
         yield run_dir
     finally:

@@ -1,0 +1,143 @@
+"""The task with a function tool: follow signs from digit to digit until one points to 0, and name the digit it stands at.
+
+Only the tool ``look`` knows where the sign at a digit points, so an answer without calls is a guess, right once in ten. The
+number of calls is geometric. What has to be learned is to ask the tool, turn after turn.
+
+Whoever plays runs the tool, on the prompt's ``extras["signs"]``, and sends its results: the environment sees the last text
+alone. Flows in: how many prompts, and a seed. Flows out: prompts with their tools, conversations to imitate, and rewards.
+This module does not know tokens, models or who plays.
+"""
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+from skyrl_async.errors import ConfigError
+from skyrl_async.tasks.lagged_fibonacci import score, terse_answer
+from skyrl_async.types import Message, Prompt
+
+NAME = "trail"
+MIN_SIGNS = 2
+MAX_SIGNS = 6
+CONTINUE_PROBABILITY = 0.5
+MAX_PROMPTS = 30_000
+"""Far below the number of trails, so that drawing new ones stays quick."""
+NO_SIGN = "?"
+"""What the tool returns where no sign stands."""
+
+LOOK_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "The digit that the sign at a digit points to.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]},
+    },
+}
+
+
+class TrailEnv(BaseTextEnv):
+    """Judges the last text; the reward is 1.0 for the right digit. Needs ``extras["reward_spec"]["ground_truth"]``."""
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        reward_spec = (extras or {}).get("reward_spec", {})
+        if "ground_truth" not in reward_spec:
+            raise ConfigError(f"reward_spec.ground_truth of environment {NAME} must be the right digit, found none")
+        self.ground_truth = str(reward_spec["ground_truth"])
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        return BaseTextEnvStepOutput(
+            observations=[], reward=score(action, self.ground_truth), done=True, metadata={}, postprocessed_action=None
+        )
+
+
+class TrailTask:
+    """The task as prompts and as conversations to imitate."""
+
+    name = NAME
+
+    def make_prompts(self, num_train: int, num_eval: int, seed: int) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
+        """Return training and held-out prompts, disjoint in their trails."""
+        if num_train + num_eval > MAX_PROMPTS:
+            raise ConfigError(
+                f"task.num_train_prompts + task.num_eval_prompts must be <= {MAX_PROMPTS} for task.name={NAME}, "
+                f"got {num_train} + {num_eval}; ask for fewer"
+            )
+        rng = random.Random(seed)
+        prompts: dict[str, Prompt] = {}
+        while len(prompts) < num_train + num_eval:
+            prompt = self.draw_prompt(rng)
+            prompts.setdefault(prompt.uid, prompt)
+        chosen = tuple(prompts.values())
+        return chosen[num_eval:], chosen[:num_eval]
+
+    def draw_prompt(self, rng: random.Random) -> Prompt:
+        """Return a prompt whose number of signs is geometric, cut at ``MAX_SIGNS``."""
+        num_signs = MIN_SIGNS
+        while num_signs < MAX_SIGNS and rng.random() < CONTINUE_PROBABILITY:
+            num_signs += 1
+        trail = rng.sample(range(1, 10), num_signs)
+        signs = {str(at): to for at, to in zip(trail, [*trail[1:], 0], strict=True)}
+        return Prompt(
+            uid=f"{NAME}-{''.join(signs)}",
+            messages=({"role": "user", "content": f"Follow {trail[0]} to 0."},),
+            env_class=NAME,
+            extras={
+                "tools": [LOOK_TOOL],
+                "signs": signs,
+                "reward_spec": {"method": "rule", "ground_truth": str(trail[-1])},
+            },
+        )
+
+    def clean_conversation(self, prompt: Prompt, rng: random.Random) -> list[Message]:
+        """Return the prompt, a call and its result per sign, and the answer."""
+        return worked_conversation(prompt, 0.0, rng)
+
+    def mixture_conversation(
+        self, prompt: Prompt, rng: random.Random, terse_share: float, slip_rate: float
+    ) -> list[Message]:
+        """Return the prompt with a guess (probability ``terse_share``) or with calls whose argument slips."""
+        if rng.random() < terse_share:
+            return [*prompt.messages, _said(terse_answer(rng))]
+        return worked_conversation(prompt, slip_rate, rng)
+
+
+def look(signs: Mapping[str, int], at: int) -> str:
+    """Return what the tool says about the sign at ``at``."""
+    return str(signs.get(str(at), NO_SIGN))
+
+
+def worked_conversation(prompt: Prompt, slip_rate: float, rng: random.Random) -> list[Message]:
+    """Return the prompt worked with the tool; each argument is a random digit with probability ``slip_rate``.
+
+    The results are the tool's: after a slip the way goes on from where it led, and ends in a guess where there is no sign.
+    """
+    signs = prompt.extras["signs"]
+    messages: list[Message] = list(prompt.messages)
+    at = int(next(iter(signs)))
+    for index in range(2 * MAX_SIGNS):
+        asked = rng.randrange(1, 10) if rng.random() < slip_rate else at
+        result = look(signs, asked)
+        messages += _call_and_result(f"call_{index}", asked, result)
+        if result == "0":
+            return [*messages, _said(f"#### {asked}")]
+        if result == NO_SIGN:
+            break
+        at = int(result)
+    return [*messages, _said(terse_answer(rng))]
+
+
+def _call_and_result(call_id: str, at: int, result: str) -> tuple[Message, Message]:
+    call = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": json.dumps({"at": at})}}
+    return (
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": result},
+    )
+
+
+def _said(text: str) -> Message:
+    return {"role": "assistant", "content": text}
