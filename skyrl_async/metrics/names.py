@@ -88,6 +88,12 @@ METRICS: dict[str, Metric] = {
     ),
     "generate/truncated_share": Metric("share", "Of those trajectories, ended by the token budget."),
     "generate/failed_groups": Metric("groups", "Failed since the run began, after retries."),
+    "env/<name>": Metric(
+        "the environment's", "A figure of the environment's or the reward function's own, mean over samples."
+    ),
+    "agent/failed": Metric("share", "Of the step's samples, those whose harness failed, timed out or sampled nothing."),
+    "agent/timeouts": Metric("share", "Of them, those whose harness took longer than generator.agent_timeout_s."),
+    "agent/seconds": Metric("s", "Mean duration of a harness's run."),
     "trainer/step": Metric("steps", "Optimizer steps completed."),
     "trainer/epoch": Metric("epochs", "Passes over the training prompts completed."),
     "trainer/idle_share": Metric("share", "Of the step, spent waiting for generation."),

@@ -4,11 +4,11 @@ Flows in: groups as they are trained, sums that the policy returns, seconds. Flo
 ``metrics.names``. Does not know where they are written.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from skyrl_async.samples import live_samples_of, samples_of
+from skyrl_async.samples import Sample, live_samples_of, samples_of
 from skyrl_async.types import Group
 
 
@@ -90,6 +90,7 @@ class StepFigures:
             "generate/group_seconds_max": max(g.generation_seconds for g in self.groups),
             "policy/num_tokens": float(self.num_tokens),
         }
+        values |= _own_figures([sample for group in self.groups for sample in samples_of(group.trajectories)])
         for name, value in self.sums.items():
             if name.endswith("_sum"):
                 values[f"policy/{name.removesuffix('_sum')}"] = value / num_tokens
@@ -180,6 +181,15 @@ class RunTotals:
             "train_seconds": self.train_seconds,
             "trainer_idle_share": self.idle_seconds / self.training_seconds if self.training_seconds else None,
         }
+
+
+def _own_figures(samples: Sequence[Sample]) -> dict[str, float]:
+    """What environments and harnesses say of samples, each figure averaged over the samples that have it."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.rows[0].metrics.items():
+            found.setdefault(name if name.startswith("agent/") else f"env/{name}", []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def _is_uniform(group: Group) -> bool:

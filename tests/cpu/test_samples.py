@@ -1,5 +1,7 @@
 """Samples of several rows: what counts once, what is masked, and that weights make a session count as one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -83,6 +85,15 @@ def test_figures_count_samples_and_gradients_are_divided_by_weighted_tokens() ->
     assert values["generate/response_tokens_max"] == 10
     assert values["generate/abandoned_share"] == pytest.approx(1 / 3)
     assert values["generate/rows_mean"] == pytest.approx(4 / 3)
+
+
+def test_what_environments_and_harnesses_say_of_samples_is_averaged_over_those_that_say_it() -> None:
+    figures = StepFigures(version=0, max_staleness_steps=0)
+    said = [{"right_turns": 3.0, "agent/failed": 0.0}, {"agent/failed": 1.0}, {"right_turns": 1.0, "agent/failed": 0.0}]
+    figures.add_group(group(*(replace(row(1), metrics=metrics) for metrics in said)), {})
+    values = figures.values()
+    assert values["env/right_turns"] == 2.0
+    assert values["agent/failed"] == pytest.approx(1 / 3)
 
 
 class _Fixed:
