@@ -11,6 +11,7 @@ SkyRLAsyncError
 |   |-- NoEngineError       no engine is left to serve a request
 |   |-- PromptTooLongError  a prompt leaves no room for an answer in the model's context
 |   |-- EngineStartError    an engine did not come up
+|   |-- RequestRefusedError  an engine cannot do what a request asks
 |   `-- SessionError        a session of the endpoint cannot do what was asked
 |       |-- SessionClosedError    it is finished, has expired or has reached a cap
 |       `-- SessionNotFoundError  there is none of that name
@@ -74,6 +75,10 @@ class PromptTooLongError(InferenceError):
 
 class EngineStartError(InferenceError):
     """An engine did not come up."""
+
+
+class RequestRefusedError(InferenceError):
+    """An engine cannot do what a request asks, such as following a broken JSON schema."""
 
 
 class SessionError(InferenceError):

@@ -46,7 +46,7 @@ LAST_LAYER_FOR_ENVIRONMENTS = 1
 """What ``skyrl_gym_http`` may see of ``skyrl_async``."""
 
 ALLOWED = {
-    "vllm": ("skyrl_async/inference/vllm_*.py", "skyrl_async/inference/server/parsing.py", "skyrl_async/inference/core_process.py"),
+    "vllm": ("skyrl_async/inference/vllm_*.py", "skyrl_async/inference/core_process.py"),
     "ray": (
         "skyrl_async/composition/processes.py",
         "skyrl_async/inference/ray_*.py",

@@ -6,19 +6,21 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletion
 from ray.exceptions import RayActorError
 
 from skyrl_async.errors import ConfigError
-from skyrl_async.inference.server.process import EndpointSettings, endpoint_process
+from skyrl_async.inference.server.process import EndpointSettings, endpoint_processes
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
 from tests.cpu.tiny_chat import END, TOKENIZER, spelled
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
 
 ANSWER = (*spelled("hé"), END)
+HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
 class OneAnswerEngine:
@@ -60,6 +62,7 @@ def settings(directory: Path, **changes: Any) -> EndpointSettings:
             "host": "127.0.0.1",
             "port": 0,
             "api_keys": ("k",),
+            "controller_keys": ("c",),
             "model_name": "policy",
             "max_body_bytes": 10_000,
             "keep_alive_timeout_s": 75,
@@ -68,16 +71,16 @@ def settings(directory: Path, **changes: Any) -> EndpointSettings:
     )
 
 
-async def ask(url: str) -> ChatCompletion:
-    async with openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client:
+async def ask(url: str, api_key: str = "k") -> ChatCompletion:
+    async with openai.AsyncOpenAI(base_url=url, api_key=api_key, max_retries=0) as client:
         return await client.chat.completions.create(
-            model="policy", messages=[{"role": "user", "content": "hello"}], extra_body={"return_token_ids": True}
+            model="policy", messages=HELLO, extra_body={"return_token_ids": True}
         )
 
 
 async def test_an_actor_serves_over_its_own_client_and_is_gone_afterwards(tmp_path: Path, engine: Any) -> None:
-    async with endpoint_process(settings(tmp_path), [engine]) as (host, port, actor):
-        reply = await ask(f"http://{host}:{port}/v1")
+    async with endpoint_processes(settings(tmp_path), [engine]) as (front_end,):
+        reply = await ask(f"{front_end.url}/v1")
     choice = reply.choices[0]
     assert choice.message.content == "hé"
     assert choice.finish_reason == "stop"
@@ -86,20 +89,57 @@ async def test_an_actor_serves_over_its_own_client_and_is_gone_afterwards(tmp_pa
     assert choice.model_extra["num_aborts"] == 1
     assert choice.model_extra["policy_versions"] == [{"version": 3, "start": 0, "end": 4}]
     with pytest.raises(RayActorError):
-        await actor.wait.remote()
+        await front_end.actor.wait.remote()
 
 
 async def test_a_port_in_use_reaches_the_driver_as_one_clear_error(tmp_path: Path, engine: Any) -> None:
     taken = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
     with pytest.raises(ConfigError, match=rf"^server.port {port} is in use on 127.0.0.1; choose another"):
-        async with endpoint_process(settings(tmp_path, port=port), [engine]):
+        async with endpoint_processes(settings(tmp_path, port=port), [engine]):
             raise AssertionError
     taken.close()
     await taken.wait_closed()
 
 
 async def test_stopping_ends_the_wait(tmp_path: Path, engine: Any) -> None:
-    async with endpoint_process(settings(tmp_path), [engine]) as (_, _, actor):
-        await actor.stop.remote()
-        await actor.wait.remote()
+    async with endpoint_processes(settings(tmp_path), [engine]) as (front_end,):
+        await front_end.actor.stop.remote()
+        await front_end.actor.wait.remote()
+
+
+async def test_any_front_end_serves_every_session_and_hands_it_to_the_one_that_holds_it(
+    tmp_path: Path, engine: Any
+) -> None:
+    async with (
+        endpoint_processes(settings(tmp_path), [engine], num_front_ends=2) as (first, second),
+        httpx.AsyncClient(headers={"Authorization": "Bearer c"}) as controller,
+    ):
+        assert first.port != second.port
+        made = (await controller.post(f"{second.url}/sessions")).json()
+        assert made["base_url"] == f"{second.url}/v1"
+        for front_end in (first, second, first):
+            assert (await ask(f"{front_end.url}/v1", made["api_key"])).choices[0].message.content == "hé"
+        async with openai.AsyncOpenAI(base_url=f"{first.url}/v1", api_key=made["api_key"]) as client:
+            stream = await client.chat.completions.create(model="policy", messages=HELLO, stream=True)
+            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hé"
+            with pytest.raises(openai.BadRequestError, match="messages"):
+                await client.chat.completions.create(model="policy", messages=[])
+        finished = await controller.post(f"{second.url}/sessions/{made['id']}/finish", json={"reward": 1.0})
+        rows = finished.json()["trajectories"]
+        assert [row["weight"] for row in rows] == [0.25] * 4
+        assert {tuple(row["response_token_ids"]) for row in rows} == {ANSWER}
+        with pytest.raises(openai.AuthenticationError, match="is finished"):
+            await ask(f"{first.url}/v1", made["api_key"])
+        assert (await controller.get(f"{first.url}/sessions/{made['id']}")).status_code == 404
+
+
+async def test_a_stream_that_is_open_when_the_endpoint_stops_is_finished(tmp_path: Path, engine: Any) -> None:
+    async with endpoint_processes(settings(tmp_path, shutdown_timeout_s=20), [engine]) as (front_end,):
+        async with openai.AsyncOpenAI(base_url=f"{front_end.url}/v1", api_key="k", max_retries=0) as client:
+            stream = await client.chat.completions.create(model="policy", messages=HELLO, stream=True)
+            first = await anext(stream)
+            await front_end.actor.stop.remote()
+            rest = [chunk async for chunk in stream]
+    assert first.choices[0].delta.role == "assistant"
+    assert rest[-1].choices[0].finish_reason == "stop"

@@ -1,20 +1,37 @@
-"""The endpoint's application: one router module per surface, behind the key and the body limit.
+"""The endpoint's application: one router module per surface, behind the keys and the body limit.
 
-Flows in: a sampler, a renderer and settings. Flows out: a FastAPI application for any ASGI server. A further surface
-(completions, responses, messages, sessions) is a module with ``make_router`` and one line in ``create_app``.
+    KeyGuard ──> BodyLimit ──> chat · completions · responses · messages ──> Exchange ──> Planner ──> sampler
+                          └──> sessions (controller only) · models · tokenize · health · metrics
+
+Flows in: a sampler, a renderer and settings. Flows out: a FastAPI application for any ASGI server. A further surface is a module
+with ``make_router`` and one line in ``create_app``.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fastapi import FastAPI
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.inference.server import chat_completions, operations
+from skyrl_async.inference.server import (
+    chat_completions,
+    completions,
+    messages,
+    operations,
+    responses,
+    sessions,
+    tokenization,
+)
 from skyrl_async.inference.server.errors import install_error_handlers
+from skyrl_async.inference.server.exchange import Exchange, Slots
+from skyrl_async.inference.server.generation import Planner
 from skyrl_async.inference.server.guard import BodyLimit, KeyGuard
 from skyrl_async.inference.server.operations import Statistics
-from skyrl_async.inference.server.schema import Serving
+from skyrl_async.inference.server.parsing import AnswerParser
+from skyrl_async.inference.server.serving import Serving
+from skyrl_async.inference.sessions.session import Session
+from skyrl_async.inference.sessions.settings import SessionSettings
+from skyrl_async.inference.sessions.store import SessionStore
 from skyrl_async.rollout.sampler import Sampler
 
 
@@ -23,27 +40,58 @@ def create_app(
     renderer: ChatRenderer,
     *,
     api_keys: Sequence[str],
+    controller_keys: Sequence[str] = (),
     model_name: str = "policy",
+    parser: AnswerParser | None = None,
+    session_settings: SessionSettings | None = None,
     max_body_bytes: int = 16 * 2**20,
+    max_concurrent_requests: int = 4096,
+    max_concurrent_requests_per_session: int = 16,
     statistics: Statistics = dict,
     keepalive_interval_s: float = 4.0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> FastAPI:
-    """Make the application.
+    """Make the application; its ``state.serving`` holds the sessions.
 
     Args:
-        api_keys: Bearer keys that open everything but ``/health``, which is open; none opens everything to everybody.
+        api_keys: Bearer keys that sample outside of sessions. ``/health`` is open; without any key of both kinds so is all.
+        controller_keys: Bearer keys that also make, reward and export sessions.
         model_name: Name of the policy in ``/v1/models`` and in replies.
+        parser: Finds reasoning and tool calls; None takes what the chat template calls for.
         max_body_bytes: Larger requests get 413.
+        max_concurrent_requests: Generations at once; more wait in line.
         statistics: Figures for ``/metrics``.
         keepalive_interval_s: Silence after which a stream sends a comment, > 0.
+        clock: Seconds, for the lifetimes of sessions.
     """
-    serving = Serving(
-        sampler=sampler, renderer=renderer, model_name=model_name, keepalive_interval_s=keepalive_interval_s
+    settings = session_settings or SessionSettings()
+    reader = parser or AnswerParser.of(renderer.tokenizer)
+
+    def make_planner(session: Session | None, slots: Slots) -> Planner:
+        return Planner(
+            sampler, renderer, reader, session=session, reasoning_policy=settings.reasoning_policy, slot=slots
+        )
+
+    store = SessionStore(limits=settings.limits, branches=settings.branches, clock=clock, front_end=settings.front_end)
+    exchanges = Exchange(
+        make_planner,
+        clock=clock,
+        max_concurrent_requests=max_concurrent_requests,
+        max_concurrent_requests_per_session=max_concurrent_requests_per_session,
+        keepalive_interval_s=keepalive_interval_s,
     )
+    serving = Serving(sampler=sampler, renderer=renderer, model_name=model_name, sessions=store, exchanges=exchanges)
+
+    def figures() -> Mapping[str, float]:
+        return {**statistics(), **store.statistics(), **exchanges.statistics()}
+
     app = FastAPI(title="skyrl_async", docs_url=None, redoc_url=None)
+    app.state.serving = serving
     install_error_handlers(app)
-    app.include_router(chat_completions.make_router(serving))
-    app.include_router(operations.make_router(serving, statistics, created=int(time.time())))
+    for surface in (chat_completions, completions, responses, messages, tokenization):
+        app.include_router(surface.make_router(serving))
+    app.include_router(sessions.make_router(serving))
+    app.include_router(operations.make_router(serving, figures, created=int(time.time())))
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
-    app.add_middleware(KeyGuard, api_keys=tuple(api_keys))
+    app.add_middleware(KeyGuard, api_keys=tuple(api_keys), controller_keys=tuple(controller_keys), sessions=store)
     return app

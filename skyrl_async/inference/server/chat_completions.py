@@ -1,26 +1,26 @@
 """``POST /v1/chat/completions``.
 
-Flows in: chat requests. Flows out: OpenAI replies, whole or streamed, with exact ids, log-probs and policy versions on
-request. A request open while weights change is held by the sampler and finished: ``finish_reason`` is never ``abort``.
-Does not know engines.
+Flows in: chat requests. Flows out: OpenAI replies, whole or streamed, with reasoning and tool calls, and with exact ids,
+log-probs and policy versions on request. A request open while weights change is held by the sampler and finished:
+``finish_reason`` is never ``abort``. Does not know engines or sessions.
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from skyrl_async.chat import ChatRenderer
 from skyrl_async.concurrency import run_together
-from skyrl_async.errors import ConfigError, PromptTooLongError
-from skyrl_async.inference.server.errors import ApiError
-from skyrl_async.inference.server.schema import ChatCompletionRequest, Serving
-from skyrl_async.inference.server.streaming import Emit, EventStream, until_disconnect
-from skyrl_async.types import Completion, CompletionDelta, SamplingParams
+from skyrl_async.inference.server.generation import Answer, AnswerBlock, Planned, chat_tool_call
+from skyrl_async.inference.server.schema import ChatCompletionRequest
+from skyrl_async.inference.server.serving import Serving
+from skyrl_async.inference.server.wire import chat_logprobs, provenance, usage
+from skyrl_async.inference.server.work import Emit
+from skyrl_async.types import Completion, CompletionDelta
 
 
 def make_router(serving: Serving) -> APIRouter:
@@ -29,177 +29,116 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
-        call = ChatCall.of(serving, body, request.headers.get("x-session-id"))
-        if body.stream:
-            return EventStream(call.stream, serving.keepalive_interval_s)
-        return JSONResponse(await until_disconnect(request.receive, call.reply()))
+        serving.require_model(body.model)
+        asked = body.to_generation(request.headers.get("x-session-id"))
+        return await serving.exchange(
+            request,
+            lambda planner: ChatCall(planner.plan(asked), body, serving.renderer, serving.model_name),
+            is_stream=bool(body.stream),
+        )
 
     return router
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """One request, its prompt rendered and known to fit."""
+    """One request in OpenAI's chat format."""
 
-    serving: Serving
-    body: ChatCompletionRequest
-    prompt: tuple[int, ...]
-    room: int
-    """Tokens left for an answer, >= 1."""
-    session_id: str | None
-    id: str
-    created: int
-
-    @classmethod
-    def of(cls, serving: Serving, body: ChatCompletionRequest, session_label: str | None) -> "ChatCall":
-        """Render and check; ``ApiError`` or ``PromptTooLongError`` when it cannot be served."""
-        if body.model not in (None, serving.model_name):
-            raise ApiError(
-                404,
-                f"model {body.model!r} is not served here; the model is {serving.model_name!r}",
-                code="model_not_found",
-                param="model",
-            )
-        prompt = _render(serving, body)
-        max_model_len = serving.sampler.max_model_len
-        limit = min(max_model_len, body.max_total_tokens or max_model_len)
-        if len(prompt) >= limit:
-            raise PromptTooLongError(len(prompt), limit)
-        return cls(
-            serving=serving,
-            body=body,
-            prompt=prompt,
-            room=limit - len(prompt),
-            session_id=body.session_id or session_label,
-            id=f"chatcmpl-{uuid4().hex}",
-            created=int(time.time()),
-        )
+    def __init__(self, planned: Planned, body: ChatCompletionRequest, renderer: ChatRenderer, model_name: str) -> None:
+        self._planned = planned
+        self._body = body
+        self._renderer = renderer
+        self._common = {"id": f"chatcmpl-{uuid4().hex}", "created": int(time.time()), "model": model_name}
 
     async def reply(self) -> dict[str, Any]:
         """The whole answer: ``n`` independent generations."""
-        completions = await run_together(
-            {f"{self.id}-{i}": self._complete(self._sampling(i)) for i in range(self.body.num_choices)}
+        answers = await run_together(
+            {f"{self._common['id']}-{i}": self._planned.answer(i) for i in range(self._body.num_choices)}
         )
-        reply = self._envelope("chat.completion") | {
-            "choices": [self._choice(i, completion) for i, completion in enumerate(completions)],
-            "usage": self._usage(sum(len(completion.token_ids) for completion in completions)),
+        num_tokens = sum(len(answer.completion.token_ids) for answer in answers)
+        reply = self._common | {
+            "object": "chat.completion",
+            "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
+            "usage": usage(len(self._planned.prompt_token_ids), num_tokens),
         }
-        if self.body.return_token_ids:
-            reply["prompt_token_ids"] = self.prompt
-        return reply
+        return reply | self._prompt_ids()
 
     async def stream(self, emit: Emit) -> None:
         """The answer in chunks, those of ``n`` choices interleaved."""
-        opening = {"prompt_token_ids": self.prompt} if self.body.return_token_ids else {}
-        for i in range(self.body.num_choices):
-            role = {"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-            emit(self._chunk([role]) | opening)
         counts = await run_together(
-            {f"{self.id}-{i}": self._stream_choice(i, emit) for i in range(self.body.num_choices)}
+            {f"{self._common['id']}-{i}": self._stream_choice(i, emit) for i in range(self._body.num_choices)}
         )
-        if self.body.includes_usage:
-            emit(self._chunk([]) | {"usage": self._usage(sum(counts))})
-
-    def _sampling(self, index: int) -> SamplingParams:
-        return self.body.sampling(index, self.room)
-
-    async def _complete(self, sampling: SamplingParams) -> Completion:
-        return await self.serving.sampler.generate_tokens(
-            self.prompt, sampling, session_id=self.session_id, priority=self.body.priority or 0
-        )
+        if self._body.includes_usage:
+            emit(self._chunk([]) | {"usage": usage(len(self._planned.prompt_token_ids), sum(counts))})
 
     async def _stream_choice(self, index: int, emit: Emit) -> int:
         """Emit one choice's chunks and return how many tokens it had."""
-        num_tokens = 0
-        deltas = self.serving.sampler.stream_tokens(
-            self.prompt, self._sampling(index), session_id=self.session_id, priority=self.body.priority or 0
-        )
-        async for delta in deltas:
-            num_tokens += len(delta.token_ids)
-            choice = {
-                "index": index,
-                "delta": {"content": delta.text} if delta.text else {},
-                "logprobs": self._logprobs(delta.token_ids, delta.logprobs),
-                "finish_reason": delta.finish_reason,
-            }
-            emit(self._chunk([choice | self._provenance(delta)]))
+        num_tokens = num_calls = 0
+        is_begun = False
+        async with aclosing(self._planned.stream(index)) as blocks:
+            async for block in blocks:
+                if not is_begun:  # only now: until the first event a failure has a status of its own
+                    emit(self._chunk([_role_choice(index)]) | self._prompt_ids())
+                    is_begun = True
+                emit(self._chunk([self._chunk_choice(index, block, num_calls)]))
+                num_tokens += len(block.delta.token_ids)
+                num_calls += len(block.tool_calls)
         return num_tokens
 
-    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+    def _chunk_choice(self, index: int, block: AnswerBlock, num_calls_before: int) -> dict[str, Any]:
         choice = {
             "index": index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
-            "logprobs": self._logprobs(completion.token_ids, completion.logprobs),
-            "finish_reason": completion.finish_reason,
-            "stop_reason": self.serving.renderer.stop_string(
-                completion.token_ids, completion.text, self._sampling(index).stop
-            ),
+            "delta": _delta(block, num_calls_before),
+            "logprobs": self._logprobs(block.delta),
+            "finish_reason": block.finish_reason,
         }
-        if self.body.return_token_ids:
-            choice["text_ends"] = self.serving.renderer.text_ends(completion.token_ids)
-            choice["num_aborts"] = completion.num_aborts
-        return choice | self._provenance(completion)
+        return choice | self._provenance(block.delta)
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "message": _message(answer),
+            "logprobs": self._logprobs(answer.completion),
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_string,
+        }
+        if self._body.return_token_ids:
+            choice["text_ends"] = self._renderer.text_ends(answer.completion.token_ids)
+            choice["num_aborts"] = answer.completion.num_aborts
+        return choice | self._provenance(answer.completion)
 
     def _provenance(self, block: Completion | CompletionDelta) -> dict[str, Any]:
-        """Exact tokens of a choice or chunk; spans count from the block's first token."""
-        if not self.body.return_token_ids:
-            return {}
-        return {
-            "token_ids": block.token_ids,
-            "token_logprobs": block.logprobs,
-            "policy_versions": version_spans(block.versions),
-        }
+        return provenance(block) if self._body.return_token_ids else {}
 
-    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
-        if not self.body.logprobs:
-            return None
-        spell = self.serving.renderer.token_bytes
-        content = [
-            {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw), "top_logprobs": []}
-            for raw, logprob in zip(map(spell, token_ids), logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._planned.prompt_token_ids} if self._body.return_token_ids else {}
 
-    def _envelope(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.serving.model_name}
+    def _logprobs(self, block: Completion | CompletionDelta) -> dict[str, Any] | None:
+        return chat_logprobs(block, self._renderer) if self._body.logprobs else None
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = self._envelope("chat.completion.chunk") | {"choices": choices}
-        return chunk | {"usage": None} if self.body.includes_usage else chunk
-
-    def _usage(self, num_completion_tokens: int) -> dict[str, int]:
-        return {
-            "prompt_tokens": len(self.prompt),
-            "completion_tokens": num_completion_tokens,
-            "total_tokens": len(self.prompt) + num_completion_tokens,
-        }
+        chunk = self._common | {"object": "chat.completion.chunk", "choices": choices}
+        return chunk | {"usage": None} if self._body.includes_usage else chunk
 
 
-def _render(serving: Serving, body: ChatCompletionRequest) -> tuple[int, ...]:
-    prefix = body.prefix_token_ids
-    unknown = next((i for i in prefix or () if not 0 <= i < serving.renderer.vocab_size), None)
-    if unknown is not None:
-        raise ApiError(
-            400,
-            f"prefix_token_ids must be in [0, {serving.renderer.vocab_size}), got {unknown}",
-            param="prefix_token_ids",
-        )
-    try:
-        if prefix is None:
-            return serving.renderer.render(body.messages)
-        return serving.renderer.render_next(body.messages, prefix)
-    except ConfigError:  # the template's fault, not the client's, though also a ValueError
-        raise
-    except ValueError as error:
-        raise ApiError(400, str(error), code="invalid_value", param="messages") from error
+def _role_choice(index: int) -> dict[str, Any]:
+    return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
 
-def version_spans(versions: Sequence[int]) -> list[dict[str, int]]:
-    """Policy versions per token as runs ``{"version", "start", "end"}``, ``end`` excluded."""
-    spans: list[dict[str, int]] = []
-    start = 0
-    for version, run in groupby(versions):
-        end = start + sum(1 for _ in run)
-        spans.append({"version": version, "start": start, "end": end})
-        start = end
-    return spans
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.reasoning:
+        message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+    if answer.tool_calls:
+        message["tool_calls"] = [chat_tool_call(call) for call in answer.tool_calls]
+    return message
+
+
+def _delta(block: AnswerBlock, num_calls_before: int) -> dict[str, Any]:
+    delta: dict[str, Any] = {"content": block.content} if block.content else {}
+    if block.reasoning:
+        delta |= {"reasoning_content": block.reasoning, "reasoning": block.reasoning}
+    if block.tool_calls:
+        delta["tool_calls"] = [
+            {"index": num_calls_before + i, **chat_tool_call(call)} for i, call in enumerate(block.tool_calls)
+        ]
+    return delta

@@ -5,6 +5,7 @@ exception the log gets the traceback and the client only the class.
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from skyrl_async.errors import NoEngineError, PromptTooLongError
+from skyrl_async.errors import (
+    NoEngineError,
+    PromptTooLongError,
+    RequestRefusedError,
+    SessionClosedError,
+    SessionNotFoundError,
+)
+from skyrl_async.inference.server.json_text import StrictJSONResponse
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +52,12 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, headers=self.headers)
+        return StrictJSONResponse(self.body, self.status, headers=self.headers)
+
+    def response_for(self, path: str) -> JSONResponse:
+        """The response in the manner of the surface at ``path``: Anthropic's SDK looks for a type beside the error."""
+        outer = {"type": "error"} if path.startswith("/v1/messages") else {}
+        return StrictJSONResponse(outer | self.body, self.status, headers=self.headers)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -56,6 +69,13 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), code="context_length_exceeded", param="messages")
         case NoEngineError():
             return ApiError(503, str(error), code="no_engine")
+        case RequestRefusedError():
+            return ApiError(400, str(error), code="invalid_value")
+        case SessionClosedError():
+            # The one status every harness gives up on at once.
+            return ApiError(401, str(error), code="session_closed")
+        case SessionNotFoundError():
+            return ApiError(404, str(error), code="session_not_found")
         case RequestValidationError():
             return _validation_error(error)
         case HTTPException():
@@ -68,6 +88,9 @@ def _unexpected(error: Exception) -> ApiError:
     return ApiError(500, f"the server failed unexpectedly ({type(error).__name__}); its log has the traceback")
 
 
+_KIND_OF_VALUE = re.compile(r"str|int|bool|float|none|(list|dict|constrained|function|nullable)[-\[].*")
+"""What pydantic puts into the path of a field that may be one of several things."""
+
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
@@ -75,7 +98,8 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body must be JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    param = ".".join(str(part) for part in first["loc"] if part != "body") or None
+    places = [str(part) for part in first["loc"] if part != "body"]
+    param = ".".join(place for place in places if not _KIND_OF_VALUE.fullmatch(place)) or None
     return ApiError(400, f"{param or 'the body'}: {first['msg']}", code="invalid_value", param=param)
 
 
@@ -90,7 +114,7 @@ def install_error_handlers(app: FastAPI) -> None:
                 code=_CODES[error.status_code],
                 headers=error.headers,
             )
-        return as_api_error(error).response()
+        return as_api_error(error).response_for(request.url.path)
 
     async def answer_unexpected(_request: Request, error: Exception) -> Response:
         return _unexpected(error).response()  # the ASGI server logs it: the exception goes on to there
@@ -98,7 +122,16 @@ def install_error_handlers(app: FastAPI) -> None:
     async def nobody_is_left(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)
 
-    for kind in (HTTPException, RequestValidationError, ApiError, PromptTooLongError, NoEngineError):
+    for kind in (
+        HTTPException,
+        RequestValidationError,
+        ApiError,
+        PromptTooLongError,
+        NoEngineError,
+        RequestRefusedError,
+        SessionClosedError,
+        SessionNotFoundError,
+    ):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(Exception, answer_unexpected)
     app.add_exception_handler(ClientDisconnect, nobody_is_left)

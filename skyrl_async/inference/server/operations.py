@@ -11,8 +11,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from skyrl_async.inference.server.errors import ApiError
-from skyrl_async.inference.server.schema import Serving
+from skyrl_async.inference.server.serving import Serving
 
 Statistics = Callable[[], Mapping[str, float]]
 """Figures by name, such as the client's ``statistics``."""
@@ -35,13 +34,7 @@ def make_router(serving: Serving, statistics: Statistics, created: int) -> APIRo
 
     @router.get("/v1/models/{name:path}")
     async def retrieve_model(name: str) -> Response:
-        if name != serving.model_name:
-            raise ApiError(
-                404,
-                f"model {name!r} is not served here; the model is {serving.model_name!r}",
-                code="model_not_found",
-                param="model",
-            )
+        serving.require_model(name)
         return JSONResponse(model)
 
     @router.get("/health")

@@ -1,0 +1,129 @@
+"""An endpoint whose sampler says what a test wrote down, for tests of the surfaces: a real uvicorn, a template with tools."""
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from skyrl_async.chat import ChatRenderer
+from skyrl_async.inference.server.app import create_app
+from skyrl_async.inference.server.parsing import AnswerParser
+from skyrl_async.inference.server.serve import start_server
+from skyrl_async.types import Completion, CompletionDelta, FinishReason, SamplingParams
+from tests.cpu.chat_templates import qwen3
+from tests.cpu.tiny_chat import END, spelled
+
+RUN_KEY = "run-key"
+CONTROLLER_KEY = "controller-key"
+TOKENIZER = qwen3()
+RENDERER = ChatRenderer(TOKENIZER)
+
+
+@dataclass
+class ScriptedSampler:
+    """Answers request i with script i (the last one again when they run out): blocks of text, one byte per token.
+
+    The end of turn follows, unless a stop string or the budget ended the text. Block i of a script has policy version 7 + i.
+    """
+
+    scripts: Sequence[Sequence[str]] = (("hé", "llo"),)
+    """A stop string must lie within one block."""
+    max_model_len: int = 10_000
+    failure: Exception | None = None
+    """Raised after the first block."""
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
+    completions: list[tuple[int, ...]] = field(default_factory=list)
+    """Token ids of the finished answers."""
+    sampled: list[SamplingParams] = field(default_factory=list)
+    labels: list[str | None] = field(default_factory=list)
+
+    async def generate_tokens(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        priority: int = 0,
+    ) -> Completion:
+        deltas = [d async for d in self.stream_tokens(prompt_token_ids, sampling, session_id=session_id)]
+        finish = deltas[-1].finish_reason
+        assert finish is not None
+        return Completion(
+            prompt_token_ids=tuple(prompt_token_ids),
+            token_ids=tuple(i for d in deltas for i in d.token_ids),
+            logprobs=tuple(p for d in deltas for p in d.logprobs),
+            versions=tuple(v for d in deltas for v in d.versions),
+            text="".join(d.text for d in deltas),
+            finish_reason=finish,
+            top_logprobs=tuple(t for d in deltas for t in d.top_logprobs),
+        )
+
+    async def stream_tokens(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[CompletionDelta]:
+        script = self.scripts[min(len(self.prompts), len(self.scripts) - 1)]
+        self.prompts.append(tuple(prompt_token_ids))
+        self.sampled.append(sampling)
+        self.labels.append(session_id)
+        room = sampling.max_tokens
+        sent: list[int] = []
+        for i, block in enumerate(script):
+            delta = _delta(block, 7 + i, sampling, room, is_last=i == len(script) - 1)
+            room -= len(delta.token_ids)
+            sent += delta.token_ids
+            if delta.finish_reason is not None:
+                self.completions.append(tuple(sent))
+            yield delta
+            if self.failure is not None:
+                raise self.failure
+            if delta.finish_reason is not None:
+                return
+
+
+def _delta(block: str, version: int, sampling: SamplingParams, room: int, *, is_last: bool) -> CompletionDelta:
+    text, ids, finish = block, spelled(block), FinishReason.STOP if is_last else None
+    stops = [string for string in sampling.stop if string in block]
+    if stops:
+        cut = block.index(stops[0])
+        text, ids, finish = block[:cut], spelled(block[: cut + len(stops[0])]), FinishReason.STOP
+    elif is_last:
+        ids = (*ids, END)
+    if len(ids) > room:
+        ids, finish = ids[:room], FinishReason.LENGTH
+        text = text.encode()[:room].decode(errors="ignore")
+    return CompletionDelta(
+        token_ids=ids,
+        logprobs=(-0.5,) * len(ids),
+        versions=(version,) * len(ids),
+        text=text,
+        finish_reason=finish,
+        top_logprobs=tuple(((i, -0.5),) for i in ids) if sampling.num_top_logprobs else (),
+    )
+
+
+@contextlib.asynccontextmanager
+async def scripted_endpoint(sampler: ScriptedSampler) -> AsyncIterator[str]:
+    """The URL of an endpoint that serves ``sampler`` under ``RUN_KEY`` and ``CONTROLLER_KEY``."""
+    parser = AnswerParser.of(TOKENIZER, tool_call_parser="hermes", reasoning_parser="qwen3")
+    app = create_app(sampler, RENDERER, api_keys=[RUN_KEY], controller_keys=[CONTROLLER_KEY], parser=parser)
+    async with start_server(app) as (host, port):
+        yield f"http://{host}:{port}"
+
+
+@contextlib.asynccontextmanager
+async def training_session(url: str) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
+    """The key of a session, and the list that has its training rows after the block."""
+    rows: list[dict[str, Any]] = []
+    headers = {"Authorization": f"Bearer {CONTROLLER_KEY}"}
+    async with httpx.AsyncClient(base_url=url, headers=headers) as controller:
+        made = (await controller.post("/sessions")).json()
+        yield made["api_key"], rows
+        finished = await controller.post(f"/sessions/{made['id']}/finish", json={"reward": 1.0})
+        rows.extend(finished.json()["trajectories"])
