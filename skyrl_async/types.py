@@ -101,6 +101,8 @@ class EngineRequest:
     """How many tokens at the end of ``prompt_token_ids`` were sampled by earlier segments of the same generation."""
     priority: int = 0
     """Smaller is served first where the engine schedules by priority."""
+    stream_interval: int | None = None
+    """Tokens per block of a stream; None takes the engine's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -67,9 +68,15 @@ def make_request(
     max_tokens: int = 64,
     ignore_eos: bool = True,
     temperature: float = 0.0,
+    stream_interval: int | None = None,
+    **sampling: Any,
 ) -> EngineRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=temperature)
-    return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=temperature, **sampling),
+        stream_interval=stream_interval,
+    )
 
 
 async def publish(engine: VLLMEngine, update: WeightUpdate, mode: PauseMode = PauseMode.ABORT) -> None:

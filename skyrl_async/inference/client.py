@@ -1,9 +1,11 @@
 """One sampling interface over many engines, exact across weight updates and engine failures.
 
-    generate / stream ──> Router ──> engine.generate ──abort or death──┐
+    generate / stream ──> Router ──> engine ──────death (or abort)─────┐
           ^                  ^                                         │
           │                  └── prompt + tokens so far, rest of budget┘
           └── tokens with log-probs and versions; text decoded once
+
+What cannot be continued exactly (grammars, penalties) is never split: when its engine dies it begins anew in another.
 
 Flows in: token ids or messages. Flows out: completions in which every token bears its behavior log-prob and the policy version
 it was sampled under. Knows nothing of groups, staleness or training, and does not pause engines: a paused engine holds what it
@@ -19,7 +21,8 @@ from dataclasses import replace
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.concurrency import run_together
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError
-from skyrl_async.inference.joined import Joined, head_of, without_abort
+from skyrl_async.inference.continuing import blocks_of, continued, whole_of
+from skyrl_async.inference.joined import Joined, head_of
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.router import Router
 from skyrl_async.inference.text import CompletionText, Tokenizer
@@ -36,6 +39,8 @@ from skyrl_async.types import (
 logger = logging.getLogger(__name__)
 
 _client_ids = itertools.count()
+_CARRIED_BLOCK_TOKENS = 100
+"""Tokens that the death of an engine can cost a generation that nobody reads in blocks."""
 
 
 class InferenceEngineClient:
@@ -47,6 +52,8 @@ class InferenceEngineClient:
         max_model_len: longest prompt plus answer in tokens, the same in every engine.
         renderer: turns messages into token ids; without it only token ids can be given.
         name: prefix of request ids, unique among the clients of these engines.
+        carries_tokens: have engines send the tokens of whole generations in blocks, so that an engine's death costs a
+            generation one block; otherwise it costs the generation's tokens since the last weight update.
     """
 
     def __init__(
@@ -57,12 +64,14 @@ class InferenceEngineClient:
         max_model_len: int,
         renderer: ChatRenderer | None = None,
         name: str = "trainer",
+        carries_tokens: bool = False,
     ) -> None:
         self._engines = {engine.name: engine for engine in engines}
         self._router = Router(tuple(self._engines))
         self._tokenizer = tokenizer
         self._renderer = renderer
         self._max_model_len = max_model_len
+        self._carries_tokens = carries_tokens
         self._name = f"{name}-{next(_client_ids)}"
         self._request_numbers = itertools.count()
         self.policy_version = 0
@@ -127,28 +136,26 @@ class InferenceEngineClient:
         priority: int = 0,
     ) -> Completion:
         """Sample one completion; see ``rollout.sampler.Sampler``."""
-        joined = Joined()
-        text = CompletionText(self._tokenizer, sampling.stop)
-        blocks = self._blocks(
-            tuple(prompt_token_ids), sampling, joined, session_id, priority, streaming=bool(sampling.stop)
-        )
-        num_kept = None
-        async with aclosing(blocks):
-            async for block in blocks:
-                num_kept = text.push(block.token_ids)
-                if num_kept is not None:
-                    joined.end_at(num_kept)
-                    break
-        whole, _ = text.finish(is_stopped=num_kept is not None)
+        request = self._request(prompt_token_ids, sampling, priority)
+        streams = bool(sampling.stop) or (self._carries_tokens and sampling.is_resumable)
+        num_restarts = 0
+        while True:
+            joined, text = Joined(), CompletionText.of(self._tokenizer, sampling)
+            async with aclosing(self._blocks(request, joined, session_id, streams=streams)) as blocks:
+                is_stopped = await _read(blocks, joined, text)
+            if joined.has_ended:
+                break
+            num_restarts += 1
         assert joined.finish_reason is not None
         return Completion(
-            prompt_token_ids=tuple(prompt_token_ids),
+            prompt_token_ids=request.prompt_token_ids,
             token_ids=tuple(joined.token_ids),
             logprobs=tuple(joined.logprobs),
             versions=tuple(joined.versions),
-            text=whole,
+            text=text.finish(is_stopped=is_stopped)[0],
             finish_reason=joined.finish_reason,
-            num_aborts=joined.num_aborts,
+            num_aborts=joined.num_aborts + num_restarts,
+            top_logprobs=tuple(joined.top_logprobs),
         )
 
     async def stream_tokens(
@@ -160,17 +167,23 @@ class InferenceEngineClient:
         priority: int = 0,
     ) -> AsyncIterator[CompletionDelta]:
         """Sample one completion in blocks; see ``rollout.sampler.Sampler``."""
-        joined = Joined()
-        text = CompletionText(self._tokenizer, sampling.stop)
-        blocks = self._blocks(tuple(prompt_token_ids), sampling, joined, session_id, priority, streaming=True)
-        async with aclosing(blocks):
+        if not sampling.is_resumable:
+            yield _only_delta(
+                await self.generate_tokens(prompt_token_ids, sampling, session_id=session_id, priority=priority)
+            )
+            return
+        joined, text = Joined(), CompletionText.of(self._tokenizer, sampling)
+        request = replace(self._request(prompt_token_ids, sampling, priority), stream_interval=None)
+        async with aclosing(self._blocks(request, joined, session_id, streams=True)) as blocks:
             async for block in blocks:
                 num_before = len(joined.token_ids) - len(block.token_ids)
-                num_kept = text.push(block.token_ids)
+                num_kept = text.push(_shown_tokens(block))
                 if num_kept is not None:
                     block = head_of(block, max(0, num_kept - num_before))
                     joined.end_at(num_kept)
                 is_last = num_kept is not None or block.finish_reason is not None
+                if not block.token_ids and not is_last:
+                    continue  # an engine that died, or was paused before its first token
                 new_text = text.finish(is_stopped=num_kept is not None)[1] if is_last else text.take()
                 yield CompletionDelta(
                     token_ids=block.token_ids,
@@ -178,6 +191,7 @@ class InferenceEngineClient:
                     versions=block.versions,
                     text=new_text,
                     finish_reason=block.finish_reason,
+                    top_logprobs=block.top_logprobs,
                 )
                 if is_last:
                     return
@@ -198,74 +212,75 @@ class InferenceEngineClient:
             )
         return self._renderer.render(list(messages or ()))
 
-    async def _blocks(
-        self,
-        prompt: tuple[int, ...],
-        sampling: SamplingParams,
-        joined: Joined,
-        session_id: str | None,
-        priority: int,
-        *,
-        streaming: bool,
-    ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield the tokens of one generation, from as many engine calls as it takes; ``abort`` never comes out."""
+    def _request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, priority: int) -> EngineRequest:
+        """What engines are asked for, on behalf of one generation. Raises ``PromptTooLongError``."""
         if sampling.max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {sampling.max_tokens}")
-        budget = min(sampling.max_tokens, self._max_model_len - len(prompt))
+        budget = min(sampling.max_tokens, self._max_model_len - len(prompt_token_ids))
         if budget < 1:
-            raise PromptTooLongError(len(prompt), self._max_model_len)
+            raise PromptTooLongError(len(prompt_token_ids), self._max_model_len)
         self._counts["requests"] += 1
+        return EngineRequest(
+            request_id=f"{self._name}-{next(self._request_numbers)}",
+            prompt_token_ids=tuple(prompt_token_ids),
+            sampling=replace(sampling, max_tokens=budget, stop=()),
+            priority=priority,
+            stream_interval=None if sampling.stop else _CARRIED_BLOCK_TOKENS,
+        )
+
+    async def _blocks(
+        self, request: EngineRequest, joined: Joined, session_id: str | None, *, streams: bool
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield the tokens of one generation, from whichever engines live, and account for them."""
+        segments = continued(request, joined, lambda rest: self._segment(rest, session_id, streams=streams))
         try:
-            while not joined.has_ended and len(joined.token_ids) < budget:
-                request = EngineRequest(
-                    request_id=f"{self._name}-{next(self._request_numbers)}",
-                    prompt_token_ids=prompt + tuple(joined.token_ids),
-                    sampling=replace(sampling, max_tokens=budget - len(joined.token_ids), stop=()),
-                    num_sampled_tokens=len(joined.token_ids),
-                    priority=priority,
-                )
-                async with aclosing(self._segment(request, joined, session_id, streaming=streaming)) as outputs:
-                    async for output in outputs:
-                        yield output
-            if not joined.has_ended:
-                joined.finish_reason = FinishReason.LENGTH
-                yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.LENGTH)
+            async with aclosing(segments) as blocks:
+                async for block in blocks:
+                    yield block
         finally:
+            self._counts["aborts"] += joined.num_aborts
             self._counts["tokens" if joined.has_ended else "abandoned_tokens"] += len(joined.token_ids)
 
     async def _segment(
-        self, request: EngineRequest, joined: Joined, session_id: str | None, *, streaming: bool
+        self, request: EngineRequest, session_id: str | None, *, streams: bool
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield what one engine samples of a generation, until its end, an abort or the engine's death."""
-        name, reason = self._router.start(session_id), None
+        """Yield what one engine samples of a generation; its death is an abort."""
+        name = self._router.start(session_id)
+        call = blocks_of if streams else whole_of
         try:
-            async with aclosing(self._call(self._engines[name], request, streaming)) as outputs:
-                async for output in outputs:
-                    reason = output.finish_reason
-                    joined.add(output)
-                    self.policy_version = max(self.policy_version, *output.versions, 0)
-                    yield without_abort(output)
-            if reason is None:
-                raise InferenceError(f"{name} ended request {request.request_id} without a finish reason")
+            async with aclosing(call(self._engines[name], request)) as blocks:
+                async for block in blocks:
+                    self.policy_version = max(self.policy_version, *block.versions, 0)
+                    yield block
+            return
         except EngineDeadError as error:
             self.drop_engine(name, error)
         finally:
             self._router.end(name)
-        if not joined.has_ended:
-            self._counts["aborts"] += 1
-            joined.num_aborts += 1
+        yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
 
-    async def _call(
-        self, engine: InferenceEngine, request: EngineRequest, streaming: bool
-    ) -> AsyncGenerator[EngineOutput, None]:
-        if not streaming:
-            yield await engine.generate(request)
-            return
-        blocks = engine.stream(request)
-        try:
-            async for block in blocks:
-                yield block
-        finally:
-            closing = getattr(blocks, "aclose", None)
-            if closing is not None:
-                await closing()
+
+async def _read(blocks: AsyncIterator[EngineOutput], joined: Joined, text: CompletionText) -> bool:
+    """Read to the end, or to where a stop string ends the text: then return True."""
+    async for block in blocks:
+        num_kept = text.push(_shown_tokens(block))
+        if num_kept is not None:
+            joined.end_at(num_kept)
+            return True
+    return False
+
+
+def _shown_tokens(block: EngineOutput) -> tuple[int, ...]:
+    """The tokens of a block that are text: an engine stops at an end-of-sequence token only, which is none."""
+    return block.token_ids[:-1] if block.finish_reason is FinishReason.STOP else block.token_ids
+
+
+def _only_delta(completion: Completion) -> CompletionDelta:
+    return CompletionDelta(
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+        top_logprobs=completion.top_logprobs,
+    )

@@ -17,9 +17,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from skyrl_async.errors import EngineDeadError, PromptTooLongError, PublishError
+from skyrl_async.errors import EngineDeadError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.policy_files import UpdateValidator, eos_token_ids
-from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, SamplingParams, WeightUpdate
+from skyrl_async.types import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    PauseMode,
+    SamplingParams,
+    TopLogprobs,
+    WeightUpdate,
+)
 
 
 class DeterministicEngine:
@@ -70,10 +78,19 @@ class DeterministicEngine:
             logprobs=sum((block.logprobs for block in blocks), ()),
             versions=sum((block.versions for block in blocks), ()),
             finish_reason=blocks[-1].finish_reason,
+            top_logprobs=sum((block.top_logprobs for block in blocks), ()),
         )
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """See ``InferenceEngine.stream``; every block is one token, or the empty end of an aborted request."""
+        """See ``InferenceEngine.stream``; every block is one token, or the empty end of an aborted request.
+
+        Raises ``RequestRefusedError`` for penalties and grammars, which it does not know.
+        """
+        if not request.sampling.is_resumable:
+            raise RequestRefusedError(
+                f"engine {self.name} is deterministic and knows neither penalties nor structured output; "
+                "leave them out, or set engine.backend=vllm"
+            )
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens >= self._max_model_len:
             raise PromptTooLongError(num_prompt_tokens, self._max_model_len)
@@ -84,9 +101,15 @@ class DeterministicEngine:
             if not await self._gate.may_sample(num_aborts):
                 yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
                 return
-            token, logprob = sequence.sample_next(self._num_loads)
+            token, logprobs = sequence.sample_next(self._num_loads)
             reason = self._finish_reason(request, sequence, token)
-            yield EngineOutput(token_ids=(token,), logprobs=(logprob,), versions=(self._version,), finish_reason=reason)
+            yield EngineOutput(
+                token_ids=(token,),
+                logprobs=(float(logprobs[token]),),
+                versions=(self._version,),
+                finish_reason=reason,
+                top_logprobs=_top_logprobs(logprobs, request.sampling.num_top_logprobs),
+            )
             if reason is not None:
                 return
 
@@ -205,8 +228,8 @@ class _Sequence:
         self._num_cached_tokens = 0
         self._num_loads: int | None = None
 
-    def sample_next(self, num_loads: int) -> tuple[int, float]:
-        """Append one token; return it and its log-prob. ``num_loads`` tells when the weights have changed."""
+    def sample_next(self, num_loads: int) -> tuple[int, torch.Tensor]:
+        """Append one token; return it and the (V,) log-probs. ``num_loads`` tells when the weights have changed."""
         if num_loads != self._num_loads:
             self._cache, self._num_cached_tokens = DynamicCache(config=self._model.config), 0
             self._num_loads = num_loads
@@ -215,7 +238,7 @@ class _Sequence:
         logprobs = _processed_logprobs(logits, self._sampling)
         token = self._choose(logprobs)
         self.token_ids.append(token)
-        return token, float(logprobs[token])
+        return token, logprobs
 
     @torch.inference_mode()
     def _forward(self, end: int) -> torch.Tensor:
@@ -253,6 +276,15 @@ def _processed_logprobs(logits: torch.Tensor, sampling: SamplingParams) -> torch
         is_outside[-1] = False
         logits = logits.masked_fill(is_outside[order.argsort()], -math.inf)
     return logits.log_softmax(-1)
+
+
+def _top_logprobs(logprobs: torch.Tensor, num_top_logprobs: int) -> tuple[TopLogprobs, ...]:
+    """Of one position: the likeliest tokens that truncation has left; nothing where none are asked for."""
+    if num_top_logprobs == 0:
+        return ()
+    values, tokens = logprobs.topk(min(num_top_logprobs, len(logprobs)))
+    found = zip(tokens.tolist(), values.tolist(), strict=True)
+    return (tuple((token, value) for token, value in found if value > -math.inf),)
 
 
 def _load_model(policy_dir: str) -> Any:

@@ -7,7 +7,7 @@ Does not know engines, text or routing.
 from dataclasses import replace
 
 from skyrl_async.errors import InferenceError
-from skyrl_async.types import EngineOutput, FinishReason
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, TopLogprobs
 
 
 class Joined:
@@ -17,6 +17,8 @@ class Joined:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.top_logprobs: list[TopLogprobs] = []
+        """One entry per token, or none at all."""
         self.finish_reason: FinishReason | None = None
         """``stop`` or ``length`` once the generation has ended."""
         self.num_aborts = 0
@@ -36,25 +38,73 @@ class Joined:
         self.token_ids.extend(output.token_ids)
         self.logprobs.extend(output.logprobs)
         self.versions.extend(output.versions)
-        if output.finish_reason is not FinishReason.ABORT:
+        self.top_logprobs.extend(output.top_logprobs)
+        self.num_aborts += output.num_aborts
+        if output.finish_reason is FinishReason.ABORT:
+            self.num_aborts += 1
+        else:
             self.finish_reason = output.finish_reason
 
     def end_at(self, num_tokens: int) -> None:
         """A stop string has ended the generation."""
-        del self.token_ids[num_tokens:], self.logprobs[num_tokens:], self.versions[num_tokens:]
+        for column in (self.token_ids, self.logprobs, self.versions, self.top_logprobs):
+            del column[num_tokens:]
         self.finish_reason = FinishReason.STOP
+
+    def num_left(self, request: EngineRequest) -> int:
+        """Tokens that ``request``, the whole generation's, has left to sample."""
+        return request.sampling.max_tokens - len(self.token_ids)
+
+    def rest_of(self, request: EngineRequest, request_id: str) -> EngineRequest:
+        """What remains to be asked for of ``request``: its prompt plus the tokens so far, the rest of its budget."""
+        if not self.token_ids:
+            return replace(request, request_id=request_id)
+        return replace(
+            request,
+            request_id=request_id,
+            prompt_token_ids=request.prompt_token_ids + tuple(self.token_ids),
+            sampling=replace(request.sampling, max_tokens=self.num_left(request)),
+            num_sampled_tokens=request.num_sampled_tokens + len(self.token_ids),
+        )
+
+    def output(self) -> EngineOutput:
+        """All of it as what one engine call returns; ``abort`` while it has not ended."""
+        return EngineOutput(
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            finish_reason=self.finish_reason or FinishReason.ABORT,
+            top_logprobs=tuple(self.top_logprobs),
+            num_aborts=self.num_aborts,
+        )
 
 
 def head_of(output: EngineOutput, num_tokens: int) -> EngineOutput:
     """The last block of a generation that a stop string ends."""
-    return EngineOutput(
+    return replace(
+        output,
         token_ids=output.token_ids[:num_tokens],
         logprobs=output.logprobs[:num_tokens],
         versions=output.versions[:num_tokens],
+        top_logprobs=output.top_logprobs[:num_tokens],
         finish_reason=FinishReason.STOP,
     )
 
 
+def merged(first: EngineOutput, second: EngineOutput) -> EngineOutput:
+    """Two blocks of a stream, one after the other, as one."""
+    return EngineOutput(
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+        versions=first.versions + second.versions,
+        finish_reason=second.finish_reason,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
+        num_aborts=first.num_aborts + second.num_aborts,
+    )
+
+
 def without_abort(output: EngineOutput) -> EngineOutput:
-    """A block as the consumer sees it: an abort is no end."""
-    return replace(output, finish_reason=None) if output.finish_reason is FinishReason.ABORT else output
+    """A block as the consumer of the whole generation sees it: an abort is no end, and is counted."""
+    if output.finish_reason is not FinishReason.ABORT:
+        return output
+    return replace(output, finish_reason=None, num_aborts=output.num_aborts + 1)

@@ -16,6 +16,8 @@ Manifest = dict[str, tuple[str, tuple[int, ...]]]
 """Hugging Face parameter name -> (dtype name such as ``float32``, shape)."""
 
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+"""Any one of them holds a tokenizer's vocabulary."""
 _TIED_HEAD = "lm_head.weight"
 
 
@@ -49,6 +51,12 @@ def eos_token_ids(policy_dir: str) -> tuple[int, ...]:
     return tuple(sorted(token for token in ids if token is not None))
 
 
+def has_tokenizer(policy_dir: str) -> bool:
+    """Whether there is a tokenizer's vocabulary in the directory. Raises ``PolicyError`` for a broken ``tokenizer.json``."""
+    _read_object(Path(policy_dir) / "tokenizer.json")
+    return any((Path(policy_dir) / name).exists() for name in TOKENIZER_FILES)
+
+
 def _tokenizer_eos(directory: Path) -> int | None:
     token = _read_object(directory / "tokenizer_config.json").get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
@@ -63,7 +71,10 @@ def _tokenizer_eos(directory: Path) -> int | None:
 def _read_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    found = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{path} cannot be read ({error}); export the policy again, or delete the file") from error
     return found if isinstance(found, dict) else {}
 
 

@@ -27,7 +27,10 @@ class InferenceEngine(Protocol):
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """Sample until the end, or until a pause in abort mode: then ``finish_reason`` is ``abort`` and all tokens so far
-        are returned. While the engine is paused a new request waits inside it. Cancelling the call ends the request.
+        are returned, unless the engine goes on with them by itself and says so in ``num_aborts``. While the engine is paused
+        a new request waits inside it. Cancelling the call ends the request.
+
+        Raises ``RequestRefusedError`` for a request that it cannot serve.
         """
         ...
 
@@ -36,11 +39,14 @@ class InferenceEngine(Protocol):
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Return once no further token is sampled under the current version. Idempotent."""
+        """Return once no further token is sampled under the current version. Idempotent.
+
+        An engine that serves requests which are not ``sampling.is_resumable`` freezes while it holds one, whatever the mode.
+        """
         ...
 
     async def resume(self) -> None:
-        """Sample again. Idempotent."""
+        """Sample again, after every pause called before, also a cancelled one. Idempotent."""
         ...
 
     async def load_weights(self, update: WeightUpdate) -> None:

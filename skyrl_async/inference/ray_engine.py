@@ -3,8 +3,9 @@
     RayEngine (any process) ── requests, blocks, control calls ──> _EngineActor (its process) ──> VLLMEngine ──> core
 
 Flows in: ``VLLMEngineConfig`` values, one per engine. Flows out: ``RayEngine`` objects, which can be pickled and fulfil
-``InferenceEngine``. What Ray says of a dead actor becomes ``EngineDeadError``; our own errors cross as they are. It
-does not know routing, retries or weights.
+``InferenceEngine``. What a weight update aborts goes on inside the actor: only requests that cannot be continued come back with
+``abort``. What Ray says of a dead actor becomes ``EngineDeadError``; our own errors cross as they are. It does not know routing
+or weights.
 """
 
 import asyncio
@@ -16,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from skyrl_async.errors import EngineDeadError, EngineStartError
+from skyrl_async.inference.continuing import generate_to_end, stream_to_end
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig
 from skyrl_async.inference.vllm_engine import VLLMEngine
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, SamplingParams, WeightUpdate
@@ -55,11 +58,11 @@ class _EngineActor:
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         with self._registered(request.request_id):
-            return await self._engine.generate(request)
+            return await generate_to_end(self._engine, request)
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         with self._registered(request.request_id):
-            async with contextlib.aclosing(self._engine.stream(request)) as blocks:
+            async with contextlib.aclosing(stream_to_end(self._engine, request)) as blocks:
                 async for block in blocks:
                     yield block
 
@@ -68,8 +71,11 @@ class _EngineActor:
         if task := self._requests.get(request_id):
             task.cancel()
 
-    async def control(self, method: str, *args: Any) -> Any:
-        """Any other method of the engine."""
+    async def control(self, method: str, args: tuple[Any, ...], before: tuple[ObjectRef, ...] = ()) -> Any:
+        """Any other method of the engine, once the calls ``before`` are over: Ray starts an actor's calls in any order."""
+        for call in before:
+            with contextlib.suppress(Exception):
+                await call
         return await getattr(self._engine, method)(*args)
 
     @contextlib.contextmanager
@@ -98,6 +104,11 @@ class RayEngine:
         self._actor = actor
         self._max_model_len = max_model_len
         self._call_timeout_s = call_timeout_s
+        self._latest: ObjectRef | None = None
+
+    def __reduce__(self) -> tuple[type, tuple[str, ActorHandle, int, float]]:
+        """A copy has turns of its own."""
+        return RayEngine, (self._name, self._actor, self._max_model_len, self._call_timeout_s)
 
     @property
     def name(self) -> str:
@@ -123,11 +134,11 @@ class RayEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """See ``InferenceEngine.pause``."""
-        await self._control("pause", mode)
+        await self._control_in_turn("pause", mode)
 
     async def resume(self) -> None:
         """See ``InferenceEngine.resume``."""
-        await self._control("resume")
+        await self._control_in_turn("resume")
 
     async def connect_transfer(self, init_info: dict[str, Any]) -> None:
         """See ``VLLMEngine.connect_transfer``."""
@@ -135,7 +146,7 @@ class RayEngine:
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """See ``InferenceEngine.load_weights``."""
-        await self._control("load_weights", update)
+        await self._control_in_turn("load_weights", update)
 
     async def version(self) -> int:
         """See ``InferenceEngine.version``."""
@@ -156,11 +167,20 @@ class RayEngine:
         """See ``InferenceEngine.close``. The actor and all its processes are killed."""
         ray.kill(self._actor)
 
+    async def _control_in_turn(self, method: str, *args: Any) -> None:
+        """Run a call after the one before it, also after one whose caller was cancelled: the actor goes on with that."""
+        before = () if self._latest is None else (self._latest,)
+        self._latest = self._actor.control.remote(method, args, before)
+        await self._answer(method, self._latest)
+
     async def _control(self, method: str, *args: Any) -> Any:
+        return await self._answer(method, self._actor.control.remote(method, args))
+
+    async def _answer(self, method: str, call: ObjectRef) -> Any:
         with self._own_errors():
             try:
                 async with asyncio.timeout(self._call_timeout_s + _RAY_GRACE_S):
-                    return await self._actor.control.remote(method, *args)
+                    return await call
             except TimeoutError as error:
                 waited = self._call_timeout_s + _RAY_GRACE_S
                 raise EngineDeadError(f"engine {self.name}: no answer to {method} within {waited:g} s") from error

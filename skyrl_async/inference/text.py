@@ -5,7 +5,9 @@ so engines do not look for them: only here are all tokens of a completion in one
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
+
+from skyrl_async.types import SamplingParams
 
 _REPLACEMENT = "�"
 
@@ -26,16 +28,23 @@ class CompletionText:
     Args:
         tokenizer: decodes ids.
         stop: strings that end the completion: the first to be complete does, whatever the blocks.
+        skip_special_tokens: leave special tokens out of the text; stop strings cannot match them then.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(s for s in stop if s)
+        self._skip_special_tokens = skip_special_tokens
         self._token_ids: list[int] = []
         self._text = ""
         self._num_text_tokens = 0
         self._window_start = 0
         self._num_emitted = 0
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, sampling: SamplingParams) -> Self:
+        """The text that ``sampling`` asks for."""
+        return cls(tokenizer, sampling.stop, skip_special_tokens=sampling.skip_special_tokens)
 
     def push(self, token_ids: Sequence[int]) -> int | None:
         """Add tokens. Returns None, or how many tokens are kept in all when a stop string ended the text."""
@@ -60,7 +69,9 @@ class CompletionText:
         return self._text, self._text[self._num_emitted :]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        )
 
     def _extend_text(self) -> str:
         """Decode from a window that begins at a character boundary, so that a long completion costs linear time.

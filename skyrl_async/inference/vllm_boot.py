@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.context import ForkContext, ForkProcess, SpawnContext, SpawnProcess
 from typing import TYPE_CHECKING, Any
 
-from skyrl_async.inference.policy_files import read_config
+from skyrl_async.inference.policy_files import has_tokenizer, read_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,7 +34,7 @@ class VLLMEngineConfig:
     name: str
     """Unique among the run's engines."""
     policy_dir: str
-    """Hugging Face directory (config and safetensors; a tokenizer is only asked for its end-of-sequence token)."""
+    """Hugging Face directory: config, safetensors, and a tokenizer, without which no grammar can constrain an answer."""
     dtype: str = "float32"
     """Of the served weights: ``float32``, ``bfloat16`` or ``float16``."""
     device: str = "cpu"
@@ -114,7 +114,7 @@ def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
         "scheduling_policy": "priority",
         # Equal seeds would make engines draw the same answers to the same prompts: a group of copies.
         "seed": zlib.crc32(f"{config.seed}/{config.name}".encode()) >> 1,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not has_tokenizer(config.policy_dir),
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": _WORKER_EXTENSION,

@@ -11,17 +11,26 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from skyrl_async.errors import EngineDeadError, EngineStartError, InferenceError, PromptTooLongError, PublishError
-from skyrl_async.inference.policy_files import UpdateValidator, eos_token_ids
+from skyrl_async.errors import (
+    EngineDeadError,
+    EngineStartError,
+    InferenceError,
+    PromptTooLongError,
+    PublishError,
+    RequestRefusedError,
+)
+from skyrl_async.inference.joined import merged
+from skyrl_async.inference.policy_files import TOKENIZER_FILES, UpdateValidator, eos_token_ids
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig, boot
-from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, WeightUpdate
+from skyrl_async.inference.vllm_requests import engine_output, versions_of, vllm_sampling_params
+from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
 
 if TYPE_CHECKING:
-    from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+    from vllm.outputs import RequestOutput
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -42,6 +51,9 @@ class VLLMEngine:
         self._validator = UpdateValidator(config.policy_dir)
         self._version = config.version
         self._pause_mode: PauseMode | None = None
+        self._may_be_paused = False
+        self._turns = asyncio.Lock()
+        self._num_not_resumable = 0
         self._death: str | None = None
         self._open_deadlines: set[asyncio.Timeout] = set()
 
@@ -82,15 +94,17 @@ class VLLMEngine:
         async with contextlib.aclosing(self._run(request, RequestOutputKind.FINAL_ONLY)) as outputs:
             async for output in outputs:
                 completion = output.outputs[0]
-                return _engine_output(completion, _expand(completion.weight_versions))
+                num_top_logprobs = request.sampling.num_top_logprobs
+                return engine_output(completion, versions_of(completion.weight_versions), num_top_logprobs)
         raise self._bury("a request ended without an output")
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """See ``InferenceEngine.stream``; a block holds ``stream_interval`` tokens, the first one a single token."""
+        """See ``InferenceEngine.stream``. The first block is a single token, unless the request sets the interval itself."""
         from vllm.sampling_params import RequestOutputKind
 
         num_sent = 0
         tracked: Any = None
+        held: EngineOutput | None = None
         async with contextlib.aclosing(self._run(request, RequestOutputKind.DELTA)) as outputs:
             async for output in outputs:
                 completion = output.outputs[0]
@@ -100,24 +114,36 @@ class VLLMEngine:
                 else:
                     spans = completion.weight_versions
                 num_total = num_sent + len(completion.token_ids)
-                yield _engine_output(completion, _expand(spans)[num_sent:num_total])
+                versions = versions_of(spans)[num_sent:num_total]
+                block = engine_output(completion, versions, request.sampling.num_top_logprobs)
+                if request.stream_interval and num_sent == 0 and block.finish_reason is None:
+                    held = block  # vLLM sends the first token at once: a reader in a hurry would not set the interval
+                else:
+                    yield block if held is None else merged(held, block)
+                    held = None
                 num_sent = num_total
 
     async def pause(self, mode: PauseMode) -> None:
-        """See ``InferenceEngine.pause``."""
-        if self._pause_mode is mode:
-            return
-        # AsyncLLM.pause_generation is this call and a sleep of 20 ms; the acknowledgement is the core's.
-        core = self._llm.engine_core
-        await self._control("pause", core.pause_scheduler_async, mode=mode.value, clear_cache=False)
-        self._pause_mode = mode
+        """See ``InferenceEngine.pause``. While a request that cannot be continued is in the engine, all are kept."""
+        async with self._turns:
+            if self._num_not_resumable:
+                mode = PauseMode.KEEP
+            if self._pause_mode is mode:
+                return
+            self._may_be_paused = True
+            # AsyncLLM.pause_generation is this call and a sleep of 20 ms; the acknowledgement is the core's.
+            core = self._llm.engine_core
+            await self._control("pause", core.pause_scheduler_async, mode=mode.value, clear_cache=False)
+            self._pause_mode = mode
 
     async def resume(self) -> None:
-        """See ``InferenceEngine.resume``."""
-        if self._pause_mode is None:
-            return
-        await self._control("resume", self._llm.resume_generation)
-        self._pause_mode = None
+        """See ``InferenceEngine.resume``. It comes after every pause begun before, whether or not that was cancelled."""
+        async with self._turns:
+            if not self._may_be_paused:
+                return
+            self._pause_mode = None
+            await self._control("resume", self._llm.resume_generation)
+            self._may_be_paused = False
 
     async def connect_transfer(self, init_info: dict[str, Any]) -> None:
         """Join the trainer's process group, for a ``transfer`` that needs one (``init_info`` is its backend's)."""
@@ -128,17 +154,20 @@ class VLLMEngine:
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """See ``InferenceEngine.load_weights``."""
-        self._raise_if_dead()
-        if self._pause_mode is None:
-            raise PublishError(f"engine {self.name} is not paused; pause it before loading weights {update.version}")
-        self._validator.check(update)
-        try:
-            await self._control(f"load weights {update.version}", self._load, update)
-        except asyncio.CancelledError:
-            self._bury(f"cancelled while loading weights {update.version}")
-            raise
-        self._validator.accept(update)
-        self._version = update.version
+        async with self._turns:
+            self._raise_if_dead()
+            if self._pause_mode is None:
+                raise PublishError(
+                    f"engine {self.name} is not paused; pause it before loading weights {update.version}"
+                )
+            self._validator.check(update)
+            try:
+                await self._control(f"load weights {update.version}", self._load, update)
+            except asyncio.CancelledError:
+                self._bury(f"cancelled while loading weights {update.version}")
+                raise
+            self._validator.accept(update)
+            self._version = update.version
 
     async def _load(self, update: WeightUpdate) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -187,10 +216,21 @@ class VLLMEngine:
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens >= self.max_model_len:
             raise PromptTooLongError(num_prompt_tokens, self.max_model_len)
+        if request.sampling.structured is not None and self._llm.model_config.skip_tokenizer_init:
+            raise RequestRefusedError(
+                f"engine {self.name} cannot constrain an answer to a grammar: {self._config.policy_dir} has no tokenizer "
+                f"(none of {', '.join(TOKENIZER_FILES)})"
+            )
         prompt = tokens_input(list(request.prompt_token_ids))
-        params = self._sampling_params(request, output_kind)
-        calls = self._llm.generate(prompt, params, request.request_id, priority=request.priority)
+        self._num_not_resumable += not request.sampling.is_resumable
         try:
+            params = vllm_sampling_params(
+                request,
+                output_kind=output_kind,
+                stop_token_ids=self._stop_token_ids,
+                stream_interval=self._config.stream_interval,
+            )
+            calls = self._llm.generate(prompt, params, request.request_id, priority=request.priority)
             async with contextlib.aclosing(calls) as outputs:
                 async for output in outputs:
                     yield output
@@ -199,27 +239,10 @@ class VLLMEngine:
         except (VLLMClientError, EngineGenerateError) as error:
             if self._death is not None:
                 raise self._bury(self._death) from error
-            raise InferenceError(f"engine {self.name} refused request {request.request_id}: {error}") from error
-
-    def _sampling_params(self, request: EngineRequest, output_kind: "RequestOutputKind") -> Any:
-        from vllm.sampling_params import SamplingParams
-
-        sampling = request.sampling
-        return SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            ignore_eos=sampling.ignore_eos,
-            stop_token_ids=[] if sampling.ignore_eos else self._stop_token_ids,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=output_kind,
-            stream_interval=self._config.stream_interval,
-            skip_clone=True,
-        )
+            refusal = RequestRefusedError if isinstance(error, VLLMClientError) else InferenceError
+            raise refusal(f"engine {self.name} refused request {request.request_id}: {error}") from error
+        finally:
+            self._num_not_resumable -= not request.sampling.is_resumable
 
     def _request_state(self, request_id: str) -> Any:
         """The frontend's record of a running request; an output tells its tokens' versions only when it is the last."""
@@ -268,22 +291,3 @@ class VLLMEngine:
             for deadline in self._open_deadlines:
                 deadline.reschedule(loop.time())
         return EngineDeadError(f"engine {self.name} is gone: {self._death}")
-
-
-def _engine_output(completion: "CompletionOutput", versions: Sequence[int]) -> EngineOutput:
-    try:
-        reason = None if completion.finish_reason is None else FinishReason(completion.finish_reason)
-    except ValueError as error:
-        raise InferenceError(f"vLLM ended a request with finish_reason {completion.finish_reason!r}") from error
-    logprobs = completion.logprobs.logprobs if completion.logprobs else ()
-    return EngineOutput(
-        token_ids=tuple(completion.token_ids),
-        logprobs=tuple(logprobs),
-        versions=tuple(versions),
-        finish_reason=reason,
-    )
-
-
-def _expand(spans: "Sequence[WeightVersionSpan] | None") -> list[int]:
-    """One version per token from vLLM's spans of tokens."""
-    return [int(span.version) for span in spans or () for _ in range(span.start, span.end)]

@@ -25,7 +25,10 @@ class Sampler(Protocol):
         """Sample one completion; ``max_tokens`` is cut to what the context has left.
 
         Requests with the same ``session_id`` go to the same engine while it lives. Raises ``PromptTooLongError`` when no
-        room is left for one token, ``NoEngineError`` when no engine is left.
+        room is left for one token, ``NoEngineError`` when no engine is left, ``RequestRefusedError`` when engines cannot do it.
+
+        Sampling that is not ``is_resumable`` is never split: the weights change under it, but it stays in its engine; when
+        that dies it begins anew in another, and what was sampled is thrown away.
         """
         ...
 
@@ -37,5 +40,7 @@ class Sampler(Protocol):
         session_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[CompletionDelta]:
-        """Like ``generate_tokens``, in blocks as they are sampled."""
+        """Like ``generate_tokens``, in blocks as they are sampled; as a single one at the end where ``sampling`` is not
+        ``is_resumable``, because what has been passed on could not be taken back.
+        """
         ...

@@ -11,10 +11,19 @@ from hypothesis import strategies as st
 
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, PromptTooLongError
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.continuing import generate_to_end, stream_to_end
 from skyrl_async.inference.text import CompletionText
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
-from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, SamplingParams, WeightUpdate
+from skyrl_async.types import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    PauseMode,
+    SamplingParams,
+    StructuredOutput,
+    WeightUpdate,
+)
 
 
 class LetterTokenizer:
@@ -35,8 +44,12 @@ def engine(name: str = "e0", num_tokens: int = 200) -> ModelledEngine:
     return ModelledEngine(name, num_tokens_of=lambda prompt, seed: num_tokens)
 
 
-def client(*engines: ModelledEngine, max_model_len: int = 10_000) -> InferenceEngineClient:
-    return InferenceEngineClient(engines, tokenizer=LetterTokenizer(), max_model_len=max_model_len)
+def client(
+    *engines: ModelledEngine, max_model_len: int = 10_000, carries_tokens: bool = False
+) -> InferenceEngineClient:
+    return InferenceEngineClient(
+        engines, tokenizer=LetterTokenizer(), max_model_len=max_model_len, carries_tokens=carries_tokens
+    )
 
 
 def update(version: int) -> WeightUpdate:
@@ -108,6 +121,197 @@ def test_the_tokens_of_an_engine_that_dies_in_mid_stream_are_continued_elsewhere
     deltas, statistics = run_in_virtual_time(main())
     assert [t for d in deltas for t in d.token_ids] == [i % 100 for i in range(200)]
     assert statistics["engines"] == 1.0 and statistics["engine_failures_total"] == 1.0
+
+
+class Recording(ModelledEngine):
+    """Knows what it was asked for."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.requests: list[EngineRequest] = []
+
+    async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        self.requests.append(request)
+        async for block in super().stream(request):
+            yield block
+
+
+def recording(name: str) -> Recording:
+    return Recording(name, num_tokens_of=lambda prompt, seed: 200)
+
+
+async def kill_after(seconds: float, target: ModelledEngine) -> None:
+    await asyncio.sleep(seconds)
+    target.kill()
+
+
+def test_a_client_that_carries_tokens_takes_those_of_a_whole_generation_to_another_engine() -> None:
+    async def main() -> None:
+        first, second = recording("e0"), recording("e1")
+        user = client(first, second, carries_tokens=True)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(kill_after(1.0, first))
+            completion = await user.generate_tokens((1,), SamplingParams(max_tokens=500))
+        assert completion.token_ids == tuple(i % 100 for i in range(200))
+        assert completion.num_aborts == 1
+        [asked] = second.requests
+        assert asked.num_sampled_tokens == len(asked.prompt_token_ids) - 1 == 96
+        assert asked.sampling.max_tokens == 500 - 96
+        assert user.num_abandoned_tokens == 0
+
+    run_in_virtual_time(main())
+
+
+PENALISED = SamplingParams(max_tokens=500, presence_penalty=1.0)
+CONSTRAINED = SamplingParams(max_tokens=500, structured=StructuredOutput(json_object=True))
+
+
+@pytest.mark.parametrize("sampling", [PENALISED, CONSTRAINED])
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_a_generation_that_cannot_be_continued_begins_anew_when_its_engine_dies(
+    sampling: SamplingParams, stop: tuple[str, ...]
+) -> None:
+    async def main() -> None:
+        first, second = recording("e0"), recording("e1")
+        user = client(first, second, carries_tokens=True)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(kill_after(1.0, first))
+            deltas = [d async for d in user.stream_tokens((1,), replace(sampling, stop=stop))]
+        [whole] = deltas
+        assert whole.token_ids == tuple(i % 100 for i in range(200))
+        assert len(whole.text) == 199 and whole.finish_reason is FinishReason.STOP
+        [asked] = second.requests
+        assert (asked.prompt_token_ids, asked.num_sampled_tokens, asked.sampling.max_tokens) == ((1,), 0, 500)
+        assert user.num_abandoned_tokens == (96 if stop else 0)  # an open call's are not known
+        assert user.statistics()["requests_total"] == 1
+
+    run_in_virtual_time(main())
+
+
+def test_a_stop_string_ends_a_generation_that_cannot_be_continued_without_waiting_for_its_budget() -> None:
+    async def main():
+        completion = await client(engine()).generate_tokens((1,), replace(PENALISED, stop=("pqr",)))
+        return completion.text, len(completion.token_ids), asyncio.get_running_loop().time()
+
+    text, num_tokens, seconds = run_in_virtual_time(main())
+    assert (text, num_tokens) == ("abcdefghijklmno", 18)
+    assert seconds < 0.5
+
+
+def test_aborts_that_an_engine_has_continued_by_itself_are_added_up() -> None:
+    class Continuing(ModelledEngine):
+        async def generate(self, request: EngineRequest) -> EngineOutput:
+            return replace(await super().generate(request), num_aborts=2)
+
+    async def main():
+        user = client(Continuing("e0", num_tokens_of=lambda prompt, seed: 20))
+        completion = await user.generate_tokens((1,), SamplingParams(max_tokens=50))
+        return completion.num_aborts, user.statistics()["aborts_total"]
+
+    assert run_in_virtual_time(main()) == (2, 2.0)
+
+
+@given(pauses=st.lists(st.floats(0.01, 1.9), max_size=6), max_tokens=st.sampled_from([48, 500]), streams=st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_beside_its_engine_a_request_goes_on_through_aborts_to_its_end(
+    pauses: list[float], max_tokens: int, streams: bool
+) -> None:
+    async def main() -> None:
+        served = engine()
+        asked = EngineRequest(request_id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=max_tokens))
+
+        async def storm() -> None:
+            for version, at in enumerate(sorted(pauses), 1):
+                await asyncio.sleep(at - asyncio.get_running_loop().time())
+                await publish(served, version)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(storm())
+            if streams:
+                blocks = [block async for block in stream_to_end(served, asked)]
+            else:
+                blocks = [await generate_to_end(served, asked)]
+        num_tokens = min(max_tokens, 200)
+        assert [t for block in blocks for t in block.token_ids] == [i % 100 for i in range(num_tokens)]
+        versions = [v for block in blocks for v in block.versions]
+        assert versions == sorted(versions)
+        assert sum(block.num_aborts for block in blocks) >= len(set(versions)) - 1
+        assert all(block.finish_reason is None for block in blocks[:-1])
+        assert blocks[-1].finish_reason is (FinishReason.STOP if max_tokens > 200 else FinishReason.LENGTH)
+
+    run_in_virtual_time(main())
+
+
+def test_beside_its_engine_a_request_that_cannot_be_continued_comes_back_aborted() -> None:
+    async def main() -> list[FinishReason | None]:
+        served = engine()
+        asked = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=PENALISED)
+        async with asyncio.TaskGroup() as tasks:
+            whole = tasks.create_task(generate_to_end(served, asked))
+            await asyncio.sleep(1.0)
+            await publish(served, 1)
+        return [(await whole).finish_reason]
+
+    assert run_in_virtual_time(main()) == [FinishReason.ABORT]
+
+
+class MarkupTokenizer:
+    """Token 0 ends an answer and 1 opens a tool call; both are special. All others are letters."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True, **_: object) -> str:
+        special = {0: "<eos>", 1: "<tool>"}
+        shown = [t for t in token_ids if not (skip_special_tokens and t in special)]
+        return "".join(special.get(t, chr(97 + t % 26)) for t in shown)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_special_tokens_are_kept_where_asked_for_but_never_the_one_that_ended_the_answer(streaming: bool) -> None:
+    class Scripted(ModelledEngine):
+        async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+            for tokens, reason in (((1, 7), None), ((8, 1, 0), FinishReason.STOP)):
+                n = len(tokens)
+                yield EngineOutput(token_ids=tokens, logprobs=(-1.0,) * n, versions=(0,) * n, finish_reason=reason)
+
+    async def main(skip_special_tokens: bool) -> tuple[str, int]:
+        served = Scripted("e0", num_tokens_of=lambda prompt, seed: 5)
+        user = InferenceEngineClient([served], tokenizer=MarkupTokenizer(), max_model_len=100)
+        sampling = SamplingParams(max_tokens=9, skip_special_tokens=skip_special_tokens)
+        if streaming:
+            deltas = [d async for d in user.stream_tokens((1,), sampling)]
+            return "".join(d.text for d in deltas), sum(len(d.token_ids) for d in deltas)
+        completion = await user.generate_tokens((1,), sampling)
+        return completion.text, len(completion.token_ids)
+
+    assert run_in_virtual_time(main(False)) == ("<tool>hi<tool>", 5)
+    assert run_in_virtual_time(main(True)) == ("hi", 5)
+
+
+def test_top_logprobs_stay_with_their_tokens_through_aborts_and_a_stop_string() -> None:
+    class Ranking(ModelledEngine):
+        async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+            async for block in super().stream(request):
+                yield replace(block, top_logprobs=tuple(((t, -1.0), (t + 1, -2.0)) for t in block.token_ids))
+
+    async def main(streaming: bool) -> tuple[tuple[int, ...], tuple[object, ...]]:
+        served = Ranking("e0", num_tokens_of=lambda prompt, seed: 200)
+        sampling = SamplingParams(max_tokens=500, stop=("stu",), num_top_logprobs=2)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(publish_after(0.165, served))
+            if streaming:
+                deltas = [d async for d in client(served).stream_tokens((1,), sampling)]
+                return tuple(t for d in deltas for t in d.token_ids), tuple(x for d in deltas for x in d.top_logprobs)
+            completion = await client(served).generate_tokens((1,), sampling)
+        return completion.token_ids, completion.top_logprobs
+
+    for streaming in (False, True):
+        token_ids, top_logprobs = run_in_virtual_time(main(streaming))
+        assert token_ids == tuple(range(21))
+        assert top_logprobs == tuple(((t, -1.0), (t + 1, -2.0)) for t in token_ids)
+
+
+async def publish_after(seconds: float, target: ModelledEngine) -> None:
+    await asyncio.sleep(seconds)
+    await publish(target, 1)
 
 
 def test_without_any_engine_left_the_error_says_so() -> None:
@@ -302,26 +506,15 @@ def test_a_stop_string_cuts_at_its_first_occurrence_with_the_fewest_tokens(text:
 
 
 def test_sampling_parameters_reach_the_engine_with_the_rest_of_the_budget() -> None:
-    seen = []
-
-    class Recording(ModelledEngine):
-        async def generate(self, request):
-            seen.append(request)
-            return await super().generate(request)
+    served = recording("e0")
 
     async def main() -> None:
-        served = Recording("e0", num_tokens_of=lambda prompt, seed: 200)
-
-        async def abort() -> None:
-            await asyncio.sleep(0.5)
-            await publish(served, 1)
-
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(abort())
+            tasks.create_task(publish_after(0.5, served))
             await client(served).generate_tokens((7,), SamplingParams(max_tokens=100, temperature=0.7), priority=3)
 
     run_in_virtual_time(main())
-    first, second = seen
+    first, second = served.requests
     assert second.sampling == replace(first.sampling, max_tokens=100 - second.num_sampled_tokens)
     assert second.prompt_token_ids == (7, *range(second.num_sampled_tokens))
     assert first.request_id != second.request_id and second.priority == 3

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from skyrl_async.errors import EngineDeadError, PromptTooLongError, PublishError
+from skyrl_async.errors import EngineDeadError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.deterministic_engine import DeterministicEngine
-from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, SamplingParams, WeightUpdate
+from skyrl_async.types import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    PauseMode,
+    SamplingParams,
+    StructuredOutput,
+    WeightUpdate,
+)
 
 PROMPT = (5, 6, 7, 8)
 RANDOM = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, top_k=50, min_p=0.001, seed=3, ignore_eos=True)
@@ -134,6 +143,30 @@ async def test_seeds_draw_different_tokens_and_logprobs_are_those_of_the_forward
             logits = model(torch.tensor([PROMPT + output.token_ids])).logits[0, len(PROMPT) - 1 : -1]
         expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
         assert (torch.tensor(output.logprobs) - expected).abs().max() < 1e-5
+
+
+async def test_the_likeliest_tokens_of_each_position_are_those_of_the_forward(policies: tuple[Path, Path]) -> None:
+    engine = DeterministicEngine("engine", policies[0])
+    model = Qwen3ForCausalLM.from_pretrained(policies[0], dtype=torch.float32)
+    sampling = SamplingParams(max_tokens=12, temperature=0.7, top_k=2, seed=1, ignore_eos=True, num_top_logprobs=3)
+    output = await engine.generate(make_request(sampling))
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT + output.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+    expected = (logits / 0.7).topk(2)
+    for position, tokens, values in zip(output.top_logprobs, expected.indices, expected.values, strict=True):
+        assert [token for token, _ in position] == tokens.tolist()  # top_k=2 leaves two of the three asked for
+        torch.testing.assert_close(torch.tensor([p for _, p in position]), values.log_softmax(-1))
+    plain = await engine.generate(make_request(replace(sampling, num_top_logprobs=0)))
+    assert plain == replace(output, top_logprobs=())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [replace(GREEDY, presence_penalty=1.0), replace(GREEDY, structured=StructuredOutput(json_object=True))],
+)
+async def test_penalties_and_grammars_are_refused(policies: tuple[Path, Path], sampling: SamplingParams) -> None:
+    with pytest.raises(RequestRefusedError, match=r"neither penalties nor structured output.*engine\.backend=vllm"):
+        await DeterministicEngine("engine", policies[0]).generate(make_request(sampling))
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

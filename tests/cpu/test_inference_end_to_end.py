@@ -6,10 +6,11 @@ publish of the same weights is held against.
 
 import asyncio
 import itertools
+import json
 import warnings
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from skyrl_async.types import (
     PauseMode,
     Prompt,
     SamplingParams,
+    StructuredOutput,
     Trajectory,
 )
 from skyrl_async.weight_sync.publisher import WeightPublisher
@@ -54,6 +56,15 @@ MESSAGES = [{"role": "user", "content": "Relay 3. +4"}]
 GREEDY = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
 GREEDY_BODY: dict[str, Any] = {"model": "policy", "messages": MESSAGES, "temperature": 0, "max_tokens": 500}
 EXTENSIONS = {"return_token_ids": True, "ignore_eos": True}
+COMPACT_JSON = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
+"""A random policy would spend its whole budget on white space."""
+NUMBERS = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 100, "maximum": 999},
+    "minItems": 60,
+    "maxItems": 60,
+}
+JSON_SCHEMA = json.dumps({"type": "object", "properties": {"numbers": NUMBERS}, "required": ["numbers"]})
 MAX_LOGPROB_GAP = 1e-3
 NUM_PUBLISHES = 4
 
@@ -124,7 +135,8 @@ def make_policy(directory: Path, tokenizer: PreTrainedTokenizerFast, *, is_tied:
 
 @asynccontextmanager
 async def serving(policy_dir: Path, tokenizer: PreTrainedTokenizerFast) -> AsyncIterator[Serving]:
-    engine = await VLLMEngine.start(VLLMEngineConfig(name=policy_dir.name, policy_dir=str(policy_dir)))
+    config = VLLMEngineConfig(name=policy_dir.name, policy_dir=str(policy_dir), extra_args=COMPACT_JSON)
+    engine = await VLLMEngine.start(config)
     renderer = ChatRenderer(tokenizer)
     client = InferenceEngineClient([engine], tokenizer=tokenizer, max_model_len=engine.max_model_len, renderer=renderer)
     try:
@@ -269,6 +281,45 @@ async def test_contract_4_a_greedy_request_aborted_by_weight_publishes_equals_th
         assert list(completion.versions) == sorted(completion.versions)
         assert set(completion.versions) == set(range(NUM_PUBLISHES + 1))
     assert all(request.result().num_aborts == NUM_PUBLISHES for request in requests)
+
+
+@UNTIED
+@pytest.mark.parametrize("kind", ["json_schema", "penalties"])
+async def test_an_answer_that_cannot_be_continued_passes_whole_through_aborting_publishes(
+    served: Serving, tmp_path: Path, kind: str
+) -> None:
+    if kind == "json_schema":
+        sampling = replace(GREEDY, ignore_eos=False, structured=StructuredOutput(json_schema=JSON_SCHEMA))
+    else:
+        sampling = replace(GREEDY, presence_penalty=1.0, frequency_penalty=0.3, repetition_penalty=1.2)
+    async with trained(served, tmp_path) as same:
+        alone = await served.client.generate(prompt_token_ids=served.prompt, sampling=sampling)
+        async with asyncio.TaskGroup() as group:
+            beside = [
+                group.create_task(served.client.generate(prompt_token_ids=served.prompt, sampling=sampling))
+                for _ in range(3)
+            ]
+            deltas = group.create_task(collect(served.client.stream_tokens(served.prompt, sampling)))
+            await stream(served, same.publisher.publish, NUM_PUBLISHES)
+    [delta] = deltas.result()
+    assert (delta.token_ids, delta.text) == (alone.token_ids, alone.text)
+    for completion in (task.result() for task in beside):
+        assert (completion.token_ids, completion.text) == (alone.token_ids, alone.text)
+        assert completion.finish_reason is alone.finish_reason
+        assert_close(completion.logprobs, alone.logprobs)
+        assert list(completion.versions) == sorted(completion.versions)
+        assert set(completion.versions) == set(range(NUM_PUBLISHES + 1))
+        assert completion.num_aborts == 0
+    if kind == "json_schema":
+        numbers = json.loads(alone.text)["numbers"]
+        assert len(numbers) == 60 and all(100 <= number <= 999 for number in numbers)
+        assert 0.0 in alone.logprobs  # what the grammar forces is certain
+    else:
+        assert alone.token_ids != served.fresh.token_ids
+
+
+async def collect(deltas: AsyncIterator[CompletionDelta]) -> list[CompletionDelta]:
+    return [delta async for delta in deltas]
 
 
 @UNTIED

@@ -82,18 +82,45 @@ async def test_engines_do_not_draw_each_others_samples(engines: list[RayEngine])
     assert len(set(tokens)) == len(tokens)
 
 
-async def test_a_paused_engine_aborts_what_runs_and_holds_what_comes(engines: list[RayEngine]) -> None:
+async def test_what_a_pause_aborts_goes_on_inside_the_engine_and_new_requests_wait(engines: list[RayEngine]) -> None:
     engine = engines[0]
-    stream = engine.stream(make_request("long", max_tokens=MAX_MODEL_LEN - 10))
-    await anext(stream)
-    await engine.pause(PauseMode.ABORT)
-    blocks = [block async for block in stream]
-    assert blocks[-1].finish_reason is FinishReason.ABORT
-    waiting = asyncio.ensure_future(engine.generate(make_request("waiting")))
-    await engine.version()
-    assert not waiting.done()
-    await engine.resume()
-    assert (await waiting).finish_reason is FinishReason.LENGTH
+    length = MAX_MODEL_LEN - 10
+    expected = await engines[1].generate(make_request("expected", max_tokens=length))
+    calls = [asyncio.ensure_future(engine.generate(make_request(str(i), max_tokens=length))) for i in range(3)]
+    blocks = []
+    async for block in engine.stream(make_request("stream", max_tokens=length)):
+        blocks.append(block)
+        if len(blocks) in (2, 4, 6):
+            await engine.pause(PauseMode.ABORT)
+            late = asyncio.ensure_future(engine.generate(make_request("late", max_tokens=5)))
+            await engine.version()
+            assert not late.done()
+            await engine.resume()
+            assert (await late).token_ids == expected.token_ids[:5]
+    assert tuple(token for block in blocks for token in block.token_ids) == expected.token_ids
+    assert sum(block.num_aborts for block in blocks) == 3
+    assert [block.finish_reason for block in blocks] == [None] * (len(blocks) - 1) + [FinishReason.LENGTH]
+    for output in [await call for call in calls]:
+        assert (output.token_ids, output.finish_reason) == (expected.token_ids, FinishReason.LENGTH)
+        assert 1 <= output.num_aborts <= 3
+        assert max(abs(x - y) for x, y in zip(output.logprobs, expected.logprobs, strict=True)) < 1e-4
+
+
+async def test_a_resume_comes_after_the_pauses_that_were_cancelled_before_it(engines: list[RayEngine]) -> None:
+    engine = engines[0]
+    core = psutil.Process((await engine.statistics())["core_process_id"])
+    for _ in range(5):
+        core.send_signal(signal.SIGSTOP)
+        pauses = [asyncio.ensure_future(engine.pause(mode)) for mode in (PauseMode.KEEP, PauseMode.ABORT)]
+        await asyncio.wait(pauses, timeout=0.01)
+        for pause in pauses:
+            pause.cancel()
+        await asyncio.wait(pauses)
+        resume = asyncio.ensure_future(engine.resume())
+        core.send_signal(signal.SIGCONT)
+        await resume
+        output = await engine.generate(make_request("a", max_tokens=5))
+        assert (output.finish_reason, output.num_aborts) == (FinishReason.LENGTH, 0)
 
 
 async def test_our_errors_cross_ray_as_themselves(engines: list[RayEngine]) -> None:

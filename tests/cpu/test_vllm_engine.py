@@ -13,10 +13,11 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from transformers import Qwen3ForCausalLM
 
-from skyrl_async.errors import EngineDeadError, EngineStartError, PromptTooLongError, PublishError
+from skyrl_async.errors import EngineDeadError, EngineStartError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.vllm_engine import VLLMEngine, VLLMEngineConfig
-from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, WeightUpdate
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, StructuredOutput, WeightUpdate
 from tests.engine_checks import (
     EOS,
     MAX_MODEL_LEN,
@@ -102,6 +103,106 @@ async def test_logprobs_are_those_of_a_float32_forward_at_the_sampling_temperatu
     output = await engine_0.generate(make_request("a", max_tokens=200, temperature=temperature))
     expected = reference_logprobs(policy_dir(0, False), PROMPTS[0], output, temperature)
     assert (torch.tensor(output.logprobs) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.slow
+async def test_the_likeliest_tokens_are_those_of_a_float32_forward_whole_and_in_blocks(
+    engine_0: VLLMEngine, policy_dir: Callable[[int, bool], Path]
+) -> None:
+    request = make_request("a", max_tokens=60, temperature=0.7, num_top_logprobs=5)
+    blocks = [block async for block in engine_0.stream(request)]
+    whole = await engine_0.generate(make_request("b", max_tokens=60, num_top_logprobs=5, top_k=3, temperature=0.7))
+    assert len(blocks) > 3
+    for output, num_kept in (*((block, 5) for block in blocks), (whole, 3)):
+        assert len(output.top_logprobs) == len(output.logprobs) == len(output.token_ids)
+        for token, logprob, top in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True):
+            assert len(top) == num_kept  # top_k=3 leaves three of the five asked for
+            assert [p for _, p in top] == sorted((p for _, p in top), reverse=True)
+            assert dict(top).get(token, logprob) == logprob
+    token_ids = joined(blocks)
+    model = Qwen3ForCausalLM.from_pretrained(policy_dir(0, False), dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPTS[0] + token_ids])).logits[0, len(PROMPTS[0]) - 1 : -1]
+    expected = (logits / 0.7).log_softmax(-1).topk(5)
+    found = [top for block in blocks for top in block.top_logprobs]
+    assert [[token for token, _ in top] for top in found] == expected.indices.tolist()
+    assert (torch.tensor([[p for _, p in top] for top in found]) - expected.values).abs().max() < 1e-4
+
+
+@pytest.mark.slow
+async def test_a_request_may_set_the_size_of_its_blocks(engine_0: VLLMEngine) -> None:
+    sizes = {}
+    for interval in (None, 20):
+        request = make_request("a", max_tokens=64, stream_interval=interval)
+        sizes[interval] = [len(block.token_ids) async for block in engine_0.stream(request)]
+    assert sizes[None][0] == 1 and sum(sizes[None]) == sum(sizes[20]) == 64
+    assert sizes[20][0] > 20 and min(sizes[20][:-1]) >= 20
+    short = [block async for block in engine_0.stream(make_request("b", max_tokens=5, stream_interval=20))]
+    assert [len(block.token_ids) for block in short] == [5]
+
+
+@pytest.mark.slow
+async def test_an_aborting_pause_freezes_the_engine_while_a_request_is_in_it_that_cannot_be_continued(
+    engine_0: VLLMEngine,
+) -> None:
+    penalised = make_request("p", max_tokens=120, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.1)
+    expected = await engine_0.generate(penalised)
+    plain = make_request("w", max_tokens=400)
+    assert expected.token_ids != (await engine_0.generate(plain)).token_ids[:120]
+    async with asyncio.TaskGroup() as group:
+        kept = group.create_task(engine_0.generate(penalised))
+        beside = group.create_task(engine_0.generate(plain))
+        for _ in range(3):
+            await wait_for_blocks(engine_0, 2)
+            assert not kept.done()
+            await engine_0.pause(PauseMode.ABORT)
+            await engine_0.resume()
+        assert not beside.done()
+        assert (await kept) == expected
+        await engine_0.pause(PauseMode.ABORT)
+        await engine_0.resume()
+    assert beside.result().finish_reason is FinishReason.ABORT
+
+
+@pytest.mark.slow
+async def test_an_engine_without_a_tokenizer_refuses_grammars_and_serves_on(engine_0: VLLMEngine) -> None:
+    constrained = make_request("a", structured=StructuredOutput(json_object=True))
+    with pytest.raises(RequestRefusedError, match=r"cannot constrain an answer.*has no tokenizer \(none of tokenizer"):
+        await engine_0.generate(constrained)
+    with pytest.raises(RequestRefusedError, match="presence_penalty"):
+        await engine_0.generate(make_request("b", presence_penalty=5.0))
+    await engine_0.pause(PauseMode.ABORT)
+    assert (await engine_0.statistics())["num_requests"] == 0
+    await engine_0.resume()
+
+
+@pytest.mark.slow
+async def test_a_tokenizer_that_cannot_be_read_is_a_start_error_that_says_so(
+    policy_dir: Callable[[int, bool], Path], tmp_path: Path
+) -> None:
+    for file in policy_dir(0, False).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(
+        EngineStartError, match=r"engine broken did not come up: PolicyError: .*tokenizer\.json cannot be"
+    ):
+        await start(tmp_path, "broken")
+
+
+@pytest.mark.slow
+async def test_a_resume_comes_after_a_pause_that_was_cancelled_halfway(engine_0: VLLMEngine) -> None:
+    core = psutil.Process((await engine_0.statistics())["core_process_id"])
+    core.send_signal(signal.SIGSTOP)
+    pause = asyncio.ensure_future(engine_0.pause(PauseMode.ABORT))
+    await asyncio.wait([pause], timeout=0.01)
+    pause.cancel()
+    await asyncio.wait([pause])
+    resume = asyncio.ensure_future(engine_0.resume())
+    core.send_signal(signal.SIGCONT)
+    await resume
+    assert (await engine_0.generate(make_request("a"))).finish_reason is FinishReason.LENGTH
+    with pytest.raises(PublishError, match="not paused"):
+        await engine_0.load_weights(WeightUpdate(version=1, chunks=(), manifest={}, num_bytes=0))
 
 
 @pytest.mark.slow

@@ -1,0 +1,77 @@
+"""One generation from as many engine calls as it takes: what a weight update cuts off goes on in token space.
+
+    request ──> segment ──abort──> prompt + tokens so far, rest of the budget ──> segment ──> ... ──> the end
+
+Flows in: a request, and a way to run one segment of it. Flows out: its tokens, without the aborts. It runs beside an engine, in
+the engine's process, so that a publish does not send every request in flight to its caller and back; and in the client, which
+also goes from a dead engine to another. It knows neither routing nor pauses: a paused engine holds what it is sent.
+"""
+
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+
+from skyrl_async.errors import InferenceError
+from skyrl_async.inference.joined import Joined, without_abort
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
+
+Segment = Callable[[EngineRequest], AsyncGenerator[EngineOutput, None]]
+"""Runs one engine call; the last block has a finish reason, ``abort`` where the generation is to go on."""
+
+
+async def continued(request: EngineRequest, joined: Joined, segment: Segment) -> AsyncGenerator[EngineOutput, None]:
+    """Yield what ``segment`` yields, call after call, until the generation has ended; ``joined`` follows.
+
+    An abort comes out only of a request that is not resumable, and is then the end.
+    """
+    for number in itertools.count():
+        if joined.num_left(request) < 1:
+            end = EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.LENGTH)
+            joined.add(end)
+            yield end
+            return
+        rest = joined.rest_of(request, f"{request.request_id}.{number}" if number else request.request_id)
+        async with aclosing(segment(rest)) as blocks:
+            async for block in blocks:
+                joined.add(block)
+                yield without_abort(block) if request.sampling.is_resumable else block
+        if joined.has_ended or not request.sampling.is_resumable:
+            return
+
+
+async def blocks_of(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    """One call's blocks. Raises ``InferenceError`` when the engine ends it without a reason."""
+    reason = None
+    blocks: AsyncIterator[EngineOutput] = engine.stream(request)
+    try:
+        async for block in blocks:
+            reason = block.finish_reason
+            yield block
+    finally:
+        if isinstance(blocks, AsyncGenerator):
+            await blocks.aclose()
+    if reason is None:
+        raise InferenceError(f"{engine.name} ended request {request.request_id} without a finish reason")
+
+
+async def whole_of(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    """One call's tokens as one block. Raises ``InferenceError`` like ``blocks_of``."""
+    output = await engine.generate(request)
+    yield output
+    if output.finish_reason is None:
+        raise InferenceError(f"{engine.name} ended request {request.request_id} without a finish reason")
+
+
+def stream_to_end(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    """Like ``engine.stream``, across aborts."""
+    return continued(request, Joined(), lambda rest: blocks_of(engine, rest))
+
+
+async def generate_to_end(engine: InferenceEngine, request: EngineRequest) -> EngineOutput:
+    """Like ``engine.generate``, across aborts."""
+    joined = Joined()
+    async with aclosing(continued(request, joined, lambda rest: whole_of(engine, rest))) as blocks:
+        async for _ in blocks:
+            pass
+    return joined.output()

@@ -1,0 +1,95 @@
+"""Our requests in vLLM's words, and its outputs in ours.
+
+Flows in: ``EngineRequest`` and vLLM's ``CompletionOutput``. Flows out: vLLM's ``SamplingParams`` and ``EngineOutput``. It knows no
+engine. vLLM is imported in functions, so that nothing of it is before an engine has booted.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from skyrl_async.errors import InferenceError
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, StructuredOutput, TopLogprobs
+
+if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, WeightVersionSpan
+    from vllm.sampling_params import RequestOutputKind
+
+
+def vllm_sampling_params(
+    request: EngineRequest, *, output_kind: "RequestOutputKind", stop_token_ids: list[int], stream_interval: int
+) -> Any:
+    """What vLLM samples by; ``stream_interval`` holds where the request names none. Raises vLLM's own errors."""
+    from vllm.sampling_params import SamplingParams
+
+    sampling = request.sampling
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        structured_outputs=_grammar(sampling.structured),
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=[] if sampling.ignore_eos else stop_token_ids,
+        logprobs=sampling.num_top_logprobs,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=output_kind,
+        stream_interval=request.stream_interval or stream_interval,
+        skip_clone=True,
+    )
+
+
+def _grammar(structured: StructuredOutput | None) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if structured is None:
+        return None
+    if structured.json_schema is not None:
+        return StructuredOutputsParams(json=structured.json_schema)
+    return StructuredOutputsParams(json_object=True)
+
+
+def engine_output(completion: "CompletionOutput", versions: Sequence[int], num_top_logprobs: int) -> EngineOutput:
+    """Tokens with log-probs (flat ones) and versions. Raises ``InferenceError`` for a finish reason of vLLM's own."""
+    try:
+        reason = None if completion.finish_reason is None else FinishReason(completion.finish_reason)
+    except ValueError as error:
+        raise InferenceError(f"vLLM ended a request with finish_reason {completion.finish_reason!r}") from error
+    logprobs: Sequence[float] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    if flat := completion.logprobs:
+        logprobs = flat.logprobs
+        if num_top_logprobs:
+            logprobs = [flat.logprobs[start] for start in flat.start_indices]
+            top_logprobs = _top_logprobs(flat, num_top_logprobs)
+    return EngineOutput(
+        token_ids=tuple(completion.token_ids),
+        logprobs=tuple(logprobs),
+        versions=tuple(versions),
+        finish_reason=reason,
+        top_logprobs=top_logprobs,
+    )
+
+
+def _top_logprobs(flat: "FlatLogprobs", num_top_logprobs: int) -> tuple[TopLogprobs, ...]:
+    """Per position the likeliest tokens; those that truncation or a grammar has excluded are left out.
+
+    A position holds the sampled token and then the likeliest ones, the sampled one among them once or twice.
+    """
+    positions: list[TopLogprobs] = []
+    for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
+        found = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
+        likeliest = sorted(found.items(), key=lambda entry: entry[1], reverse=True)[:num_top_logprobs]
+        positions.append(tuple(entry for entry in likeliest if entry[1] > -math.inf))
+    return tuple(positions)
+
+
+def versions_of(spans: "Sequence[WeightVersionSpan] | None") -> list[int]:
+    """One version per token from vLLM's spans of tokens."""
+    return [int(span.version) for span in spans or () for _ in range(span.start, span.end)]
