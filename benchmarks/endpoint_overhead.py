@@ -1,0 +1,233 @@
+"""What the endpoint costs: the same chat requests through it and through a bare vLLM server with the same engine settings, in one run.
+
+Both serve the untrained default policy, and sample a fixed number of tokens per request. Each concurrency is measured several
+times, bare and ours in turn, and the medians are compared. ``ratio_tokens_per_s`` is ours over bare (higher is better),
+``ratio_p50`` and ``ratio_p99`` are ours over bare in latency (lower is better); ``ratio_tokens_per_s_with_updates`` is ours, with a
+weight update every second, over bare without any. The requests' client, which is the same for both, runs in this process.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.report import arguments, conditions, report
+from skyrl_async.composition.run import Parts, started_parts
+from skyrl_async.config.load import from_overrides
+from skyrl_async.config.schema import Config
+from skyrl_async.metrics.trace import Trace
+
+CONCURRENCIES = (1, 16, 64, 256)
+NUM_TOKENS = 128
+"""Sampled per request: the length of the default task's longer answers."""
+_UPDATE_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Something that answers chat requests."""
+
+    url: str
+    """With ``/v1``."""
+    api_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What one measurement showed."""
+
+    tokens_per_s: float
+    p50: float
+    """Seconds."""
+    p99: float
+
+
+async def measure(client: httpx.AsyncClient, server: Server, concurrency: int, num_requests: int) -> Load:
+    """Send ``num_requests``, ``concurrency`` at a time."""
+    latencies: list[float] = []
+    left = iter(range(num_requests))
+    body = {
+        "model": "policy",
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "temperature": 1.0,
+    }
+
+    async def work() -> None:
+        for i in left:
+            started = time.perf_counter()
+            messages = [{"role": "user", "content": f"Extend {1000 + i % 9000} until 0."}]
+            headers = {"Authorization": f"Bearer {server.api_key}"}
+            answer = await client.post(
+                f"{server.url}/chat/completions", json=body | {"messages": messages}, headers=headers
+            )
+            assert answer.json()["usage"]["completion_tokens"] == NUM_TOKENS, answer.text
+            latencies.append(time.perf_counter() - started)
+
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for i in range(concurrency):
+            group.create_task(work(), name=f"client-{i}")
+    seconds = time.perf_counter() - started
+    cuts = statistics.quantiles(latencies, n=100, method="inclusive")
+    return Load(tokens_per_s=num_requests * NUM_TOKENS / seconds, p50=cuts[49], p99=cuts[98])
+
+
+@contextlib.asynccontextmanager
+async def bare_server(config: Config, policy_dir: Path, log: Path) -> AsyncIterator[Server]:
+    """vLLM's own OpenAI server, with the settings that our engines are started with."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = (
+        f"-m vllm.entrypoints.launchers.api_server.entry --model {policy_dir} --served-model-name policy --port {port} "
+        f"--host 127.0.0.1 --dtype {config.policy.dtype.name} --max-num-seqs {config.engine.max_num_seqs} --enforce-eager "
+        "--distributed-executor-backend uni --scheduling-policy priority --disable-log-stats --disable-uvicorn-access-log "
+        "--generation-config vllm"
+    ).split()
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_cache_gb),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *words, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+    server = Server(url=f"http://127.0.0.1:{port}/v1", api_key="none")
+    try:
+        await _until_up(server, process, log)
+        yield server
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+
+
+async def _until_up(server: Server, process: asyncio.subprocess.Process, log: Path) -> None:
+    """A server outside this package says that it is up by answering, and by nothing else."""
+    async with asyncio.timeout(180), httpx.AsyncClient() as client:
+        while True:
+            if process.returncode is not None:
+                raise RuntimeError(f"the bare server ended:\n{log.read_text()[-2000:]}")
+            with contextlib.suppress(httpx.TransportError):
+                if (await client.get(f"{server.url}/models")).status_code == 200:
+                    return
+            await asyncio.sleep(0.2)
+
+
+@contextlib.asynccontextmanager
+async def updates(parts: Parts, version: int) -> AsyncIterator[list[float]]:
+    """A weight update every second while the block runs; yields the list of their pauses, seconds."""
+    pauses: list[float] = []
+
+    async def publish() -> None:
+        number = version
+        while True:
+            await asyncio.sleep(_UPDATE_INTERVAL_S)
+            number += 1
+            pauses.append((await parts.publisher.publish(number)).pause)
+
+    async with asyncio.TaskGroup() as group:
+        publishing = group.create_task(publish(), name="updates")
+        yield pauses
+        publishing.cancel()
+
+
+def _median(loads: list[Load]) -> Load:
+    return Load(
+        tokens_per_s=statistics.median(load.tokens_per_s for load in loads),
+        p50=statistics.median(load.p50 for load in loads),
+        p99=statistics.median(load.p99 for load in loads),
+    )
+
+
+async def compare(
+    parts: Parts, bare: Server, ours: Server, concurrency: int, *, num_requests: int, num_rounds: int
+) -> dict[str, Any]:
+    """One row: medians over rounds, the order of the two changing from round to round."""
+    loads: dict[str, list[Load]] = {"bare": [], "ours": [], "updated": []}
+    pauses: list[float] = []
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(timeout=None, limits=limits) as client:
+        for i in range(num_rounds):
+            for name, server in (("bare", bare), ("ours", ours))[:: 1 if i % 2 == 0 else -1]:
+                loads[name].append(await measure(client, server, concurrency, num_requests))
+            async with updates(parts, version=concurrency * 1_000_000 + i * 10_000) as seconds:
+                loads["updated"].append(await measure(client, ours, concurrency, num_requests))
+            pauses += seconds
+    of = {name: _median(measured) for name, measured in loads.items()}
+    return {
+        "concurrency": concurrency,
+        "bare_tokens_per_s": of["bare"].tokens_per_s,
+        "tokens_per_s": of["ours"].tokens_per_s,
+        "ratio_tokens_per_s": of["ours"].tokens_per_s / of["bare"].tokens_per_s,
+        "bare_p50": of["bare"].p50,
+        "ratio_p50": of["ours"].p50 / of["bare"].p50,
+        "ratio_p99": of["ours"].p99 / of["bare"].p99,
+        "ratio_tokens_per_s_with_updates": of["updated"].tokens_per_s / of["bare"].tokens_per_s,
+        "updates": len(pauses),
+        "pause_median_s": statistics.median(pauses) if pauses else None,
+    }
+
+
+async def run(config: Config, *, is_quick: bool) -> list[dict[str, Any]]:
+    """All concurrencies, over one bare server and one endpoint, of which only one works at a time."""
+    rows = []
+    num_rounds = 1 if is_quick else 5
+    async with contextlib.AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        parts = await stack.enter_async_context(
+            started_parts(config, directory, trace=Trace(None, time.monotonic), say=lambda text: print(f"[{text}]"))
+        )
+        await parts.publisher.publish(0)
+        await parts.policy.export_hf(directory / "policy")
+        print("[starting the bare server]")
+        bare = await stack.enter_async_context(bare_server(config, directory / "policy", directory / "bare.log"))
+        told = json.loads((directory / "endpoint.json").read_text())
+        ours = Server(url=told["base_url"], api_key=told["api_key"])
+        async with httpx.AsyncClient(timeout=None) as client:
+            for server in (bare, ours):
+                await measure(client, server, 8, 32)
+        for concurrency in CONCURRENCIES:
+            num_requests = max(2, concurrency * (1 if is_quick else 2), 8)
+            rows.append(await compare(parts, bare, ours, concurrency, num_requests=num_requests, num_rounds=num_rounds))
+            print(f"concurrency {concurrency}: {rows[-1]['ratio_tokens_per_s']:.2f} of bare", flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("overrides", nargs="*", help="key=value of the configuration, such as engine.max_num_seqs=256")
+    options = parser.parse_args()
+    overrides = [
+        "server.enabled=true",
+        "policy.warm_start.enabled=false",
+        f"trainer.seed={options.seed}",
+        *options.overrides,
+    ]
+    config = from_overrides(*overrides)
+    under = conditions(seed=options.seed, num_tokens=NUM_TOKENS, is_quick=options.quick, overrides=overrides)
+    rows = asyncio.run(run(config, is_quick=options.quick))
+    at_64 = next(row for row in rows if row["concurrency"] == 64)
+    figures = {"ratio_tokens_per_s_at_64": at_64["ratio_tokens_per_s"], "conditions": under}
+    report("chat completions, ours over a bare vLLM server", figures, rows, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
