@@ -76,6 +76,8 @@ class SamplingParams:
     """Constrains the answer; forced tokens come with log-prob 0.0."""
     num_top_logprobs: int = 0
     """Likeliest tokens reported beside each sampled one, in [0, 20]."""
+    reports_logprobs: bool = True
+    """Have every token bear its behavior log-prob. False saves an engine a fifth of its time, for answers that nobody trains on."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text. The token that ended the answer is never in it."""
 
@@ -111,7 +113,7 @@ class EngineOutput:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Behavior log-probs in nats, after temperature and truncation, one per token."""
+    """Behavior log-probs in nats, after temperature and truncation, one per token; none if they were not asked for."""
     versions: tuple[int, ...]
     """Policy version each token was sampled under, as the engine says it."""
     finish_reason: FinishReason | None
@@ -131,7 +133,7 @@ class Completion:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     text: str
-    """Decoded once from all of ``token_ids`` without special tokens, cut before a stop string."""
+    """Decoded once from all of ``token_ids``, special tokens as ``skip_special_tokens`` says, cut before a stop string."""
     finish_reason: FinishReason
     """``stop`` or ``length``."""
     num_aborts: int = 0

@@ -140,7 +140,8 @@ class InferenceEngineClient:
         streams = bool(sampling.stop) or (self._carries_tokens and sampling.is_resumable)
         num_restarts = 0
         while True:
-            joined, text = Joined(), CompletionText.of(self._tokenizer, sampling)
+            joined = Joined(has_logprobs=sampling.reports_logprobs)
+            text = CompletionText.of(self._tokenizer, sampling)
             async with aclosing(self._blocks(request, joined, session_id, streams=streams)) as blocks:
                 is_stopped = await _read(blocks, joined, text)
             if joined.has_ended:
@@ -172,7 +173,8 @@ class InferenceEngineClient:
                 await self.generate_tokens(prompt_token_ids, sampling, session_id=session_id, priority=priority)
             )
             return
-        joined, text = Joined(), CompletionText.of(self._tokenizer, sampling)
+        joined = Joined(has_logprobs=sampling.reports_logprobs)
+        text = CompletionText.of(self._tokenizer, sampling)
         request = replace(self._request(prompt_token_ids, sampling, priority), stream_interval=None)
         async with aclosing(self._blocks(request, joined, session_id, streams=True)) as blocks:
             async for block in blocks:

@@ -65,12 +65,14 @@ async def whole_of(engine: InferenceEngine, request: EngineRequest) -> AsyncGene
 
 def stream_to_end(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
     """Like ``engine.stream``, across aborts."""
-    return continued(request, Joined(), lambda rest: blocks_of(engine, rest))
+    return continued(
+        request, Joined(has_logprobs=request.sampling.reports_logprobs), lambda rest: blocks_of(engine, rest)
+    )
 
 
 async def generate_to_end(engine: InferenceEngine, request: EngineRequest) -> EngineOutput:
     """Like ``engine.generate``, across aborts."""
-    joined = Joined()
+    joined = Joined(has_logprobs=request.sampling.reports_logprobs)
     async with aclosing(continued(request, joined, lambda rest: whole_of(engine, rest))) as blocks:
         async for _ in blocks:
             pass

@@ -105,7 +105,7 @@ class DeterministicEngine:
             reason = self._finish_reason(request, sequence, token)
             yield EngineOutput(
                 token_ids=(token,),
-                logprobs=(float(logprobs[token]),),
+                logprobs=(float(logprobs[token]),) if request.sampling.reports_logprobs else (),
                 versions=(self._version,),
                 finish_reason=reason,
                 top_logprobs=_top_logprobs(logprobs, request.sampling.num_top_logprobs),

@@ -11,9 +11,14 @@ from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, TopLogp
 
 
 class Joined:
-    """The segments of one generation, as one sequence."""
+    """The segments of one generation, as one sequence.
 
-    def __init__(self) -> None:
+    Args:
+        has_logprobs: whether tokens come with log-probs; ``SamplingParams.reports_logprobs``.
+    """
+
+    def __init__(self, *, has_logprobs: bool = True) -> None:
+        self._has_logprobs = has_logprobs
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
@@ -30,7 +35,8 @@ class Joined:
 
     def add(self, output: EngineOutput) -> None:
         """Append what an engine sampled. Raises ``InferenceError`` when a token lacks its log-prob or version."""
-        if not len(output.token_ids) == len(output.logprobs) == len(output.versions):
+        num_logprobs = len(output.token_ids) if self._has_logprobs else 0
+        if len(output.token_ids) != len(output.versions) or len(output.logprobs) != num_logprobs:
             raise InferenceError(
                 f"an engine returned {len(output.token_ids)} tokens with {len(output.logprobs)} log-probs and "
                 f"{len(output.versions)} versions; every token needs one of each"

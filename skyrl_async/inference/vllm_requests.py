@@ -36,7 +36,7 @@ def vllm_sampling_params(
         structured_outputs=_grammar(sampling.structured),
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=[] if sampling.ignore_eos else stop_token_ids,
-        logprobs=sampling.num_top_logprobs,
+        logprobs=sampling.num_top_logprobs if sampling.reports_logprobs else None,
         flat_logprobs=True,
         detokenize=False,
         output_kind=output_kind,

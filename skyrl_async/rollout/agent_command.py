@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shlex
+import sys
 import stat
 from asyncio.subprocess import Process
 from collections.abc import Mapping
@@ -153,6 +154,8 @@ def agent_environment(task: AgentTask, task_file: Path, result_file: Path) -> di
     for name in _PATH_LISTS:
         if name in passed:  # its working directory is another one
             passed[name] = os.pathsep.join(os.path.abspath(part) for part in passed[name].split(os.pathsep) if part)
+    # A command's "python" is the one that trains, as it would be in a shell where its environment is active.
+    passed["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), *filter(None, [passed.get("PATH")])])
     return {
         **passed,
         "OPENAI_BASE_URL": task.base_url,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, PromptTooLongError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.continuing import generate_to_end, stream_to_end
+from skyrl_async.inference.joined import Joined
 from skyrl_async.inference.text import CompletionText
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
@@ -648,3 +649,15 @@ def test_deaths_publishes_and_cancellation_cost_no_token_and_leave_no_load(
     assert answers == [tuple(i % 100 for i in range(200))] * 7
     assert statistics["running_requests"] == 0
     assert statistics["tokens_total"] % 200 == 0
+
+
+def test_tokens_come_without_log_probs_where_none_were_asked_for() -> None:
+    joined = Joined(has_logprobs=False)
+    joined.add(EngineOutput(token_ids=(1, 2), logprobs=(), versions=(0, 0), finish_reason=FinishReason.STOP))
+    assert joined.output().logprobs == ()
+    with pytest.raises(InferenceError, match="2 tokens with 2 log-probs"):
+        Joined(has_logprobs=False).add(
+            EngineOutput(token_ids=(1, 2), logprobs=(0.0, 0.0), versions=(0, 0), finish_reason=None)
+        )
+    with pytest.raises(InferenceError, match="2 tokens with 0 log-probs"):
+        Joined().add(EngineOutput(token_ids=(1, 2), logprobs=(), versions=(0, 0), finish_reason=None))

@@ -157,7 +157,9 @@ async def test_a_programs_environment_holds_none_of_this_process_s_keys(
     assert "the-secret" not in found
     variables = dict(line.split("=", 1) for line in found.splitlines())
     assert variables["AGENT_TOOLS"] == "bash"
-    assert variables["PATH"] == os.environ["PATH"]
+    python, _, path = variables["PATH"].partition(os.pathsep)
+    assert python == str(Path(sys.executable).parent)
+    assert path == os.environ["PATH"]
     assert variables["PYTHONPATH"] == str(Path.cwd() / "lib")
 
 

@@ -81,6 +81,20 @@ async def test_a_greedy_request_aborted_many_times_gives_the_tokens_of_an_uninte
     assert [joined(task.result()) for task in tasks] == [output.token_ids for output in expected]
 
 
+async def test_an_aborting_pause_freezes_an_engine_with_a_request_that_cannot_be_continued(engines: Engines) -> None:
+    engine = engines.updated
+    penalised = make_request("p", max_tokens=400, presence_penalty=1.5, frequency_penalty=0.5, num_top_logprobs=3)
+    expected = await engine.generate(penalised)
+    assert {len(top) for top in expected.top_logprobs} == {3}
+    async with asyncio.TaskGroup() as group:
+        kept = group.create_task(engine.generate(penalised))
+        for _ in range(3):
+            await wait_for_blocks(engine, 2)
+            await engine.pause(PauseMode.ABORT)
+            await engine.resume()
+    assert kept.result().token_ids == expected.token_ids
+
+
 async def test_an_updated_engine_cannot_be_told_from_a_fresh_one(engines: Engines, tmp_path: Path) -> None:
     before = await engines.updated.checksum()
     await publish(engines.updated, make_update(engines.policy_dirs[1], tmp_path, 1))
