@@ -45,8 +45,13 @@ def prepare_prompts(config: Config) -> Prompts:
     if task.name != "dataset":
         train, held_out = get_task(task.name).make_prompts(task.num_train_prompts, task.num_eval_prompts, task.seed)
         return Prompts(train=train, held_out=held_out)
-    train = load_prompts([Path(f) for f in task.train_files], task.env_class)
-    held_out = load_prompts([Path(f) for f in task.eval_files], task.env_class) if task.eval_files else ()
+    # An agent whose reward is a function of its own needs no environment.
+    needs_environment = config.generator.reward is None
+    load = functools.partial(load_prompts, default_env_class=task.env_class, needs_environment=needs_environment)
+    train = load([Path(f) for f in task.train_files])
+    held_out = load([Path(f) for f in task.eval_files]) if task.eval_files else ()
+    if not needs_environment:
+        return Prompts(train=train, held_out=held_out)
     for prompt in {p.env_class: p for p in (*train, *held_out)}.values():
         make_environment(prompt.env_class, prompt.extras).close()
     return Prompts(train=train, held_out=held_out)

@@ -19,15 +19,19 @@ from skyrl_async.types import Message, Prompt
 
 logger = logging.getLogger(__name__)
 
+_NO_ENVIRONMENT = "none"
 _OWN_COLUMNS = frozenset({"uid", "prompt", "env_class"})
 
 
-def load_prompts(files: Sequence[Path], default_env_class: str | None) -> tuple[Prompt, ...]:
+def load_prompts(
+    files: Sequence[Path], default_env_class: str | None, *, needs_environment: bool = True
+) -> tuple[Prompt, ...]:
     """Return the prompts of ``files`` in order.
 
     Args:
         files: ``.jsonl`` (or ``.json`` with one object per line) and ``.parquet``.
         default_env_class: for rows without ``env_class``.
+        needs_environment: False where nothing plays or judges rows by an environment; ``env_class`` may then be empty.
 
     Raises:
         DatasetError: a file is missing or of another kind, a row cannot be used, two rows have one uid, or no row is left.
@@ -37,7 +41,9 @@ def load_prompts(files: Sequence[Path], default_env_class: str | None) -> tuple[
     place_of: dict[str, str] = {}
     for file in files:
         for place, row in _rows(Path(file)):
-            prompt = _prompt_of(row, place, default_env_class)
+            prompt = _prompt_of(
+                row, place, default_env_class if needs_environment else default_env_class or _NO_ENVIRONMENT
+            )
             if prompt.uid in place_of:
                 raise DatasetError(
                     f"{place} has the uid {prompt.uid!r} of {place_of[prompt.uid]}; "

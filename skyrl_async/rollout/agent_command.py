@@ -18,8 +18,8 @@ import json
 import os
 import re
 import shlex
-import sys
 import stat
+import sys
 from asyncio.subprocess import Process
 from collections.abc import Mapping
 from dataclasses import dataclass

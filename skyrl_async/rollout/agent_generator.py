@@ -238,7 +238,7 @@ def _episode(
             output=result.output,
             working_dir=working_dir,
             num_turns=status["num_turns"],
-            is_truncated=bool(status["num_overflows"] or status.get("cap_reached")),
+            is_truncated=bool(status["was_cut_short"]),
             failure=failure.message if failure else None,
         )
     except (KeyError, TypeError) as error:

@@ -78,7 +78,7 @@ class StandIn:
                 "state": session.state,
                 "num_turns": len(session.replies),
                 "num_overflows": session.num_overflows,
-                "cap_reached": session.cap_reached,
+                "was_cut_short": bool(session.cap_reached),
                 "messages": session.messages,
                 "last_text": session.replies[-1] if session.replies else None,
             }

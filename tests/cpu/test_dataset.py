@@ -135,3 +135,9 @@ def test_filtering_away_every_prompt_is_an_error_that_says_what_would_fit() -> N
     with pytest.raises(DatasetError, match=r"all 2 prompts are longer than the 3 tokens.*shortest has 5"):
         filter_long_prompts(prompts_of([5, 9]), num_characters, 3)
     assert filter_long_prompts([], num_characters, 3) == ((), ())
+
+
+def test_rows_need_no_environment_where_a_function_judges(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "a.jsonl", {"prompt": "Hi"}, {"prompt": "Ho", "env_class": "relay"})
+    prompts = load_prompts([file], None, needs_environment=False)
+    assert [prompt.env_class for prompt in prompts] == ["none", "relay"]

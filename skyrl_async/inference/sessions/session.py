@@ -164,6 +164,11 @@ class Session:
         return self._num_overflows
 
     @property
+    def was_cut_short(self) -> bool:
+        """By a cap, or by the model's context: no turn was sampled since a prompt was too long."""
+        return self._was_refused or self._num_turns_at_overflow == self.num_turns
+
+    @property
     def newest_messages(self) -> tuple[Message, ...]:
         """The conversation of the newest turn, its reply included; empty without turns."""
         return self._tree.newest_messages
@@ -234,7 +239,7 @@ class Session:
             reward=reward,
             branches=branches,
             metrics=metrics,
-            is_truncated=is_truncated or self._was_cut_short,
+            is_truncated=is_truncated or self.was_cut_short,
             is_abandoned=is_abandoned or self._state is SessionState.EXPIRED,
         )
         self._state = SessionState.FINISHED
@@ -251,11 +256,6 @@ class Session:
         if not self.is_open:
             reason = self._expired_because or f"is {self._state}"
             raise SessionClosedError(f"session {self.id} {reason}; begin a new session")
-
-    @property
-    def _was_cut_short(self) -> bool:
-        """By a cap, or by the model's context: no turn was sampled since a prompt was too long."""
-        return self._was_refused or self._num_turns_at_overflow == self.num_turns
 
     def _cap_reached(self) -> str:
         """Which cap refuses the next request, in words; empty when none does."""

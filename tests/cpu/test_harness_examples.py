@@ -1,0 +1,265 @@
+"""Harnesses of other people, unmodified, play the examples against the real endpoint with a scripted policy.
+
+Each runs in an environment of its own, which uv makes and caches; the registry is all of the network that they reach.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from examples.mini_swe_agent import script as mini_swe_agent_script
+from examples.mini_swe_agent import task as mini_swe_agent
+from examples.openai_agents import script as openai_agents_script
+from examples.openai_agents import task as openai_agents
+from examples.scripted_policy import Script, load_example, make_app, play
+from examples.terminus import script as terminus_script
+from examples.terminus import task as terminus
+from examples.verifiers_env import script as verifiers_env_script
+from examples.verifiers_env import task as verifiers_env
+from skyrl_async.inference.server.serve import start_server
+from skyrl_async.inference.sessions.session import SessionLimits
+from skyrl_async.inference.sessions.settings import SessionSettings
+from skyrl_async.rollout.agent_reward import AgentEpisode
+from skyrl_async.types import ENVIRONMENT_VERSION, Prompt, Trajectory
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+CONTROLLER_KEY = "controller-key"
+INSTALL_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """One request of a harness."""
+
+    path: str
+    body: dict[str, Any]
+    status: int
+
+
+@dataclass
+class Recorder:
+    """An application in front of another, which keeps what passes of ``/v1``."""
+
+    app: ASGIApp
+    exchanges: list[Exchange] = field(default_factory=list)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            return await self.app(scope, receive, send)
+        body, statuses = bytearray(), []
+
+        async def recorded_receive() -> Message:
+            message = await receive()
+            body.extend(message.get("body", b""))
+            return message
+
+        async def recorded_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+            await send(message)
+
+        await self.app(scope, recorded_receive, recorded_send)
+        self.exchanges.append(Exchange(path=scope["path"], body=json.loads(body or b"{}"), status=statuses[0]))
+
+
+@asynccontextmanager
+async def scripted_endpoint(script: Script, max_turns: int) -> AsyncIterator[tuple[str, list[Exchange]]]:
+    """The endpoint's address, and the list that its requests go to."""
+    settings = SessionSettings(limits=SessionLimits(max_turns=max_turns))
+    recorder = Recorder(make_app(script, controller_key=CONTROLLER_KEY, session_settings=settings))
+    async with start_server(recorder) as (host, port):
+        yield f"http://{host}:{port}", recorder.exchanges
+
+
+async def play_first(
+    name: str, script: Script, command: str, *, num_samples: int = 1, max_turns: int = 100
+) -> tuple[tuple[Trajectory, ...], list[Exchange]]:
+    """The training rows of an example's first task, and what its harness asked."""
+    async with scripted_endpoint(script, max_turns) as (url, exchanges):
+        rows = await play(
+            load_example(name)[0],
+            url=url,
+            controller_key=CONTROLLER_KEY,
+            command=command,
+            reward=f"examples.{name}.task:reward",
+            num_samples=num_samples,
+        )
+    return rows, exchanges
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Makes the environment of an example's harness; skips where that cannot be. Returns the example's command."""
+    uv = shutil.which("uv") or os.environ.get("UV")
+    if uv is None:
+        pytest.skip("uv, which makes the environments of harnesses, is not installed")
+    monkeypatch.setenv("PATH", f"{Path(uv).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(ROOT)
+
+    def install(name: str) -> str:
+        _run_or_skip(uv, "sync", "-q", "--script", str(EXAMPLES / name / "harness.py"))
+        return f"uv run -q --script examples/{name}/harness.py"
+
+    return install
+
+
+def _run_or_skip(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"{' '.join(command[:2])} failed: {done.stderr.strip()[-500:]}")
+
+
+def assert_one_exact_row(row: Trajectory, *, num_turns: int) -> None:
+    """All of a conversation is one row, in which what was sampled is what is trained."""
+    assert row.num_turns == num_turns and row.weight == 1.0 and not row.is_abandoned and not row.is_truncated
+    assert 0 < row.num_sampled_tokens < len(row.response_token_ids)
+    assert {v for v, mask in zip(row.versions, row.loss_mask, strict=True) if mask} == {0}
+    assert {v for v, mask in zip(row.versions, row.loss_mask, strict=True) if not mask} == {ENVIRONMENT_VERSION}
+
+
+@pytest.mark.slow
+async def test_mini_swe_agent_repairs_a_repository_with_tool_calls(installed: Callable[[str], str]) -> None:
+    command = installed("mini_swe_agent")
+    rows, exchanges = await play_first("mini_swe_agent", mini_swe_agent_script.script, command, num_samples=2)
+    assert [row.reward for row in rows] == [1.0, 1.0]
+    for row in rows:
+        assert_one_exact_row(row, num_turns=5)
+    assert {(e.path, e.status) for e in exchanges} == {("/v1/chat/completions", 200)} and len(exchanges) == 10
+    assert all([tool["function"]["name"] for tool in e.body["tools"]] == ["bash"] for e in exchanges)
+
+
+@pytest.mark.slow
+async def test_mini_swe_agent_gives_up_at_once_where_a_cap_ends_its_session(installed: Callable[[str], str]) -> None:
+    command = installed("mini_swe_agent")
+    rows, exchanges = await play_first("mini_swe_agent", mini_swe_agent_script.script, command, max_turns=2)
+    assert [exchange.status for exchange in exchanges] == [200, 200, 401]
+    assert [(row.reward, row.num_turns, row.is_truncated) for row in rows] == [(0.0, 2, True)]
+
+
+def forgetful(conversation: str) -> str:
+    """Forgets the command, and submits when told so."""
+    if "Format error" not in conversation:
+        return "THOUGHT: I think."
+    return "THOUGHT: done.\n\n```mswea_bash_command\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"
+
+
+@pytest.mark.slow
+async def test_a_turn_that_mini_swe_agent_drops_for_its_format_is_a_branch_of_its_own(
+    installed: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENT_FORMAT", "text")
+    rows, exchanges = await play_first("mini_swe_agent", forgetful, installed("mini_swe_agent"))
+    assert [(row.reward, row.weight, row.sample_index) for row in rows] == [(0.0, 0.5, 0)] * 2
+    assert len(exchanges) == 2 and not any("tools" in e.body for e in exchanges)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("api", "path"), [("responses", "/v1/responses"), ("chat_completions", "/v1/chat/completions")]
+)
+async def test_an_agent_of_the_openai_sdk_calls_function_tools(
+    installed: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, api: str, path: str
+) -> None:
+    monkeypatch.setenv("AGENT_API", api)
+    rows, exchanges = await play_first("openai_agents", openai_agents_script.script, installed("openai_agents"))
+    assert [row.reward for row in rows] == [1.0]
+    assert_one_exact_row(rows[0], num_turns=3)
+    assert [(e.path, e.status) for e in exchanges] == [(path, 200)] * 3
+
+
+@pytest.mark.slow
+async def test_an_environment_of_verifiers_is_played_and_its_own_rubric_rewards(
+    installed: Callable[[str], str],
+) -> None:
+    rows, exchanges = await play_first("verifiers_env", verifiers_env_script.script, installed("verifiers_env"))
+    assert [row.reward for row in rows] == [pytest.approx(1 + 0.2 * (1 - 2 / 5))]
+    assert_one_exact_row(rows[0], num_turns=2)
+    assert [(e.path, e.status) for e in exchanges] == [("/v1/chat/completions", 200)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed: apt-get install tmux")
+async def test_terminus_2_works_in_a_local_tmux(installed: Callable[[str], str], tmp_path: Path) -> None:
+    environment = tmp_path / "terminus"
+    _run_or_skip("bash", str(EXAMPLES / "terminus" / "install.sh"), str(environment), sys.executable)
+    command = f"{environment}/bin/python examples/terminus/harness.py"
+    rows, exchanges = await play_first("terminus", terminus_script.script, command)
+    assert [row.reward for row in rows] == [1.0]
+    assert_one_exact_row(rows[0], num_turns=5)
+    assert [(e.path, e.status) for e in exchanges] == [("/v1/chat/completions", 200)] * 5
+
+
+def episode(working_dir: Path, text: str = "") -> AgentEpisode:
+    return AgentEpisode(
+        messages=(), last_text=text, output=None, working_dir=working_dir, num_turns=1, is_truncated=False
+    )
+
+
+@pytest.mark.parametrize("prompt", load_example("mini_swe_agent"), ids=lambda prompt: prompt.uid)
+def test_a_repository_is_worth_nothing_before_it_is_repaired(prompt: Prompt, tmp_path: Path) -> None:
+    (tmp_path / "repo").mkdir()
+    for name, text in prompt.extras["files"].items():
+        (tmp_path / "repo" / name).write_text(text)
+    failing = subprocess.run(
+        [sys.executable, "-m", "unittest", "-q"], cwd=tmp_path / "repo", capture_output=True, check=False
+    )
+    assert failing.returncode == 1, "its own test shows the bug"
+    assert mini_swe_agent.reward(prompt, episode(tmp_path)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "raise SystemExit(0)",
+        "import os\nos._exit(0)",
+        "import sys\nprint('OK')\nsys.exit()",
+        "class Any:\n    def __eq__(self, other): return True\n\ndef median(values): return Any()",
+    ],
+)
+def test_a_repair_that_only_silences_the_test_is_worth_nothing(code: str, tmp_path: Path) -> None:
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo" / "stats.py").write_text(code)
+    assert mini_swe_agent.reward(load_example("mini_swe_agent")[0], episode(tmp_path)) == 0.0
+
+
+def test_a_repair_is_worth_one(tmp_path: Path) -> None:
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo" / "stats.py").write_text("from statistics import median")
+    assert mini_swe_agent.reward(load_example("mini_swe_agent")[0], episode(tmp_path)) == 1.0
+
+
+def test_a_terminal_task_is_worth_the_fraction_of_its_files_that_are_right(tmp_path: Path) -> None:
+    prompt = next(prompt for prompt in load_example("terminus") if prompt.uid == "rename")
+    assert terminus.reward(prompt, episode(tmp_path)) == 0.0
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "a.md").write_text("first\n")
+    os.mkfifo(tmp_path / "work" / "b.md")
+    (tmp_path / "work" / "c.csv").write_text("x")
+    assert terminus.reward(prompt, episode(tmp_path)) == pytest.approx(2 / 3)
+
+
+def test_the_shop_pays_for_the_amount_at_the_end_of_the_answer(tmp_path: Path) -> None:
+    prompt = load_example("openai_agents")[0]
+    assert openai_agents.reward(prompt, episode(tmp_path, "Together: 202 euros.")) == 1.0
+    assert openai_agents.reward(prompt, episode(tmp_path, "202, or rather 203")) == 0.0
+    assert openai_agents.reward(prompt, episode(tmp_path, "I do not know")) == 0.0
+
+
+def test_a_game_without_a_rubrics_word_is_worth_nothing(tmp_path: Path) -> None:
+    assert verifiers_env.reward(load_example("verifiers_env")[0], episode(tmp_path, "higher")) == 0.0
+
+
+@pytest.mark.parametrize("name", ["mini_swe_agent", "openai_agents", "terminus", "verifiers_env"])
+def test_an_example_has_tasks_for_a_mini_batch(name: str) -> None:
+    assert len({prompt.uid for prompt in load_example(name)}) >= 8
