@@ -18,8 +18,6 @@ from skyrl_async.types import GroupRequest, Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
 
-_EVALUATION_PRIORITY = 1_000_000_000
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
@@ -78,8 +76,10 @@ class Evaluator:
         self._sampling = sampling
         self._max_concurrent = max_concurrent
 
-    async def evaluate(self, num_prompts: int) -> EvaluationResult | None:
+    async def evaluate(self, num_prompts: int, *, priority: int = 0) -> EvaluationResult | None:
         """Play the first ``num_prompts`` prompts; None when there are none.
+
+        ``priority`` is of the requests: that of a group admitted now keeps both them and training from waiting for ever.
 
         A prompt whose rollouts fail is counted and left out. Raises ``GenerationError`` when all of them fail, and
         ``NoEngineError``.
@@ -93,7 +93,7 @@ class Evaluator:
         async def play(index: int, prompt: Prompt) -> tuple[Trajectory, ...]:
             async with places:
                 try:
-                    return await self._attempts.generate(self._request(index, prompt))
+                    return await self._attempts.generate(self._request(index, prompt, priority))
                 except NoEngineError:
                     raise
                 except Exception as error:
@@ -109,13 +109,13 @@ class Evaluator:
             ) from error
         return _averaged([group for group in played if group], len(failures))
 
-    def _request(self, index: int, prompt: Prompt) -> GroupRequest:
+    def _request(self, index: int, prompt: Prompt, priority: int) -> GroupRequest:
         return GroupRequest(
             prompt=prompt,
             num_samples=self._num_samples,
             sampling=self._sampling,
             seed=index,
-            priority=_EVALUATION_PRIORITY,
+            priority=priority,
             is_evaluation=True,
         )
 

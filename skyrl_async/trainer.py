@@ -266,7 +266,7 @@ class FullyAsyncTrainer:
         step, loop = self.step, asyncio.get_running_loop()
         started = loop.time()
         with self._trace.span("evaluate", track="evaluation", step=step):
-            result = await self._evaluator.evaluate(num_prompts)
+            result = await self._evaluator.evaluate(num_prompts, priority=self._staleness.next_index)
         if result is None:
             return None
         self.totals.evaluation_tokens += result.num_tokens
