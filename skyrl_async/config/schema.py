@@ -102,7 +102,8 @@ class WeightTransfer(Enum):
 @dataclass
 class TaskConfig:
     name: str = doc(
-        "lagged_fibonacci", "lagged_fibonacci, relay or trail (built in, made on the spot), or dataset (jsonl files below)."
+        "lagged_fibonacci",
+        "lagged_fibonacci, relay or trail (built in, made on the spot), or dataset (jsonl files below).",
     )
     train_files: list[str] = doc(
         list,

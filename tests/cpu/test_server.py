@@ -143,7 +143,7 @@ async def test_a_chat_is_answered_with_text_usage_and_finish_reason() -> None:
     assert sampler.prompts == [prompt]
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(prompt), 7)
     assert reply.usage.total_tokens == len(prompt) + 7
-    assert sampler.sampled == [SamplingParams(max_tokens=100 - len(prompt))]
+    assert sampler.sampled == [SamplingParams(max_tokens=100 - len(prompt), reports_logprobs=False)]
     assert "token_ids" not in reply.choices[0].model_extra
 
 
@@ -234,8 +234,8 @@ async def test_sampling_parameters_are_understood_and_null_means_the_default() -
         assert (await running.post(body | {"min_p": 0.1, "tools": [], "cache_salt": "x"})).status_code == 200
         assert (await running.post({"messages": HELLO, **nulls})).status_code == 200
     assert sampler.sampled == [
-        SamplingParams(max_tokens=4, top_p=0.5, min_p=0.1),
-        SamplingParams(max_tokens=100 - len(RENDERER.render(HELLO))),
+        SamplingParams(max_tokens=4, top_p=0.5, min_p=0.1, reports_logprobs=False),
+        SamplingParams(max_tokens=100 - len(RENDERER.render(HELLO)), reports_logprobs=False),
     ]
 
 

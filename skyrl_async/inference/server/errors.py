@@ -48,7 +48,10 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        # litellm goes by this word, and retries a 401 that is called an invalid request.
+        kind = {401: "authentication_error"}.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:

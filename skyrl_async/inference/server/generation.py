@@ -140,12 +140,15 @@ class Planner:
         return Planned(self, request, prompt, match, room=limit - len(prompt))
 
     def _with_forced_call(self, request: GenerationRequest) -> GenerationRequest:
-        """Where a call is demanded, sampling must make one, whatever else it was to make."""
+        """Where a call is demanded sampling must make one, and where it is possible nothing may forbid it."""
         try:
             forced = forced_call(request.tools, request.tool_choice) if request.messages else None
         except ValueError as error:
             raise ApiError(400, str(error), code="invalid_value", param="tools") from error
-        return replace(request, sampling=replace(request.sampling, structured=forced)) if forced else request
+        if forced is None and (not request.tools or request.tool_choice != "auto"):
+            return request
+        # Where a call is possible and not demanded, the request's own schema would make it impossible.
+        return replace(request, sampling=replace(request.sampling, structured=forced))
 
     def add(self, turn: SampledTurn) -> None:
         """Keep a finished choice until its delivery is known."""
@@ -179,6 +182,7 @@ class Planner:
             return request
         asked = request.sampling
         sampling = session.sampling.applied_to(asked) if session.sampling is not None else asked
+        sampling = replace(sampling, reports_logprobs=True)
         return replace(request, sampling=sampling, priority=session.priority, session_label=session.id)
 
     def _prompt(self, request: GenerationRequest) -> tuple[tuple[int, ...], Match]:

@@ -77,7 +77,12 @@ class ResponsesRequest(SamplingFields):
             messages=chat_messages(self.input, self.instructions),
             tools=tools or None,
             tool_choice=checked_choice(self._choice(), tools),
-            sampling=self.sampling(self.max_output_tokens, self._structured(), self.top_logprobs or 0),
+            sampling=self.sampling(
+                self.max_output_tokens,
+                self._structured(),
+                self.top_logprobs or 0,
+                shows_logprobs=self.has_logprobs,
+            ),
             session_label=self.session_id or session_label,
             priority=self.priority or 0,
         )

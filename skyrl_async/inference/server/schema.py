@@ -63,7 +63,12 @@ class SamplingFields(BaseModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def sampling(
-        self, max_tokens: int | None, structured: StructuredOutput | None, num_top_logprobs: int
+        self,
+        max_tokens: int | None,
+        structured: StructuredOutput | None,
+        num_top_logprobs: int,
+        *,
+        shows_logprobs: bool = False,
     ) -> SamplingParams:
         """These fields as a value; a missing ``max_tokens`` is bounded by the context."""
         return SamplingParams(
@@ -80,6 +85,7 @@ class SamplingFields(BaseModel):
             repetition_penalty=self.repetition_penalty or 1.0,
             structured=structured,
             num_top_logprobs=num_top_logprobs,
+            reports_logprobs=shows_logprobs or num_top_logprobs > 0 or bool(self.return_token_ids),
             skip_special_tokens=self.skip_special_tokens is not False,
         )
 
@@ -186,6 +192,7 @@ class ChatCompletionRequest(SamplingFields):
                 self.max_completion_tokens or self.max_tokens,
                 self.response_format.structured if self.response_format else None,
                 (self.top_logprobs or 0) if self.logprobs else 0,
+                shows_logprobs=bool(self.logprobs),
             ),
             max_total_tokens=self.max_total_tokens,
             num_choices=self.num_choices,
@@ -225,7 +232,9 @@ class CompletionRequest(SamplingFields):
         structured = self.response_format.structured if self.response_format else None
         return GenerationRequest(
             prompt_token_ids=prompt_token_ids,
-            sampling=self.sampling(self.max_tokens, structured, self.logprobs or 0),
+            sampling=self.sampling(
+                self.max_tokens, structured, self.logprobs or 0, shows_logprobs=self.logprobs is not None
+            ),
             num_choices=self.num_choices,
             session_label=self.session_id or session_label,
             priority=self.priority or 0,

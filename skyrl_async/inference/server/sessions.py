@@ -111,6 +111,7 @@ def _shown(session: Session) -> dict[str, Any]:
         "num_sampled_tokens": session.num_sampled_tokens,
         "num_requests_open": session.num_requests_open,
         "num_overflows": session.num_overflows,
+        "was_cut_short": session.was_cut_short,
         "messages": session.newest_messages,
         "last_text": session.last_text,
     }
