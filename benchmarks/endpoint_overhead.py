@@ -3,7 +3,8 @@
 Both serve the untrained default policy, and sample a fixed number of tokens per request. Each concurrency is measured several
 times, bare and ours in turn, and the medians are compared. ``ratio_tokens_per_s`` is ours over bare (higher is better),
 ``ratio_p50`` and ``ratio_p99`` are ours over bare in latency (lower is better); ``ratio_tokens_per_s_with_updates`` is ours, with a
-weight update every second, over bare without any. The requests' client, which is the same for both, runs in this process.
+weight update every second, over bare without any. ``ratio_tokens_per_s_with_logprobs`` is of requests for token ids and
+log-probs on both sides, which is what sessions record of every request. The requests' client, which is the same for both, runs in this process.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,11 @@ from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema import Config
 from skyrl_async.metrics.trace import Trace
 
-CONCURRENCIES = (1, 16, 64, 256)
+CONCURRENCIES = {1: 24, 16: 192, 64: 384, 256: 768}
+"""Requests open at once -> requests of one measurement, of about four seconds."""
 NUM_TOKENS = 128
 """Sampled per request: the length of the default task's longer answers."""
+LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 0, "return_token_ids": True}
 _UPDATE_INTERVAL_S = 1.0
 
 
@@ -53,8 +56,10 @@ class Load:
     p99: float
 
 
-async def measure(client: httpx.AsyncClient, server: Server, concurrency: int, num_requests: int) -> Load:
-    """Send ``num_requests``, ``concurrency`` at a time."""
+async def measure(
+    clients: Sequence[httpx.AsyncClient], server: Server, concurrency: int, num_requests: int, **more: Any
+) -> Load:
+    """Send ``num_requests``, ``concurrency`` at a time, each from a client of its own; ``more`` goes into the bodies."""
     latencies: list[float] = []
     left = iter(range(num_requests))
     body = {
@@ -64,13 +69,13 @@ async def measure(client: httpx.AsyncClient, server: Server, concurrency: int, n
         "temperature": 1.0,
     }
 
-    async def work() -> None:
+    async def work(client: httpx.AsyncClient) -> None:
         for i in left:
             started = time.perf_counter()
             messages = [{"role": "user", "content": f"Extend {1000 + i % 9000} until 0."}]
             headers = {"Authorization": f"Bearer {server.api_key}"}
             answer = await client.post(
-                f"{server.url}/chat/completions", json=body | {"messages": messages}, headers=headers
+                f"{server.url}/chat/completions", json=body | more | {"messages": messages}, headers=headers
             )
             assert answer.json()["usage"]["completion_tokens"] == NUM_TOKENS, answer.text
             latencies.append(time.perf_counter() - started)
@@ -78,7 +83,7 @@ async def measure(client: httpx.AsyncClient, server: Server, concurrency: int, n
     started = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for i in range(concurrency):
-            group.create_task(work(), name=f"client-{i}")
+            group.create_task(work(clients[i]), name=f"client-{i}")
     seconds = time.perf_counter() - started
     cuts = statistics.quantiles(latencies, n=100, method="inclusive")
     return Load(tokens_per_s=num_requests * NUM_TOKENS / seconds, p50=cuts[49], p99=cuts[98])
@@ -123,7 +128,7 @@ async def _until_up(server: Server, process: asyncio.subprocess.Process, log: Pa
     async with asyncio.timeout(180), httpx.AsyncClient() as client:
         while True:
             if process.returncode is not None:
-                raise RuntimeError(f"the bare server ended:\n{log.read_text()[-2000:]}")
+                raise RuntimeError(f"the bare server ended:\n{(await asyncio.to_thread(log.read_text))[-2000:]}")
             with contextlib.suppress(httpx.TransportError):
                 if (await client.get(f"{server.url}/models")).status_code == 200:
                     return
@@ -157,19 +162,30 @@ def _median(loads: list[Load]) -> Load:
 
 
 async def compare(
-    parts: Parts, bare: Server, ours: Server, concurrency: int, *, num_requests: int, num_rounds: int
+    parts: Parts,
+    clients: Sequence[httpx.AsyncClient],
+    bare: Server,
+    ours: Server,
+    concurrency: int,
+    *,
+    num_requests: int,
+    num_rounds: int,
 ) -> dict[str, Any]:
     """One row: medians over rounds, the order of the two changing from round to round."""
-    loads: dict[str, list[Load]] = {"bare": [], "ours": [], "updated": []}
+    loads: dict[str, list[Load]] = {name: [] for name in ("bare", "ours", "bare_logprobs", "logprobs", "updated")}
     pauses: list[float] = []
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(timeout=None, limits=limits) as client:
-        for i in range(num_rounds):
-            for name, server in (("bare", bare), ("ours", ours))[:: 1 if i % 2 == 0 else -1]:
-                loads[name].append(await measure(client, server, concurrency, num_requests))
-            async with updates(parts, version=concurrency * 1_000_000 + i * 10_000) as seconds:
-                loads["updated"].append(await measure(client, ours, concurrency, num_requests))
-            pauses += seconds
+    for i in range(num_rounds):
+        turns = [
+            ("bare", bare, {}),
+            ("ours", ours, {}),
+            ("bare_logprobs", bare, LOGPROBS),
+            ("logprobs", ours, LOGPROBS),
+        ]
+        for name, server, more in turns[:: 1 if i % 2 == 0 else -1]:
+            loads[name].append(await measure(clients, server, concurrency, num_requests, **more))
+        async with updates(parts, version=concurrency * 1_000_000 + i * 10_000) as seconds:
+            loads["updated"].append(await measure(clients, ours, concurrency, num_requests))
+        pauses += seconds
     of = {name: _median(measured) for name, measured in loads.items()}
     return {
         "concurrency": concurrency,
@@ -179,6 +195,7 @@ async def compare(
         "bare_p50": of["bare"].p50,
         "ratio_p50": of["ours"].p50 / of["bare"].p50,
         "ratio_p99": of["ours"].p99 / of["bare"].p99,
+        "ratio_tokens_per_s_with_logprobs": of["logprobs"].tokens_per_s / of["bare_logprobs"].tokens_per_s,
         "ratio_tokens_per_s_with_updates": of["updated"].tokens_per_s / of["bare"].tokens_per_s,
         "updates": len(pauses),
         "pause_median_s": statistics.median(pauses) if pauses else None,
@@ -188,7 +205,7 @@ async def compare(
 async def run(config: Config, *, is_quick: bool) -> list[dict[str, Any]]:
     """All concurrencies, over one bare server and one endpoint, of which only one works at a time."""
     rows = []
-    num_rounds = 1 if is_quick else 5
+    num_rounds = 1 if is_quick else 3
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         parts = await stack.enter_async_context(
@@ -200,12 +217,19 @@ async def run(config: Config, *, is_quick: bool) -> list[dict[str, Any]]:
         bare = await stack.enter_async_context(bare_server(config, directory / "policy", directory / "bare.log"))
         told = json.loads((directory / "endpoint.json").read_text())
         ours = Server(url=told["base_url"], api_key=told["api_key"])
-        async with httpx.AsyncClient(timeout=None) as client:
-            for server in (bare, ours):
-                await measure(client, server, 8, 32)
-        for concurrency in CONCURRENCIES:
-            num_requests = max(2, concurrency * (1 if is_quick else 2), 8)
-            rows.append(await compare(parts, bare, ours, concurrency, num_requests=num_requests, num_rounds=num_rounds))
+        # A pool of many connections would take longer to find a free one than a server to answer.
+        clients = [
+            await stack.enter_async_context(httpx.AsyncClient(timeout=None, verify=False))
+            for _ in range(max(CONCURRENCIES))
+        ]
+        for server in (bare, ours):
+            await measure(clients, server, 8, 32)
+        for concurrency, num_requests in CONCURRENCIES.items():
+            num_requests = max(concurrency, num_requests // (3 if is_quick else 1))
+            row = await compare(
+                parts, clients, bare, ours, concurrency, num_requests=num_requests, num_rounds=num_rounds
+            )
+            rows.append(row)
             print(f"concurrency {concurrency}: {rows[-1]['ratio_tokens_per_s']:.2f} of bare", flush=True)
     return rows
 

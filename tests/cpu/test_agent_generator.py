@@ -230,6 +230,7 @@ async def test_a_single_sample_is_enough_where_one_is_asked() -> None:
         assert (row.reward, row.sample_index) == (1.0, 0)
 
 
+@pytest.mark.slow
 async def test_an_agent_that_takes_too_long_is_abandoned_with_what_it_had_sampled() -> None:
     async def stall(task: AgentTask) -> None:
         await ask(task)
@@ -539,6 +540,7 @@ async def test_cancelling_a_group_kills_its_programs_and_deletes_its_sessions(re
         assert generator.statistics()["running"] == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes that leave the group are found on Linux only")
 async def test_a_program_that_takes_too_long_is_killed_with_all_it_started(ready: Path) -> None:
     async with stand_in(echo) as endpoint, programs(endpoint, BLOCKED_FAMILY, agent_timeout_s=2.0) as generator:

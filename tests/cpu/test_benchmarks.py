@@ -22,9 +22,11 @@ def test_figures_are_written_with_their_conditions(tmp_path: Path, capsys: pytes
     assert "plain loop" in printed and "speedup: 2" in printed
 
 
-def test_the_speed_up_benchmark_says_what_it_takes() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["async_speedup", "endpoint_overhead"])
+def test_a_benchmark_says_what_it_takes(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.async_speedup", "--help"],
+        [sys.executable, "-m", f"benchmarks.{name}", "--help"],
         cwd=ROOT,
         capture_output=True,
         text=True,

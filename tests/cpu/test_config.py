@@ -162,6 +162,7 @@ def test_cfg_job_prints_a_file_that_config_loads_again(tmp_path: Path, capsys: p
         compose_config(["task=dataset"], file)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(stop=st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="$"))))
 def test_any_text_survives_the_way_through_a_config_file(

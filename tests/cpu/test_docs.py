@@ -157,6 +157,7 @@ def test_the_first_tutorial_names_the_defaults() -> None:
     assert config.cache_dir in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", EXECUTED, ids=str)
 def test_commands_that_only_print_run(page: Path) -> None:
     for command in commands(page):

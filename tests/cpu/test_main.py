@@ -316,11 +316,13 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(tmp_path: Path) ->
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_a_negative_staleness_is_refused(tmp_path: Path) -> None:
     outcome = run("trainer.max_staleness_steps=-1", cwd=tmp_path)
     assert_refused(outcome, "trainer.max_staleness_steps must be >= 0, got -1")
 
 
+@pytest.mark.slow
 def test_more_workers_than_capacity_are_refused(tmp_path: Path) -> None:
     outcome = run("trainer.max_staleness_steps=1", "trainer.num_parallel_generation_workers=17", cwd=tmp_path)
     assert_refused(outcome, "trainer.num_parallel_generation_workers must be between", "(16), got 17")
@@ -335,6 +337,7 @@ def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
     assert_refused(outcome, f"server.port={port} cannot be bound", "Address already in use; choose another")
 
 
+@pytest.mark.slow
 def test_a_policy_directory_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "config.json").write_text("{}")
@@ -368,6 +371,7 @@ def row(uid: str, content: str = "Extend 3248 until 0.") -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lines", "complaint"),
     [

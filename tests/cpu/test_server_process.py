@@ -135,11 +135,13 @@ async def test_any_front_end_serves_every_session_and_hands_it_to_the_one_that_h
 
 
 async def test_a_stream_that_is_open_when_the_endpoint_stops_is_finished(tmp_path: Path, engine: Any) -> None:
-    async with endpoint_processes(settings(tmp_path, shutdown_timeout_s=20), [engine]) as (front_end,):
-        async with openai.AsyncOpenAI(base_url=f"{front_end.url}/v1", api_key="k", max_retries=0) as client:
-            stream = await client.chat.completions.create(model="policy", messages=HELLO, stream=True)
-            first = await anext(stream)
-            await front_end.actor.stop.remote()
-            rest = [chunk async for chunk in stream]
+    async with (
+        endpoint_processes(settings(tmp_path, shutdown_timeout_s=20), [engine]) as (front_end,),
+        openai.AsyncOpenAI(base_url=f"{front_end.url}/v1", api_key="k", max_retries=0) as client,
+    ):
+        stream = await client.chat.completions.create(model="policy", messages=HELLO, stream=True)
+        first = await anext(stream)
+        await front_end.actor.stop.remote()
+        rest = [chunk async for chunk in stream]
     assert first.choices[0].delta.role == "assistant"
     assert rest[-1].choices[0].finish_reason == "stop"

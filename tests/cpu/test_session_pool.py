@@ -104,6 +104,7 @@ async def test_a_cancelled_block_deletes_its_session_at_once() -> None:
         assert served.is_deleted and served.state == "open"
 
 
+@pytest.mark.slow
 async def test_a_cancelled_block_waits_a_second_at_most_for_an_endpoint_that_hangs() -> None:
     app = FastAPI()
 

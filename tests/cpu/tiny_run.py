@@ -62,7 +62,9 @@ def served_run(run_dir: Path) -> Iterator[Path]:
 
     async def serve() -> None:
         client, renderer = make_client(run_dir / "policy")
-        async with start_server(create_app(client, renderer, api_keys=[KEY], controller_keys=[CONTROLLER_KEY])) as address:
+        async with start_server(
+            create_app(client, renderer, api_keys=[KEY], controller_keys=[CONTROLLER_KEY])
+        ) as address:
             started.set_result(address)
             await stopping.wait()
 

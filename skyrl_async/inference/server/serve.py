@@ -53,7 +53,7 @@ async def start_server(
                 yield bound.getsockname()[0], bound.getsockname()[1]
             finally:
                 # A group cancels its tasks when the block fails; a cancelled server leaves its connections open.
-                server.should_exit = True
+                server.stop()
                 await asyncio.wait({serving}, timeout=shutdown_timeout_s + 1)
     except BaseExceptionGroup as failures:
         raise first_failure(failures) from None
@@ -67,6 +67,19 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Accept nothing more, and end."""
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """uvicorn's, which would look ten times a second whether it is to end."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await self._stopping.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
