@@ -320,6 +320,33 @@ async def test_a_wrong_body_is_refused_with_the_field_named(body: Any, param: st
     assert (error["param"] or "").split(".")[0] == (param or "")
 
 
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "which has no NaN"),
+        (b'{"messages": [{"role": "user", "x": [-Infinity]}]}', "which has no -Infinity"),
+        (rb'{"messages": [{"role": "user", "content": "\ud83d"}]}', "half of a surrogate pair"),
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', "must be JSON in UTF-8, got byte 0xff at 43"),
+        ('{"messages": []}'.encode("utf-16"), "must be JSON in UTF-8"),
+        (b"[" * 100_000, "error parsing the body"),
+        (b"", "Field required"),
+    ],
+)
+async def test_what_only_looks_like_json_is_refused_with_the_reason(body: bytes, complaint: str) -> None:
+    async with endpoint() as running:
+        response = await running.post(body)
+    assert response.status_code == 400
+    assert complaint in error_of(response)["message"]
+
+
+async def test_text_about_what_json_lacks_is_text() -> None:
+    body = rb'{"messages": [{"role": "user", "content": "NaN \\ud83d \ud83d\ude00 Infinity \u0000"}]}'
+    sampler = ScriptedSampler()
+    async with endpoint(sampler) as running:
+        assert (await running.post(body)).status_code == 200
+    assert "NaN \\ud83d \U0001f600 Infinity \0" in RENDERER.decode(sampler.prompts[0])
+
+
 @pytest.mark.parametrize("authorization", [None, "Bearer", "Bearer wrong", f"Basic {KEY}", KEY, "Bearer " + "k" * 5000])
 async def test_without_a_valid_key_everything_but_health_is_401(authorization: str | None) -> None:
     headers = {"Authorization": authorization} if authorization else {}

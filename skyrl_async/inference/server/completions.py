@@ -44,19 +44,17 @@ def make_router(serving: Serving) -> APIRouter:
 
 def _plan(planner: Planner, body: CompletionRequest, label: str | None) -> list[Planned]:
     """One plan per prompt."""
-    prompts = body.prompts
-    if not prompts or not all(prompts):
-        raise ApiError(400, "prompt must hold at least one token, got none", code="invalid_value", param="prompt")
-    if len(prompts) * body.num_choices > _MAX_CHOICES:
-        raise ApiError(
-            400,
-            f"prompts times n must be <= {_MAX_CHOICES}, got {len(prompts)} * {body.num_choices}",
-            code="invalid_value",
-            param="prompt",
-        )
     encode = planner.renderer.encode
-    ids = [encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
-    return [planner.plan(body.to_generation(prompt_ids, label)) for prompt_ids in ids]
+    prompts = [encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompts]
+    if not prompts or not all(prompts):
+        raise _refused("prompt must hold at least one token, got none")
+    if len(prompts) * body.num_choices > _MAX_CHOICES:
+        raise _refused(f"prompts times n must be <= {_MAX_CHOICES}, got {len(prompts)} * {body.num_choices}")
+    return [planner.plan(body.to_generation(prompt, label)) for prompt in prompts]
+
+
+def _refused(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_value", param="prompt")
 
 
 class CompletionCall:

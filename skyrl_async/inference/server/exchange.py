@@ -161,7 +161,7 @@ class Exchange:
                 del desk.in_flight[digest]
 
         def delivered(work: Work) -> None:
-            planner.commit()
+            planner.turns.commit()
             left(work)
             desk.last = digest, work.recorded()
 

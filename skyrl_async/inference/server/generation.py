@@ -18,14 +18,12 @@ from skyrl_async.inference.server.answers import ParsedAnswer, ToolCall
 from skyrl_async.inference.server.errors import ApiError
 from skyrl_async.inference.server.parsing import AnswerParser
 from skyrl_async.inference.server.reading import Reading, forced_call, reading_of
+from skyrl_async.inference.server.turns import PendingTurns, SampledTurn
 from skyrl_async.inference.sessions.session import Session
 from skyrl_async.inference.sessions.settings import ReasoningPolicy
 from skyrl_async.inference.sessions.tree import Match
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.types import Completion, CompletionDelta, FinishReason, Message, SamplingParams
-
-_PROMPT_ROLE = "prompt"
-"""Stands for a raw prompt in a session's tree, where no chat message can equal it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,20 +75,6 @@ class AnswerBlock:
     """Set in the last block only."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledTurn:
-    """A finished choice of a session that is not yet in its tree."""
-
-    match: Match
-    messages: tuple[Message, ...]
-    tools: tuple[Tool, ...] | None
-    reply: Message
-    echo: Message | None
-    """What a client may send back instead: the reply with the stop string that its text lacks."""
-    completion: Completion
-    is_constrained: bool
-
-
 Slot = Callable[[], AbstractAsyncContextManager[object]]
 """Waits until one more generation may run."""
 
@@ -123,7 +107,7 @@ class Planner:
         self.slot = slot
         self._session = session
         self._reasoning_policy = reasoning_policy
-        self._sampled: list[SampledTurn] = []
+        self.turns = PendingTurns(session)
 
     def plan(self, request: GenerationRequest) -> "Planned":
         """Render and check.
@@ -149,31 +133,6 @@ class Planner:
             return request
         # Where a call is possible and not demanded, the request's own schema would make it impossible.
         return replace(request, sampling=replace(request.sampling, structured=forced))
-
-    def add(self, turn: SampledTurn) -> None:
-        """Keep a finished choice until its delivery is known."""
-        self._sampled.append(turn)
-
-    def commit(self) -> None:
-        """The client has the answer: its turns become part of the session. Once; later calls do nothing."""
-        sampled, self._sampled = self._sampled, []
-        if self._session is None or not self._session.is_open:
-            return
-        for turn in sampled:
-            self._session.tree.commit(
-                turn.match,
-                turn.messages,
-                turn.reply,
-                turn.completion,
-                tools=turn.tools,
-                is_constrained=turn.is_constrained,
-                echoes=() if turn.echo is None else (turn.echo,),
-            )
-
-    @property
-    def captures(self) -> bool:
-        """Whether finished choices become turns of a session."""
-        return self._session is not None
 
     def _with_session_sampling(self, request: GenerationRequest) -> GenerationRequest:
         """In a session, how to sample is the trainer's choice: behavior log-probs must be those of its distribution."""
@@ -311,18 +270,16 @@ class Planned:
         )
 
     def _keep(self, parsed: ParsedAnswer, completion: Completion, sampling: SamplingParams) -> str | None:
-        """Keep a finished choice, where turns are kept; return the stop string that ended it."""
-        stop_string = self._planner.renderer.stop_string(completion.token_ids, completion.text, sampling.stop)
-        if not self._planner.captures:
-            return stop_string
-        reply = _reply(parsed)
-        self._planner.add(
+        """Keep a finished choice until its delivery is known; return the stop string that ended it."""
+        planner, request = self._planner, self._request
+        stop_string = planner.renderer.stop_string(completion.token_ids, completion.text, sampling.stop)
+        planner.turns.add(
             SampledTurn(
                 match=self._match,
-                messages=self._request.messages or (_raw_prompt(self.prompt_token_ids),),
-                tools=self._request.tools,
-                reply=reply,
-                echo=None if stop_string is None else reply | {"content": reply["content"] + stop_string},
+                messages=request.messages,
+                tools=request.tools,
+                reply=_reply(parsed),
+                stop_string=stop_string,
                 completion=completion,
                 is_constrained=sampling.structured is not None,
             )
@@ -364,7 +321,3 @@ def _reply(parsed: ParsedAnswer) -> Message:
 def chat_tool_call(call: ToolCall) -> dict[str, object]:
     """A tool call in OpenAI's chat form."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _raw_prompt(token_ids: Sequence[int]) -> Message:
-    return {"role": _PROMPT_ROLE, "content": " ".join(map(str, token_ids))}
