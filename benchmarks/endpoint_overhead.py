@@ -1,10 +1,11 @@
 """What the endpoint costs: the same chat requests through it and through a bare vLLM server with the same engine settings, in one run.
 
-Both serve the untrained default policy, and sample a fixed number of tokens per request. Each concurrency is measured several
-times, bare and ours in turn, and the medians are compared. ``ratio_tokens_per_s`` is ours over bare (higher is better),
-``ratio_p50`` and ``ratio_p99`` are ours over bare in latency (lower is better); ``ratio_tokens_per_s_with_updates`` is ours, with a
-weight update every second, over bare without any. ``ratio_tokens_per_s_with_logprobs`` is of requests for token ids and
-log-probs on both sides, which is what sessions record of every request. The requests' client, which is the same for both, runs in this process.
+Both serve the untrained default policy, and sample given numbers of tokens. Each concurrency is measured several times, bare
+and ours in turn, and the medians are compared. ``ratio_tokens_per_s`` is ours over bare (higher is better), ``ratio_p50``
+and ``ratio_p99`` are ours over bare in latency (lower is better); ``ratio_tokens_per_s_with_updates`` is ours, with a weight
+update every second, over bare without any. ``ratio_tokens_per_s_with_logprobs`` is of requests for token ids and log-probs
+on both sides, which is what sessions record of every request. The requests' client, which is the same for both, runs in this
+process.
 """
 
 import asyncio
@@ -31,8 +32,8 @@ from skyrl_async.metrics.trace import Trace
 
 CONCURRENCIES = {1: 24, 16: 192, 64: 384, 256: 768}
 """Requests open at once -> requests of one measurement, of about four seconds."""
-NUM_TOKENS = 128
-"""Sampled per request: the length of the default task's longer answers."""
+MIN_TOKENS, MAX_TOKENS = 32, 224
+"""Sampled per request, evenly spread: answers of one length would all end, and begin, in the same moment."""
 LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 0, "return_token_ids": True}
 _UPDATE_INTERVAL_S = 1.0
 
@@ -56,6 +57,11 @@ class Load:
     p99: float
 
 
+def num_tokens(i: int) -> int:
+    """Length of answer ``i``, the same in every measurement."""
+    return MIN_TOKENS + i * 97 % (MAX_TOKENS - MIN_TOKENS + 1)
+
+
 async def measure(
     clients: Sequence[httpx.AsyncClient], server: Server, concurrency: int, num_requests: int, **more: Any
 ) -> Load:
@@ -64,7 +70,6 @@ async def measure(
     left = iter(range(num_requests))
     body = {
         "model": "policy",
-        "max_tokens": NUM_TOKENS,
         "ignore_eos": True,
         "temperature": 1.0,
     }
@@ -75,9 +80,11 @@ async def measure(
             messages = [{"role": "user", "content": f"Extend {1000 + i % 9000} until 0."}]
             headers = {"Authorization": f"Bearer {server.api_key}"}
             answer = await client.post(
-                f"{server.url}/chat/completions", json=body | more | {"messages": messages}, headers=headers
+                f"{server.url}/chat/completions",
+                json=body | more | {"messages": messages, "max_tokens": num_tokens(i)},
+                headers=headers,
             )
-            assert answer.json()["usage"]["completion_tokens"] == NUM_TOKENS, answer.text
+            assert answer.json()["usage"]["completion_tokens"] == num_tokens(i), answer.text
             latencies.append(time.perf_counter() - started)
 
     started = time.perf_counter()
@@ -86,7 +93,7 @@ async def measure(
             group.create_task(work(clients[i]), name=f"client-{i}")
     seconds = time.perf_counter() - started
     cuts = statistics.quantiles(latencies, n=100, method="inclusive")
-    return Load(tokens_per_s=num_requests * NUM_TOKENS / seconds, p50=cuts[49], p99=cuts[98])
+    return Load(tokens_per_s=sum(map(num_tokens, range(num_requests))) / seconds, p50=cuts[49], p99=cuts[98])
 
 
 @contextlib.asynccontextmanager
@@ -245,7 +252,7 @@ def main() -> int:
         *options.overrides,
     ]
     config = from_overrides(*overrides)
-    under = conditions(seed=options.seed, num_tokens=NUM_TOKENS, is_quick=options.quick, overrides=overrides)
+    under = conditions(seed=options.seed, tokens=(MIN_TOKENS, MAX_TOKENS), is_quick=options.quick, overrides=overrides)
     rows = asyncio.run(run(config, is_quick=options.quick))
     at_64 = next(row for row in rows if row["concurrency"] == 64)
     figures = {"ratio_tokens_per_s_at_64": at_64["ratio_tokens_per_s"], "conditions": under}

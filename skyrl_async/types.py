@@ -257,5 +257,7 @@ class CompletionDelta:
     """New text; characters whose bytes are incomplete and possible beginnings of a stop string are held back."""
     finish_reason: FinishReason | None
     """``stop`` or ``length`` in the last block, else None."""
+    num_aborts: int = 0
+    """In the last block: how many times the generation was aborted (or lost its engine) and continued."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
     """One entry per token where ``sampling.num_top_logprobs`` > 0, else empty."""

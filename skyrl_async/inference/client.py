@@ -39,7 +39,7 @@ from skyrl_async.types import (
 logger = logging.getLogger(__name__)
 
 _client_ids = itertools.count()
-_CARRIED_BLOCK_TOKENS = 100
+_CARRIED_BLOCK_TOKENS = 256
 """Tokens that the death of an engine can cost a generation that nobody reads in blocks."""
 
 
@@ -194,6 +194,7 @@ class InferenceEngineClient:
                     text=new_text,
                     finish_reason=block.finish_reason,
                     top_logprobs=block.top_logprobs,
+                    num_aborts=joined.num_aborts if is_last else 0,
                 )
                 if is_last:
                     return
@@ -285,4 +286,5 @@ def _only_delta(completion: Completion) -> CompletionDelta:
         text=completion.text,
         finish_reason=completion.finish_reason,
         top_logprobs=completion.top_logprobs,
+        num_aborts=completion.num_aborts,
     )

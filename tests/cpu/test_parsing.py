@@ -497,3 +497,10 @@ def test_a_forced_answer_that_was_cut_is_content(text: str, name: str | None) ->
     answer = parse_forced(text, TOOLS, name)
     assert answer.tool_calls or answer.content == text
     assert parse_forced("[" * 100_000, TOOLS, name).content == "[" * 100_000
+
+
+@pytest.mark.parametrize("definitions", [[1], "x", 3])
+def test_definitions_that_are_no_object_are_refused(definitions: object) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$defs": definitions}}}
+    with pytest.raises(ValueError, match=r"\$defs of a tool's parameters must be an object, got"):
+        forced_tool_schema([tool], None)

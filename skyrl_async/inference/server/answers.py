@@ -82,7 +82,10 @@ def forced_tool_schema(tools: Sequence[Tool], name: str | None) -> str:
     calls = []
     for tool in tools:
         parameters = dict(_parameters(tool["function"]))
-        for key, definition in parameters.pop("$defs", {}).items():
+        found = parameters.pop("$defs", None) or {}
+        if not isinstance(found, dict):
+            raise ValueError(f"$defs of a tool's parameters must be an object, got {type(found).__name__}")
+        for key, definition in found.items():
             if definitions.setdefault(key, definition) != definition:
                 raise ValueError(f"tools must agree on the definition of {key!r} in their $defs, got two")
         properties = {"name": {"type": "string", "enum": [tool["function"]["name"]]}, "parameters": parameters}

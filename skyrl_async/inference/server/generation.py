@@ -16,6 +16,7 @@ from skyrl_async.chat import ChatRenderer, Tool
 from skyrl_async.errors import ConfigError, PromptTooLongError
 from skyrl_async.inference.server.answers import ParsedAnswer, ToolCall
 from skyrl_async.inference.server.errors import ApiError
+from skyrl_async.inference.server.joining import joined_completion
 from skyrl_async.inference.server.parsing import AnswerParser
 from skyrl_async.inference.server.reading import Reading, forced_call, reading_of
 from skyrl_async.inference.server.turns import PendingTurns, SampledTurn
@@ -239,7 +240,7 @@ class Planned:
                 if delta.finish_reason is not None:
                     calls = tuple(call for b in blocks for call in b.tool_calls)
                     block = replace(block, finish_reason=_finish_reason(delta.finish_reason, calls))
-                    self._keep_streamed(blocks, delta.finish_reason, sampling)
+                    self._keep_streamed(blocks, sampling)
                 yield block
 
     async def _deltas(self, sampling: SamplingParams) -> AsyncGenerator[CompletionDelta, None]:
@@ -286,16 +287,8 @@ class Planned:
         )
         return stop_string
 
-    def _keep_streamed(self, blocks: Sequence[AnswerBlock], finish: FinishReason, sampling: SamplingParams) -> None:
-        deltas = [block.delta for block in blocks]
-        completion = Completion(
-            prompt_token_ids=self.prompt_token_ids,
-            token_ids=tuple(i for delta in deltas for i in delta.token_ids),
-            logprobs=tuple(p for delta in deltas for p in delta.logprobs),
-            versions=tuple(v for delta in deltas for v in delta.versions),
-            text="".join(delta.text for delta in deltas),
-            finish_reason=finish,
-        )
+    def _keep_streamed(self, blocks: Sequence[AnswerBlock], sampling: SamplingParams) -> None:
+        completion = joined_completion(self.prompt_token_ids, [block.delta for block in blocks])
         parsed = ParsedAnswer(
             content="".join(block.content for block in blocks),
             reasoning="".join(block.reasoning for block in blocks),

@@ -15,9 +15,9 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.server.errors import ApiError
 from skyrl_async.inference.server.generation import Planned
+from skyrl_async.inference.server.joining import joined_completion
 from skyrl_async.inference.server.messages_output import MessageWriter
 from skyrl_async.inference.server.messages_schema import Conversation, MessagesRequest
-from skyrl_async.inference.server.messages_tokens import joined_completion
 from skyrl_async.inference.server.serving import Serving
 from skyrl_async.inference.server.streaming import EventStyle
 from skyrl_async.inference.server.wire import provenance

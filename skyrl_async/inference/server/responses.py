@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.inference.server.generation import Planned
-from skyrl_async.inference.server.messages_tokens import joined_completion
+from skyrl_async.inference.server.joining import joined_completion
 from skyrl_async.inference.server.responses_output import ResponseWriter
 from skyrl_async.inference.server.responses_schema import ResponsesRequest
 from skyrl_async.inference.server.serving import Serving

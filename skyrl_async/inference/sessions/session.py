@@ -282,7 +282,8 @@ class Session:
 
 
 def _is_number(value: object, *kinds: type) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool) and not math.isnan(value)  # type: ignore[arg-type]
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return isinstance(value, kinds) and not isinstance(value, bool) and not is_nan
 
 
 def _require(is_fine: bool, name: str, expected: str, owner: object) -> None:

@@ -10,7 +10,7 @@ from skyrl_async.types import Completion, CompletionDelta, FinishReason
 
 
 def joined_completion(prompt_token_ids: tuple[int, ...], deltas: Sequence[CompletionDelta]) -> Completion:
-    """The completion that ``deltas`` are the blocks of; ``num_aborts`` is unknown there and stays 0."""
+    """The completion that ``deltas`` are the blocks of."""
     return Completion(
         prompt_token_ids=prompt_token_ids,
         token_ids=tuple(i for delta in deltas for i in delta.token_ids),
@@ -19,4 +19,5 @@ def joined_completion(prompt_token_ids: tuple[int, ...], deltas: Sequence[Comple
         text="".join(delta.text for delta in deltas),
         finish_reason=(deltas[-1].finish_reason if deltas else None) or FinishReason.STOP,
         top_logprobs=tuple(top for delta in deltas for top in delta.top_logprobs),
+        num_aborts=sum(delta.num_aborts for delta in deltas),
     )
