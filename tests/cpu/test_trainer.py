@@ -408,6 +408,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_four_virtual_hours_of_thousands_of_groups_run_in_moments() -> None:
     simulation = simulate(
         SimulationSettings(

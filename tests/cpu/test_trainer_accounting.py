@@ -207,6 +207,7 @@ def test_contract_8_the_run_stops_as_soon_as_the_limit_is_certain_to_be_passed(l
         simulate(replace(LONG_TAILED, max_failed_fraction=limit), generator_over=AlwaysFailing)
 
 
+@pytest.mark.slow
 @given(
     bounds=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     batch_sizes=st.tuples(st.integers(2, 6), st.integers(2, 6)),
@@ -412,6 +413,7 @@ def test_evaluation_tokens_are_those_sampled_and_an_evaluation_still_running_at_
     assert totals.generated_tokens + totals.evaluation_tokens == delivered
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 5), kill_at=st.floats(1.0, 80.0))
 @settings(max_examples=15, deadline=None)
 def test_contract_7_a_kill_at_any_moment_and_a_resume_train_each_uid_once(

@@ -77,6 +77,7 @@ async def fresh_engine_1(policy_dir: Callable[[int, bool], Path]) -> AsyncIterat
     await engine.close()
 
 
+@pytest.mark.slow
 async def test_an_engine_samples_tokens_with_logprobs_versions_and_a_finish_reason(engine_0: VLLMEngine) -> None:
     requests = [make_request(str(i), PROMPTS[0], max_tokens=400, temperature=1.0, ignore_eos=False) for i in range(16)]
     outputs = await generate_all(engine_0, requests)
