@@ -242,13 +242,13 @@ def _endpoint_settings(
         tool_call_parser=server.tool_call_parser,
         reasoning_parser=server.reasoning_parser,
         max_concurrent_requests=server.max_concurrent_requests,
-        max_concurrent_requests_per_session=server.max_concurrent_requests_per_session,
         sessions=SessionSettings(
             limits=SessionLimits(
                 max_turns=server.session_max_turns,
                 max_tokens=server.session_max_tokens,
                 idle_timeout_s=server.session_idle_timeout_s,
                 lifetime_s=server.session_lifetime_s,
+                max_concurrent_requests=server.max_concurrent_requests_per_session,
             ),
             branches=BranchPolicy(server.branch_policy.name),
             reasoning_policy=ReasoningPolicy(server.reasoning_policy.name),

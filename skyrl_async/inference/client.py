@@ -52,8 +52,8 @@ class InferenceEngineClient:
         max_model_len: longest prompt plus answer in tokens, the same in every engine.
         renderer: turns messages into token ids; without it only token ids can be given.
         name: prefix of request ids, unique among the clients of these engines.
-        carries_tokens: have engines send the tokens of whole generations in blocks, so that an engine's death costs a
-            generation one block; otherwise it costs the generation's tokens since the last weight update.
+        carries_tokens: have engines send the tokens of long generations in blocks, so that an engine's death costs a
+            generation one block; otherwise, and where a block holds it all, it costs the tokens since the last weight update.
     """
 
     def __init__(
@@ -137,7 +137,8 @@ class InferenceEngineClient:
     ) -> Completion:
         """Sample one completion; see ``rollout.sampler.Sampler``."""
         request = self._request(prompt_token_ids, sampling, priority)
-        streams = bool(sampling.stop) or (self._carries_tokens and sampling.is_resumable)
+        is_long = request.sampling.max_tokens > _CARRIED_BLOCK_TOKENS
+        streams = bool(sampling.stop) or (self._carries_tokens and sampling.is_resumable and is_long)
         num_restarts = 0
         while True:
             joined = Joined(has_logprobs=sampling.reports_logprobs)

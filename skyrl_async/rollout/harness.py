@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_async.errors import GenerationError
+from skyrl_async.rollout.agent_loop import run_beside
 from skyrl_async.types import Message, SamplingParams
 
 JUDGE_COLUMNS = frozenset(
@@ -79,13 +80,16 @@ AgentFunction = Callable[[AgentTask], Awaitable[AgentResult | float | str | None
 
 
 class FunctionHarness:
-    """An async function, called on the trainer's event loop: it must not block."""
+    """An async function, called on an event loop that all such agents share, and the trainer does not: it must not block."""
 
     def __init__(self, function: AgentFunction) -> None:
         self._function = function
 
     async def run(self, task: AgentTask) -> AgentResult:
         """Raises what the function raises, and ``GenerationError`` when it returns something else than it may."""
+        return await run_beside(self._call(task))
+
+    async def _call(self, task: AgentTask) -> AgentResult:
         found = self._function(task)
         if not inspect.isawaitable(found):
             raise GenerationError(f"{_name(self._function)} must be an async function, but returned {found!r} at once")

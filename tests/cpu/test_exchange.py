@@ -18,6 +18,8 @@ from skyrl_async.errors import NoEngineError
 from skyrl_async.inference.server.app import create_app
 from skyrl_async.inference.server.parsing import AnswerParser
 from skyrl_async.inference.server.work import Emit, Event, Work
+from skyrl_async.inference.sessions.session import SessionLimits
+from skyrl_async.inference.sessions.settings import SessionSettings
 from skyrl_async.types import Completion, CompletionDelta, FinishReason, SamplingParams
 from tests.cpu.tiny_chat import END, RENDERER, TOKENIZER, spelled
 
@@ -153,7 +155,7 @@ class ExchangeMachine(RuleBasedStateMachine):
             api_keys=["k"],
             parser=NO_PARSER,
             max_concurrent_requests=MAX_CONCURRENT,
-            max_concurrent_requests_per_session=2,
+            session_settings=SessionSettings(limits=SessionLimits(max_concurrent_requests=2)),
             keepalive_interval_s=1e6,
         )
         self.serving = self.app.state.serving

@@ -8,6 +8,7 @@ import json
 import os
 import select
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -326,3 +327,33 @@ def test_a_working_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> N
             agent_timeout_s=1.0,
             working_dir=tmp_path / "file" / "agents",
         )
+
+
+async def test_functions_run_on_a_loop_of_their_own_that_they_share(tmp_path: Path) -> None:
+    loops = []
+
+    async def note(task: AgentTask) -> None:
+        loops.append(asyncio.get_running_loop())
+
+    task = a_task(tmp_path)
+    await FunctionHarness(note).run(task)
+    await FunctionHarness(note).run(task)
+    assert loops[0] is loops[1] and loops[0] is not asyncio.get_running_loop()
+
+
+async def test_a_function_is_cancelled_with_its_sample(tmp_path: Path) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def stall(task: AgentTask) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    running = asyncio.ensure_future(FunctionHarness(stall).run(a_task(tmp_path)))
+    assert await asyncio.to_thread(begun.wait, 10)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert await asyncio.to_thread(ended.wait, 10)

@@ -360,7 +360,11 @@ async def test_a_request_given_up_goes_on_for_an_equal_one_that_joined(sampler: 
 
 async def test_requests_beyond_a_limit_wait_in_line_and_are_answered(sampler: HeldSampler) -> None:
     sampler.is_held = True
-    limited = endpoint(sampler, max_concurrent_requests=3, max_concurrent_requests_per_session=2)
+    limited = endpoint(
+        sampler,
+        max_concurrent_requests=3,
+        session_settings=SessionSettings(limits=SessionLimits(max_concurrent_requests=2)),
+    )
     async with limited as served, asyncio.TaskGroup() as group:
         one, two = await served.begin(), await served.begin()
         asking = [group.create_task(s.post([user(str(i))])) for s in (one, two) for i in range(4)]

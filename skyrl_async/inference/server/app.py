@@ -46,7 +46,6 @@ def create_app(
     session_settings: SessionSettings | None = None,
     max_body_bytes: int = 16 * 2**20,
     max_concurrent_requests: int = 4096,
-    max_concurrent_requests_per_session: int = 16,
     statistics: Statistics = dict,
     keepalive_interval_s: float = 4.0,
     clock: Callable[[], float] = time.monotonic,
@@ -77,7 +76,6 @@ def create_app(
         make_planner,
         clock=clock,
         max_concurrent_requests=max_concurrent_requests,
-        max_concurrent_requests_per_session=max_concurrent_requests_per_session,
         keepalive_interval_s=keepalive_interval_s,
     )
     serving = Serving(sampler=sampler, renderer=renderer, model_name=model_name, sessions=store, exchanges=exchanges)

@@ -80,7 +80,6 @@ class Exchange:
         make_planner: makes the planner of one request.
         clock: seconds, the session store's.
         max_concurrent_requests: generations at once, >= 1.
-        max_concurrent_requests_per_session: the same for one session, >= 1.
         keepalive_interval_s: silence after which a stream sends a comment, > 0.
     """
 
@@ -90,13 +89,11 @@ class Exchange:
         *,
         clock: Callable[[], float],
         max_concurrent_requests: int,
-        max_concurrent_requests_per_session: int,
         keepalive_interval_s: float,
     ) -> None:
         self._make_planner = make_planner
         self._clock = clock
         self._limit = asyncio.Semaphore(max_concurrent_requests)
-        self._max_per_session = max_concurrent_requests_per_session
         self._keepalive_interval_s = keepalive_interval_s
         self._desks: WeakKeyDictionary[Session, _Desk] = WeakKeyDictionary()
         self._counts = {"replays": 0, "joined_requests": 0}
@@ -172,8 +169,7 @@ class Exchange:
     def _desk_of(self, session: Session) -> _Desk:
         desk = self._desks.get(session)
         if desk is None:
-            limit = min(session.limits.max_concurrent_requests, self._max_per_session)
-            desk = self._desks[session] = _Desk(limit)
+            desk = self._desks[session] = _Desk(session.limits.max_concurrent_requests)
         return desk
 
 

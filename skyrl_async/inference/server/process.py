@@ -46,7 +46,6 @@ class EndpointSettings:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     max_concurrent_requests: int = 4096
-    max_concurrent_requests_per_session: int = 16
     sessions: SessionSettings = field(default_factory=SessionSettings)
 
 
@@ -139,7 +138,6 @@ class EndpointServer:
             parser=parser,
             session_settings=replace(settings.sessions, front_end=self._front_end),
             max_concurrent_requests=settings.max_concurrent_requests,
-            max_concurrent_requests_per_session=settings.max_concurrent_requests_per_session,
             model_name=settings.model_name,
             max_body_bytes=settings.max_body_bytes,
             statistics=client.statistics,
