@@ -6,6 +6,7 @@ reads at import is set. Nothing is known of requests and weight updates.
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -135,6 +136,9 @@ def _die_with_parent() -> None:
 
 class _BoundForkProcess(ForkProcess):
     def run(self) -> None:
+        # What is garbage in the parent is not this process's to collect: a process group would wait for threads that a fork
+        # leaves behind.
+        gc.freeze()
         _die_with_parent()
         super().run()
 
