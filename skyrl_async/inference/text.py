@@ -49,14 +49,18 @@ class CompletionText:
     def push(self, token_ids: Sequence[int]) -> int | None:
         """Add tokens. Returns None, or how many tokens are kept in all when a stop string ended the text."""
         self._token_ids.extend(token_ids)
+        if not self._stop:
+            return None  # decoded when the text is asked for
         searched_from = max(0, len(self._text) - max((len(s) for s in self._stop), default=0))
         unfinished = self._extend_text()
-        if self._stop and self._cut_at_stop(self._text + unfinished, searched_from):
+        if self._cut_at_stop(self._text + unfinished, searched_from):
             return self._num_tokens_needed()
         return None
 
     def take(self) -> str:
         """New text that is final: complete characters that cannot be the beginning of a stop string."""
+        if not self._stop:
+            self._extend_text()
         end = len(self._text) - self._num_held_back()
         block = self._text[self._num_emitted : end] if end > self._num_emitted else ""
         self._num_emitted += len(block)
