@@ -14,7 +14,7 @@ class Joined:
     """The segments of one generation, as one sequence.
 
     Args:
-        has_logprobs: whether tokens come with log-probs; ``SamplingParams.reports_logprobs``.
+        has_logprobs: whether tokens must come with log-probs; else those that do come are dropped.
     """
 
     def __init__(self, *, has_logprobs: bool = True) -> None:
@@ -35,6 +35,8 @@ class Joined:
 
     def add(self, output: EngineOutput) -> None:
         """Append what an engine sampled. Raises ``InferenceError`` when a token lacks its log-prob or version."""
+        if not self._has_logprobs:
+            output = replace(output, logprobs=())
         num_logprobs = len(output.token_ids) if self._has_logprobs else 0
         if len(output.token_ids) != len(output.versions) or len(output.logprobs) != num_logprobs:
             raise InferenceError(

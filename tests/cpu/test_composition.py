@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_async.composition.data import Prompts, num_planned_steps
-from skyrl_async.composition.processes import _training_settings
+from skyrl_async.composition.processes import _training_settings, write_private
 from skyrl_async.config.load import from_overrides
 from skyrl_async.training.optimizer import lr_factor
 from skyrl_async.types import Prompt
@@ -46,3 +46,10 @@ def test_truncated_sampling_is_warned_of_because_it_biases_the_ratios(caplog: py
     caplog.clear()
     _training_settings(from_overrides(), Path("unused"), 1)
     assert caplog.text == ""
+
+
+def test_a_private_file_is_its_owner_s_whatever_was_there(tmp_path: Path) -> None:
+    (tmp_path / "endpoint.json").write_text("older, and for everybody")
+    write_private(tmp_path / "endpoint.json", "secret")
+    assert (tmp_path / "endpoint.json").read_text() == "secret"
+    assert (tmp_path / "endpoint.json").stat().st_mode & 0o77 == 0

@@ -289,8 +289,8 @@ def test_a_run_taken_up_over_http_finishes_with_all_its_files(
         f"global_step_{last - 1}",
         f"global_step_{last}",
     }
-    key = json.loads((run_dir / "endpoint.json").read_text())["api_key"]
-    assert key not in (run_dir / "run.log").read_text() and (run_dir / "endpoint.json").stat().st_mode & 0o77 == 0
+    assert not (run_dir / "endpoint.json").exists()
+    assert re.search(r"\b[sc]k-[\w-]{8}", (run_dir / "run.log").read_text()) is None
 
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "policy")
     model = AutoModelForCausalLM.from_pretrained(run_dir / "policy")

@@ -280,9 +280,11 @@ async def test_every_surface_streams_to_the_end_under_a_storm(system: System) ->
         system.storm(),
     ):
         async with client.responses.stream(model="policy", input="Follow 3 to 0.", max_output_tokens=150) as stream:
-            text = "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
-            response = await stream.get_final_response()
-        assert response.output_text == text and response.usage is not None and response.usage.output_tokens > 0
+            events: list[Any] = [event async for event in stream]
+        assert events[-1].type in ("response.completed", "response.incomplete")
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        response = events[-1].response
+        assert response.output_text == text and response.usage.output_tokens > 0
         async with anthropic.messages.stream(
             model="policy", max_tokens=150, messages=[{"role": "user", "content": "Follow 3 to 0."}]
         ) as said:
