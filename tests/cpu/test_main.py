@@ -103,7 +103,7 @@ class Command:
         """Wait for its end, and for that of all its processes."""
         started = time.monotonic()
         stdout, _ = self.process.communicate(timeout=timeout_s)
-        _, orphans = psutil.wait_procs(self.family(), timeout=20)
+        _, orphans = psutil.wait_procs(self.family(), timeout=60)
         return Outcome(
             pid=self.process.pid,
             code=self.process.returncode,
@@ -142,7 +142,7 @@ class Outcome:
     stderr: str
     seconds: float
     orphans: tuple[str, ...]
-    """Command lines of processes that outlived it by 20 seconds."""
+    """Command lines of processes that outlived it by a minute."""
 
     @property
     def error(self) -> str:

@@ -195,7 +195,8 @@ async def test_a_worker_that_fails_or_dies_ends_the_call_by_name_and_close_still
         await workers.logprobs([0, VOCABULARY + 1])
     ray.kill(ray.get_actor(workers.names[0]))
     with pytest.raises(TrainingError, match="a policy worker died in step"):
-        await workers.step(1)
+        while True:  # Ray kills when it gets to it: a call or two may still be answered
+            await workers.step(1)
     await workers.close()
     await workers.close()
 
