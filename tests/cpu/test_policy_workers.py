@@ -194,9 +194,13 @@ async def test_a_worker_that_fails_or_dies_ends_the_call_by_name_and_close_still
     with pytest.raises(TrainingError, match="a policy worker failed in logprobs: IndexError"):
         await workers.logprobs([0, VOCABULARY + 1])
     ray.kill(ray.get_actor(workers.names[0]))
-    with pytest.raises(TrainingError, match="a policy worker died in step"):
+
+    async def step_until_it_is_dead() -> None:
         while True:  # Ray kills when it gets to it: a call or two may still be answered
             await workers.step(1)
+
+    with pytest.raises(TrainingError, match="a policy worker died in step"):
+        await step_until_it_is_dead()
     await workers.close()
     await workers.close()
 
