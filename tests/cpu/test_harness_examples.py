@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -263,3 +264,12 @@ def test_a_game_without_a_rubrics_word_is_worth_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mini_swe_agent", "openai_agents", "terminus", "verifiers_env"])
 def test_an_example_has_tasks_for_a_mini_batch(name: str) -> None:
     assert len({prompt.uid for prompt in load_example(name)}) >= 8
+
+
+@pytest.mark.parametrize("name", ["mini_swe_agent", "openai_agents", "verifiers_env"])
+def test_an_extra_installs_what_the_harness_script_of_its_name_asks_for(name: str) -> None:
+    lines = (EXAMPLES / name / "harness.py").read_text().partition('# ///\n"""')[0].splitlines()
+    script = tomllib.loads("\n".join(line.removeprefix("#").strip() for line in lines if "///" not in line))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extra = name.removesuffix("_env").replace("_", "-")
+    assert project["project"]["optional-dependencies"][extra] == script["dependencies"]
