@@ -14,6 +14,7 @@ from skyrl_async.errors import GenerationError, PromptTooLongError
 from skyrl_async.rollout.environment import EnvironmentFactory
 from skyrl_async.rollout.episode import EpisodePlayer, Turn, TurnRequest
 from skyrl_async.types import Completion, FinishReason, GroupRequest, SamplingParams, Trajectory
+from skyrl_async.version_spans import versions_of
 
 _OVERFLOW = re.compile(r"maximum context length is (\d+) tokens, but the prompt has (\d+)")
 
@@ -139,7 +140,7 @@ def parse_reply(reply: ChatCompletion) -> Turn:
         prompt_token_ids=tuple(_extension(reply.model_extra or {}, "prompt_token_ids")),
         token_ids=tuple(token_ids),
         logprobs=_one_per_token(extensions, "token_logprobs", len(token_ids)),
-        versions=expand_versions(_extension(extensions, "policy_versions"), len(token_ids)),
+        versions=_versions(_extension(extensions, "policy_versions"), len(token_ids)),
         text=choice.message.content or "",
         finish_reason=FinishReason(choice.finish_reason),
         num_aborts=int(extensions.get("num_aborts") or 0),
@@ -151,16 +152,11 @@ def parse_reply(reply: ChatCompletion) -> Turn:
     )
 
 
-def expand_versions(spans: list[dict[str, int]], num_tokens: int) -> tuple[int, ...]:
-    """One version per token, of spans ``{"version", "start", "end"}`` that must tile ``[0, num_tokens)`` in order."""
-    versions: list[int] = []
-    for span in spans:
-        if span["start"] != len(versions) or span["end"] <= span["start"]:
-            raise GenerationError(f"the reply's policy_versions must be adjoining spans from 0, got {spans}")
-        versions.extend([span["version"]] * (span["end"] - span["start"]))
-    if len(versions) != num_tokens:
-        raise GenerationError(f"the reply's policy_versions cover {len(versions)} of {num_tokens} tokens")
-    return tuple(versions)
+def _versions(spans: list[Any], num_tokens: int) -> tuple[int, ...]:
+    try:
+        return versions_of(spans, num_tokens)
+    except ValueError as error:
+        raise GenerationError(f"the reply's {error}") from error
 
 
 def _extension(found: dict[str, Any], name: str) -> list[Any]:

@@ -17,6 +17,7 @@ import httpx
 
 from skyrl_async.errors import GenerationError, SessionClosedError, SessionNotFoundError, SkyRLAsyncError
 from skyrl_async.types import SamplingParams, Trajectory
+from skyrl_async.version_spans import versions_of
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +268,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         response_token_ids=tuple(row["response_token_ids"]),
         loss_mask=tuple(row["loss_mask"]),
         logprobs=tuple(row["logprobs"]),
-        versions=_expanded(row["policy_versions"], num_tokens),
+        versions=versions_of(row["policy_versions"], num_tokens),
         reward=float(row["reward"]),
         num_turns=row["num_turns"],
         is_truncated=row["is_truncated"],
@@ -276,15 +277,3 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         is_abandoned=row["is_abandoned"],
         metrics=dict(row["metrics"]),
     )
-
-
-def _expanded(spans: Sequence[Mapping[str, int]], num_tokens: int) -> tuple[int, ...]:
-    """One version per token, of spans ``{"version", "start", "end"}`` that must tile ``[0, num_tokens)`` in order."""
-    versions: list[int] = []
-    for span in spans:
-        if span["start"] != len(versions) or span["end"] <= span["start"]:
-            raise ValueError(f"policy_versions must be adjoining spans from 0, got {spans}")
-        versions.extend([span["version"]] * (span["end"] - span["start"]))
-    if len(versions) != num_tokens:
-        raise ValueError(f"policy_versions cover {len(versions)} of {num_tokens} tokens")
-    return tuple(versions)

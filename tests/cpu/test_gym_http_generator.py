@@ -17,7 +17,7 @@ from skyrl_async.errors import GenerationError
 from skyrl_async.inference.server.serve import start_server
 from skyrl_async.types import GroupRequest, Prompt, SamplingParams
 from skyrl_gym_http import SkyRLGymHTTPGenerator
-from skyrl_gym_http.generator import expand_versions, parse_reply
+from skyrl_gym_http.generator import parse_reply
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -68,6 +68,7 @@ def test_a_right_reply_becomes_a_turn_with_a_version_per_token() -> None:
         (choice(text_ends=[1, 2, 3, 4]), "text_ends has 4 entries for 3 token ids"),
         (choice(policy_versions=[{"version": 4, "start": 0, "end": 2}]), "policy_versions cover 2 of 3 tokens"),
         (choice(policy_versions=[{"version": 4, "start": 1, "end": 3}]), "adjoining spans from 0"),
+        (choice(policy_versions=[{"start": 0, "end": 3}]), "the reply's policy_versions must be adjoining spans"),
         (choice(finish_reason="tool_calls"), "must be stop or length, got 'tool_calls'"),
         (choice(token_ids=[], token_logprobs=[], text_ends=[], policy_versions=[]), "at least one token, got none"),
         (lambda body: body["choices"].append(body["choices"][0]), "one choice, got 2"),
@@ -146,9 +147,3 @@ async def play(url: str, num_turns: int = 1) -> None:
         await generator.generate(GroupRequest(prompt=prompt, num_samples=1, sampling=SamplingParams(max_tokens=9)))
     finally:
         await generator.close()
-
-
-def test_version_spans_expand_to_one_version_per_token() -> None:
-    assert expand_versions([], 0) == ()
-    with pytest.raises(GenerationError, match="adjoining"):
-        expand_versions([{"version": 1, "start": 0, "end": 0}], 0)

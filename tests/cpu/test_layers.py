@@ -16,6 +16,7 @@ LAYERS = {
     "skyrl_async.types": 0,
     "skyrl_async.errors": 0,
     "skyrl_async.samples": 0,
+    "skyrl_async.version_spans": 0,
     "skyrl_async.concurrency": 0,
     "skyrl_async.config": 0,
     "skyrl_async.metrics": 0,

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from skyrl_async.errors import SessionNotFoundError
 from skyrl_async.inference.server.json_text import StrictJSONResponse
 from skyrl_async.inference.server.serving import Serving
-from skyrl_async.inference.server.wire import version_spans
 from skyrl_async.inference.sessions.session import Session, SessionSampling
 from skyrl_async.types import Trajectory
+from skyrl_async.version_spans import spans_of
 
 
 class SamplingBody(BaseModel):
@@ -123,7 +123,7 @@ def _row(row: Trajectory) -> dict[str, Any]:
         "response_token_ids": row.response_token_ids,
         "loss_mask": row.loss_mask,
         "logprobs": row.logprobs,
-        "policy_versions": version_spans(row.versions),
+        "policy_versions": spans_of(row.versions),
         "reward": row.reward,
         "weight": row.weight,
         "num_turns": row.num_turns,

@@ -3,26 +3,14 @@
 Flows in: completions and blocks of them. Flows out: parts of JSON bodies. Does not know requests.
 """
 
-from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.types import Completion, CompletionDelta
+from skyrl_async.version_spans import spans_of
 
 _LEAST_LOGPROB = -9999.0
 """OpenAI's and vLLM's word for impossible: JSON has no infinity."""
-
-
-def version_spans(versions: Sequence[int]) -> list[dict[str, int]]:
-    """Policy versions per token as runs ``{"version", "start", "end"}``, ``end`` excluded."""
-    spans: list[dict[str, int]] = []
-    start = 0
-    for version, run in groupby(versions):
-        end = start + sum(1 for _ in run)
-        spans.append({"version": version, "start": start, "end": end})
-        start = end
-    return spans
 
 
 def provenance(block: Completion | CompletionDelta) -> dict[str, Any]:
@@ -30,7 +18,7 @@ def provenance(block: Completion | CompletionDelta) -> dict[str, Any]:
     return {
         "token_ids": block.token_ids,
         "token_logprobs": block.logprobs,
-        "policy_versions": version_spans(block.versions),
+        "policy_versions": spans_of(block.versions),
     }
 
 
