@@ -9,6 +9,7 @@ tokens, models or who plays.
 
 import random
 import re
+from collections.abc import Mapping
 from functools import cache
 from itertools import product
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from skyrl_async.errors import ConfigError
+from skyrl_async.tasks.drawing import require_enough_prompts
 from skyrl_async.types import Message, Prompt
 
 NAME = "lagged_fibonacci"
@@ -80,15 +82,20 @@ def score(answer: str, ground_truth: str) -> float:
     return float(number is not None and number.group(1) == ground_truth)
 
 
+def ground_truth_of(extras: Mapping[str, Any] | None, env_name: str) -> str:
+    """Return the right digit of a prompt; ``ConfigError`` names the environment that finds none."""
+    reward_spec = (extras or {}).get("reward_spec", {})
+    if "ground_truth" not in reward_spec:
+        raise ConfigError(f"reward_spec.ground_truth of environment {env_name} must be the right digit, found none")
+    return str(reward_spec["ground_truth"])
+
+
 class LaggedFibonacciEnv(BaseTextEnv):
     """One turn; the reward is 1.0 for the right digit. Needs ``extras["reward_spec"]["ground_truth"]``."""
 
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__()
-        reward_spec = (extras or {}).get("reward_spec", {})
-        if "ground_truth" not in reward_spec:
-            raise ConfigError(f"reward_spec.ground_truth of environment {NAME} must be the right digit, found none")
-        self.ground_truth = str(reward_spec["ground_truth"])
+        self.ground_truth = ground_truth_of(extras, NAME)
         self.num_steps_shown = 0
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
@@ -110,11 +117,7 @@ class LaggedFibonacciTask:
     def make_prompts(self, num_train: int, num_eval: int, seed: int) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
         """Return training and held-out prompts, disjoint, drawn without replacement."""
         seeds = list(all_seed_digits())
-        if num_train + num_eval > len(seeds):
-            raise ConfigError(
-                f"task.num_train_prompts + task.num_eval_prompts must be <= {len(seeds)} for task.name={NAME}, "
-                f"got {num_train} + {num_eval}; ask for fewer"
-            )
+        require_enough_prompts(NAME, num_train, num_eval, max_prompts=len(seeds))
         random.Random(seed).shuffle(seeds)
         chosen = tuple(self._prompt(digits) for digits in seeds[: num_train + num_eval])
         return chosen[num_eval:], chosen[:num_eval]

@@ -16,6 +16,7 @@ from typing import Any
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from skyrl_async.errors import ConfigError
+from skyrl_async.tasks.drawing import distinct_prompts, require_enough_prompts
 from skyrl_async.types import Message, Prompt
 
 NAME = "relay"
@@ -79,18 +80,8 @@ class RelayTask:
 
     def make_prompts(self, num_train: int, num_eval: int, seed: int) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
         """Return training and held-out prompts, disjoint."""
-        if num_train + num_eval > MAX_PROMPTS:
-            raise ConfigError(
-                f"task.num_train_prompts + task.num_eval_prompts must be <= {MAX_PROMPTS} for task.name={NAME}, "
-                f"got {num_train} + {num_eval}; ask for fewer"
-            )
-        rng = random.Random(seed)
-        prompts: dict[str, Prompt] = {}
-        while len(prompts) < num_train + num_eval:
-            prompt = self.draw_prompt(rng)
-            prompts.setdefault(prompt.uid, prompt)
-        chosen = tuple(prompts.values())
-        return chosen[num_eval:], chosen[:num_eval]
+        require_enough_prompts(NAME, num_train, num_eval, max_prompts=MAX_PROMPTS)
+        return distinct_prompts(self.draw_prompt, num_train, num_eval, seed)
 
     def draw_prompt(self, rng: random.Random) -> Prompt:
         """Return a prompt whose number of turns is geometric, cut at ``MAX_TURNS``."""

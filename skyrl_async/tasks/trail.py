@@ -15,8 +15,8 @@ from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
-from skyrl_async.errors import ConfigError
-from skyrl_async.tasks.lagged_fibonacci import score, terse_answer
+from skyrl_async.tasks.drawing import distinct_prompts, require_enough_prompts
+from skyrl_async.tasks.lagged_fibonacci import ground_truth_of, score, terse_answer
 from skyrl_async.types import Message, Prompt
 
 NAME = "trail"
@@ -43,10 +43,7 @@ class TrailEnv(BaseTextEnv):
 
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__()
-        reward_spec = (extras or {}).get("reward_spec", {})
-        if "ground_truth" not in reward_spec:
-            raise ConfigError(f"reward_spec.ground_truth of environment {NAME} must be the right digit, found none")
-        self.ground_truth = str(reward_spec["ground_truth"])
+        self.ground_truth = ground_truth_of(extras, NAME)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
@@ -62,18 +59,8 @@ class TrailTask:
 
     def make_prompts(self, num_train: int, num_eval: int, seed: int) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
         """Return training and held-out prompts, disjoint in their trails."""
-        if num_train + num_eval > MAX_PROMPTS:
-            raise ConfigError(
-                f"task.num_train_prompts + task.num_eval_prompts must be <= {MAX_PROMPTS} for task.name={NAME}, "
-                f"got {num_train} + {num_eval}; ask for fewer"
-            )
-        rng = random.Random(seed)
-        prompts: dict[str, Prompt] = {}
-        while len(prompts) < num_train + num_eval:
-            prompt = self.draw_prompt(rng)
-            prompts.setdefault(prompt.uid, prompt)
-        chosen = tuple(prompts.values())
-        return chosen[num_eval:], chosen[:num_eval]
+        require_enough_prompts(NAME, num_train, num_eval, max_prompts=MAX_PROMPTS)
+        return distinct_prompts(self.draw_prompt, num_train, num_eval, seed)
 
     def draw_prompt(self, rng: random.Random) -> Prompt:
         """Return a prompt whose number of signs is geometric, cut at ``MAX_SIGNS``."""
