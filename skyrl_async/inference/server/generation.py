@@ -13,12 +13,12 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
 
 from skyrl_async.chat import ChatRenderer, Tool
-from skyrl_async.errors import ConfigError, PromptTooLongError
+from skyrl_async.errors import PromptTooLongError
 from skyrl_async.inference.server.answers import ParsedAnswer, ToolCall
-from skyrl_async.inference.server.errors import ApiError
 from skyrl_async.inference.server.joining import joined_completion
 from skyrl_async.inference.server.parsing import AnswerParser
 from skyrl_async.inference.server.reading import Reading, forced_call, reading_of
+from skyrl_async.inference.server.refusals import known_ids, refused_values
 from skyrl_async.inference.server.turns import PendingTurns, SampledTurn
 from skyrl_async.inference.sessions.session import Session
 from skyrl_async.inference.sessions.settings import ReasoningPolicy
@@ -126,10 +126,8 @@ class Planner:
 
     def _with_forced_call(self, request: GenerationRequest) -> GenerationRequest:
         """Where a call is demanded sampling must make one, and where it is possible nothing may forbid it."""
-        try:
+        with refused_values("tools"):
             forced = forced_call(request.tools, request.tool_choice) if request.messages else None
-        except ValueError as error:
-            raise ApiError(400, str(error), code="invalid_value", param="tools") from error
         if forced is None and (not request.tools or request.tool_choice != "auto"):
             return request
         # Where a call is possible and not demanded, the request's own schema would make it impossible.
@@ -149,18 +147,14 @@ class Planner:
         """Prompt ids, and the turn of the session that they continue."""
         nothing = Match(turn=None, num_messages=0)
         if not request.messages:
-            return self._known(request.prompt_token_ids or ()), nothing
-        try:
+            return self._known(request.prompt_token_ids or (), "prompt"), nothing
+        with refused_values("messages"):
             if request.prompt_token_ids is not None:
-                known = self._known(request.prompt_token_ids, param="prefix_token_ids")
+                known = self._known(request.prompt_token_ids, "prefix_token_ids")
                 return self.renderer.render_next(request.messages, known, tools=request.tools), nothing
             if self._session is None:
                 return self.renderer.render(request.messages, tools=request.tools), nothing
             return self._session_prompt(request, self._session)
-        except ConfigError:  # the template's fault, not the client's, though also a ValueError
-            raise
-        except ValueError as error:
-            raise ApiError(400, str(error), code="invalid_value", param="messages") from error
 
     def _session_prompt(self, request: GenerationRequest, session: Session) -> tuple[tuple[int, ...], Match]:
         match = session.tree.match(request.messages, tools=request.tools)
@@ -176,14 +170,8 @@ class Planner:
         extends = rendered[: len(turn.token_ids)] == turn.token_ids
         return rendered, match if extends else Match(turn=None, num_messages=0)
 
-    def _known(self, token_ids: Sequence[int], param: str = "prompt") -> tuple[int, ...]:
-        vocab_size = self.renderer.vocab_size
-        unknown = next((i for i in token_ids if not 0 <= i < vocab_size), None)
-        if unknown is not None:
-            raise ApiError(
-                400, f"{param} must hold ids in [0, {vocab_size}), got {unknown}", code="invalid_value", param=param
-            )
-        return tuple(token_ids)
+    def _known(self, token_ids: Sequence[int], param: str) -> tuple[int, ...]:
+        return known_ids(token_ids, self.renderer.vocab_size, param=param)
 
 
 class Planned:

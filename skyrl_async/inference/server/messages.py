@@ -12,12 +12,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.errors import ConfigError
-from skyrl_async.inference.server.errors import ApiError
 from skyrl_async.inference.server.generation import Planned
 from skyrl_async.inference.server.joining import joined_completion
 from skyrl_async.inference.server.messages_output import MessageWriter
 from skyrl_async.inference.server.messages_schema import Conversation, MessagesRequest
+from skyrl_async.inference.server.refusals import refused_values
 from skyrl_async.inference.server.serving import Serving
 from skyrl_async.inference.server.streaming import EventStyle
 from skyrl_async.inference.server.wire import provenance
@@ -43,12 +42,8 @@ def make_router(serving: Serving) -> APIRouter:
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: Conversation) -> Response:
         serving.require_model(body.model)
-        try:
+        with refused_values("messages"):
             prompt = serving.renderer.render(body.chat_messages(), tools=body.chat_tools() or None)
-        except ConfigError:  # the template's fault, not the client's, though also a ValueError
-            raise
-        except ValueError as error:
-            raise ApiError(400, str(error), code="invalid_value", param="messages") from error
         return JSONResponse({"input_tokens": len(prompt)})
 
     return router

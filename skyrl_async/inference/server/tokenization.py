@@ -9,8 +9,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import JSONResponse, Response
 
-from skyrl_async.errors import ConfigError
-from skyrl_async.inference.server.errors import ApiError
+from skyrl_async.inference.server.refusals import known_ids, refused_values
 from skyrl_async.inference.server.schema import ToolDefinition
 from skyrl_async.inference.server.serving import Serving
 
@@ -52,14 +51,10 @@ def make_router(serving: Serving) -> APIRouter:
             ids = renderer.encode(body.prompt or "")
         else:
             tools = [tool.to_tool() for tool in body.tools or ()]
-            try:
+            with refused_values("messages"):
                 ids = renderer.render(
                     body.messages, tools=tools or None, add_generation_prompt=body.add_generation_prompt is not False
                 )
-            except ConfigError:  # the template's fault, not the client's, though also a ValueError
-                raise
-            except ValueError as error:
-                raise ApiError(400, str(error), code="invalid_value", param="messages") from error
         reply: dict[str, Any] = {"count": len(ids), "max_model_len": serving.sampler.max_model_len, "tokens": ids}
         if body.return_token_strs:
             reply["token_strs"] = [renderer.token_bytes(i).decode(errors="replace") for i in ids]
@@ -69,14 +64,7 @@ def make_router(serving: Serving) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         serving.require_model(body.model)
-        unknown = next((i for i in body.tokens if not 0 <= i < renderer.vocab_size), None)
-        if unknown is not None:
-            raise ApiError(
-                400,
-                f"tokens must hold ids in [0, {renderer.vocab_size}), got {unknown}",
-                code="invalid_value",
-                param="tokens",
-            )
-        return JSONResponse({"prompt": renderer.decode(body.tokens)})
+        tokens = known_ids(body.tokens, renderer.vocab_size, param="tokens")
+        return JSONResponse({"prompt": renderer.decode(tokens)})
 
     return router
