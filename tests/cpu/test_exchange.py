@@ -218,7 +218,7 @@ class ExchangeMachine(RuleBasedStateMachine):
     def close_session(self, which: int, then: int) -> None:
         session = self.sessions[which]
         if session.is_open:
-            self.serving.exchanges.end_session(session)
+            self.serving.exchange.end_session(session)
             self.serving.sessions.finish(session.id, reward=1.0)
             self.num_turns_when_closed[session.id] = session.num_turns
         self.iterate(then)

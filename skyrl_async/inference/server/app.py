@@ -72,16 +72,16 @@ def create_app(
         )
 
     store = SessionStore(limits=settings.limits, branches=settings.branches, clock=clock, front_end=settings.front_end)
-    exchanges = Exchange(
+    exchange = Exchange(
         make_planner,
         clock=clock,
         max_concurrent_requests=max_concurrent_requests,
         keepalive_interval_s=keepalive_interval_s,
     )
-    serving = Serving(sampler=sampler, renderer=renderer, model_name=model_name, sessions=store, exchanges=exchanges)
+    serving = Serving(sampler=sampler, renderer=renderer, model_name=model_name, sessions=store, exchange=exchange)
 
     def figures() -> Mapping[str, float]:
-        return {**statistics(), **store.statistics(), **exchanges.statistics()}
+        return {**statistics(), **store.statistics(), **exchange.statistics()}
 
     app = FastAPI(title="skyrl_async", docs_url=None, redoc_url=None)
     app.state.serving = serving

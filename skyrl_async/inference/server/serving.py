@@ -3,17 +3,11 @@
 Flows in: the parts of an endpoint. Flows out: one object that every surface is made with. Does not know wire formats.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-from fastapi import Request
-from starlette.responses import Response
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.inference.server.errors import ApiError
-from skyrl_async.inference.server.exchange import Call, Exchange
-from skyrl_async.inference.server.generation import Planner
-from skyrl_async.inference.server.streaming import EventStyle
+from skyrl_async.inference.server.exchange import Exchange
 from skyrl_async.inference.sessions.store import SessionStore
 from skyrl_async.rollout.sampler import Sampler
 
@@ -26,18 +20,8 @@ class Serving:
     renderer: ChatRenderer
     model_name: str
     sessions: SessionStore
-    exchanges: Exchange
-
-    async def exchange(
-        self,
-        request: Request,
-        make_call: Callable[[Planner], Call],
-        *,
-        is_stream: bool,
-        style: EventStyle = EventStyle.openai,
-    ) -> Response:
-        """Answer a request; see ``Exchange``."""
-        return await self.exchanges(request, make_call, is_stream=is_stream, style=style)
+    exchange: Exchange
+    """Answers a request."""
 
     def require_model(self, name: str | None) -> None:
         """Raise ``ApiError`` 404 for a model that is not served; none is asked for by None."""

@@ -82,7 +82,7 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.post("/sessions/{session_id}/finish")
     async def finish_session(session_id: str, body: FinishSession) -> Response:
-        serving.exchanges.end_session(store.get(session_id))
+        serving.exchange.end_session(store.get(session_id))
         rows = store.finish(
             session_id,
             reward=body.reward,
@@ -95,7 +95,7 @@ def make_router(serving: Serving) -> APIRouter:
     @router.delete("/sessions/{session_id}")
     async def delete_session(session_id: str) -> Response:
         with contextlib.suppress(SessionNotFoundError):
-            serving.exchanges.end_session(store.get(session_id))
+            serving.exchange.end_session(store.get(session_id))
         store.delete(session_id)
         return Response(status_code=204)
 

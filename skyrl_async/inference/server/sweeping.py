@@ -18,4 +18,4 @@ async def sweep_sessions(serving: Serving, interval_s: float = 5.0) -> None:
         await asyncio.sleep(interval_s)
         for session in serving.sessions.sweep():
             logger.info("%r has expired", session)
-            serving.exchanges.end_session(session)
+            serving.exchange.end_session(session)
