@@ -54,22 +54,6 @@ class ChatRenderer:
         """Ids of the whole conversation; ``ValueError`` when the template refuses it."""
         return self.encode(self._render_text(normalise_messages(messages), tools, add_generation_prompt))
 
-    def render_tail(
-        self,
-        messages: Sequence[Message],
-        *,
-        last_completion_ended: bool,
-        num_covered: int | None = None,
-        tools: Sequence[Tool] | None = None,
-    ) -> tuple[int, ...]:
-        """Ids that follow the sampled tokens of a covered assistant message: glue, later messages, generation prompt.
-
-        ``last_completion_ended``: the sampled tokens end with the template's end of turn, which is then not repeated. A
-        completion that was cut, or ended by a stop string, has none, and the tail begins with it.
-        """
-        tail = self._full_tail(messages, num_covered, tools)
-        return tail[self._leading_end(tail) :] if last_completion_ended else tail
-
     def render_next(
         self,
         messages: Sequence[Message],

@@ -87,20 +87,12 @@ def test_rendering_is_the_templates_own() -> None:
 
 
 def test_a_tail_does_not_repeat_the_end_of_turn_that_was_sampled() -> None:
-    tail = RENDERER.render_tail(CONVERSATION, last_completion_ended=True)
-    assert tail == encode("\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n")
+    tail = encode("\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n")
+    assert RENDERER.render_next(CONVERSATION, (7, 8, END)) == (7, 8, END, *tail)
 
 
 def test_a_tail_supplies_the_end_of_turn_of_a_cut_completion() -> None:
-    assert RENDERER.render_tail(CONVERSATION, last_completion_ended=False) == (
-        END,
-        *RENDERER.render_tail(CONVERSATION, last_completion_ended=True),
-    )
-
-
-def test_the_next_prompt_looks_at_the_last_token_to_see_whether_the_turn_ended() -> None:
-    tail = RENDERER.render_tail(CONVERSATION, last_completion_ended=True)
-    assert RENDERER.render_next(CONVERSATION, (7, 8, END)) == (7, 8, END, *tail)
+    tail = encode("\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n")
     assert RENDERER.render_next(CONVERSATION, (7, 8)) == (7, 8, END, *tail)
 
 
@@ -127,7 +119,6 @@ def test_a_continued_prompt_equals_the_whole_rendering_when_sampling_matches_the
 
 def test_white_space_before_the_end_of_turn_goes_with_it() -> None:
     renderer = ChatRenderer(make_tokenizer(SPACED))
-    assert renderer.render_tail(CONVERSATION, last_completion_ended=True) == encode("[INST] again [/INST]")
     assert renderer.render_next(CONVERSATION, (7, END)) == (7, END, *encode("[INST] again [/INST]"))
 
 
@@ -140,8 +131,7 @@ def test_reasoning_that_the_template_would_forget_stays_as_it_was_sampled() -> N
 
 
 def test_the_tail_of_a_last_assistant_message_is_its_end_and_the_generation_prompt() -> None:
-    tail = RENDERER.render_tail(CONVERSATION[:2], last_completion_ended=False)
-    assert tail == encode("<|im_end|>\n<|im_start|>assistant\n")
+    assert RENDERER.render_next(CONVERSATION[:2], ()) == encode("<|im_end|>\n<|im_start|>assistant\n")
 
 
 @FAMILIES
@@ -158,9 +148,7 @@ def test_tools_and_tool_calls_are_rendered_as_the_template_writes_them(make: Mak
 def test_a_tail_is_what_the_template_writes_behind_the_covered_turn(make: MakeTokenizer, num_covered: int) -> None:
     renderer = ChatRenderer(make())
     whole = renderer.decode(renderer.render(AGENT, tools=TOOLS))
-    tail = renderer.decode(
-        renderer.render_tail(AGENT, last_completion_ended=False, num_covered=num_covered, tools=TOOLS)
-    )
+    tail = renderer.decode(renderer.render_next(AGENT, (), num_covered=num_covered, tools=TOOLS))
     assert whole.endswith(tail)
     assert tail.startswith(renderer.decode([make().eos_token_id]))
     assert whole.removesuffix(tail).endswith(("}}\n</tool_call>", "}}", "}]") if num_covered == 3 else "It is cold.")
@@ -220,7 +208,8 @@ def test_a_template_that_wants_tool_calls_before_tool_results_is_continued_behin
     renderer = ChatRenderer(mistral())
     with pytest.raises(ValueError, match="a tool result must follow a tool call"):
         renderer.render([*AGENT[:2], {"role": "assistant", "content": "x"}, AGENT[3]])
-    tail = renderer.decode(renderer.render_tail(AGENT, last_completion_ended=True, num_covered=3))
+    ended = (renderer.tokenizer.eos_token_id,)
+    tail = renderer.decode(renderer.render_next(AGENT, ended, num_covered=3)).removeprefix("</s>")
     assert tail.startswith('[TOOL_RESULTS] {"content": "cold", "call_id": "')
     assert tail.endswith(" It is cold.</s>[INST] Be brief.\n\nagain[/INST]")
 
@@ -320,7 +309,7 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
 def test_a_template_that_loses_the_assistants_words_is_refused_when_it_must_continue() -> None:
     renderer = ChatRenderer(make_tokenizer("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"))
     with pytest.raises(ConfigError, match="exactly once, got 0 times"):
-        renderer.render_tail(CONVERSATION, last_completion_ended=True)
+        renderer.render_next(CONVERSATION, (END,))
 
 
 def test_what_a_template_raises_becomes_one_clear_error() -> None:
@@ -331,7 +320,7 @@ def test_what_a_template_raises_becomes_one_clear_error() -> None:
 
 def test_continuing_needs_an_assistant_message() -> None:
     with pytest.raises(ValueError, match="assistant message to continue from"):
-        RENDERER.render_tail(CONVERSATION[:1], last_completion_ended=True)
+        RENDERER.render_next(CONVERSATION[:1], (END,))
 
 
 @given(st.text(max_size=30))

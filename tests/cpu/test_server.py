@@ -275,7 +275,7 @@ async def test_prefix_token_ids_are_continued_without_tokenizing_sampled_text_ag
         reply = await running.chat(messages=messages, extra_body={"prefix_token_ids": prefix, "return_token_ids": True})
     prompt = reply.model_extra["prompt_token_ids"]
     assert prompt[: len(prefix)] == prefix
-    assert tuple(prompt[len(prefix) :]) == RENDERER.render_tail(messages, last_completion_ended=True)
+    assert tuple(prompt) == RENDERER.render_next(messages, prefix)
     assert sampler.prompts == [tuple(prompt)]
     assert tuple(prompt) != RENDERER.render(messages)
 

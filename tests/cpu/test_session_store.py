@@ -279,27 +279,10 @@ def test_idle_time_counts_from_the_end_of_the_last_request(store: SessionStore, 
     session.begin_request(110.0)
     session.end_request(200.0)
     session.end_request(300.0)
-    assert store.next_deadline() == 900.0
     clock.now = 899.0
     assert store.sweep() == []
     clock.now = 900.0
     assert store.sweep() == [session]
-
-
-def test_the_next_deadline_is_the_earliest_of_open_sessions(store: SessionStore, clock: Clock) -> None:
-    assert store.next_deadline() is None
-    early, _ = store.create()
-    clock.now = 50.0
-    late, _ = store.create()
-    assert store.next_deadline() == 600.0
-    early.begin_request(60.0)
-    clock.now = 70.0
-    assert store.next_deadline() == 650.0
-    clock.now = 690.0
-    assert store.sweep() == [late]
-    assert store.next_deadline() == 1290.0, "were the request to end now"
-    store.delete(early.id)
-    assert store.next_deadline() is None
 
 
 def test_a_request_that_did_not_begin_cannot_end(store: SessionStore) -> None:
@@ -524,8 +507,6 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         due = [session for session in self.created if session.is_open and self.is_due(session)]
-        deadline = self.store.next_deadline()
-        assert bool(due) == (deadline is not None and deadline <= self.clock.now)
         assert self.store.sweep() == due
         for session in due:
             self.close(session)

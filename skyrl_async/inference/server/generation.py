@@ -43,7 +43,6 @@ class GenerationRequest:
     """``max_tokens`` may exceed what the context has left."""
     max_total_tokens: int | None = None
     """Most tokens of prompt and completion together."""
-    num_choices: int = 1
     session_label: str | None = None
     """Requests of one label go to one engine while it lives."""
     priority: int = 0

@@ -195,7 +195,6 @@ class ChatCompletionRequest(SamplingFields):
                 shows_logprobs=bool(self.logprobs),
             ),
             max_total_tokens=self.max_total_tokens,
-            num_choices=self.num_choices,
             session_label=self.session_id or session_label,
             priority=self.priority or 0,
         )
@@ -235,7 +234,6 @@ class CompletionRequest(SamplingFields):
             sampling=self.sampling(
                 self.max_tokens, structured, self.logprobs or 0, shows_logprobs=self.logprobs is not None
             ),
-            num_choices=self.num_choices,
             session_label=self.session_id or session_label,
             priority=self.priority or 0,
         )

@@ -201,11 +201,6 @@ class Session:
         self._num_overflows += 1
         self._num_turns_at_overflow = self.num_turns
 
-    def deadline(self, now: float) -> float:
-        """When it expires if nothing happens; with a request open, the earliest it could: were that to end now."""
-        idle_since = now if self._num_requests_open else self._active_at
-        return min(idle_since + self.limits.idle_timeout_s, self._created_at + self.limits.lifetime_s)
-
     def expire(self, now: float) -> bool:
         """Close an open session that is past a deadline; whether it was."""
         reason = self._overdue(now) if self.is_open else ""

@@ -137,11 +137,6 @@ class SessionStore:
             self._keep_closed(session)
         return expired
 
-    def next_deadline(self) -> float | None:
-        """No session expires before then, unless it is created after this call; None without open sessions."""
-        now = self._clock()
-        return min((session.deadline(now) for session in self._open()), default=None)
-
     def statistics(self) -> dict[str, float]:
         """Sessions by state and requests open now, and totals since the start."""
         states = Counter(session.state for session in self._sessions.values())
