@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.config.devices import engine_device, training_device
-from skyrl_async.config.schema import Config, Device, EngineBackend, GeneratorKind, SamplingConfig
+from skyrl_async.config.schema import Config, Device, EngineBackend, SamplingConfig
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.sessions.rows import BranchPolicy
 from skyrl_async.inference.sessions.session import SessionLimits
@@ -168,13 +168,6 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         tis_cap=algorithm.tis_cap,
         seed=config.trainer.seed,
     )
-
-
-def needs_endpoint(config: Config) -> bool:
-    if config.server.enabled is not None:
-        return config.server.enabled
-    kind = config.generator.kind
-    return kind is GeneratorKind.agent or (kind is GeneratorKind.gym_http and config.generator.entrypoint is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

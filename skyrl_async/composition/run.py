@@ -23,7 +23,7 @@ from skyrl_async.composition.data import (
     prepare_prompts,
 )
 from skyrl_async.composition.parts import Log, check_generator, make_generator, make_publisher, make_trainer
-from skyrl_async.composition.processes import needs_endpoint, ray_session, serving_endpoint, start_engines_and_policy
+from skyrl_async.composition.processes import ray_session, serving_endpoint, start_engines_and_policy
 from skyrl_async.config.rules import DATASET_TASK
 from skyrl_async.config.schema import Config
 from skyrl_async.inference.client import InferenceEngineClient
@@ -83,7 +83,7 @@ async def started_parts(
         tokenizer, renderer = chat.tokenizer, chat.renderer
         client = InferenceEngineClient(engines, tokenizer=tokenizer, max_model_len=max_model_len, renderer=renderer)
         endpoint = None
-        if needs_endpoint(config):
+        if config.serves_endpoint:
             say("starting the endpoint")
             serving = serving_endpoint(config, initial, engines, max_model_len, run_dir)
             endpoint = await stack.enter_async_context(serving)

@@ -107,9 +107,9 @@ def generator_entrypoint_is_a_path(config: Config) -> None:
 
 
 def generator_over_http_needs_the_server(config: Config) -> None:
-    kind = config.generator.kind
-    if kind in (GeneratorKind.gym_http, GeneratorKind.agent) and config.server.enabled is False:
-        raise ConfigError(f"server.enabled must be true or null with generator.kind={kind.name}, got false")
+    if config.generator.needs_endpoint and not config.serves_endpoint:
+        kind = config.generator.kind.name
+        raise ConfigError(f"server.enabled must be true or null with generator.kind={kind}, got false")
 
 
 def tools_need_an_agent(config: Config) -> None:
@@ -215,9 +215,7 @@ def _check_shards(index: Path, found: str) -> None:
 
 def server_port_is_free(config: Config) -> None:
     server = config.server
-    over_http = config.generator.kind in (GeneratorKind.gym_http, GeneratorKind.agent)
-    is_used = server.enabled or (server.enabled is None and over_http)
-    if not is_used or server.port == 0:
+    if not config.serves_endpoint or server.port == 0:
         return
     last = server.port + server.num_front_ends - 1
     if last > _MAX_PORT:

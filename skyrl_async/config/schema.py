@@ -275,6 +275,12 @@ class GeneratorConfig:
         limit = self.max_concurrent_agents
         require(limit is None or limit >= 1, "generator.max_concurrent_agents", ">= 1 or null", limit)
 
+    @property
+    def needs_endpoint(self) -> bool:
+        """It samples over HTTP; a generator of one's own is handed the client instead."""
+        own = self.kind is not GeneratorKind.agent and self.entrypoint is not None
+        return self.kind is not GeneratorKind.gym and not own
+
 
 @dataclass
 class AlgorithmConfig:
@@ -525,3 +531,8 @@ class Config:
     placement: PlacementConfig = doc(PlacementConfig, "What Ray reserves.")
     logging: LoggingConfig = doc(LoggingConfig, "Where figures go.")
     cache_dir: str = doc("~/.cache/skyrl_async", "Where warm-started policies are kept between runs.")
+
+    @property
+    def serves_endpoint(self) -> bool:
+        """Whether this run opens the endpoint."""
+        return self.generator.needs_endpoint if self.server.enabled is None else self.server.enabled

@@ -312,6 +312,7 @@ def test_a_port_in_use_is_refused_only_when_it_would_be_bound() -> None:
         ):
             from_overrides(f"server.port={port}", "generator.kind=gym_http")
         from_overrides(f"server.port={port}")
+        from_overrides(f"server.port={port}", "generator.kind=gym_http", "generator.entrypoint=own:generator")
     from_overrides(f"server.port={port}", "server.enabled=true")
 
 
