@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_async.checkpoint import Checkpointer, read_state
+from skyrl_async.composition.parts import LogGroups
 from skyrl_async.composition.processes import write_private
 from skyrl_async.composition.run import started_parts, trainer_of
 from skyrl_async.concurrency import first_failure
@@ -29,6 +30,7 @@ from skyrl_async.metrics.logs import run_logging
 from skyrl_async.metrics.summary import summary_table, write_summary
 from skyrl_async.metrics.trace import Trace, free_trace_path
 from skyrl_async.metrics.tracker import MetricsLog, Sink, Tracker
+from skyrl_async.metrics.trained_groups import TrainedGroupsLog
 from skyrl_async.metrics.wandb import WandbSink
 from skyrl_async.trainer import FullyAsyncTrainer
 
@@ -91,8 +93,9 @@ async def _run(config: Config, run_dir: Path, checkpoint: Path | None, started: 
         def log(step: int, values: dict[str, float]) -> None:
             tracker.log(step, {"trainer/step": float(step), **values})
 
+        log_groups = _trained_groups_log(config, run_dir, resume_step, stack)
         async with started_parts(config, run_dir, trace=trace, say=console.phase, checkpoint=checkpoint) as parts:
-            trainer = trainer_of(config, parts, run_dir=run_dir, log=log, trace=trace)
+            trainer = trainer_of(config, parts, run_dir=run_dir, log=log, log_groups=log_groups, trace=trace)
             if parts.endpoint_url is not None:
                 console.message(f"endpoint: {parts.endpoint_url} (key in {run_dir / 'endpoint.json'})")
             if checkpoint is not None:
@@ -118,6 +121,15 @@ def _sinks(config: Config, run_dir: Path, resume_step: int | None, console: Cons
     if config.logging.wandb:
         sinks.append(WandbSink(run_dir, config.logging.wandb_project, without_secrets(config)))
     return sinks
+
+
+def _trained_groups_log(config: Config, run_dir: Path, resume_step: int | None, stack: ExitStack) -> LogGroups:
+    if not config.logging.trained_groups:
+        return lambda version, groups: None
+    path = run_dir / "trained_groups.jsonl"
+    groups_log = TrainedGroupsLog(path, resume_step, has_tokens=config.logging.trained_tokens)
+    stack.callback(groups_log.close)
+    return groups_log.log
 
 
 def _summary(

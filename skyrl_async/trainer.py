@@ -75,6 +75,7 @@ class FullyAsyncTrainer:
         advantages: rewards of a group -> one advantage per sample.
         log: takes (step, values) for each step.
         trace: one span per stage.
+        log_groups: takes (policy version trained at, groups) of each step.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class FullyAsyncTrainer:
         advantages: Callable[[Sequence[float]], Sequence[float]],
         log: Callable[[int, dict[str, float]], None],
         trace: Trace,
+        log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None,
     ) -> None:
         self._settings = settings
         self._dataloader = dataloader
@@ -104,7 +106,7 @@ class FullyAsyncTrainer:
         self._checkpointer = checkpointer
         self._advantages = advantages
         self._trace = trace
-        self._recorder = Recorder(log=log, trace=trace, generation_counts=lambda: workers.counts)
+        self._recorder = Recorder(log=log, trace=trace, log_groups=log_groups, generation_counts=lambda: workers.counts)
         self._evaluating: asyncio.Task[None] | None = None
         self._checkpointed_step: int | None = None
         self.reward_after: float | None = None
@@ -186,6 +188,7 @@ class FullyAsyncTrainer:
         with self._recorder.timed(figures, "optimizer_step", track="training"):
             stepped = await self._policy.step(figures.loss_tokens)
         await self._dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
+        self._recorder.log_groups(figures.version, figures.groups)
         version = self.step + 1
         checked = await self._publish(version, figures=figures)
         figures.add_seconds("step", loop.time() - started)

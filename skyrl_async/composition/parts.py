@@ -10,7 +10,7 @@ import importlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,11 +34,13 @@ from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.tasks.registry import make_environment
 from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
 from skyrl_async.training.protocol import Policy
-from skyrl_async.types import PauseMode, SamplingParams
+from skyrl_async.types import Group, PauseMode, SamplingParams
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 Log = Callable[[int, dict[str, float]], None]
 """Takes (step, values)."""
+LogGroups = Callable[[int, Sequence[Group]], None]
+"""Takes (policy version trained at, groups)."""
 
 
 def sampling_params(sampling: SamplingConfig) -> SamplingParams:
@@ -177,6 +179,7 @@ def make_trainer(
     generator: Generator,
     run_dir: Path,
     log: Log,
+    log_groups: LogGroups,
     trace: Trace,
 ) -> FullyAsyncTrainer:
     """A trainer, with generation's side of it, over running parts; checkpoints go below ``run_dir``."""
@@ -213,6 +216,7 @@ def make_trainer(
         checkpointer=Checkpointer(run_dir / "checkpoints", max_to_keep=trainer.max_checkpoints_to_keep),
         advantages=functools.partial(estimator.compute, norm_by_std=trainer.algorithm.grpo_norm_by_std),
         log=log,
+        log_groups=log_groups,
         trace=trace,
     )
 

@@ -22,7 +22,7 @@ from skyrl_async.composition.data import (
     num_planned_steps,
     prepare_prompts,
 )
-from skyrl_async.composition.parts import Log, check_generator, make_generator, make_publisher, make_trainer
+from skyrl_async.composition.parts import Log, LogGroups, check_generator, make_generator, make_publisher, make_trainer
 from skyrl_async.composition.processes import ray_session, serving_endpoint, start_engines_and_policy
 from skyrl_async.config.rules import DATASET_TASK
 from skyrl_async.config.schema import Config
@@ -97,7 +97,15 @@ async def started_parts(
         )
 
 
-def trainer_of(config: Config, parts: Parts, *, run_dir: Path, log: Log, trace: Trace) -> FullyAsyncTrainer:
+def trainer_of(
+    config: Config,
+    parts: Parts,
+    *,
+    run_dir: Path,
+    log: Log,
+    trace: Trace,
+    log_groups: LogGroups = lambda version, groups: None,
+) -> FullyAsyncTrainer:
     """A trainer over running parts; checkpoints go below ``run_dir``."""
     return make_trainer(
         config,
@@ -108,5 +116,6 @@ def trainer_of(config: Config, parts: Parts, *, run_dir: Path, log: Log, trace: 
         generator=parts.generator,
         run_dir=run_dir,
         log=log,
+        log_groups=log_groups,
         trace=trace,
     )

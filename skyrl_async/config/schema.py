@@ -514,6 +514,10 @@ class LoggingConfig:
     wandb_project: str = doc("skyrl_async", "Project of the W&B run.")
     console: bool = doc(True, "Live progress display (plain lines where standard output is no terminal).")
     trace: bool = doc(True, "Write a Chrome/Perfetto trace of the stages.")
+    trained_groups: bool = doc(
+        True, "Write trained_groups.jsonl: one line per trained group, with its versions, rewards and lengths."
+    )
+    trained_tokens: bool = doc(False, "Have it hold every token with its behavior log-prob too.")
     level: str = doc("INFO", "Of the run's log file and standard error.")
 
 

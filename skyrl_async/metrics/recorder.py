@@ -5,11 +5,12 @@ checkpoints and the summary. Does not know what a step does, nor when.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from skyrl_async.metrics.step import RunTotals, StepFigures
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.types import Group
 
 
 class Recorder:
@@ -18,6 +19,7 @@ class Recorder:
     Args:
         log: takes (step, values).
         trace: one span per timed part.
+        log_groups: takes (policy version trained at, groups) of each step.
         generation_counts: what generation has counted so far (finished groups, tokens, ...), all of it growing.
     """
 
@@ -26,9 +28,11 @@ class Recorder:
         *,
         log: Callable[[int, dict[str, float]], None],
         trace: Trace,
+        log_groups: Callable[[int, Sequence[Group]], None],
         generation_counts: Callable[[], Mapping[str, int]],
     ) -> None:
         self.log = log
+        self.log_groups = log_groups
         self.totals = RunTotals()
         self._trace = trace
         self._generation_counts = generation_counts

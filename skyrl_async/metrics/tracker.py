@@ -30,8 +30,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, resume_step: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin a new file; with ``resume_step``, keep the lines up to that step and let time go on after the last."""
-        kept = [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]
-        _replace(path, kept)
+        kept = begin_rows(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
         self._clock = clock
         self._start = clock() - (kept[-1]["time_s"] if kept else 0.0)
@@ -89,8 +88,11 @@ def read_steps(path: Path) -> list[dict[str, float]]:
     return [steps[step] for step in sorted(steps)]
 
 
-def _replace(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def begin_rows(path: Path, resume_step: int | None) -> list[dict[str, Any]]:
+    """Make ``path`` hold what a run that goes on after ``resume_step`` keeps of it, and return that; None keeps nothing."""
+    kept = [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     temporary.replace(path)
+    return kept

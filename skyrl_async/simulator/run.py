@@ -7,7 +7,7 @@ its capacity.
 import asyncio
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
 from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
-from skyrl_async.types import PauseMode, Prompt, SamplingParams
+from skyrl_async.types import Group, PauseMode, Prompt, SamplingParams
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 
@@ -112,6 +112,7 @@ def build_simulation(
     *,
     checkpoint_dir: Path | None = None,
     generator_over: Callable[[InferenceEngineClient], Generator] = ModelledGenerator,
+    log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None,
 ) -> Simulation:
     """Make every part; call inside ``run_in_virtual_time``."""
     loop = asyncio.get_running_loop()
@@ -167,6 +168,7 @@ def build_simulation(
         checkpointer=Checkpointer(checkpoint_dir, max_to_keep=0) if checkpoint_dir else None,
         advantages=lambda rewards: [0.0] * len(rewards),
         log=lambda step, values: logged.append((step, values)),
+        log_groups=log_groups,
         trace=trace,
     )
     return Simulation(trainer, engines, policy, client, dataloader, staleness, buffer, workers, publisher, logged)
