@@ -97,7 +97,8 @@ def token_figures(
 
     ``behavior_kl`` is the k3 estimate of KL(mu, pi), ``r - 1 - log r`` (Schulman, "Approximating KL divergence",
     2020), whose mean under mu is exact and whose every term is >= 0. ``lag<k>_...`` are the same figures of the
-    tokens sampled k versions before the one being trained.
+    tokens sampled k versions before the one being trained. ``lag0_logprob_gap_max`` is where engine and trainer disagree about the
+    same weights: rounding, or weights that the engine does not hold.
 
     Args:
         token_loss: of the same tokens.
@@ -108,6 +109,7 @@ def token_figures(
     ratio = importance_ratio(logprobs, behavior_logprobs).double()
     kl = ratio - 1 - ratio.log()
     is_clipped = token_loss.is_clipped.double()
+    gaps = (logprobs - behavior_logprobs).abs()
     per_lag = torch.stack([torch.bincount(token_lags, weights=w) for w in (torch.ones_like(kl), kl, is_clipped)])
     overall = torch.stack(
         [
@@ -117,7 +119,7 @@ def token_figures(
             kl.sum(),
             token_lags.sum().double(),
             ratio.max(),
-            (logprobs - behavior_logprobs).abs().max().double(),
+            gaps.max().double(),
         ]
     )
     names = ("loss_sum", "clipped_sum", "ratio_sum", "behavior_kl_sum", "token_lag_sum", "ratio_max", "logprob_gap_max")
@@ -129,6 +131,8 @@ def token_figures(
             figures[f"lag{lag}_behavior_kl_sum"] = kl_sum
             figures[f"lag{lag}_clipped_sum"] = clipped_sum
             figures["token_lag_max"] = float(lag)
+    if (is_fresh := token_lags == 0).any():
+        figures["lag0_logprob_gap_max"] = float(gaps[is_fresh].max())
     return figures
 
 

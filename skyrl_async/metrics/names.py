@@ -66,6 +66,10 @@ METRICS: dict[str, Metric] = {
     "policy/clipped": Metric("share", "Tokens whose ratio was clipped or capped."),
     "policy/behavior_kl": Metric("nats", "Behavior against new policy, per token."),
     "policy/logprob_gap_max": Metric("nats", "Largest difference between new and behavior log-prob of a token."),
+    "policy/lag0_logprob_gap_max": Metric(
+        "nats",
+        "The same of tokens sampled under the very version that is trained: above rounding, engines hold other weights.",
+    ),
     "policy/token_lag": Metric("steps", "Versions between sampling and training, mean over trained tokens."),
     "policy/token_lag_max": Metric("steps", "The same, largest of the step."),
     "policy/lag<n>_tokens": Metric("share", "Trained tokens that were sampled n versions before."),

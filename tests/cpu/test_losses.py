@@ -124,4 +124,6 @@ def test_figures_of_parts_join_to_the_figures_of_the_whole() -> None:
     assert joined["num_tokens"] == 12
     assert joined["token_lag_max"] == 4
     assert joined["lag2_tokens_sum"] == 3
+    assert joined["lag0_logprob_gap_max"] == pytest.approx((logprobs - behavior)[lags == 0].abs().max().item())
+    assert "lag0_logprob_gap_max" not in figures(slice(5, 8))
     assert "lag3_tokens_sum" not in joined
