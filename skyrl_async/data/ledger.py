@@ -63,6 +63,7 @@ class UidLedger:
         self._queue: deque[Key] = deque()
         self._next_epoch = 0
         self._totals: Counter[UidState] = Counter()
+        self._num_of_state: dict[int, Counter[UidState]] = {}
 
     @property
     def epoch(self) -> int:
@@ -74,7 +75,7 @@ class UidLedger:
         if not self._queue and not self._open_next_epoch():
             return None
         epoch, uid = self._queue.popleft()
-        self._states[epoch][uid] = UidState.RUNNING
+        self._set((epoch, uid), UidState.RUNNING)
         return epoch, uid
 
     def give_back(self, key: Key) -> None:
@@ -116,8 +117,7 @@ class UidLedger:
 
     def counts(self) -> dict[str, int]:
         """Uids per state over the open epochs, and ``*_total`` over the run for the closed states."""
-        now = Counter(state for states in self._states.values() for state in states.values())
-        counts = {state.value: now[state] for state in UidState}
+        counts = {state.value: sum(now[state] for now in self._num_of_state.values()) for state in UidState}
         return counts | {f"{state.value}_total": self._totals[state] for state in _CLOSED}
 
     def to_json(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class UidLedger:
             )
         self._next_epoch = saved["next_epoch"]
         self._totals = Counter({UidState(name): count for name, count in saved["totals"].items()})
-        self._states, self._queue = {}, deque()
+        self._states, self._num_of_state, self._queue = {}, {}, deque()
         for epoch in sorted(int(e) for e in saved["epochs"]):
             self._load_epoch(epoch, saved["epochs"][str(epoch)])
 
@@ -149,6 +149,7 @@ class UidLedger:
                 )
             states |= dict.fromkeys(uids, UidState(name))
         self._states[epoch] = states
+        self._num_of_state[epoch] = Counter(states.values())
         self._queue.extend((epoch, uid) for uid in self._order(epoch) if states[uid] is UidState.NEW)
 
     def _order(self, epoch: int) -> list[str]:
@@ -162,6 +163,7 @@ class UidLedger:
         epoch = self._next_epoch
         self._next_epoch += 1
         self._states[epoch] = dict.fromkeys(self._uids, UidState.NEW)
+        self._num_of_state[epoch] = Counter({UidState.NEW: len(self._uids)})
         self._queue.extend((epoch, uid) for uid in self._order(epoch))
         return True
 
@@ -169,11 +171,17 @@ class UidLedger:
         found = self.state(key)
         if found not in _FROM[to]:
             raise StateError(f"uid {key[1]!r} of epoch {key[0]} is {found.value} and cannot become {to.value}")
-        self._states[key[0]][key[1]] = to
+        self._set(key, to)
+
+    def _set(self, key: Key, to: UidState) -> None:
+        epoch, uid = key
+        self._num_of_state[epoch][self._states[epoch][uid]] -= 1
+        self._num_of_state[epoch][to] += 1
+        self._states[epoch][uid] = to
 
     def _close(self, key: Key, to: UidState) -> None:
         self._move(key, to)
         self._totals[to] += 1
         epoch = key[0]
-        if all(state in _CLOSED for state in self._states[epoch].values()):
-            del self._states[epoch]
+        if sum(self._num_of_state[epoch][state] for state in _CLOSED) == len(self._uids):
+            del self._states[epoch], self._num_of_state[epoch]

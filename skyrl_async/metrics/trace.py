@@ -5,6 +5,7 @@ also load without its closing bracket, hence after ``kill -9``; and how long eac
 is handed in, so that virtual time can be traced too.
 """
 
+import heapq
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ class SpanStatistics:
 class _Span:
     track: str
     parent: "_Span | None"
+    lane: "_Lane | None" = None
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +53,7 @@ class Trace:
         self._start = clock()
         self._lock = threading.Lock()
         self._lanes: dict[str, list[_Lane]] = {}
+        self._free_lanes: dict[str, list[tuple[int, _Lane]]] = {}
         self._processes: dict[str, int] = {}
         self._totals: dict[tuple[str, str], SpanStatistics] = {}
         self._num_events = 0
@@ -72,7 +75,7 @@ class Trace:
             end = self._clock()
             _open_span.reset(token)
             with self._lock:
-                lane.stack.remove(span)
+                self._leave(span, lane)
                 self._count(track, name, end - begin)
                 self._write(
                     "X", name, track, lane.thread_id, begin, {"dur": self._micros(end) - self._micros(begin)}, args
@@ -117,36 +120,45 @@ class Trace:
         around = span.parent
         while around is not None and around.track != span.track:
             around = around.parent
-        lanes = self._lanes_of(span.track)
-        for lane in lanes:
-            top = lane.stack[-1] if lane.stack else None
-            if (around is not None and top is around) or (around is None and top is None):
-                break
-        else:
-            lane = next((lane for lane in lanes if not lane.stack), None) or self._add_lane(span.track)
+        lane = None if around is None else around.lane
+        if lane is None or not lane.stack or lane.stack[-1] is not around:
+            lane = self._take_free_lane(span.track)
+        span.lane = lane
         lane.stack.append(span)
         return lane
 
+    def _leave(self, span: _Span, lane: _Lane) -> None:
+        lane.stack.remove(span)
+        if not lane.stack:
+            heapq.heappush(self._free_lanes[span.track], (lane.thread_id, lane))
+
+    def _take_free_lane(self, track: str) -> _Lane:
+        """The uppermost: thread ids ascend within a track."""
+        self._lanes_of(track)
+        if not self._free_lanes[track]:
+            self._add_lane(track)
+        return heapq.heappop(self._free_lanes[track])[1]
+
     def _lanes_of(self, track: str) -> list[_Lane]:
         if track not in self._lanes:
-            self._lanes[track] = []
+            self._lanes[track], self._free_lanes[track] = [], []
             self._add_lane(track)
         return self._lanes[track]
 
-    def _add_lane(self, track: str) -> _Lane:
+    def _add_lane(self, track: str) -> None:
         lanes = self._lanes[track]
         order = sum(map(len, self._lanes.values()))
         lane = _Lane(thread_id=order + 1)
         lanes.append(lane)
+        heapq.heappush(self._free_lanes[track], (lane.thread_id, lane))
         process, thread = _split(track)
         if process not in self._processes:
             self._processes[process] = len(self._processes) + 1
             self._write("M", "process_name", track, lane.thread_id, self._start, {}, {"name": process})
         title = thread if len(lanes) == 1 else f"{thread} {len(lanes)}"
         self._write("M", "thread_name", track, lane.thread_id, self._start, {}, {"name": title})
-        sort_index = list(self._lanes).index(track) * 1000 + len(lanes)
+        sort_index = list(self._lanes).index(track) * 100_000 + len(lanes)
         self._write("M", "thread_sort_index", track, lane.thread_id, self._start, {}, {"sort_index": sort_index})
-        return lane
 
     def _count(self, track: str, name: str, seconds: float) -> None:
         old = self._totals.get((track, name), SpanStatistics(count=0, total_s=0.0, max_s=0.0))

@@ -5,7 +5,7 @@ it go. Does not know versions or the bound; that is the rule's business.
 """
 
 import asyncio
-import bisect
+import heapq
 from collections.abc import Callable
 
 from skyrl_async.errors import StateError
@@ -21,7 +21,7 @@ class GroupBuffer:
 
     def __init__(self, max_groups: int) -> None:
         self._max_groups = max_groups
-        self._groups: list[Group] = []
+        self._heap: list[tuple[int, Group]] = []
         self._is_closed = False
         self._changed: asyncio.Future[None] | None = None
         self._held_seconds = 0.0
@@ -30,11 +30,11 @@ class GroupBuffer:
         """Add a finished group. Raises ``StateError`` when closed or full."""
         if self._is_closed:
             raise StateError(f"group {group.admission_index} ({group.uid}) came after the buffer was closed")
-        if len(self._groups) >= self._max_groups:
+        if len(self._heap) >= self._max_groups:
             raise StateError(
-                f"the buffer holds {len(self._groups)} groups, which is all that the staleness credits allow"
+                f"the buffer holds {len(self._heap)} groups, which is all that the staleness credits allow"
             )
-        bisect.insort(self._groups, group, key=lambda g: g.admission_index)
+        heapq.heappush(self._heap, (group.admission_index, group))
         self.notify()
 
     def close(self) -> None:
@@ -54,11 +54,11 @@ class GroupBuffer:
         """
         loop = asyncio.get_running_loop()
         while True:
-            if self._groups and (self._is_closed or is_allowed(self._groups[0])):
-                return self._groups.pop(0)
-            if self._is_closed and not self._groups:
+            if self._heap and (self._is_closed or is_allowed(self._oldest)):
+                return heapq.heappop(self._heap)[1]
+            if self._is_closed and not self._heap:
                 return None
-            is_held_back = bool(self._groups)
+            is_held_back = bool(self._heap)
             self._changed = loop.create_future()
             started = loop.time()
             try:
@@ -70,11 +70,11 @@ class GroupBuffer:
 
     def can_give(self, is_allowed: Callable[[Group], bool]) -> bool:
         """Whether ``get`` would return at once."""
-        return self._is_closed or (bool(self._groups) and is_allowed(self._groups[0]))
+        return self._is_closed or (bool(self._heap) and is_allowed(self._oldest))
 
     def snapshot(self) -> tuple[Group, ...]:
         """The groups held, oldest admitted first, for a checkpoint."""
-        return tuple(self._groups)
+        return tuple(group for _, group in sorted(self._heap, key=lambda entry: entry[0]))
 
     @property
     def held_seconds(self) -> float:
@@ -82,8 +82,12 @@ class GroupBuffer:
         return self._held_seconds
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._heap)
 
     def statistics(self) -> dict[str, float]:
         """Groups held, and seconds the consumer was held back from them."""
-        return {"buffer_groups": float(len(self._groups)), "held_seconds": self._held_seconds}
+        return {"buffer_groups": float(len(self._heap)), "held_seconds": self._held_seconds}
+
+    @property
+    def _oldest(self) -> Group:
+        return self._heap[0][1]

@@ -6,11 +6,12 @@ atomic under cancellation; only ``acquire_submission_slot`` waits.
 """
 
 import asyncio
-from collections import Counter, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl_async.errors import StateError
+from skyrl_async.rollout.open_groups import OpenGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,8 @@ class _AsyncStalenessManager:
         self._next_index = 0
         self._running: dict[int, Admission] = {}
         self._finished: dict[int, Admission] = {}
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._open = OpenGroups()
+        self._waiters: OrderedDict[asyncio.Future[None], None] = OrderedDict()
 
     @property
     def max_staleness_steps(self) -> int:
@@ -105,14 +107,14 @@ class _AsyncStalenessManager:
         """
         if self._waiters or self.capacity == 0:
             waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
+            self._waiters[waiter] = None
             try:
                 await waiter
             except asyncio.CancelledError:
-                self._waiters.remove(waiter)
+                del self._waiters[waiter]
                 self._wake()
                 raise
-            self._waiters.popleft()
+            del self._waiters[waiter]
         return self._admit()
 
     async def on_rollout_accepted(self, admission: Admission) -> None:
@@ -123,6 +125,7 @@ class _AsyncStalenessManager:
     async def on_rollout_rejected(self, admission: Admission) -> None:
         """The group failed or was given up; its place is free again."""
         self._take_running(admission)
+        self._open.remove(admission.index)
         self._wake()
 
     async def on_rollout_filtered(self, admission: Admission) -> None:
@@ -155,7 +158,7 @@ class _AsyncStalenessManager:
         up to v have to be trained by step v + max_staleness_steps (earliest deadline first). A look at this step alone is not
         enough: a mini-batch can become due at once, and a place of an earlier step lost is then a group past the bound.
         """
-        opened = Counter(a.scheduled_version for a in (*self._running.values(), *self._finished.values()))
+        opened = self._open.num_of_version
         num_before = 0
         for version in sorted(v for v in opened if v < scheduled_version):
             num_before += opened[version]
@@ -166,7 +169,7 @@ class _AsyncStalenessManager:
 
     def first_open_index(self) -> int | None:
         """The smallest admission index that is neither trained nor given up."""
-        return min((*self._running, *self._finished), default=None)
+        return self._open.first_index()
 
     async def load_state_from_checkpoint(
         self, version: int, next_index: int, finished: Sequence[Admission] = (), *, holds_bound: bool = True
@@ -188,6 +191,7 @@ class _AsyncStalenessManager:
             staleness = version + num_steps_before - (admission.scheduled_version if holds_bound else version)
             if staleness <= self._max_staleness_steps:
                 self._finished[admission.index] = admission
+                self._open.add(admission.index, admission.scheduled_version)
         return tuple(self._finished.values())
 
     async def validate_state_at_epoch_end(self, num_trained_groups: int) -> None:
@@ -210,6 +214,7 @@ class _AsyncStalenessManager:
         admission = Admission(index=self._next_index, scheduled_version=self._version)
         self._next_index += 1
         self._running[admission.index] = admission
+        self._open.add(admission.index, admission.scheduled_version)
         self._wake()
         return admission
 
@@ -221,9 +226,11 @@ class _AsyncStalenessManager:
     def _take_finished(self, index: int) -> Admission:
         if index not in self._finished:
             raise StateError(f"group {index} is not finished, or was trained before")
+        self._open.remove(index)
         return self._finished.pop(index)
 
     def _wake(self) -> None:
         """Let the first waiter go, if there is room for it. It stays in line until it runs, so that nobody overtakes it."""
-        if self._waiters and self.capacity > 0 and not self._waiters[0].done():
-            self._waiters[0].set_result(None)
+        first = next(iter(self._waiters), None)
+        if first is not None and not first.done() and self.capacity > 0:
+            first.set_result(None)

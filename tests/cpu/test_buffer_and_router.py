@@ -172,7 +172,8 @@ class BufferMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         self.settle()
-        assert {g.admission_index for g in self.buffer.snapshot()} == self.held
+        assert [g.admission_index for g in self.buffer.snapshot()] == sorted(self.held)
+        assert len(self.buffer) == len(self.held)
 
     def teardown(self) -> None:
         if self.consumer is not None:

@@ -1,6 +1,7 @@
 """Contract 1: in an epoch every uid is in exactly one state; nothing is trained twice, nothing disappears."""
 
 import json
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -55,6 +56,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.load_json(saved)
         self.running = []
 
+    def states_of(self, epoch: int) -> list[UidState]:
+        return [self.ledger.state((epoch, uid)) for uid in UIDS]
+
     @invariant()
     def every_uid_is_in_one_state(self) -> None:
         for epoch in self.ledger.open_epochs:
@@ -64,6 +68,11 @@ class LedgerMachine(RuleBasedStateMachine):
         for key in self.finished:
             assert self.ledger.state(key) is UidState.FINISHED
         counts = self.ledger.counts()
+        held = Counter(s for e in self.ledger.open_epochs for s in UidState for _ in self.ledger.uids(e, s))
+        assert {state: counts[state.value] for state in UidState} == {state: held[state] for state in UidState}
+        for epoch in self.ledger.open_epochs:
+            is_closed = [s in (UidState.TRAINED, UidState.FILTERED, UidState.FAILED) for s in self.states_of(epoch)]
+            assert not all(is_closed), "a complete epoch is forgotten"
         assert counts["trained_total"] + counts["filtered_total"] + counts["failed_total"] == len(self.closed)
 
 

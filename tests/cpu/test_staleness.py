@@ -1,6 +1,7 @@
 """The staleness manager: the capacity rule, driven by hand and by Hypothesis, in virtual time."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -81,6 +82,21 @@ class CapacityRule(RuleBasedStateMachine):
         drive(self.manager.validate_state_at_epoch_end(len(self.trained)))
 
     @invariant()
+    def what_is_kept_up_with_each_change_equals_what_a_look_at_every_open_group_finds(self) -> None:
+        opened = self.running + self.finished
+        assert self.manager.first_open_index() == min((a.index for a in opened), default=None)
+        num_of_version = Counter(a.scheduled_version for a in opened)
+        for scheduled in range(self.manager.version + 1):
+            for num_free in range(1, self.batch + 1):
+                is_place_left = all(
+                    sum(n for v, n in num_of_version.items() if v <= due)
+                    < num_free + (due + self.bound - self.manager.version) * self.batch
+                    for due in num_of_version
+                    if due < scheduled
+                )
+                assert self.manager.may_train(scheduled, num_free) == is_place_left
+
+    @invariant()
     def admission_indices_follow_the_versions(self) -> None:
         opened = sorted(self.running + self.finished, key=lambda a: a.index)
         assert [a.scheduled_version for a in opened] == sorted(a.scheduled_version for a in opened)
@@ -122,6 +138,37 @@ def test_a_cancelled_waiter_leaves_its_turn_to_the_next() -> None:
         return admission.index
 
     assert run_in_virtual_time(main()) == 1
+
+
+@given(is_cancelled=st.lists(st.booleans(), min_size=1, max_size=8), num_waking=st.integers(0, 3))
+def test_whoever_of_the_waiters_is_cancelled_the_others_are_admitted_in_turn(
+    is_cancelled: list[bool], num_waking: int
+) -> None:
+    async def main() -> list[int]:
+        manager = _AsyncStalenessManager(1, 1, 0)
+        held = await manager.acquire_submission_slot()
+        order: list[int] = []
+
+        async def wait(number: int) -> None:
+            admission = await manager.acquire_submission_slot()
+            order.append(number)
+            await manager.on_rollout_rejected(admission)
+
+        waiting = [asyncio.ensure_future(wait(number)) for number in range(len(is_cancelled))]
+        for _ in range(num_waking):
+            await asyncio.sleep(0)
+        await manager.on_rollout_rejected(held)
+        for task, is_victim in zip(waiting, is_cancelled, strict=True):
+            if is_victim:
+                task.cancel()
+        await asyncio.wait(waiting)
+        assert manager.capacity == 1 and manager.num_running == 0
+        assert [task.cancelled() for task in waiting] == [n not in order for n in range(len(waiting))]
+        assert {n for n, is_victim in enumerate(is_cancelled) if not is_victim} <= set(order)
+        return order
+
+    order = run_in_virtual_time(main())
+    assert order == sorted(order)
 
 
 def test_a_place_is_kept_for_groups_that_become_due_together_in_a_later_step() -> None:
