@@ -1,0 +1,176 @@
+"""Kills and freezes the processes of a real run one after another, at random and seeded, and checks what is left.
+
+Flows in: how many faults, a seed, the roles to attack. Flows out: what became of each fault, and the audits. Does not know how a
+run recovers.
+"""
+
+import contextlib
+import json
+import logging
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
+from skyrl_async.tasks.tokenizer import train_tokenizer
+from tests.chaos.attacked_run import AttackedRun, Role
+from tests.chaos.audit import Audit, audit
+
+logger = logging.getLogger(__name__)
+
+MINI_BATCH_SIZE = 2
+MAX_STALENESS_STEPS = 2
+NUM_PROMPTS = 24
+_BOOT_TIMEOUT_S = 300.0
+_RECOVERY_TIMEOUT_S = 240.0
+_GONE_TIMEOUT_S = 60.0
+_MAX_DELAY_S = 3.0
+_TRAINER_FROZEN_S = 3.0
+_STEPS_AFTER = 2
+"""Steps that a run must complete after a fault to have survived it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault and what became of it."""
+
+    role: Role
+    is_freeze: bool
+    """SIGSTOP for good instead of SIGKILL; the trainer, which nothing watches over, is let go again after 3 s."""
+    at_step: int
+    survived: bool
+    """The run went on, by itself or (the trainer killed) when it was taken up."""
+    seconds: float
+    """Until two more steps were complete."""
+    problems: dict[str, int]
+    """What the audit found afterwards."""
+
+
+class Attack:
+    """A run under attack, in a directory of its own.
+
+    Args:
+        directory: an empty one.
+        seed: of the choice of victims and moments.
+        roles: to choose from.
+        overrides: further ones for the run.
+    """
+
+    def __init__(
+        self, directory: Path, *, seed: int, roles: Sequence[Role] = tuple(Role), overrides: Sequence[str] = ()
+    ) -> None:
+        self._rng = random.Random(seed)
+        self._roles = tuple(roles)
+        self._run_dir = directory / "run"
+        self._uids = write_workplace(directory)
+        self._run = AttackedRun([*overrides_of(directory), *overrides], self._run_dir)
+
+    def run(self, num_faults: int) -> Iterator[Fault]:
+        """Start the run, and yield each fault once it is survived or not. The run is interrupted and audited at the end."""
+        self._run.start()
+        try:
+            if not self._run.wait(lambda: self._run.step >= _STEPS_AFTER, _BOOT_TIMEOUT_S):
+                raise RuntimeError(f"the run did not begin, see {self._run.output_path}")
+            kinds = self._kinds(num_faults)
+            for role, is_freeze in kinds:
+                yield self._attack(role, is_freeze)
+        finally:
+            self._run.close()
+
+    def audit(self) -> Audit:
+        """Of the files as they are."""
+        return audit(
+            self._run_dir, uids=self._uids, mini_batch_size=MINI_BATCH_SIZE, max_staleness_steps=MAX_STALENESS_STEPS
+        )
+
+    def _kinds(self, num_faults: int) -> list[tuple[Role, bool]]:
+        """Every kind of fault about equally often, in random order."""
+        kinds = [(role, is_freeze) for role in self._roles for is_freeze in (False, True)]
+        chosen: list[tuple[Role, bool]] = []
+        while len(chosen) < num_faults:
+            chosen += self._rng.sample(kinds, k=len(kinds))
+        return chosen[:num_faults]
+
+    def _attack(self, role: Role, is_freeze: bool) -> Fault:
+        time.sleep(self._rng.uniform(0, _MAX_DELAY_S))
+        self._run.wait(lambda: self._run.find(role, random.Random(0)) is not None, _RECOVERY_TIMEOUT_S)
+        victim = self._run.find(role, self._rng)
+        step, started = self._run.step, time.monotonic()
+        if victim is not None:
+            logger.info("step %d: %s %s %d", step, "freeze" if is_freeze else "kill", role, victim.pid)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.send_signal(signal.SIGSTOP if is_freeze else signal.SIGKILL)
+        left: list[str] = []
+        if role is Role.trainer and is_freeze:
+            time.sleep(_TRAINER_FROZEN_S)
+            self._run.find(role, self._rng).send_signal(signal.SIGCONT)  # type: ignore[union-attr]
+        elif role is Role.trainer:
+            left = self._run.wait_until_gone(_GONE_TIMEOUT_S)
+            self._run.resume()
+        survived = victim is not None and self._run.wait(
+            lambda: self._run.step >= step + _STEPS_AFTER, _RECOVERY_TIMEOUT_S
+        )
+        seconds = time.monotonic() - started
+        problems = self.audit().problems() | ({"processes_left": len(left)} if left else {})
+        if not survived:
+            self._start_over()
+        return Fault(
+            role=role, is_freeze=is_freeze, at_step=step, survived=survived, seconds=seconds, problems=problems
+        )
+
+    def _start_over(self) -> None:
+        """Take up a run that did not survive, so that the next fault finds one."""
+        logger.warning("the run did not survive (exit code %s), see %s", self._run.exit_code, self._run.output_path)
+        self._run.close()
+        step = self._run.step
+        self._run.resume()
+        if not self._run.wait(lambda: self._run.step >= step + _STEPS_AFTER, _BOOT_TIMEOUT_S):
+            raise RuntimeError(f"the run cannot be taken up, see {self._run.output_path}")
+
+
+def write_workplace(directory: Path) -> set[str]:
+    """A tiny random policy and prompts with an environment that plays in processes; returns the prompts' uids."""
+    sizes = PolicySizes(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128)
+    build_tiny_policy(directory / "policy", sizes, train_tokenizer(["Extend 3248 until 0."]), seed=0)
+    words = [f"word{i}" for i in range(NUM_PROMPTS)]
+    rows = [{"uid": word, "prompt": [{"role": "user", "content": f"Spell {word}."}], "word": word} for word in words]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return set(words)
+
+
+def overrides_of(directory: Path) -> list[str]:
+    """A run small enough to boot and step in seconds, with every part in a process of its own, that finds out about faults soon."""
+    return [
+        "policy=hf",
+        f"policy.path={directory / 'policy'}",
+        "task=dataset",
+        f"task.train_files=[{directory / 'prompts.jsonl'}]",
+        "task.env_class=tests.chaos.environment:ChildEnv",
+        "generator.kind=gym_http",
+        "generator.n_samples_per_prompt=2",
+        "generator.sampling.max_tokens=48",
+        "generator.rollout_timeout_s=30",
+        "generator.max_retries=20",
+        "engine.num_engines=2",
+        "engine.max_model_len=256",
+        "engine.max_num_seqs=32",
+        "engine.call_timeout_s=10",
+        f"trainer.output_dir={directory / 'run'}",
+        f"trainer.policy_mini_batch_size={MINI_BATCH_SIZE}",
+        f"trainer.max_staleness_steps={MAX_STALENESS_STEPS}",
+        "trainer.num_steps=1000000",
+        "trainer.checkpoint_interval_steps=1",
+        "trainer.logprob_probe_interval_steps=1",
+        "trainer.eval_interval_steps=0",
+        "training.step_timeout_s=60",
+        "evaluation.num_prompts=0",
+        "evaluation.sampling.max_tokens=48",
+        "weight_sync.verify_checksums=true",
+        "logging.tensorboard=false",
+        f"cache_dir={directory / 'cache'}",
+    ]

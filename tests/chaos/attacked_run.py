@@ -1,0 +1,142 @@
+"""A real run as a process, with the processes it consists of by role, and what it has got done.
+
+Flows in: overrides. Flows out: processes to attack, progress, how it ended. Does not know what is done to it.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+
+from skyrl_async.metrics.tracker import read_rows
+from tests.chaos import environment
+
+REPOSITORY = Path(__file__).parents[2]
+_MARK = "SKYRL_ASYNC_CHAOS"
+_POLL_S = 0.2
+
+
+class Role(StrEnum):
+    """What a process of a run does."""
+
+    trainer = "trainer"
+    engine = "engine"
+    worker = "policy worker"
+    server = "server"
+    environment = "environment"
+
+
+_TITLES = {Role.engine: "ray::_EngineActor", Role.worker: "ray::_RankActor", Role.server: "ray::EndpointServer"}
+
+
+class AttackedRun:
+    """``python -m skyrl_async.main ...``, started again as often as needed in one run directory."""
+
+    def __init__(self, overrides: Sequence[str], run_dir: Path) -> None:
+        self._overrides = list(overrides)
+        self._run_dir = run_dir
+        self._mark = uuid.uuid4().hex
+        self._process: subprocess.Popen[bytes]
+        self.output_path = run_dir.parent / "output.log"
+
+    def start(self, *more: str) -> None:
+        """Start it, or take it up where the last checkpoint is."""
+        paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+        with self.output_path.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "skyrl_async.main", *self._overrides, *more],
+                cwd=self._run_dir.parent,
+                env=os.environ | {_MARK: self._mark, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=_with_interrupts,
+            )
+
+    def resume(self) -> None:
+        """Take it up again."""
+        self.start("trainer.resume_mode=latest")
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps on record."""
+        lines = read_rows(self._run_dir / "trained_groups.jsonl")
+        return int(lines[-1]["step"]) if lines else 0
+
+    def family(self) -> list[psutil.Process]:
+        """Every process alive that descends from it."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(_MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def find(self, role: Role, rng: random.Random) -> psutil.Process | None:
+        """One of the processes of a role; None where there is none now."""
+        if role is Role.trainer:
+            return psutil.Process(self._process.pid)
+        found = sorted((p for p in self.family() if _is_of(p, role)), key=lambda p: int(p.pid))
+        return rng.choice(found) if found else None
+
+    def wait(self, is_reached: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether that came true before the time was over or the run ended."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self.exit_code is None:
+            if is_reached():
+                return True
+            time.sleep(_POLL_S)
+        return is_reached()
+
+    def wait_until_gone(self, timeout_s: float) -> list[str]:
+        """Wait for the end of every process; the command lines of those that were left, now killed."""
+        _, left = psutil.wait_procs(self.family(), timeout=timeout_s)
+        names = []
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                names.append(" ".join(process.cmdline())[:100])
+                process.kill()
+        return names
+
+    def interrupt(self, timeout_s: float) -> int | None:
+        """Ctrl-C; its exit code, None when it did not end in time."""
+        self._process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_s)
+        return None
+
+    def close(self) -> None:
+        """Leave nothing running."""
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+
+
+def _with_interrupts() -> None:
+    """What a background job hands down, that interrupts are ignored, does not hold here."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _is_of(process: psutil.Process, role: Role) -> bool:
+    with contextlib.suppress(psutil.Error):
+        words = process.cmdline()
+        if role is Role.environment:
+            return environment.NAME in words
+        return bool(words) and words[0].startswith(_TITLES[role])
+    return False

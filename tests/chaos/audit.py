@@ -1,0 +1,89 @@
+"""What must hold of a run, read from its files alone: the record of trained groups, the newest checkpoint, the metrics.
+
+Flows in: a run directory. Flows out: counts of what was lost, trained twice, torn or past the bound. Knows nothing of faults.
+"""
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_async.metrics.tracker import read_rows, read_steps
+
+MAX_LOGPROB_GAP = 0.01
+"""Nats by which engine and trainer may differ on a token of the version that is trained, in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """Of a run up to its newest checkpoint; all but the first two must be 0."""
+
+    steps: int
+    trained: int
+    """Groups."""
+    lost: int
+    """Prompts of complete epochs that were neither trained nor counted as failed, and groups that only one of checkpoint and
+    record knows."""
+    failed: int
+    trained_twice: int
+    """Groups beyond the first of one prompt in one epoch."""
+    torn_versions: int
+    """Rows whose tokens' versions go back, come from the future or from before the admission; steps in which engine and trainer
+    disagreed on tokens of the same version."""
+    over_bound: int
+    """Groups staler than the bound."""
+    damaged_steps: int
+    """Steps missing from the record, or without a full mini-batch."""
+
+    def problems(self) -> dict[str, int]:
+        """What is not as it must be."""
+        return {name: count for name, count in asdict(self).items() if name not in ("steps", "trained") and count}
+
+
+def audit(run_dir: Path, *, uids: set[str], mini_batch_size: int, max_staleness_steps: int) -> Audit:
+    """Check the run's record against its newest checkpoint."""
+    state = _newest_state(run_dir)
+    lines = [line for line in read_rows(run_dir / "trained_groups.jsonl") if line["step"] <= state["step"]]
+    keys = Counter((line["epoch"], line["uid"]) for line in lines)
+    ledger = state["dataloader"]["ledger"]
+    failed = ledger["totals"]["failed"]
+    open_epochs = {int(epoch): states for epoch, states in ledger["epochs"].items()}
+    complete = {(epoch, uid) for epoch in range(ledger["next_epoch"]) if epoch not in open_epochs for uid in uids}
+    claimed = {(epoch, uid) for epoch, states in open_epochs.items() for uid in states["trained"]}
+    recorded = {key for key in keys if key[0] in open_epochs}
+    failed_in_open = sum(len(states["failed"]) for states in open_epochs.values())
+    missing = len(complete - keys.keys()) - (failed - failed_in_open)
+    sizes = Counter(line["step"] for line in lines)
+    return Audit(
+        steps=state["step"],
+        trained=len(lines),
+        lost=abs(missing) + len(claimed ^ recorded),
+        failed=failed,
+        trained_twice=sum(count - 1 for count in keys.values()),
+        torn_versions=sum(map(_is_torn, lines)) + _num_disagreements(run_dir),
+        over_bound=sum(line["trained_version"] - line["scheduled_version"] > max_staleness_steps for line in lines),
+        damaged_steps=sum(sizes[step] != mini_batch_size for step in range(1, state["step"] + 1)),
+    )
+
+
+def _is_torn(line: dict[str, Any]) -> bool:
+    for row in line["rows"]:
+        versions = [span["version"] for span in row["policy_versions"] if span["version"] >= 0]
+        if versions != sorted(versions):
+            return True
+        if versions and not line["scheduled_version"] <= versions[0] <= versions[-1] <= line["trained_version"]:
+            return True
+    return False
+
+
+def _num_disagreements(run_dir: Path) -> int:
+    gaps = [row.get("policy/lag0_logprob_gap_max", 0.0) for row in read_steps(run_dir / "metrics.jsonl")]
+    return sum(gap > MAX_LOGPROB_GAP for gap in gaps)
+
+
+def _newest_state(run_dir: Path) -> dict[str, Any]:
+    checkpoints = run_dir / "checkpoints"
+    step = (checkpoints / "latest_ckpt_global_step.txt").read_text().strip()
+    state: dict[str, Any] = json.loads((checkpoints / f"global_step_{step}" / "trainer_state.json").read_text())
+    return state
