@@ -1,5 +1,6 @@
 """What every benchmark shares; the measurements themselves are run by hand, on a quiet machine."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.control_plane import WakesEveryone, WakesOne, measure
 from benchmarks.report import conditions, report
+from skyrl_async.simulator.clock import run_in_virtual_time
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,8 +25,36 @@ def test_figures_are_written_with_their_conditions(tmp_path: Path, capsys: pytes
     assert "plain loop" in printed and "speedup: 2" in printed
 
 
+@pytest.mark.parametrize("kind", [WakesOne, WakesEveryone])
+def test_both_managers_admit_whoever_waits_by_the_same_rule(kind: type[WakesOne] | type[WakesEveryone]) -> None:
+    async def main() -> list[int]:
+        manager, in_flight, admitted = kind(3), set[int](), list[int]()
+
+        async def work() -> None:
+            for _ in range(5):
+                admission = await manager.acquire()
+                admitted.append(admission.index)
+                in_flight.add(admission.index)
+                assert len(in_flight) <= 3
+                await asyncio.sleep(1)
+                in_flight.remove(admission.index)
+                await manager.finish(admission)
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(8):
+                tasks.create_task(work(), name=f"worker-{number}")
+        return admitted
+
+    assert run_in_virtual_time(main()) == list(range(40))
+
+
+def test_waking_one_waiter_admits_many_times_what_waking_all_of_them_does() -> None:
+    row = measure(400, num_rounds=1, seconds=0.1)
+    assert row["ratio"] == row["admissions_per_s"] / row["baseline_admissions_per_s"] > 5
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["async_speedup", "endpoint_overhead"])
+@pytest.mark.parametrize("name", ["async_speedup", "control_plane", "endpoint_overhead"])
 def test_a_benchmark_says_what_it_takes(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--help"],
