@@ -25,7 +25,8 @@ RENDERER = ChatRenderer(TOKENIZER)
 class ScriptedSampler:
     """Answers request i with script i (the last one again when they run out): blocks of text, one byte per token.
 
-    The end of turn follows, unless a stop string or the budget ended the text. Block i of a script has policy version 7 + i.
+    The end of turn follows, unless a stop string or the budget ended the text. Block i of a script has policy version 7 + i
+    and log-probs of -(i + 1) / 2.
     """
 
     scripts: Sequence[Sequence[str]] = (("hé", "llo"),)
@@ -57,6 +58,7 @@ class ScriptedSampler:
             versions=tuple(v for d in deltas for v in d.versions),
             text="".join(d.text for d in deltas),
             finish_reason=finish,
+            num_aborts=1,
             top_logprobs=tuple(t for d in deltas for t in d.top_logprobs),
         )
 
@@ -75,7 +77,7 @@ class ScriptedSampler:
         room = sampling.max_tokens
         sent: list[int] = []
         for i, block in enumerate(script):
-            delta = _delta(block, 7 + i, sampling, room, is_last=i == len(script) - 1)
+            delta = _delta(block, i, sampling, room, is_last=i == len(script) - 1)
             room -= len(delta.token_ids)
             sent += delta.token_ids
             if delta.finish_reason is not None:
@@ -87,7 +89,7 @@ class ScriptedSampler:
                 return
 
 
-def _delta(block: str, version: int, sampling: SamplingParams, room: int, *, is_last: bool) -> CompletionDelta:
+def _delta(block: str, index: int, sampling: SamplingParams, room: int, *, is_last: bool) -> CompletionDelta:
     text, ids, finish = block, spelled(block), FinishReason.STOP if is_last else None
     stops = [string for string in sampling.stop if string in block]
     if stops:
@@ -98,13 +100,14 @@ def _delta(block: str, version: int, sampling: SamplingParams, room: int, *, is_
     if len(ids) > room:
         ids, finish = ids[:room], FinishReason.LENGTH
         text = text.encode()[:room].decode(errors="ignore")
+    logprob = -0.5 * (index + 1)
     return CompletionDelta(
         token_ids=ids,
-        logprobs=(-0.5,) * len(ids),
-        versions=(version,) * len(ids),
+        logprobs=(logprob,) * len(ids),
+        versions=(7 + index,) * len(ids),
         text=text,
         finish_reason=finish,
-        top_logprobs=tuple(((i, -0.5),) for i in ids) if sampling.num_top_logprobs else (),
+        top_logprobs=tuple(((i, logprob),) for i in ids) if sampling.num_top_logprobs else (),
     )
 
 

@@ -191,9 +191,9 @@ def check_exact(row: dict[str, Any], sampler: ScriptedSampler) -> None:
     for prompt, completion in zip(prompts, completions, strict=True):
         mask[len(prompt) : len(prompt) + len(completion)] = [1] * len(completion)
     assert row["loss_mask"] == mask[len(prompts[0]) :]
-    assert row["logprobs"] == [-0.5 * sampled for sampled in row["loss_mask"]]
     versions = [span["version"] for span in row["policy_versions"] for _ in range(span["start"], span["end"])]
     assert [version >= 7 for version in versions] == [bool(sampled) for sampled in row["loss_mask"]]
+    assert row["logprobs"] == [-0.5 * (version - 6) if version >= 7 else 0.0 for version in versions]
 
 
 def pairwise_turns(sampler: ScriptedSampler) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

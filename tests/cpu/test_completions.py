@@ -125,12 +125,12 @@ async def test_logprobs_name_the_tokens_their_values_and_offsets() -> None:
         without = await complete(client, "hello", logprobs=0)
     logprobs = reply.choices[0].logprobs
     assert logprobs.tokens == ["a", "b", "c", "<|im_end|>"]
-    assert logprobs.token_logprobs == [-0.5] * 4
-    assert logprobs.top_logprobs == [{"a": -0.5}, {"b": -0.5}, {"c": -0.5}, {"<|im_end|>": -0.5}]
+    assert logprobs.token_logprobs == [-0.5, -0.5, -1.0, -1.0]
+    assert logprobs.top_logprobs == [{"a": -0.5}, {"b": -0.5}, {"c": -1.0}, {"<|im_end|>": -1.0}]
     assert logprobs.text_offset == [0, 1, 2, 3]
     assert [offset for chunk in chunks for offset in chunk.choices[0].logprobs.text_offset] == [0, 1, 2, 3]
     assert without.choices[0].logprobs.top_logprobs is None
-    assert without.choices[0].logprobs.token_logprobs == [-0.5] * 4
+    assert without.choices[0].logprobs.token_logprobs == [-0.5, -0.5, -1.0, -1.0]
 
 
 class ImpossibleSampler(HeldSampler):
@@ -159,7 +159,7 @@ async def test_token_ids_log_probs_and_versions_come_on_request(is_streamed: boo
         else:
             parts = [(await complete(client, "hello", extra_body={"return_token_ids": True})).choices[0].model_extra]
     assert [i for part in parts for i in part["token_ids"]] == [*spelled("abc"), END]
-    assert [p for part in parts for p in part["token_logprobs"]] == [-0.5] * 4
+    assert [p for part in parts for p in part["token_logprobs"]] == [-0.5, -0.5, -1.0, -1.0]
     assert {tuple(part["prompt_token_ids"]) for part in parts} == {RENDERER.encode("hello")}
     assert [span["version"] for part in parts for span in part["policy_versions"]] == [7, 8]
 

@@ -142,7 +142,7 @@ async def test_tokens_log_probs_and_versions_come_on_request() -> None:
     for extra in (whole.model_extra, events[0].message.model_extra | delta.model_extra):
         assert tuple(extra["prompt_token_ids"]) == RENDERER.render([USER])
         assert tuple(extra["token_ids"]) == (*spelled("héllo"), END)
-        assert extra["token_logprobs"] == [-0.5] * 7
+        assert extra["token_logprobs"] == [-0.5] * 3 + [-1.0] * 4
         assert extra["policy_versions"] == [{"version": 7, "start": 0, "end": 3}, {"version": 8, "start": 3, "end": 7}]
 
 

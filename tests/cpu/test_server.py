@@ -6,8 +6,8 @@ The sampler is scripted (given blocks of bytes as tokens, held or failing on dem
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -18,81 +18,13 @@ from skyrl_async.errors import ConfigError, NoEngineError
 from skyrl_async.inference.server.app import create_app
 from skyrl_async.inference.server.operations import prometheus_text
 from skyrl_async.inference.server.serve import start_server
-from skyrl_async.types import Completion, CompletionDelta, FinishReason, SamplingParams
+from skyrl_async.types import SamplingParams
+from tests.cpu.scripted_sampler import ScriptedSampler
+from tests.cpu.session_endpoint import HeldSampler, error_of
 from tests.cpu.tiny_chat import END, RENDERER, spelled
 
 KEY = "right-key"
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-@dataclass
-class ScriptedSampler:
-    """Answers every request with ``blocks``, one byte per token, then the end of turn; block i under version 7 + i."""
-
-    blocks: Sequence[str] = ("hé", "llo")
-    max_model_len: int = 100
-    failure: Exception | None = None
-    """Raised instead of an answer, or after the first block of a stream."""
-    is_held: bool = False
-    """Never answers; ``asked`` and ``cancelled`` tell what became of the request."""
-    prompts: list[tuple[int, ...]] = field(default_factory=list)
-    sampled: list[SamplingParams] = field(default_factory=list)
-    sessions: list[str | None] = field(default_factory=list)
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
-    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-    release: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def generate_tokens(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        session_id: str | None = None,
-        priority: int = 0,
-    ) -> Completion:
-        deltas = [d async for d in self.stream_tokens(prompt_token_ids, sampling, session_id=session_id)]
-        if self.failure:
-            raise self.failure
-        return Completion(
-            prompt_token_ids=tuple(prompt_token_ids),
-            token_ids=tuple(i for d in deltas for i in d.token_ids),
-            logprobs=tuple(p for d in deltas for p in d.logprobs),
-            versions=tuple(v for d in deltas for v in d.versions),
-            text="".join(d.text for d in deltas),
-            finish_reason=FinishReason.STOP,
-            num_aborts=1,
-        )
-
-    async def stream_tokens(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        session_id: str | None = None,
-        priority: int = 0,
-    ) -> AsyncIterator[CompletionDelta]:
-        self.prompts.append(tuple(prompt_token_ids))
-        self.sampled.append(sampling)
-        self.sessions.append(session_id)
-        self.asked.set()
-        if self.is_held:
-            try:
-                await self.release.wait()
-            except asyncio.CancelledError:
-                self.cancelled.set()
-                raise
-        for i, block in enumerate(self.blocks):
-            is_last = i == len(self.blocks) - 1
-            ids = (*spelled(block), END) if is_last and not sampling.stop else spelled(block)
-            yield CompletionDelta(
-                token_ids=ids,
-                logprobs=tuple(-0.5 * (i + 1) for _ in ids),
-                versions=(7 + i,) * len(ids),
-                text=block.removesuffix(sampling.stop[0]) if sampling.stop else block,
-                finish_reason=FinishReason.STOP if is_last else None,
-            )
-            if self.failure:
-                raise self.failure
 
 
 @dataclass
@@ -112,7 +44,9 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def endpoint(sampler: ScriptedSampler | None = None, **settings: Any) -> AsyncIterator[Running]:
-    app = create_app(sampler or ScriptedSampler(), RENDERER, **{"api_keys": ["other", KEY], **settings})
+    app = create_app(
+        sampler or ScriptedSampler(max_model_len=100), RENDERER, **{"api_keys": ["other", KEY], **settings}
+    )
     async with start_server(app) as (host, port):
         url = f"http://{host}:{port}"
         headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
@@ -121,13 +55,6 @@ async def endpoint(sampler: ScriptedSampler | None = None, **settings: Any) -> A
             httpx.AsyncClient(base_url=url, headers=headers) as http,
         ):
             yield Running(url=url, openai=client, http=http)
-
-
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    body = response.json()
-    assert list(body) == ["error"]
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    return dict(body["error"])
 
 
 async def test_a_chat_is_answered_with_text_usage_and_finish_reason() -> None:
@@ -143,7 +70,7 @@ async def test_a_chat_is_answered_with_text_usage_and_finish_reason() -> None:
     assert sampler.prompts == [prompt]
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(prompt), 7)
     assert reply.usage.total_tokens == len(prompt) + 7
-    assert sampler.sampled == [SamplingParams(max_tokens=100 - len(prompt), reports_logprobs=False)]
+    assert sampler.sampled == [SamplingParams(max_tokens=sampler.max_model_len - len(prompt), reports_logprobs=False)]
     assert "token_ids" not in reply.choices[0].model_extra
 
 
@@ -186,13 +113,16 @@ async def test_n_choices_are_sampled_independently(is_streamed: bool) -> None:
 
 async def test_logprobs_name_each_token_its_bytes_and_its_value() -> None:
     async with endpoint() as running:
-        reply = await running.chat(logprobs=True, top_logprobs=3)
+        reply = await running.chat(logprobs=True)
+        with_likeliest = await running.chat(logprobs=True, top_logprobs=3)
         chunks = [c async for c in await running.chat(logprobs=True, stream=True)]
     content = reply.choices[0].logprobs.content
     assert b"".join(bytes(token.bytes) for token in content[:-1]) == "héllo".encode()
     assert [token.token for token in content[-2:]] == ["o", "<|im_end|>"]
     assert [token.logprob for token in content] == [-0.5] * 3 + [-1.0] * 4
     assert content[0].top_logprobs == []
+    likeliest = with_likeliest.choices[0].logprobs.content[0].top_logprobs
+    assert [(token.token, token.logprob) for token in likeliest] == [("h", -0.5)]
     streamed = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
     assert streamed == content
 
@@ -235,7 +165,7 @@ async def test_sampling_parameters_are_understood_and_null_means_the_default() -
         assert (await running.post({"messages": HELLO, **nulls})).status_code == 200
     assert sampler.sampled == [
         SamplingParams(max_tokens=4, top_p=0.5, min_p=0.1, reports_logprobs=False),
-        SamplingParams(max_tokens=100 - len(RENDERER.render(HELLO)), reports_logprobs=False),
+        SamplingParams(max_tokens=sampler.max_model_len - len(RENDERER.render(HELLO)), reports_logprobs=False),
     ]
 
 
@@ -264,7 +194,7 @@ async def test_a_session_label_is_passed_on_from_body_or_header() -> None:
         await running.chat(extra_body={"session_id": "a"})
         await running.chat(extra_headers={"X-Session-ID": "b"})
         await running.chat()
-    assert sampler.sessions == ["a", "b", None]
+    assert sampler.labels == ["a", "b", None]
 
 
 async def test_prefix_token_ids_are_continued_without_tokenizing_sampled_text_again() -> None:
@@ -435,7 +365,7 @@ async def test_a_failure_in_mid_stream_becomes_an_error_event(caplog: pytest.Log
 
 
 async def test_a_silent_stream_is_kept_alive_by_comments() -> None:
-    sampler = ScriptedSampler(is_held=True)
+    sampler = HeldSampler(is_held=True)
     async with (
         endpoint(sampler, keepalive_interval_s=0.01) as running,
         running.http.stream("POST", "/v1/chat/completions", json={"messages": HELLO, "stream": True}) as response,
@@ -450,7 +380,7 @@ async def test_a_silent_stream_is_kept_alive_by_comments() -> None:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_client_that_leaves_cancels_its_generation(is_streamed: bool) -> None:
-    sampler = ScriptedSampler(is_held=True)
+    sampler = HeldSampler(is_held=True)
     async with endpoint(sampler) as running:
         leaving = asyncio.ensure_future(running.post({"messages": HELLO, "stream": is_streamed}))
         await sampler.asked.wait()
@@ -464,7 +394,7 @@ async def test_a_client_that_leaves_cancels_its_generation(is_streamed: bool) ->
 
 
 async def test_a_held_request_is_finished_when_it_goes_on() -> None:
-    sampler = ScriptedSampler(is_held=True)
+    sampler = HeldSampler(is_held=True)
     async with endpoint(sampler) as running, asyncio.TaskGroup() as group:
         held = group.create_task(running.chat())
         await sampler.asked.wait()
@@ -508,7 +438,7 @@ async def test_a_failing_block_is_raised_bare_and_the_server_stops() -> None:
 
 
 async def test_stopping_ends_requests_that_are_still_open() -> None:
-    sampler = ScriptedSampler(is_held=True)
+    sampler = HeldSampler(is_held=True)
     async with start_server(create_app(sampler, RENDERER, api_keys=[]), shutdown_timeout_s=0) as (host, port):
         client = httpx.AsyncClient()
         open_request = asyncio.ensure_future(
