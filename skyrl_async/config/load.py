@@ -9,6 +9,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -79,8 +80,9 @@ def without_secrets(config: Config) -> dict[str, Any]:
     return {str(name): value for name, value in plain.items()}
 
 
+@cache
 def register() -> None:
-    """Put the schema and the groups into hydra's store, under ``skyrl_async``."""
+    """Put the schema and the groups into hydra's store, under ``skyrl_async``, once per process."""
     store = ConfigStore.instance()
     store.store(name="skyrl_async_schema", node=Config)
     for group, options in GROUPS.items():
@@ -93,18 +95,17 @@ def register() -> None:
 def compose_config(overrides: Sequence[str], file: Path | None = None) -> DictConfig:
     """Compose groups or ``file``, then overrides. Raises ``ConfigError`` for what is unknown or mistyped."""
     register()
-    scratch = OmegaConf.structured(Config)
     choices, values = {}, []
     for override in map(_parse_override, overrides):
         if override.key_or_group in GROUPS and not isinstance(override.value(), dict):
             choices[override.key_or_group] = _checked_choice(override, file)
         else:
-            values.append(_checked_value(override, scratch))
+            values.append(_checked_value(override))
     name = "skyrl_async"
     if file is not None:
         name = "skyrl_async_file"
         store = ConfigStore.instance()
-        store.store(name=name, node={"defaults": ["skyrl_async_schema", "_self_"], **_read_file(file, scratch)})
+        store.store(name=name, node={"defaults": ["skyrl_async_schema", "_self_"], **_read_file(file)})
     try:
         with initialize(version_base="1.3", config_path=None):
             composed = compose(name, overrides=[*(f"{group}={choice}" for group, choice in choices.items()), *values])
@@ -166,12 +167,12 @@ def _checked_choice(override: Override, file: Path | None) -> str:
     return name
 
 
-def _checked_value(override: Override, scratch: DictConfig) -> str:
+def _checked_value(override: Override) -> str:
     """The override as hydra should get it, once its keys are known and its value fits."""
     key = str(override.key_or_group)
     for name, value in _leaves(key, override.value()):
         _check_key(name)
-        _check_type(name, value, scratch)
+        _check_type(name, value)
     # Keys of an open dictionary are not in the schema, whether they are written one by one or as {name: value}.
     may_add = isinstance(override.value(), dict) or (key not in all_keys() and _open_parent(key) is not None)
     return f"{'++' if may_add else ''}{key}={override.get_value_element_as_str()}"
@@ -221,12 +222,24 @@ def _did_you_mean(word: str, known: Sequence[str] | dict[str, Any]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _check_type(key: str, value: Any, scratch: DictConfig) -> None:
-    """Refuse a value that ``scratch``, a typed tree of no other use, cannot hold."""
+@cache
+def _schema() -> DictConfig:
+    """The typed tree of every key, which takes a while to make."""
+    return OmegaConf.structured(Config)
+
+
+@cache
+def _scratch() -> DictConfig:
+    """Another of no other use than to be written to; what it holds says nothing of what it can hold."""
+    return OmegaConf.structured(Config)
+
+
+def _check_type(key: str, value: Any) -> None:
+    """Refuse a value that the key cannot hold."""
     if _open_parent(key) is not None:
         return
     try:
-        OmegaConf.update(scratch, key, value, merge=True)
+        OmegaConf.update(_scratch(), key, value, merge=True)
     except OmegaConfBaseException as error:
         known = all_keys()[key]
         hint = _did_you_mean(str(value), known.type_text.split(" or ")) if isinstance(value, str) else ""
@@ -239,7 +252,7 @@ def _check_required(composed: DictConfig, group: str, name: str) -> None:
             raise ConfigError(f"{group}.{key} must be set with {group}={name}: add {group}.{key}=...")
 
 
-def _read_file(file: Path, scratch: DictConfig) -> dict[str, Any]:
+def _read_file(file: Path) -> dict[str, Any]:
     """The values of a yaml file, their keys and types checked like those of the command line."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(file))
@@ -253,7 +266,7 @@ def _read_file(file: Path, scratch: DictConfig) -> dict[str, Any]:
         for key, value in _leaves(str(section), below):
             try:
                 _check_key(key)
-                _check_type(key, value, scratch)
+                _check_type(key, value)
             except ConfigError as error:
                 raise ConfigError(f"--config {file}: {error}") from error
     return {str(section): below for section, below in tree.items()}
@@ -263,7 +276,7 @@ def _to_object(cfg: DictConfig) -> Config:
     try:
         for section in ("generator", "evaluation"):
             _check_sampling(cfg, section)
-        built = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), cfg))
+        built = OmegaConf.to_object(OmegaConf.merge(_schema(), cfg))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         raise ConfigError(f"{key or 'configuration'}: {_first_line(error)}") from error
