@@ -6,6 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No test speaks TLS, and each HTTP client made would read all the authorities' certificates: more work than most tests do.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
 
 from skyrl_async.config.wheel_tag import correct_wheel_tag
 
