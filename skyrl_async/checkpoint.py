@@ -8,16 +8,18 @@ was synced to disk. Does not know what the state means. A kill at any moment lea
 written again is moved aside until its successor is in place, and moved back by who looks for it first.
 """
 
+import asyncio
+import contextlib
 import dataclasses
-import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_async.checkpoint_files import attest, read_json, sync, verify, write_json
 from skyrl_async.errors import CheckpointError
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Group, Trajectory
@@ -47,6 +49,16 @@ class TrainerState:
     """Running totals that the summary reports over the whole run."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usable:
+    """A checkpoint that can be resumed."""
+
+    path: Path
+    state: TrainerState
+    refused: tuple[str, ...]
+    """Of those that should have been used instead: what is wrong with each."""
+
+
 class Checkpointer:
     """The checkpoints of one run.
 
@@ -58,26 +70,107 @@ class Checkpointer:
     def __init__(self, directory: Path, *, max_to_keep: int) -> None:
         self._directory = directory
         self._max_to_keep = max_to_keep
+        self.num_failures = 0
+        self.failure: CheckpointError | None = None
+        """Of the last one; None when it was written."""
+
+    async def try_write(self, policy: Policy, state: TrainerState) -> Path | None:
+        """``write``; where the disk cannot take it, say so, count it and return None: a run goes on without it."""
+        try:
+            path = await self.write(policy, state)
+        except CheckpointError as error:
+            self.num_failures += 1
+            self.failure = error
+            logger.warning("%s; the run goes on, those before it stay", error)
+            return None
+        self.failure = None
+        return path
 
     async def write(self, policy: Policy, state: TrainerState) -> Path:
-        """Write a checkpoint, move it into place, point ``latest`` at it, and delete what is too old."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        _sync(self._directory.parent)
-        self._tidy()
+        """Write a checkpoint, move it into place, point ``latest`` at it, and delete what is too old.
+
+        Files are written and synced in a thread: the loop goes on. Raises ``CheckpointError`` when they cannot be (a full disk,
+        say): nothing is left of them, and what was there before stays.
+        """
         partial = self._directory / f"{_PARTIAL}{_PREFIX}{state.step}"
+        is_given_up = threading.Event()
+        try:
+            await asyncio.to_thread(self._begin, partial)
+            await policy.save(partial / "policy")
+            return await asyncio.to_thread(self._complete, partial, state, is_given_up)
+        except (OSError, CheckpointError) as error:
+            await asyncio.to_thread(self._discard, partial)
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise CheckpointError(
+                f"the checkpoint of step {state.step} could not be written to {self._directory}: {reason}"
+            ) from error
+        except asyncio.CancelledError:
+            is_given_up.set()  # a thread does not end by cancellation; what it leaves is removed by the next run
+            raise
+
+    def _begin(self, partial: Path) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        sync(self._directory.parent)
+        self.tidy()
         partial.mkdir()
-        await policy.save(partial / "policy")
+
+    def _complete(self, partial: Path, state: TrainerState, is_given_up: threading.Event) -> Path:
+        def check() -> None:
+            if is_given_up.is_set():
+                raise CheckpointError("it was given up")
+
         fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name != "groups"}
-        _write_json(partial / "trainer_state.json", {"format": FORMAT, **fields})
-        _write_json(partial / "groups.json", [dataclasses.asdict(group) for group in state.groups])
-        files = sorted(p for p in partial.rglob("*") if p.is_file())
-        _write_json(partial / "manifest.json", {str(p.relative_to(partial)): p.stat().st_size for p in files})
-        for path in (*partial.rglob("*"), partial):
-            _sync(path)
+        write_json(partial / "trainer_state.json", {"format": FORMAT, **fields})
+        write_json(partial / "groups.json", [dataclasses.asdict(group) for group in state.groups])
+        attest(partial, check=check)
+        check()
+        pointer = self._prepare_pointer(state.step)  # all that needs room on the disk comes before the renames
         final = self._move_into_place(partial)
-        _write_text(self._directory / LATEST, str(state.step))
-        self._delete_old(state.step)
+        os.replace(pointer, self._directory / LATEST)
+        sync(self._directory)
+        try:
+            self._delete_old(state.step)
+        except OSError as error:
+            logger.warning("old checkpoints in %s cannot be deleted: %s", self._directory, error)
         return final
+
+    def _discard(self, partial: Path) -> None:
+        """Of one that failed: leave nothing, and give the one it was to replace its name back."""
+        shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._pointer_in_work.unlink(missing_ok=True)
+            self._restore_replaced()
+
+    def usable(self) -> Usable | None:
+        """The newest checkpoint that is whole, None where there is none at all.
+
+        One that is damaged is passed over for the one before it. Raises ``CheckpointError``, naming all, when none can be used.
+        """
+        self._restore_replaced()
+        refused = []
+        for path in self._candidates():
+            if not path.is_dir():
+                refused.append(f"{self._directory / LATEST} names {path.name}, which is not there")
+                continue
+            try:
+                return Usable(path=path, state=read_state(path), refused=tuple(refused))
+            except CheckpointError as error:
+                refused.append(str(error))
+        if refused:
+            raise CheckpointError(
+                f"no checkpoint in {self._directory} can be used: {'; '.join(refused)}; start anew with another "
+                "trainer.output_dir"
+            )
+        return None
+
+    def _candidates(self) -> list[Path]:
+        """In the order in which to try them: the one pointed at, then the others, newest first."""
+        paths = [self._path(step) for step in reversed(self._steps())]
+        pointer = self._directory / LATEST
+        if not pointer.exists():
+            return paths
+        pointed_at = self._directory / f"{_PREFIX}{pointer.read_text(errors='replace').strip()}"
+        return [pointed_at, *(path for path in paths if path != pointed_at)]
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None. Raises ``CheckpointError`` when the pointer names one that is gone."""
@@ -106,7 +199,7 @@ class Checkpointer:
         if final.exists():
             final.rename(replaced)
         partial.rename(final)
-        _sync(self._directory)
+        sync(self._directory)
         shutil.rmtree(replaced, ignore_errors=True)
         return final
 
@@ -117,12 +210,22 @@ class Checkpointer:
             if not final.exists():
                 replaced.rename(final)
 
-    def _tidy(self) -> None:
+    def tidy(self) -> None:
         """Remove what a killed run left half done."""
         self._restore_replaced()
+        self._pointer_in_work.unlink(missing_ok=True)
         for pattern in (f"{_PARTIAL}{_PREFIX}*", f"{_REPLACED}*"):
             for left in self._directory.glob(pattern):
                 shutil.rmtree(left)
+
+    @property
+    def _pointer_in_work(self) -> Path:
+        return self._directory / f"{_PARTIAL}{LATEST}"
+
+    def _prepare_pointer(self, step: int) -> Path:
+        self._pointer_in_work.write_text(str(step))
+        sync(self._pointer_in_work)
+        return self._pointer_in_work
 
     def _delete_old(self, newest: int) -> None:
         if not self._max_to_keep:
@@ -133,26 +236,29 @@ class Checkpointer:
 
 
 def read_state(path: Path) -> TrainerState:
-    """Read a checkpoint's trainer state, after checking that every file is there in its size.
+    """Read a checkpoint's trainer state, after checking that every file is there as it was written.
 
-    Raises ``CheckpointError`` naming what is missing, or the format when it is not this one.
+    Raises ``CheckpointError`` naming what is missing or differs, or the format when it is not this one.
     """
-    manifest = _read_json(path, "manifest.json")
-    for name, size in manifest.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"checkpoint {path} is incomplete: {name} is missing; resume from another one")
-        if file.stat().st_size != size:
-            raise CheckpointError(
-                f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes, expected {size}"
-            )
-    state = _read_json(path, "trainer_state.json")
-    if (found := state.pop("format", None)) != FORMAT:
+    state = _state_of_this_format(path)
+    verify(path)
+    groups = tuple(_group(row) for row in read_json(path, "groups.json"))
+    return TrainerState(groups=groups, **state)
+
+
+def _state_of_this_format(path: Path) -> dict[str, Any]:
+    """The format comes first: another one's files may be listed otherwise."""
+    try:
+        state = read_json(path, "trainer_state.json")
+        found = state.pop("format", None)
+    except (CheckpointError, AttributeError):
+        verify(path)
+        raise
+    if found != FORMAT:
         raise CheckpointError(
             f"checkpoint {path} has format {found}, expected {FORMAT}: it was written by another version of skyrl_async"
         )
-    groups = tuple(_group(row) for row in _read_json(path, "groups.json"))
-    return TrainerState(groups=groups, **state)
+    return dict(state)
 
 
 def _group(row: dict[str, Any]) -> Group:
@@ -164,32 +270,3 @@ def _trajectory(fields: dict[str, Any]) -> Trajectory:
     """JSON has no tuples."""
     values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in fields.items()}
     return Trajectory(**values)
-
-
-def _read_json(path: Path, name: str) -> Any:
-    try:
-        return json.loads((path / name).read_text())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"checkpoint {path} is incomplete: {name} is missing; resume from another one") from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"checkpoint {path} is damaged: {name} is not JSON ({error})") from error
-
-
-def _write_json(path: Path, value: dict[str, Any] | Sequence[Any]) -> None:
-    path.write_text(json.dumps(value))
-
-
-def _write_text(path: Path, text: str) -> None:
-    partial = path.with_name(_PARTIAL + path.name)
-    partial.write_text(text)
-    _sync(partial)
-    os.replace(partial, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,12 +1,13 @@
 """An event loop whose clock jumps to the next timer when nothing else is left to do (after trio's ``MockClock``).
 
-Flows in: a coroutine. Flows out: its result, after as little real time as its computations take. Real sockets, threads and
-subprocesses do not belong into it: their completion is not a timer, and the loop says so instead of waiting for ever.
+Flows in: a coroutine. Flows out: its result, after as little real time as its computations take. Real sockets and
+subprocesses do not belong into it: their completion is not a timer, and the loop says so instead of waiting for ever. What would
+run in a thread runs in place, in no time.
 """
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from skyrl_async.errors import DeadlineError
@@ -42,6 +43,17 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Virtual seconds."""
         return self._virtual.now
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, function: Callable[..., T], *arguments: Any
+    ) -> asyncio.Future[T]:
+        """Run it here and now: the end of a thread is no timer."""
+        done: asyncio.Future[T] = self.create_future()
+        try:
+            done.set_result(function(*arguments))
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
 
 def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from skyrl_async.errors import TrainingError
 from skyrl_async.training import process_group
+from skyrl_async.training.saving import save_state
 
 STATE_DIRECTORY = "state"
 SCHEDULER_FILE = "scheduler.pt"
@@ -134,7 +135,7 @@ class FSDPBackend:
         """Write model, optimizer and scheduler under ``directory``, synced to disk."""
         dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(directory / STATE_DIRECTORY, sync_files=True))
         if dist.get_rank() == 0:
-            torch.save(self._scheduler.state_dict(), directory / SCHEDULER_FILE)
+            save_state(self._scheduler.state_dict(), directory / SCHEDULER_FILE)
 
     def load(self, directory: Path) -> None:
         """Restore what ``save`` wrote, on any number of ranks. Hyper-parameters stay those of this run."""

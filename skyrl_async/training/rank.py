@@ -7,12 +7,13 @@ method but ``open_store`` is collective over the ranks.
 import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
 from skyrl_async.algorithms.batching import MicroBatch, Row, collate
@@ -28,6 +29,7 @@ from skyrl_async.training.model import TokenLogprobs, load_model
 from skyrl_async.training.optimizer import WarmupSchedule, make_optimizer
 from skyrl_async.training.protocol import TrainingBackend
 from skyrl_async.training.rng import restore_rng_state, rng_state, seed_all
+from skyrl_async.training.saving import save_state
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import WeightUpdate
 
@@ -206,19 +208,38 @@ class PolicyRank:
             pass
 
     def save(self, directory: Path) -> None:
-        """Write everything under ``directory``, synced to disk; ``policy.json`` comes last and says it is whole."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self._backend.save(directory)
-        torch.save(rng_state(), directory / f"rng_{self._rank}.pt")
-        dist.barrier()
-        if self._rank == 0:
-            write_manifest(
-                directory,
-                model_type=self._model_type,
-                shapes=self._backend.parameter_shapes(),
-                num_ranks=self._num_ranks,
-            )
-        dist.barrier()
+        """Write everything under ``directory``, synced to disk; ``policy.json`` comes last and says it is whole.
+
+        Raises:
+            CheckpointError: it could not be written, on this rank or another; then every rank says so and none waits.
+        """
+        with self._failing_together():
+            directory.mkdir(parents=True, exist_ok=True)
+        with self._failing_together():
+            self._backend.save(directory)
+            save_state(rng_state(), directory / f"rng_{self._rank}.pt")
+        with self._failing_together():
+            if self._rank == 0:
+                write_manifest(
+                    directory,
+                    model_type=self._model_type,
+                    shapes=self._backend.parameter_shapes(),
+                    num_ranks=self._num_ranks,
+                )
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """What fails on one rank is a ``CheckpointError`` on all; on return every rank is done."""
+        failure: BaseException | None = None
+        try:
+            yield
+        except (Exception, CheckpointException) as error:
+            failure = error
+        reasons: list[str | None] = [None] * self._num_ranks
+        dist.all_gather_object(reasons, None if failure is None else _reason(failure))
+        failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+        if failed:
+            raise CheckpointError(failed[0]) from failure
 
     def load(self, directory: Path) -> None:
         """Restore what ``save`` wrote on any number of ranks; a rank that had no random state keeps its own.
@@ -232,7 +253,7 @@ class PolicyRank:
             rng_file = directory / f"rng_{self._rank}.pt"
             if rng_file.is_file():
                 restore_rng_state(torch.load(rng_file, weights_only=True))
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise CheckpointError(
                 f"checkpoint {directory} cannot be read: {error}; resume from another checkpoint"
             ) from error
@@ -245,3 +266,10 @@ class PolicyRank:
 def _token_lags(batch: MicroBatch, version: int) -> torch.Tensor:
     """(N,) int64: versions between sampling and training; never negative."""
     return (version - batch.versions).clamp(min=0)
+
+
+def _reason(failure: BaseException) -> str:
+    """The first line of the error beneath torch's."""
+    if isinstance(failure, CheckpointException):
+        failure = next((error for error, _ in failure.failures.values()), failure)
+    return f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure).strip() else 'no reason'}"

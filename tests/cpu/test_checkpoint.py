@@ -1,8 +1,14 @@
 """Checkpoints: complete or not there at all, whatever the moment of a kill (contract 7)."""
 
+import asyncio
+import errno
 import json
 import os
+import random
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +31,12 @@ class FilesPolicy(ModelledPolicy):
     async def save(self, directory: Path) -> None:
         (directory / "rank-0").mkdir(parents=True)
         (directory / "rank-0" / "weights").write_text(self.mark)
+
+
+@pytest.fixture
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Syncing takes no time; what is tested is not whether it happens."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def state(step: int) -> TrainerState:
@@ -78,6 +90,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], pytes
     monkeypatch.undo()
 
 
+@pytest.mark.usefixtures("quick_disk")
 @pytest.mark.parametrize("num_calls", range(9))
 async def test_contract_7_a_kill_at_any_moment_of_writing_a_step_again_leaves_it_whole(
     tmp_path: Path, killed_at: Callable[[int], pytest.MonkeyPatch], num_calls: int
@@ -94,6 +107,7 @@ async def test_contract_7_a_kill_at_any_moment_of_writing_a_step_again_leaves_it
     assert names_in(tmp_path) == ["global_step_2", "global_step_4", "latest_ckpt_global_step.txt"]
 
 
+@pytest.mark.usefixtures("quick_disk")
 @pytest.mark.parametrize("num_calls", range(9))
 async def test_contract_7_a_kill_while_old_ones_are_deleted_leaves_only_whole_ones(
     tmp_path: Path, killed_at: Callable[[int], pytest.MonkeyPatch], num_calls: int
@@ -161,3 +175,201 @@ async def test_a_checkpoint_of_another_format_is_refused_by_both_numbers(tmp_pat
     (path / "trainer_state.json").write_text(json.dumps({**saved, "format": 0}))
     with pytest.raises(CheckpointError, match=f"has format 0, expected {checkpoint_module.FORMAT}"):
         read_state(path)
+
+
+WRITTEN = ("groups.json", "manifest.json", "policy/rank-0/weights", "trainer_state.json")
+
+
+def damage(file: Path, how: str) -> None:
+    """Cut a file off, change a byte of it, or take it away."""
+    content = file.read_bytes()
+    if how == "missing":
+        file.unlink()
+    elif how == "a byte":
+        middle = len(content) // 2
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    else:
+        cut = random.Random(how).randrange(len(content))
+        file.write_bytes(content[: {"empty": 0, "all but the last byte": len(content) - 1}.get(how, cut)])
+
+
+def checkpointer(directory: Path) -> Checkpointer:
+    return Checkpointer(directory, max_to_keep=0)
+
+
+@pytest.mark.usefixtures("quick_disk")
+@pytest.mark.parametrize("how", ["missing", "empty", "all but the last byte", "cut 1", "cut 2", "cut 3", "a byte"])
+@pytest.mark.parametrize("name", WRITTEN)
+async def test_contract_7_a_checkpoint_damaged_in_any_file_is_refused_by_name_and_the_one_before_it_is_used(
+    tmp_path: Path, name: str, how: str
+) -> None:
+    for step in (2, 4):
+        await write(tmp_path, step, f"weights of step {step}")
+    newest = tmp_path / "global_step_4"
+    assert sorted(str(p.relative_to(newest)) for p in newest.rglob("*") if p.is_file()) == sorted(WRITTEN)
+    damage(newest / name, how)
+    with pytest.raises(CheckpointError, match="incomplete|damaged|has format") as refused:
+        read_state(newest)
+    if "manifest" not in name and "format" not in str(refused.value):
+        assert name in str(refused.value)
+    used = checkpointer(tmp_path).usable()
+    assert used is not None and used.path.name == "global_step_2" and used.state.step == 2
+    assert used.refused == (str(refused.value),)
+
+
+@pytest.mark.usefixtures("quick_disk")
+@pytest.mark.parametrize("num_files", range(len(WRITTEN)))
+@pytest.mark.parametrize("is_reversed", [False, True])
+async def test_contract_7_a_checkpoint_cut_off_at_any_file_boundary_is_refused(
+    tmp_path: Path, num_files: int, is_reversed: bool
+) -> None:
+    whole = await write(tmp_path / "there", 4, "weights")
+    copy = tmp_path / "here" / whole.name
+    copy.mkdir(parents=True)
+    for name in sorted(WRITTEN, reverse=is_reversed)[:num_files]:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(whole / name, copy / name)
+    with pytest.raises(CheckpointError, match="is incomplete: .* is missing"):
+        read_state(copy)
+    with pytest.raises(CheckpointError, match="no checkpoint in .* can be used: .*global_step_4 is incomplete"):
+        checkpointer(copy.parent).usable()
+
+
+async def test_when_no_checkpoint_is_whole_all_are_named(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        (await write(tmp_path, step) / "groups.json").unlink()
+    shutil.rmtree(tmp_path / "global_step_6")
+    with pytest.raises(CheckpointError, match=r"names global_step_6, which is not there; .*step_4 is.*step_2 is"):
+        checkpointer(tmp_path).usable()
+    assert checkpointer(tmp_path / "empty").usable() is None
+
+
+async def test_of_checkpoints_that_are_whole_the_one_pointed_at_is_used_and_none_is_said_to_be_refused(
+    tmp_path: Path,
+) -> None:
+    for step in (2, 12, 4):
+        await write(tmp_path, step)
+    used = checkpointer(tmp_path).usable()
+    assert used is not None and used.path.name == "global_step_4" and used.refused == ()
+
+
+class FullDiskPolicy(FilesPolicy):
+    """Some of its files lie on a device that is always full: what is written there fails in the kernel."""
+
+    def __init__(self, *full: str) -> None:
+        super().__init__("new")
+        self.full = full
+
+    async def save(self, directory: Path) -> None:
+        for name in self.full:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).symlink_to("/dev/full")
+        (directory / "rank-0").mkdir(parents=True, exist_ok=True)
+        (directory / "rank-0" / "weights").write_text(self.mark)
+
+
+@pytest.mark.usefixtures("quick_disk")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
+@pytest.mark.parametrize(
+    "full", ["rank-0/weights", "../trainer_state.json", "../groups.json", "../manifest.json"], ids=lambda name: name
+)
+@pytest.mark.parametrize("step", [2, 4], ids=["the same step again", "the next step"])
+async def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_of_the_new_one(
+    tmp_path: Path, full: str, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    await write(tmp_path, 2, "old")
+    writer = checkpointer(tmp_path)
+    assert await writer.try_write(FullDiskPolicy(full), state(step)) is None
+    assert names_in(tmp_path) == ["global_step_2", "latest_ckpt_global_step.txt"]
+    used = writer.usable()
+    assert used is not None and mark_of(used.path) == "old"
+    assert writer.num_failures == 1 and "No space left on device" in str(writer.failure)
+    (warning,) = caplog.records
+    assert f"the checkpoint of step {step} could not be written" in warning.getMessage()
+    assert "No space left on device; the run goes on, those before it stay" in warning.getMessage()
+
+    assert await writer.try_write(FilesPolicy("new"), state(step)) == tmp_path / f"global_step_{step}"
+    assert writer.failure is None and writer.num_failures == 1
+
+
+FULL_TMPFS = """
+import asyncio, sys
+from pathlib import Path
+from tests.cpu.test_checkpoint import FilesPolicy, checkpointer, names_in, state
+
+async def main(directory):
+    writer = checkpointer(directory)
+    await writer.write(FilesPolicy("o" * 20_000), state(1))
+    for num_bytes in (15_000, 40_000, 100_000):
+        assert await writer.try_write(FilesPolicy("n" * num_bytes), state(2)) is None, num_bytes
+        assert "No space left on device" in str(writer.failure), writer.failure
+        assert names_in(directory) == ["global_step_1", "latest_ckpt_global_step.txt"]
+        assert writer.usable().path.name == "global_step_1"
+    assert await writer.try_write(FilesPolicy("n"), state(3)) is not None
+
+asyncio.run(main(Path(sys.argv[1]) / "checkpoints"))
+print("survived")
+"""
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_really_full_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    """In a mount of its own, which an unprivileged user may make where the kernel lets it."""
+    mount = f"mount -t tmpfs -o size=56k tmpfs {tmp_path}"
+    unshare = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, mount], capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount a tmpfs of one's own")
+    command = f"{mount} && exec {sys.executable} -c '{FULL_TMPFS}' {tmp_path}"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([*unshare, command], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout == "survived\n", done.stderr
+
+
+async def test_a_read_only_directory_is_a_failed_checkpoint_and_not_a_crash(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    writer = Checkpointer(tmp_path / "file" / "checkpoints", max_to_keep=0)
+    assert await writer.try_write(FilesPolicy(""), state(1)) is None
+    assert os.strerror(errno.ENOTDIR) in str(writer.failure)
+
+
+async def test_the_loop_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes its time is one that waits for the loop here: on the loop it would wait for ever."""
+    turned, main_thread = threading.Event(), threading.get_ident()
+    fsync, threads = os.fsync, set()
+
+    def slow(handle: int) -> None:
+        threads.add(threading.get_ident())
+        assert turned.wait(timeout=20)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    writing = asyncio.ensure_future(write(tmp_path, 1, "weights"))
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_soon(turned.set)
+    assert mark_of(await writing) == "weights"
+    assert main_thread not in threads and threads
+
+
+async def test_a_checkpoint_that_is_given_up_leaves_no_name_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncing, cancelled = asyncio.Event(), threading.Event()
+    loop, attest = asyncio.get_running_loop(), checkpoint_module.attest
+
+    def slow(directory: Path, *, check: Callable[[], None]) -> None:
+        loop.call_soon_threadsafe(syncing.set)
+        assert cancelled.wait(timeout=20)
+        attest(directory, check=check)
+
+    await write(tmp_path, 1, "old")
+    monkeypatch.setattr(checkpoint_module, "attest", slow)
+    writing = asyncio.ensure_future(write(tmp_path, 2, "new"))
+    await syncing.wait()
+    writing.cancel()
+    await asyncio.wait([writing])
+    cancelled.set()
+    await loop.shutdown_default_executor()
+    assert writing.cancelled()
+    assert mark_of(Checkpointer(tmp_path, max_to_keep=0).latest()) == "old"
+    checkpointer(tmp_path).tidy()
+    assert names_in(tmp_path) == ["global_step_1", "latest_ckpt_global_step.txt"]

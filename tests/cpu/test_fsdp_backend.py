@@ -418,6 +418,21 @@ class TestCheckpoints:
         with pytest.raises(CheckpointError, match=missing):
             await policy.load(tmp_path)
 
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
+    @pytest.mark.parametrize("name", ["state/__0_0.distcp", "scheduler.pt", "rng_0.pt", "policy.json"])
+    async def test_a_full_disk_is_a_checkpoint_error_and_training_goes_on(
+        self, make: Make, tmp_path: Path, name: str
+    ) -> None:
+        policy, reference = make(), make()
+        (tmp_path / "full" / name).parent.mkdir(parents=True)
+        (tmp_path / "full" / name).symlink_to("/dev/full")
+        with pytest.raises(CheckpointError, match="rank 0: .*No space left on device"):
+            await policy.save(tmp_path / "full")
+        await policy.save(tmp_path / "whole")
+        for each in (policy, reference):
+            await self.train(each, first_step=0, num_steps=1)
+        assert_equal(await weights(policy, tmp_path / "a"), await weights(reference, tmp_path / "b"))
+
     async def test_a_truncated_file_is_named(self, make: Make, tmp_path: Path) -> None:
         policy = make()
         await policy.save(tmp_path)

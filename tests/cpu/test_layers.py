@@ -29,6 +29,7 @@ LAYERS = {
     "skyrl_async.data": 2,
     "skyrl_async.evaluation": 3,
     "skyrl_async.checkpoint": 3,
+    "skyrl_async.checkpoint_files": 3,
     "skyrl_async.weight_sync": 3,
     "skyrl_async.rollout.worker": 3,
     "skyrl_async.trainer": 4,

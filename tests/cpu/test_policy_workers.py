@@ -208,3 +208,12 @@ async def test_a_worker_that_fails_or_dies_ends_the_call_by_name_and_close_still
 async def test_a_policy_directory_that_cannot_be_used_is_named(ray_session: None, tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="has no config.json"):
         await PolicyWorkers.start(TrainingSettings(policy_path=str(tmp_path)), num_workers=1, call_timeout_s=120.0)
+
+
+async def test_what_one_rank_cannot_write_fails_on_all_and_they_go_on(two_ranks: PolicyWorkers, tmp_path: Path) -> None:
+    """Nobody is left waiting for the one that failed."""
+    for name in ("rng_1.pt", "scheduler.pt", "policy.json"):
+        (tmp_path / name / name).mkdir(parents=True)  # where a file is to be written
+        with pytest.raises(CheckpointError, match=f"rank {int(name == 'rng_1.pt')}: .*{name}"):
+            await two_ranks.save(tmp_path / name)
+        await two_ranks.save(tmp_path / f"whole-{name}")
