@@ -10,6 +10,7 @@ Flows in: finished groups. Flows out: versions, metrics, checkpoints, evaluation
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +19,7 @@ from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
 from skyrl_async.concurrency import first_failure
 from skyrl_async.data.dataloader import _AsyncDataloader
+from skyrl_async.errors import CheckpointError
 from skyrl_async.evaluation import EvaluationResult, Evaluator
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import RunTotals, StepFigures
@@ -25,6 +27,7 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers
+from skyrl_async.stopping import StopAsked, StopRequest
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Group
 from skyrl_async.weight_sync.publisher import PublishTimes
@@ -76,6 +79,7 @@ class FullyAsyncTrainer:
         log: takes (step, values) for each step.
         trace: one span per stage.
         log_groups: takes (policy version trained at, groups) of each step.
+        stop: ends the run early; see ``run``.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class FullyAsyncTrainer:
         log: Callable[[int, dict[str, float]], None],
         trace: Trace,
         log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None,
+        stop: StopRequest | None = None,
     ) -> None:
         self._settings = settings
         self._dataloader = dataloader
@@ -108,13 +113,22 @@ class FullyAsyncTrainer:
         self._trace = trace
         self._recorder = Recorder(log=log, trace=trace, log_groups=log_groups, generation_counts=lambda: workers.counts)
         self._evaluating: asyncio.Task[None] | None = None
+        self._stop = stop or StopRequest()
+        self._taken: list[Group] = []
         self._checkpointed_step: int | None = None
+        self._num_checkpointed_groups = 0
+        self.newest_checkpoint: Path | None = None
         self.reward_after: float | None = None
 
     @property
     def totals(self) -> RunTotals:
         """Of the run, over its resumptions."""
         return self._recorder.totals
+
+    @property
+    def checkpoint_failure(self) -> CheckpointError | None:
+        """Why the last checkpoint was not written; None when it was."""
+        return self._checkpointer.failure if self._checkpointer is not None else None
 
     @property
     def step(self) -> int:
@@ -126,7 +140,7 @@ class FullyAsyncTrainer:
 
         With another mini-batch size or staleness bound than the checkpoint's, finished groups that no longer fit are drawn again.
         """
-        state = read_state(checkpoint)
+        state = await asyncio.to_thread(read_state, checkpoint)
         await self._policy.load(checkpoint / "policy")
         await self._dataloader.load_state_from_checkpoint(state.dataloader)
         self._recorder.totals = RunTotals(**state.totals)
@@ -141,7 +155,7 @@ class FullyAsyncTrainer:
             else:
                 await self._dataloader.give_back((group.epoch, group.uid))
                 self.totals.wasted_tokens += group.num_sampled_tokens
-        self._checkpointed_step = state.step
+        self._checkpointed_step, self.newest_checkpoint = state.step, checkpoint
         num_groups = len(state.groups)
         logger.info("resumed %s, with %d of its %d finished groups", checkpoint.name, len(taken_up), num_groups)
 
@@ -150,6 +164,9 @@ class FullyAsyncTrainer:
 
         Consumes finished groups; produces versions; waits for groups; unblocked by the workers. Whatever fails ends the run
         with that error, every task with it.
+
+        Once ``stop`` is asked for, the step in progress is finished if its groups come in time, a checkpoint is written, and
+        nothing new begins; a step that is left keeps its groups, finished and untrained, in the checkpoint.
         """
         await self._publish(self.step, is_first=True)
         if self.totals.reward_before is None and (before := await self._evaluate(self._settings.num_eval_prompts)):
@@ -158,11 +175,15 @@ class FullyAsyncTrainer:
             async with asyncio.TaskGroup() as tasks:
                 self._recorder.start()
                 generating = tasks.create_task(self._workers.run(), name="generation")
-                while not self._is_done() and await self._train_step(tasks):
+                while not self._is_done() and not self._stop.is_asked and await self._train_step(tasks):
                     pass
+                if self._stop.is_asked:
+                    await self._save_before_stopping()
                 generating.cancel()
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
+        if self._stop.is_asked:
+            return
         self._recorder.count_generation()
         if self._settings.checkpoint_interval_steps and self._checkpointed_step != self.step:
             await self._write_checkpoint(self.step)
@@ -178,17 +199,22 @@ class FullyAsyncTrainer:
         loop = asyncio.get_running_loop()
         started = loop.time()
         figures = StepFigures(version=self.step, max_staleness_steps=self._staleness.max_staleness_steps)
-        async for group in self._mini_batch(figures):
-            with self._recorder.timed(figures, "forward_backward", track="training"):
-                advantages = row_advantages(group.trajectories, self._advantages)
-                sums = await self._policy.forward_backward(group.trajectories, advantages, self.step)
-            figures.add_group(group, sums)
+        try:
+            async for group in self._mini_batch(figures):
+                with self._recorder.timed(figures, "forward_backward", track="training"):
+                    advantages = row_advantages(group.trajectories, self._advantages)
+                    sums = await self._policy.forward_backward(group.trajectories, advantages, self.step)
+                figures.add_group(group, sums)
+        except StopAsked:
+            logger.warning("step %d is left: %d of its groups were there", self.step + 1, len(self._taken))
+            return False
         if not figures.groups:
             return False
         with self._recorder.timed(figures, "optimizer_step", track="training"):
             stepped = await self._policy.step(figures.loss_tokens)
         await self._dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
         self._recorder.log_groups(figures.version, figures.groups)
+        self._taken.clear()
         version = self.step + 1
         checked = await self._publish(version, figures=figures)
         figures.add_seconds("step", loop.time() - started)
@@ -208,9 +234,11 @@ class FullyAsyncTrainer:
         collected: list[Group] = []
         for num_taken in range(self._settings.mini_batch_size):
             with self._recorder.timed(figures, "wait_for_groups", track="waiting"):
-                group = await self._next_group(self._settings.mini_batch_size - num_taken, figures)
+                async with self._stop.cut_short(is_patient=True):
+                    group = await self._next_group(self._settings.mini_batch_size - num_taken, figures)
             if group is None:
                 break
+            self._taken.append(group)
             await self._staleness.on_rollout_trained(group.admission_index)
             if self._settings.stream_mini_batch:
                 yield group
@@ -268,8 +296,10 @@ class FullyAsyncTrainer:
             return None
         step, loop = self.step, asyncio.get_running_loop()
         started = loop.time()
-        with self._trace.span("evaluate", track="evaluation", step=step):
-            result = await self._evaluator.evaluate(num_prompts, priority=self._staleness.next_index)
+        result: EvaluationResult | None = None
+        with self._trace.span("evaluate", track="evaluation", step=step), suppress(StopAsked):
+            async with self._stop.cut_short():
+                result = await self._evaluator.evaluate(num_prompts, priority=self._staleness.next_index)
         if result is None:
             return None
         self.totals.evaluation_tokens += result.num_tokens
@@ -286,19 +316,32 @@ class FullyAsyncTrainer:
 
         self._evaluating = tasks.create_task(evaluate(), name=f"evaluation-{version}")
 
+    async def _save_before_stopping(self) -> None:
+        """Write a checkpoint, whatever the interval, unless the last one holds all there is."""
+        self._recorder.count_generation()
+        num_new_groups = self._workers.counts["groups"] - self._num_checkpointed_groups
+        if self.step != (self._checkpointed_step or 0) or num_new_groups:
+            await self._write_checkpoint(self.step)
+
     async def _write_checkpoint(self, step: int) -> None:
-        """Write the state after ``step`` steps, of which the engines have acknowledged the last one."""
+        """Write the state after ``step`` steps, of which the engines have acknowledged the last one.
+
+        Groups of a step in progress are finished and untrained in it. A disk that cannot take it does not end the run.
+        """
         if self._checkpointer is None:
             return
         state = TrainerState(
             step=step,
             next_admission_index=self._staleness.next_index,
             dataloader=self._dataloader.state_for_checkpoint(),
-            groups=self._buffer.snapshot(),
+            groups=tuple(sorted((*self._taken, *self._buffer.snapshot()), key=lambda g: g.admission_index)),
             totals=asdict(self.totals),
         )
-        path = await self._checkpointer.write(self._policy, state)
-        self._checkpointed_step = step
+        num_groups = self._workers.counts["groups"]
+        path = await self._checkpointer.try_write(self._policy, state)
+        if path is None:
+            return
+        self._checkpointed_step, self._num_checkpointed_groups, self.newest_checkpoint = step, num_groups, path
         logger.info("wrote %s", path)
 
     def _is_due(self, interval: int, version: int) -> bool:
@@ -308,6 +351,7 @@ class FullyAsyncTrainer:
         return {
             "async/buffer_groups": float(len(self._buffer)),
             "async/running_groups": float(self._staleness.num_running),
+            "checkpoint/failures": float(self._checkpointer.num_failures if self._checkpointer is not None else 0),
             "trainer/epoch": float(self._dataloader.epoch),
             "trainer/idle_share": figures.seconds.get("wait_for_groups", 0.0) / max(figures.seconds["step"], 1e-9),
         }

@@ -98,6 +98,7 @@ METRICS: dict[str, Metric] = {
     "agent/failed": Metric("share", "Of the step's samples, those whose harness failed, timed out or sampled nothing."),
     "agent/timeouts": Metric("share", "Of them, those whose harness took longer than generator.agent_timeout_s."),
     "agent/seconds": Metric("s", "Mean duration of a harness's run."),
+    "checkpoint/failures": Metric("checkpoints", "Not written because of the disk, since the run was started."),
     "trainer/step": Metric("steps", "Optimizer steps completed."),
     "trainer/epoch": Metric("epochs", "Passes over the training prompts completed."),
     "trainer/idle_share": Metric("share", "Of the step, spent waiting for generation."),

@@ -22,6 +22,7 @@ from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
+from skyrl_async.stopping import StopRequest
 from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
 from skyrl_async.types import Group, PauseMode, Prompt, SamplingParams
 from skyrl_async.weight_sync.publisher import WeightPublisher
@@ -113,6 +114,7 @@ def build_simulation(
     checkpoint_dir: Path | None = None,
     generator_over: Callable[[InferenceEngineClient], Generator] = ModelledGenerator,
     log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None,
+    stop: StopRequest | None = None,
 ) -> Simulation:
     """Make every part; call inside ``run_in_virtual_time``."""
     loop = asyncio.get_running_loop()
@@ -170,6 +172,7 @@ def build_simulation(
         log=lambda step, values: logged.append((step, values)),
         log_groups=log_groups,
         trace=trace,
+        stop=stop,
     )
     return Simulation(trainer, engines, policy, client, dataloader, staleness, buffer, workers, publisher, logged)
 

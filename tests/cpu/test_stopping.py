@@ -1,0 +1,270 @@
+"""A run that is asked to stop: the step is finished or left, what was generated is kept, and it ends in time (virtual time)."""
+
+import asyncio
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_async.checkpoint import Checkpointer, read_state
+from skyrl_async.errors import CheckpointError
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import ModelledGenerator, ModelledPolicy
+from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.stopping import StopAsked, StopRequest
+from skyrl_async.types import GroupRequest, Trajectory
+
+LONG_TAILED = SimulationSettings(
+    mean_tokens=100.0,
+    sigma=1.2,
+    num_steps=None,
+    num_epochs=2,
+    num_prompts=20,
+    mini_batch_size=4,
+    seconds_per_token=1e-4,
+    load_seconds=0.5,
+    step_seconds=1.0,
+)
+STEP_S = 3.0
+"""Gradients, optimizer, send and load of a step whose groups are there take less."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_disk() -> Iterator[None]:
+    """Syncing takes no time; what is tested is not whether it happens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+def trained(simulation: Simulation) -> list[tuple[int, ...]]:
+    return [group[0].prompt_token_ids for step in simulation.policy.steps for group in step]
+
+
+def stopped_after(
+    seconds: float, patience_s: float, settings: SimulationSettings, directory: Path, **parts
+) -> tuple[Simulation, float]:
+    """A run asked to stop, and when it had ended (seconds)."""
+
+    async def main() -> tuple[Simulation, float]:
+        stop = StopRequest()
+        simulation = build_simulation(settings, checkpoint_dir=directory, stop=stop, **parts)
+        asyncio.get_running_loop().call_later(seconds, stop.ask, patience_s)
+        await simulation.trainer.run()
+        assert len(asyncio.all_tasks()) == 1
+        return simulation, asyncio.get_running_loop().time()
+
+    return run_in_virtual_time(main())
+
+
+def resumed(path: Path, settings: SimulationSettings) -> Simulation:
+    async def main() -> Simulation:
+        simulation = build_simulation(settings)
+        await simulation.trainer.resume(path)
+        await simulation.trainer.run()
+        return simulation
+
+    return run_in_virtual_time(main())
+
+
+@given(
+    at=st.floats(0.1, 20.0),
+    patience_s=st.sampled_from([0.0, 1.0, 10.0]),
+    bound=st.integers(0, 2),
+    streamed=st.booleans(),
+    interval=st.sampled_from([0, 1, 3]),
+    seed=st.integers(0, 3),
+)
+@settings(max_examples=20, deadline=None)
+def test_contract_7_a_stopped_run_ends_in_time_and_loses_no_finished_group(
+    tmp_path_factory: pytest.TempPathFactory,
+    at: float,
+    patience_s: float,
+    bound: int,
+    streamed: bool,
+    interval: int,
+    seed: int,
+) -> None:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    settings = replace(
+        LONG_TAILED,
+        max_staleness_steps=bound,
+        stream_mini_batch=streamed,
+        checkpoint_interval_steps=interval,
+        seed=seed,
+    )
+    simulation, ended = stopped_after(at, patience_s, settings, directory)
+    assert ended <= at + patience_s + STEP_S
+    assert simulation.dataloader.statistics()["running"] == simulation.staleness.num_running == 0
+    path = simulation.trainer.newest_checkpoint
+    if path is None:
+        assert simulation.workers.counts["groups"] == 0 or ended < at
+        return
+    saved = read_state(path)
+    finished = simulation.dataloader.statistics()["finished"]
+    assert len(saved.groups) == finished and saved.step == simulation.trainer.step
+    assert saved.totals["trained_groups"] + len(saved.groups) == simulation.workers.counts["groups"]
+    assert [g.admission_index for g in saved.groups] == sorted(g.admission_index for g in saved.groups)
+
+    again = resumed(path, replace(settings, checkpoint_interval_steps=0))
+    counts = Counter([*trained(simulation)[: saved.totals["trained_groups"]], *trained(again)])
+    assert set(counts.values()) == {2} and len(counts) == 20, "each prompt is trained once per epoch"
+    assert again.trainer.totals.trained_groups == 40 and again.trainer.totals.wasted_tokens == 0
+
+
+class OneHangs(ModelledGenerator):
+    """The rollout of p3 never ends."""
+
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        if request.prompt.uid == "p3" and not request.is_evaluation:
+            await asyncio.Event().wait()
+        return await super().generate(request)
+
+
+def test_a_step_that_lacks_a_group_is_left_and_what_was_accumulated_is_kept(tmp_path: Path) -> None:
+    settings = replace(LONG_TAILED, max_staleness_steps=0, num_prompts=4, num_epochs=1)
+    simulation, ended = stopped_after(30.0, 5.0, settings, tmp_path, generator_over=OneHangs)
+    assert ended == 35.0
+    assert len(simulation.policy.steps[0]) == 3, "gradients of three groups were accumulated"
+    path = simulation.trainer.newest_checkpoint
+    assert path is not None and path.name == "global_step_0"
+    ledger = json.loads((path / "trainer_state.json").read_text())["dataloader"]["ledger"]["epochs"]["0"]
+    assert sorted(ledger["finished"]) == ["p0", "p1", "p2"] and ledger["trained"] == []
+    again = resumed(path, settings)
+    kept = [group.trajectories for group in read_state(path).groups]
+    assert [group for step in again.policy.steps for group in step if group[0].prompt_token_ids[1] != ord("3")] == kept
+    assert Counter(map(len, again.policy.steps))[4] == 1
+
+
+def test_a_step_whose_groups_come_in_time_is_finished(tmp_path: Path) -> None:
+    settings = replace(LONG_TAILED, max_staleness_steps=0, sigma=0.0, stream_mini_batch=False)
+    half_way, _ = stopped_after(0.6, 60.0, settings, tmp_path)
+    assert half_way.trainer.step == 1 and half_way.trainer.newest_checkpoint == tmp_path / "global_step_1"
+
+
+def test_a_checkpoint_just_written_is_not_written_again(tmp_path: Path) -> None:
+    settings = replace(LONG_TAILED, max_staleness_steps=0, checkpoint_interval_steps=1)
+    writes = []
+
+    async def main() -> None:
+        stop = StopRequest()
+        simulation = build_simulation(settings, checkpoint_dir=tmp_path, stop=stop)
+
+        class StopsWhileSaving(ModelledPolicy):
+            async def save(self, directory: Path) -> None:
+                writes.append(directory)
+                stop.ask(10.0)
+                await super().save(directory)
+
+        simulation.trainer._policy = StopsWhileSaving()
+        await simulation.trainer.run()
+        assert simulation.trainer.step == 1
+
+    run_in_virtual_time(main())
+    assert len(writes) == 1
+
+
+@pytest.mark.parametrize("at", [0.5, 3.0, 6.0])
+def test_evaluations_are_cut_short_whether_before_beside_or_after_training(tmp_path: Path, at: float) -> None:
+    """They take 8 s each here, training 6 s."""
+    settings = replace(
+        LONG_TAILED,
+        sigma=0.0,
+        mean_tokens=10.0,
+        num_steps=4,
+        num_epochs=None,
+        num_eval_prompts=4,
+        eval_interval_steps=1,
+    )
+
+    class SlowEvaluations(ModelledGenerator):
+        async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+            if request.is_evaluation:
+                await asyncio.sleep(8.0)
+            return await super().generate(request)
+
+    simulation, ended = stopped_after(
+        at + (8.0 if at > 1 else 0), 1.0, settings, tmp_path, generator_over=SlowEvaluations
+    )
+    assert ended <= at + 8.0 + 1.0 + STEP_S
+    assert simulation.trainer.reward_after is None
+    assert (simulation.trainer.newest_checkpoint is None) == (at < 1), "nothing was trained yet"
+
+
+class NoRoomPolicy(ModelledPolicy):
+    """The disk is full for some of its checkpoints."""
+
+    def __init__(self, full: set[int]) -> None:
+        super().__init__()
+        self.full = full
+        self.num_saves = 0
+
+    async def save(self, directory: Path) -> None:
+        self.num_saves += 1
+        if self.num_saves in self.full:
+            raise CheckpointError("No space left on device")
+        await super().save(directory)
+
+
+def run_with(policy: ModelledPolicy, settings: SimulationSettings, directory: Path) -> Simulation:
+    async def main() -> Simulation:
+        simulation = build_simulation(settings, checkpoint_dir=directory)
+        simulation.trainer._policy = policy
+        await simulation.trainer.run()
+        return simulation
+
+    return run_in_virtual_time(main())
+
+
+def test_a_checkpoint_that_fails_is_one_warning_and_a_figure_and_the_next_one_is_tried(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = replace(LONG_TAILED, num_steps=6, num_epochs=None, checkpoint_interval_steps=2)
+    simulation = run_with(NoRoomPolicy({2}), settings, tmp_path)
+    assert simulation.trainer.step == 6
+    assert [values["checkpoint/failures"] for _, values in simulation.logged] == [0, 0, 0, 1, 1, 1]
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        f"the checkpoint of step 4 could not be written to {tmp_path}: No space left on device; the run goes on, those before "
+        "it stay"
+    ]
+    assert {p.name for p in tmp_path.glob("global_step_*")} == {"global_step_2", "global_step_6"}
+    assert simulation.trainer.checkpoint_failure is None
+
+
+def test_a_last_checkpoint_that_fails_is_known_when_the_run_has_ended(tmp_path: Path) -> None:
+    settings = replace(LONG_TAILED, num_steps=5, num_epochs=None, checkpoint_interval_steps=2)
+    simulation = run_with(NoRoomPolicy({3}), settings, tmp_path)
+    assert simulation.trainer.step == 5
+    assert "No space left" in str(simulation.trainer.checkpoint_failure)
+    latest = Checkpointer(tmp_path, max_to_keep=0).usable()
+    assert latest is not None and latest.state.step == 4
+
+
+def test_a_wait_ends_when_its_patience_does_and_a_timeout_of_its_own_stays_one() -> None:
+    async def main() -> None:
+        stop, loop = StopRequest(), asyncio.get_running_loop()
+        loop.call_later(5.0, stop.ask, 10.0)
+        loop.call_later(7.0, stop.ask, 100.0)
+        with pytest.raises(TimeoutError):
+            async with stop.cut_short():
+                async with asyncio.timeout(1.0):
+                    await asyncio.Event().wait()
+        with pytest.raises(StopAsked):
+            async with stop.cut_short(is_patient=True):
+                with pytest.raises(StopAsked):
+                    async with stop.cut_short():
+                        await asyncio.Event().wait()
+                assert loop.time() == 5.0
+                await asyncio.Event().wait()
+        assert loop.time() == 15.0
+        with pytest.raises(StopAsked):
+            async with stop.cut_short(is_patient=True):
+                pytest.fail("nothing new begins")
+
+    run_in_virtual_time(main())
