@@ -18,6 +18,7 @@ SkyRLAsyncError
 |-- PublishError            a weight publish failed; the old version serves everywhere
 |-- GenerationError         a generator broke its contract, or too many rollouts failed
 |-- TrainingError           a policy worker failed, or its numbers stopped being numbers
+|   `-- WeightsWriteError   weights cannot be written: shared memory or a disk is full, or refuses
 `-- DeadlineError           a wait took longer than its deadline; says what is stuck
 """
 
@@ -103,6 +104,10 @@ class GenerationError(SkyRLAsyncError):
 
 class TrainingError(SkyRLAsyncError):
     """A policy worker failed, or its numbers stopped being numbers."""
+
+
+class WeightsWriteError(TrainingError):
+    """Weights cannot be written: shared memory or a disk is full, or refuses. The policy is as it was."""
 
 
 class DeadlineError(SkyRLAsyncError):

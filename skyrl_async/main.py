@@ -94,7 +94,10 @@ async def _run(config: Config, run_dir: Path, checkpoint: Path | None, started: 
             tracker.log(step, {"trainer/step": float(step), **values})
 
         log_groups = _trained_groups_log(config, run_dir, resume_step, stack)
-        async with started_parts(config, run_dir, trace=trace, say=console.phase, checkpoint=checkpoint) as parts:
+        starting = started_parts(
+            config, run_dir, trace=trace, say=console.phase, announce=console.message, checkpoint=checkpoint
+        )
+        async with starting as parts:
             trainer = trainer_of(config, parts, run_dir=run_dir, log=log, log_groups=log_groups, trace=trace)
             if parts.endpoint_url is not None:
                 console.message(f"endpoint: {parts.endpoint_url} (key in {run_dir / 'endpoint.json'})")

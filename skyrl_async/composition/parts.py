@@ -149,6 +149,7 @@ def make_publisher(
         probe_prompt_token_ids=renderer.render(list(prompts.train[0].messages)),
         max_logprob_gap=config.trainer.max_engine_logprob_gap,
         verify_checksums=config.weight_sync.verify_checksums,
+        max_retries=config.weight_sync.max_retries,
     )
     stack.callback(publisher.close)
     return publisher

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,10 @@ from typing import TYPE_CHECKING
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.config.devices import engine_device, training_device
 from skyrl_async.config.schema import Config, Device, EngineBackend, SamplingConfig
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.engine_life import LifeSettings
+from skyrl_async.inference.fleet import Fleet, FleetSettings
+from skyrl_async.inference.fleet_news import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.sessions.rows import BranchPolicy
 from skyrl_async.inference.sessions.session import SessionLimits
@@ -93,17 +97,24 @@ async def start_engines_and_policy(
 
 
 async def _start_engines(config: Config, policy_dir: Path, run_dir: Path) -> Sequence[InferenceEngine]:
-    engine = config.engine
-    if engine.backend is EngineBackend.deterministic:
+    if config.engine.backend is EngineBackend.deterministic:
         from skyrl_async.inference.deterministic_engine import DeterministicEngine
 
-        return [DeterministicEngine("engine-0", policy_dir, max_model_len=engine.max_model_len)]
+        return [DeterministicEngine("engine-0", policy_dir, max_model_len=config.engine.max_model_len)]
+    names = [f"engine-{i}" for i in range(config.engine.num_engines)]
+    return await _start_vllm_engines(config, policy_dir, run_dir, names)
+
+
+async def _start_vllm_engines(
+    config: Config, policy_dir: Path, run_dir: Path, names: Sequence[str]
+) -> Sequence[InferenceEngine]:
     from skyrl_async.inference.ray_engine import start_ray_engines
 
-    device, num_gpus = engine_device(engine), config.placement.num_gpus_per_engine
+    engine, num_gpus = config.engine, config.placement.num_gpus_per_engine
+    device = engine_device(engine)
     configs = [
         VLLMEngineConfig(
-            name=f"engine-{i}",
+            name=name,
             policy_dir=str(policy_dir),
             dtype=config.policy.dtype.name,
             device=device.name,
@@ -120,7 +131,7 @@ async def _start_engines(config: Config, policy_dir: Path, run_dir: Path) -> Seq
             extra_args=engine.extra_args,
             seed=config.trainer.seed,
         )
-        for i in range(engine.num_engines)
+        for name in names
     ]
     return await start_ray_engines(
         configs,
@@ -128,6 +139,43 @@ async def _start_engines(config: Config, policy_dir: Path, run_dir: Path) -> Seq
         num_gpus=(engine.tensor_parallel_size if device is Device.cuda else 0.0) if num_gpus is None else num_gpus,
         start_timeout_s=engine.start_timeout_s,
         log_dir=run_dir / "logs",
+    )
+
+
+def is_supervised(config: Config) -> bool:
+    """Whether engines are processes, which can die and be started anew."""
+    return config.engine.backend is EngineBackend.vllm
+
+
+def make_fleet(
+    config: Config,
+    client: InferenceEngineClient,
+    policy_dir: Path,
+    run_dir: Path,
+    *,
+    front_ends: Sequence[FrontEndPool],
+    say: Callable[[str], None],
+) -> Fleet:
+    """What keeps the client's engines alive; new ones boot from ``policy_dir`` and load what is served."""
+    engine = config.engine
+
+    async def start(name: str) -> InferenceEngine:
+        return (await _start_vllm_engines(config, policy_dir, run_dir, [name]))[0]
+
+    return Fleet(
+        client,
+        start=start,
+        settings=FleetSettings(
+            life=LifeSettings(
+                heartbeat_interval_s=engine.heartbeat_interval_s,
+                heartbeat_timeout_s=engine.heartbeat_timeout_s,
+                max_restarts=engine.max_restarts,
+                restart_backoff_s=engine.restart_backoff_s,
+            ),
+            all_gone_timeout_s=engine.all_gone_timeout_s,
+        ),
+        say=say,
+        front_ends=front_ends,
     )
 
 
@@ -178,6 +226,7 @@ class Endpoint:
     """Roots of its front ends, without ``/v1``."""
     api_key: str
     controller_key: str
+    front_ends: Sequence[FrontEndPool]
 
     @property
     def base_url(self) -> str:
@@ -197,7 +246,10 @@ async def serving_endpoint(
     settings = _endpoint_settings(config, policy_dir, max_model_len, api_key, controller_key)
     async with endpoint_processes(settings, engines, num_front_ends=config.server.num_front_ends) as front_ends:
         endpoint = Endpoint(
-            urls=tuple(front_end.url for front_end in front_ends), api_key=api_key, controller_key=controller_key
+            urls=tuple(front_end.url for front_end in front_ends),
+            api_key=api_key,
+            controller_key=controller_key,
+            front_ends=front_ends,
         )
         content = {
             "base_url": endpoint.base_url,
@@ -235,6 +287,7 @@ def _endpoint_settings(
         tool_call_parser=server.tool_call_parser,
         reasoning_parser=server.reasoning_parser,
         max_concurrent_requests=server.max_concurrent_requests,
+        engine_wait_s=server.engine_wait_s if is_supervised(config) else 0.0,
         sessions=SessionSettings(
             limits=SessionLimits(
                 max_turns=server.session_max_turns,

@@ -23,10 +23,17 @@ from skyrl_async.composition.data import (
     prepare_prompts,
 )
 from skyrl_async.composition.parts import Log, LogGroups, check_generator, make_generator, make_publisher, make_trainer
-from skyrl_async.composition.processes import ray_session, serving_endpoint, start_engines_and_policy
+from skyrl_async.composition.processes import (
+    is_supervised,
+    make_fleet,
+    ray_session,
+    serving_endpoint,
+    start_engines_and_policy,
+)
 from skyrl_async.config.rules import DATASET_TASK
 from skyrl_async.config.schema import Config
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.fleet import Fleet
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.trainer import FullyAsyncTrainer
@@ -45,11 +52,19 @@ class Parts:
     publisher: WeightPublisher
     endpoint_url: str | None
     """Of the endpoint, with ``/v1``; None where none is served."""
+    fleet: Fleet | None
+    """Keeps the engines alive; None where they are not processes of their own."""
 
 
 @contextlib.asynccontextmanager
 async def started_parts(
-    config: Config, run_dir: Path, *, trace: Trace, say: Say, checkpoint: Path | None = None
+    config: Config,
+    run_dir: Path,
+    *,
+    trace: Trace,
+    say: Say,
+    announce: Say = lambda _: None,
+    checkpoint: Path | None = None,
 ) -> AsyncIterator[Parts]:
     """Start everything a run needs, engines and warm start side by side; on exit everything is gone again.
 
@@ -58,6 +73,7 @@ async def started_parts(
         run_dir: logs of the engines and the endpoint's address go there.
         trace: of the stages.
         say: takes one line about the phase.
+        announce: takes one line about an event that people should see, such as the death of the last engine.
         checkpoint: what will be resumed; one of another model is refused before anything boots.
     """
     check_generator(config)
@@ -81,19 +97,34 @@ async def started_parts(
         max_model_len = min(engine.max_model_len for engine in engines)
         chat = chat or load_chat(initial, config.policy.trust_remote_code)
         tokenizer, renderer = chat.tokenizer, chat.renderer
-        client = InferenceEngineClient(engines, tokenizer=tokenizer, max_model_len=max_model_len, renderer=renderer)
+        client = InferenceEngineClient(
+            engines,
+            tokenizer=tokenizer,
+            max_model_len=max_model_len,
+            renderer=renderer,
+            carries_tokens=is_supervised(config),
+            engine_wait_s=None if is_supervised(config) else 0.0,
+        )
         endpoint = None
         if config.serves_endpoint:
             say("starting the endpoint")
             serving = serving_endpoint(config, initial, engines, max_model_len, run_dir)
             endpoint = await stack.enter_async_context(serving)
+        generator = make_generator(config, client, renderer, endpoint, stack)
+        publisher = make_publisher(config, client, policy, renderer, prompts, trace, stack)
+        fleet = None
+        if is_supervised(config):
+            front_ends = endpoint.front_ends if endpoint else ()
+            fleet = make_fleet(config, client, initial, run_dir, front_ends=front_ends, say=announce)
+            await stack.enter_async_context(fleet.supervising())
         yield Parts(
             prompts=fitting_prompts(prompts, renderer, max_model_len, say),
             client=client,
-            generator=make_generator(config, client, renderer, endpoint, stack),
+            generator=generator,
             policy=policy,
-            publisher=make_publisher(config, client, policy, renderer, prompts, trace, stack),
+            publisher=publisher,
             endpoint_url=endpoint.base_url if endpoint else None,
+            fleet=fleet,
         )
 
 
@@ -107,6 +138,10 @@ def trainer_of(
     log_groups: LogGroups = lambda version, groups: None,
 ) -> FullyAsyncTrainer:
     """A trainer over running parts; checkpoints go below ``run_dir``."""
+
+    def log_with_engines(step: int, values: dict[str, float]) -> None:
+        log(step, values | (parts.fleet.statistics() if parts.fleet else {}))
+
     return make_trainer(
         config,
         prompts=parts.prompts,
@@ -115,7 +150,7 @@ def trainer_of(
         publisher=parts.publisher,
         generator=parts.generator,
         run_dir=run_dir,
-        log=log,
+        log=log_with_engines,
         log_groups=log_groups,
         trace=trace,
     )

@@ -179,6 +179,23 @@ class EngineConfig:
     call_timeout_s: float = doc(
         60.0, "Deadline of a control call (pause, load, resume, checksum); an engine that misses it counts as dead."
     )
+    heartbeat_interval_s: float = doc(5.0, "Seconds between the heartbeats asked of an engine.")
+    heartbeat_timeout_s: float = doc(
+        60.0,
+        "An engine that leaves a heartbeat unanswered for so long is killed; what it was sampling goes on in the others. "
+        "At least heartbeat_interval_s, and longer than the engine's longest forward pass.",
+    )
+    max_restarts: int = doc(
+        5,
+        "Times that a dead engine is started anew; 0: never. The run ends, with a checkpoint, when no engine is left.",
+    )
+    restart_backoff_s: float = doc(
+        1.0, "Wait before a dead engine is started anew; doubled, to a minute at most, at each death in a row."
+    )
+    all_gone_timeout_s: float = doc(
+        900.0,
+        "With no engine left, generation and training wait so long for one to come back; then the run ends, with a checkpoint.",
+    )
     stream_interval: int = doc(10, "Tokens per streamed block.")
     pause_mode: PauseModeName = doc(
         PauseModeName.abort,
@@ -205,6 +222,16 @@ class EngineConfig:
         require(self.stream_interval >= 1, "engine.stream_interval", ">= 1", self.stream_interval)
         require(self.start_timeout_s > 0, "engine.start_timeout_s", "> 0", self.start_timeout_s)
         require(self.call_timeout_s > 0, "engine.call_timeout_s", "> 0", self.call_timeout_s)
+        for key in ("heartbeat_interval_s", "all_gone_timeout_s"):
+            require(getattr(self, key) > 0, f"engine.{key}", "> 0", getattr(self, key))
+        for key in ("max_restarts", "restart_backoff_s"):
+            require(getattr(self, key) >= 0, f"engine.{key}", ">= 0", getattr(self, key))
+        require(
+            self.heartbeat_timeout_s >= self.heartbeat_interval_s,
+            "engine.heartbeat_timeout_s",
+            f">= engine.heartbeat_interval_s ({self.heartbeat_interval_s:g})",
+            self.heartbeat_timeout_s,
+        )
 
 
 @dataclass
@@ -427,8 +454,14 @@ class WeightSyncConfig:
         "Ask every engine for its checksum after each publish and stop when they differ (after the first publish it is always done).",
     )
 
+    max_retries: int = doc(
+        2,
+        "Times that a publish which failed (an engine refuses, shared memory is full) is tried again; then the run ends, with a checkpoint.",
+    )
+
     def __post_init__(self) -> None:
         require(self.send_bucket_mb >= 1, "weight_sync.send_bucket_mb", ">= 1", self.send_bucket_mb)
+        require(self.max_retries >= 0, "weight_sync.max_retries", ">= 0", self.max_retries)
 
 
 @dataclass
@@ -458,6 +491,9 @@ class ServerConfig:
     num_front_ends: int = doc(1, "Processes that serve, each on a port of its own; a session belongs to one of them.")
     max_concurrent_requests: int = doc(4096, "Requests sampled at once per front end; more wait in line.")
     max_concurrent_requests_per_session: int = doc(16, "The same for one session.")
+    engine_wait_s: float = doc(
+        120.0, "With no engine left, requests are held for so long; then they get 503, with a Retry-After."
+    )
     tool_call_parser: str = doc(
         "auto", "vLLM's parser of tool calls by name; auto takes what the chat template calls for, none parses nothing."
     )
@@ -486,6 +522,7 @@ class ServerConfig:
             "session_max_tokens",
         ):
             require(getattr(self, key) >= 1, f"server.{key}", ">= 1", getattr(self, key))
+        require(self.engine_wait_s >= 0, "server.engine_wait_s", ">= 0", self.engine_wait_s)
         for key in ("session_idle_timeout_s", "session_lifetime_s"):
             require(getattr(self, key) > 0, f"server.{key}", "> 0", getattr(self, key))
         require(self.shutdown_timeout_s >= 0, "server.shutdown_timeout_s", ">= 0", self.shutdown_timeout_s)

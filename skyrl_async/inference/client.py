@@ -1,6 +1,6 @@
 """One sampling interface over many engines, exact across weight updates and engine failures.
 
-    generate / stream ──> Router ──> engine ──────death (or abort)─────┐
+    generate / stream ──> pool ──> engine ──────death (or abort)─────┐
           ^                  ^                                         │
           │                  └── prompt + tokens so far, rest of budget┘
           └── tokens with log-probs and versions; text decoded once
@@ -23,8 +23,8 @@ from skyrl_async.concurrency import run_together
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError
 from skyrl_async.inference.continuing import blocks_of, continued, whole_of
 from skyrl_async.inference.joined import Joined, head_of
+from skyrl_async.inference.pool import EnginePool
 from skyrl_async.inference.protocol import InferenceEngine
-from skyrl_async.inference.router import Router
 from skyrl_async.inference.text import CompletionText, Tokenizer
 from skyrl_async.types import (
     Completion,
@@ -54,6 +54,7 @@ class InferenceEngineClient:
         name: prefix of request ids, unique among the clients of these engines.
         carries_tokens: have engines send the tokens of long generations in blocks, so that an engine's death costs a
             generation one block; otherwise, and where a block holds it all, it costs the tokens since the last weight update.
+        engine_wait_s: how long a request waits when no engine is left; None waits for as long as one may come back.
     """
 
     def __init__(
@@ -65,9 +66,9 @@ class InferenceEngineClient:
         renderer: ChatRenderer | None = None,
         name: str = "trainer",
         carries_tokens: bool = False,
+        engine_wait_s: float | None = 0.0,
     ) -> None:
-        self._engines = {engine.name: engine for engine in engines}
-        self._router = Router(tuple(self._engines))
+        self.pool = EnginePool(engines, wait_s=engine_wait_s)
         self._tokenizer = tokenizer
         self._renderer = renderer
         self._max_model_len = max_model_len
@@ -85,19 +86,29 @@ class InferenceEngineClient:
     @property
     def engines(self) -> tuple[InferenceEngine, ...]:
         """The engines alive, as far as this client knows."""
-        return tuple(self._engines[name] for name in self._router.engine_names)
+        return self.pool.engines
 
     @property
     def num_abandoned_tokens(self) -> int:
         """Tokens sampled for generations that were cancelled or failed; an open engine call's are not known."""
         return self._counts["abandoned_tokens"]
 
-    def drop_engine(self, name: str, reason: BaseException) -> None:
-        """Send nothing more to a dead engine."""
-        if name in self._router.engine_names:
-            logger.warning("%s is dead, its requests continue elsewhere: %s", name, reason)
+    async def add_engine(self, engine: InferenceEngine) -> None:
+        """Send requests to one more engine, once it has loaded what the others serve; see ``EnginePool.add``."""
+        await self.pool.add(engine)
+        logger.info("%s takes requests", engine.name)
+
+    async def remove_engine(self, name: str, *, timeout_s: float = 60.0) -> InferenceEngine:
+        """Take an engine out, its requests going on elsewhere with their tokens; it can be closed then. See ``EnginePool.remove``."""
+        engine = await self.pool.remove(name, timeout_s=timeout_s)
+        logger.info("%s was taken out", name)
+        return engine
+
+    def drop_engine(self, engine: InferenceEngine, reason: BaseException) -> None:
+        """Send nothing more to a dead or wedged engine; what it has in flight goes on elsewhere."""
+        if self.pool.drop(engine, str(reason)):
+            logger.warning("%s is dead, its requests continue elsewhere: %s", engine.name, reason)
             self._counts["engine_failures"] += 1
-            self._router.remove(name)
 
     async def generate(
         self,
@@ -203,7 +214,7 @@ class InferenceEngineClient:
     def statistics(self) -> dict[str, float]:
         """Requests, tokens (delivered, and abandoned), aborts and engine failures so far, and the load now."""
         counts = {f"{name}_total": float(count) for name, count in self._counts.items()}
-        return counts | self._router.statistics() | {"policy_version": float(self.policy_version)}
+        return counts | self.pool.statistics() | {"policy_version": float(self.policy_version)}
 
     def _prompt_ids(self, token_ids: Sequence[int] | None, messages: Sequence[Message] | None) -> tuple[int, ...]:
         if (token_ids is None) == (messages is None):
@@ -249,18 +260,15 @@ class InferenceEngineClient:
         self, request: EngineRequest, session_id: str | None, *, streams: bool
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield what one engine samples of a generation; its death is an abort."""
-        name = self._router.start(session_id)
-        call = blocks_of if streams else whole_of
-        try:
-            async with aclosing(call(self._engines[name], request)) as blocks:
-                async for block in blocks:
-                    self.policy_version = max(self.policy_version, *block.versions, 0)
-                    yield block
-            return
-        except EngineDeadError as error:
-            self.drop_engine(name, error)
-        finally:
-            self._router.end(name)
+        async with self.pool.seat(session_id) as seat:
+            try:
+                async with aclosing(seat.blocks(blocks_of if streams else whole_of, request)) as blocks:
+                    async for block in blocks:
+                        self.policy_version = max(self.policy_version, *block.versions, 0)
+                        yield block
+                return
+            except EngineDeadError as error:
+                self.drop_engine(seat.engine, error)
         yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
 
 

@@ -20,10 +20,16 @@ Segment = Callable[[EngineRequest], AsyncGenerator[EngineOutput, None]]
 """Runs one engine call; the last block has a finish reason, ``abort`` where the generation is to go on."""
 
 
-async def continued(request: EngineRequest, joined: Joined, segment: Segment) -> AsyncGenerator[EngineOutput, None]:
+def _always() -> bool:
+    return True
+
+
+async def continued(
+    request: EngineRequest, joined: Joined, segment: Segment, may_go_on: Callable[[], bool] = _always
+) -> AsyncGenerator[EngineOutput, None]:
     """Yield what ``segment`` yields, call after call, until the generation has ended; ``joined`` follows.
 
-    An abort comes out only of a request that is not resumable, and is then the end.
+    An abort comes out only of a request that is not resumable, or may not go on here, and is then the end.
     """
     for number in itertools.count():
         if joined.num_left(request) < 1:
@@ -32,11 +38,14 @@ async def continued(request: EngineRequest, joined: Joined, segment: Segment) ->
             yield end
             return
         rest = joined.rest_of(request, f"{request.request_id}.{number}" if number else request.request_id)
+        goes_on = True
         async with aclosing(segment(rest)) as blocks:
             async for block in blocks:
                 joined.add(block)
-                yield without_abort(block) if request.sampling.is_resumable else block
-        if joined.has_ended or not request.sampling.is_resumable:
+                if block.finish_reason is FinishReason.ABORT:
+                    goes_on = request.sampling.is_resumable and may_go_on()
+                yield without_abort(block) if goes_on else block
+        if joined.has_ended or not goes_on:
             return
 
 
@@ -63,17 +72,21 @@ async def whole_of(engine: InferenceEngine, request: EngineRequest) -> AsyncGene
         raise InferenceError(f"{engine.name} ended request {request.request_id} without a finish reason")
 
 
-def stream_to_end(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+def stream_to_end(
+    engine: InferenceEngine, request: EngineRequest, may_go_on: Callable[[], bool] = _always
+) -> AsyncGenerator[EngineOutput, None]:
     """Like ``engine.stream``, across aborts."""
-    return continued(
-        request, Joined(has_logprobs=request.sampling.reports_logprobs), lambda rest: blocks_of(engine, rest)
-    )
+    joined = Joined(has_logprobs=request.sampling.reports_logprobs)
+    return continued(request, joined, lambda rest: blocks_of(engine, rest), may_go_on)
 
 
-async def generate_to_end(engine: InferenceEngine, request: EngineRequest) -> EngineOutput:
+async def generate_to_end(
+    engine: InferenceEngine, request: EngineRequest, may_go_on: Callable[[], bool] = _always
+) -> EngineOutput:
     """Like ``engine.generate``, across aborts."""
     joined = Joined(has_logprobs=request.sampling.reports_logprobs)
-    async with aclosing(continued(request, joined, lambda rest: whole_of(engine, rest))) as blocks:
+    blocks = continued(request, joined, lambda rest: whole_of(engine, rest), may_go_on)
+    async with aclosing(blocks):
         async for _ in blocks:
             pass
     return joined.output()

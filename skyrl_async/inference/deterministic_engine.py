@@ -157,6 +157,14 @@ class DeterministicEngine:
             digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
+    async def ping(self) -> None:
+        """See ``InferenceEngine.ping``."""
+        self._gate.raise_if_dead()
+
+    async def evict(self) -> None:
+        """See ``InferenceEngine.evict``; every request that it takes can go on elsewhere."""
+        self._gate.abort()
+
     async def close(self) -> None:
         """See ``InferenceEngine.close``. Requests in flight raise ``EngineDeadError``."""
         self._gate.kill()
@@ -182,6 +190,11 @@ class _Gate:
         if mode is PauseMode.ABORT and self._mode is not mode:
             self.num_aborts += 1
         self._mode = mode
+        self._notify()
+
+    def abort(self) -> None:
+        self.raise_if_dead()
+        self.num_aborts += 1
         self._notify()
 
     def open(self) -> None:

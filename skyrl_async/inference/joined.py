@@ -76,14 +76,14 @@ class Joined:
         )
 
     def output(self) -> EngineOutput:
-        """All of it as what one engine call returns; ``abort`` while it has not ended."""
+        """All of it as what one engine call returns; ``abort``, which is not among ``num_aborts`` then, while it has not ended."""
         return EngineOutput(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
             versions=tuple(self.versions),
             finish_reason=self.finish_reason or FinishReason.ABORT,
             top_logprobs=tuple(self.top_logprobs),
-            num_aborts=self.num_aborts,
+            num_aborts=self.num_aborts if self.has_ended else max(0, self.num_aborts - 1),
         )
 
 

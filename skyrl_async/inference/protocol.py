@@ -65,6 +65,17 @@ class InferenceEngine(Protocol):
         """Digest of the weights held; equal weights give equal digests on engines of the same kind."""
         ...
 
+    async def ping(self) -> None:
+        """Return when the engine is able to sample. A wedged one does not: the caller sets the deadline."""
+        ...
+
+    async def evict(self) -> None:
+        """End every request in flight that can go on elsewhere: its ``finish_reason`` is ``abort``, with all tokens so far.
+
+        Returns when the others have run to their ends. Nothing is sent to the engine meanwhile.
+        """
+        ...
+
     async def close(self) -> None:
         """Release everything, whatever is in flight. Idempotent."""
         ...

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class _EngineActor:
         self._config = config
         self._engine: VLLMEngine
         self._requests: dict[str, asyncio.Task[Any]] = {}
+        self._num_evictions = 0
 
     async def start(self) -> int:
         """Boot; return the longest prompt plus answer in tokens.
@@ -58,11 +59,11 @@ class _EngineActor:
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         with self._registered(request.request_id):
-            return await generate_to_end(self._engine, request)
+            return await generate_to_end(self._engine, request, self._until_eviction())
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         with self._registered(request.request_id):
-            async with contextlib.aclosing(stream_to_end(self._engine, request)) as blocks:
+            async with contextlib.aclosing(stream_to_end(self._engine, request, self._until_eviction())) as blocks:
                 async for block in blocks:
                     yield block
 
@@ -71,12 +72,22 @@ class _EngineActor:
         if task := self._requests.get(request_id):
             task.cancel()
 
+    async def evict(self) -> None:
+        """End every request that can go on elsewhere; return when the others have ended."""
+        self._num_evictions += 1
+        await self._engine.evict()
+
     async def control(self, method: str, args: tuple[Any, ...], before: tuple[ObjectRef, ...] = ()) -> Any:
         """Any other method of the engine, once the calls ``before`` are over: Ray starts an actor's calls in any order."""
         for call in before:
             with contextlib.suppress(Exception):
                 await call
         return await getattr(self._engine, method)(*args)
+
+    def _until_eviction(self) -> Callable[[], bool]:
+        """Whether a request that begins now may go on in this engine after an abort."""
+        num_before = self._num_evictions
+        return lambda: self._num_evictions == num_before
 
     @contextlib.contextmanager
     def _registered(self, request_id: str) -> Iterator[None]:
@@ -157,6 +168,16 @@ class RayEngine:
         """See ``InferenceEngine.checksum``."""
         checksum: str = await self._control("checksum")
         return checksum
+
+    async def ping(self) -> None:
+        """See ``InferenceEngine.ping``."""
+        with self._own_errors():
+            await self._actor.control.remote("ping", ())
+
+    async def evict(self) -> None:
+        """See ``InferenceEngine.evict``."""
+        with self._own_errors():
+            await self._actor.evict.remote()
 
     async def statistics(self) -> dict[str, int]:
         """See ``VLLMEngine.statistics``."""

@@ -1,6 +1,6 @@
 """Which engine serves the next request: a state machine without I/O.
 
-Flows in: requests that start and end, engines that die. Flows out: an engine's name. Knows neither engines nor tokens.
+Flows in: requests that start and end, engines that come and go. Flows out: an engine's name. Knows neither engines nor tokens.
 """
 
 from collections import OrderedDict
@@ -18,6 +18,8 @@ class Router:
 
     def __init__(self, engine_names: tuple[str, ...], *, max_sessions: int = 100_000) -> None:
         self._num_running: dict[str, int] = dict.fromkeys(engine_names, 0)
+        self._num_leaving: dict[str, int] = {}
+        """Requests that have yet to end, of engines that were removed."""
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._max_sessions = max_sessions
 
@@ -41,16 +43,28 @@ class Router:
         return name
 
     def end(self, name: str) -> None:
-        """One request on ``name`` is over; ignored when that engine was removed meanwhile."""
-        if name not in self._num_running:
-            return
-        if self._num_running[name] == 0:
+        """One request on ``name`` is over, also when that engine was removed meanwhile."""
+        counts = self._num_running if name in self._num_running else self._num_leaving
+        if not counts.get(name):
             raise StateError(f"{name} has no running request to end")
-        self._num_running[name] -= 1
+        counts[name] -= 1
+        if counts is self._num_leaving and not counts[name]:
+            del counts[name]
+
+    def is_free(self, name: str) -> bool:
+        """Whether an engine of that name can be added: none has it, nor a request of one that had it."""
+        return name not in self._num_running and name not in self._num_leaving
+
+    def add(self, name: str) -> None:
+        """Send requests to ``name`` too. Raises ``StateError`` for a name that is not free."""
+        if not self.is_free(name):
+            raise StateError(f"the name {name} is taken, by an engine or by requests that have yet to leave it")
+        self._num_running[name] = 0
 
     def remove(self, name: str) -> None:
-        """Send nothing more to ``name``. Idempotent."""
-        self._num_running.pop(name, None)
+        """Send nothing more to ``name``; what runs there may end later. Idempotent."""
+        if num_leaving := self._num_running.pop(name, 0):
+            self._num_leaving[name] = num_leaving
 
     def num_running(self, name: str) -> int:
         """Requests now running on ``name``."""

@@ -53,7 +53,9 @@ class VLLMEngine:
         self._pause_mode: PauseMode | None = None
         self._may_be_paused = False
         self._turns = asyncio.Lock()
-        self._num_not_resumable = 0
+        self._requests: dict[str, bool] = {}
+        """Those in flight, and whether each can be continued."""
+        self._is_empty = asyncio.Event()
         self._death: str | None = None
         self._open_deadlines: set[asyncio.Timeout] = set()
 
@@ -126,7 +128,7 @@ class VLLMEngine:
     async def pause(self, mode: PauseMode) -> None:
         """See ``InferenceEngine.pause``. While a request that cannot be continued is in the engine, all are kept."""
         async with self._turns:
-            if self._num_not_resumable:
+            if not all(self._requests.values()):
                 mode = PauseMode.KEEP
             if self._pause_mode is mode:
                 return
@@ -199,6 +201,20 @@ class VLLMEngine:
             "core_process_id": int(self._core_processes()[0].pid or 0),
         }
 
+    async def ping(self) -> None:
+        """See ``InferenceEngine.ping``. A control call under way has its own deadline, and may keep the core busy until then."""
+        self._raise_if_dead()
+        if not self._turns.locked():
+            await self._control("a heartbeat", self._llm.engine_core.is_scheduler_paused_async)
+
+    async def evict(self) -> None:
+        """See ``InferenceEngine.evict``."""
+        self._raise_if_dead()
+        await self._llm.abort([name for name, is_resumable in self._requests.items() if is_resumable])
+        while self._requests:
+            self._is_empty.clear()
+            await self._is_empty.wait()
+
     async def close(self) -> None:
         """See ``InferenceEngine.close``."""
         self._bury("closed")
@@ -222,7 +238,7 @@ class VLLMEngine:
                 f"(none of {', '.join(TOKENIZER_FILES)})"
             )
         prompt = tokens_input(list(request.prompt_token_ids))
-        self._num_not_resumable += not request.sampling.is_resumable
+        self._requests[request.request_id] = request.sampling.is_resumable
         try:
             params = vllm_sampling_params(
                 request,
@@ -242,7 +258,9 @@ class VLLMEngine:
             refusal = RequestRefusedError if isinstance(error, VLLMClientError) else InferenceError
             raise refusal(f"engine {self.name} refused request {request.request_id}: {error}") from error
         finally:
-            self._num_not_resumable -= not request.sampling.is_resumable
+            self._requests.pop(request.request_id, None)
+            if not self._requests:
+                self._is_empty.set()
 
     def _request_state(self, request_id: str) -> Any:
         """The frontend's record of a running request; an output tells its tokens' versions only when it is the last."""

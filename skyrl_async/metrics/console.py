@@ -171,6 +171,7 @@ def cells(values: Mapping[str, float]) -> dict[str, str]:
         "staleness mean/max": text("{:.1f}/{:.0f}", "async/staleness_mean", "async/staleness_max"),
         "buffered/running": text("{:.0f}/{:.0f}", "async/buffer_groups", "async/running_groups"),
         "tokens/s": text("{:,.0f}", "generate/tokens_per_second"),
+        "engines": text("{:.0f}", "engines/serving"),
         "trainer idle": text("{:.0%}", "trainer/idle_share"),
     }
 

@@ -99,6 +99,11 @@ METRICS: dict[str, Metric] = {
     "agent/timeouts": Metric("share", "Of them, those whose harness took longer than generator.agent_timeout_s."),
     "agent/seconds": Metric("s", "Mean duration of a harness's run."),
     "checkpoint/failures": Metric("checkpoints", "Not written because of the disk, since the run was started."),
+    "engines/serving": Metric("engines", "That take requests."),
+    "engines/restarts": Metric("engines", "Started in the place of dead ones, since the run began."),
+    "engines/heartbeats_missed": Metric(
+        "heartbeats", "Intervals in which an engine left a heartbeat unanswered, since the run began."
+    ),
     "trainer/step": Metric("steps", "Optimizer steps completed."),
     "trainer/epoch": Metric("epochs", "Passes over the training prompts completed."),
     "trainer/idle_share": Metric("share", "Of the step, spent waiting for generation."),

@@ -138,6 +138,18 @@ class ModelledEngine:
         self._check_alive()
         return f"version-{self._version}"
 
+    async def ping(self) -> None:
+        """It is alive."""
+        self._check_alive()
+
+    async def evict(self) -> None:
+        """Every request in flight ends, aborted."""
+        self._check_alive()
+        self._generation += 1
+        if not self._resumed.is_set():
+            self._resumed.set()
+            self._resumed = asyncio.Event()
+
     async def close(self) -> None:
         """Nothing is held."""
         self._is_dead = True

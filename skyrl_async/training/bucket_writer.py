@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from skyrl_async.errors import TrainingError
+from skyrl_async.errors import WeightsWriteError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +50,24 @@ def write_buckets(
         is_synced: whether files must survive a crash of the machine.
 
     Raises:
-        TrainingError: a file cannot be written; half-written ones are removed.
+        WeightsWriteError: a file cannot be written; then none of them is left, and ``parameters`` is consumed all the same,
+            because other ranks take part in making them.
     """
     paths: list[Path] = []
     names: list[tuple[str, ...]] = []
     manifest: dict[str, tuple[str, tuple[int, ...]]] = {}
     num_bytes = 0
-    directory.mkdir(parents=True, exist_ok=True)
-    for bucket in _buckets(parameters, dtype=dtype, bucket_bytes=bucket_bytes):
+    remaining = iter(parameters)
+    for bucket in _buckets(remaining, dtype=dtype, bucket_bytes=bucket_bytes):
         path = directory / f"{prefix}-{len(paths):04d}.safetensors"
-        _write_file(bucket, path, is_synced=is_synced)
+        try:
+            _write_file(bucket, path, is_synced=is_synced)
+        except WeightsWriteError:
+            for written in paths:
+                written.unlink(missing_ok=True)
+            for _ in remaining:
+                continue
+            raise
         paths.append(path)
         names.append(tuple(bucket))
         for name, tensor in bucket.items():
@@ -87,6 +95,7 @@ def _buckets(
 def _write_file(tensors: dict[str, Tensor], path: Path, *, is_synced: bool) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, temporary, metadata={"format": "pt"})
         if is_synced:
             sync_file(temporary)
@@ -94,7 +103,7 @@ def _write_file(tensors: dict[str, Tensor], path: Path, *, is_synced: bool) -> N
     except Exception as error:
         temporary.unlink(missing_ok=True)
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        raise TrainingError(
+        raise WeightsWriteError(
             f"cannot write {num_bytes} bytes of weights to {path}: {error}; make room there or choose another directory"
         ) from error
 

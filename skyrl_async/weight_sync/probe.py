@@ -36,7 +36,7 @@ async def engine_logprob_gap(
         try:
             output = await engine.generate(request)
         except EngineDeadError as error:
-            client.drop_engine(engine.name, error)
+            client.drop_engine(engine, error)
             continue
         if set(output.versions) != {version}:
             raise PublishError(

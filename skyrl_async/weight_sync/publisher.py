@@ -1,29 +1,35 @@
 """Publishes a policy version to every engine: gather and send while they generate, load inside a pause, all or nothing.
 
     policy ──gather, send──> buckets ──pause──> load ──every engine acknowledged──> resume
+                                └──an engine that comes up later──> load ──checksum──> takes requests
 
-Flows in: a version and the policy that holds it. Flows out: engines that serve it, and how long each phase took. Does not know
-requests, groups or the trainer. Pausing is an acknowledgement of each engine, never a sleep (contract 5).
+Flows in: a version and the policy that holds it; engines that join. Flows out: engines that serve it, and how long each phase took.
+Does not know requests, groups or the trainer. Pausing is an acknowledgement of each engine, never a sleep (contract 5).
 """
 
 import asyncio
+import itertools
 import logging
+import shutil
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from skyrl_async.concurrency import run_together
-from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError
+from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError, WeightsWriteError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import PauseMode, WeightUpdate
 from skyrl_async.weight_sync.probe import check_gap, engine_logprob_gap
+from skyrl_async.weight_sync.switch import EngineSwitch, discard, what_serves
 
 logger = logging.getLogger(__name__)
+
+_RETRY_PAUSE_S = 1.0
+"""What is full or refuses may need a moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +59,7 @@ class WeightPublisher:
         probe_prompt_token_ids: prompt after which the engines' log-probs are compared with the trainer's; empty: never.
         max_logprob_gap: nats per token past which that comparison fails.
         verify_checksums: compare the engines' checksums after every publish, not after the first alone.
+        max_retries: times that a publish which failed is tried again before it is an error.
         clock: seconds, for the times reported.
     """
 
@@ -68,6 +75,7 @@ class WeightPublisher:
         probe_prompt_token_ids: Sequence[int] = (),
         max_logprob_gap: float = 0.0,
         verify_checksums: bool = False,
+        max_retries: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -79,44 +87,91 @@ class WeightPublisher:
         self._probe_prompt_token_ids = tuple(probe_prompt_token_ids)
         self._max_logprob_gap = max_logprob_gap
         self._verify_checksums = verify_checksums
+        self._max_retries = max_retries
         self._clock = clock
         self._serving: WeightUpdate | None = None
+        self._attested: tuple[int, str] | None = None
+        """(version, the checksum that engines agreed on)."""
+        self._send_numbers = itertools.count()
+        self._switch = EngineSwitch(client, pause_mode=pause_mode, trace=trace, clock=clock)
+        self._engines_change = asyncio.Lock()
+        client.pool.admission = self.admission
 
     async def publish(self, version: int) -> PublishTimes:
-        """Make every engine serve ``version``; on return all have acknowledged it.
+        """Make every engine serve ``version``; on return all have acknowledged it, one at least.
 
-        An engine that dies meanwhile is dropped. Raises ``PublishError`` when the update cannot be loaded: the version before
-        goes on being served everywhere. Raises ``NoEngineError`` when no engine is left.
+        An engine that dies meanwhile is closed. Where none is left but one may come back, that one is waited for.
+        Raises ``PublishError`` when the update cannot be sent or loaded, after the retries: the version before goes on being served
+        everywhere. Raises ``NoEngineError`` when no engine is left and none is expected.
         """
+        for num_left in range(self._max_retries, 0, -1):
+            try:
+                return await self._publish(version)
+            except PublishError as error:
+                logger.warning("publishing version %d failed, %d more tries: %s", version, num_left, error)
+            await asyncio.sleep(_RETRY_PAUSE_S)
+        return await self._publish(version)
+
+    @asynccontextmanager
+    async def admission(self, engine: InferenceEngine) -> AsyncIterator[None]:
+        """Bring an engine to the version being served and prove it; in the block it may begin to serve. See ``pool.Admission``.
+
+        Before the first publish there is nothing to load. Raises ``PublishError`` and ``EngineDeadError``: it must not serve.
+        """
+        async with self._engines_change:
+            if self._serving is not None:
+                await engine.pause(self._pause_mode)
+                await engine.load_weights(self._serving)
+                await self._prove(engine, self._serving.version)
+                await engine.resume()
+            yield
+
+    async def _publish(self, version: int) -> PublishTimes:
         started = self._clock()
         with self._trace.span("send", track="publish", version=version):
-            update = await self._policy.export_weights(version, self._directory, self._bucket_bytes)
+            update = await self._send(version)
         sent = self._clock()
-        with self._trace.span("pause", track="publish", version=version):
-            try:
-                await self._everywhere("pause", lambda engine: engine.pause(self._pause_mode))
-                loading = self._clock()
-                with self._trace.span("load", track="publish", version=version):
-                    await self._load(update)
-                loaded = self._clock()
-            finally:
-                await self._resume()
-        self._require_engines("resume")
-        resumed = self._clock()
+        async with self._engines_change:
+            begun = self._clock()
+            engines = list(self._client.engines)
+            with self._trace.span("pause", track="publish", version=version):
+                load_seconds = await self._switch(engines, update, self._serving)
+            resumed = self._clock()
+            discard(self._serving)
+            self._serving = update
+        await self._client.pool.wait_for_engine()
         self._client.policy_version = version
-        self._discard(self._serving)
-        self._serving = update
         if self._verify_checksums:
             await self.attest(version)
-        return PublishTimes(
-            send=sent - started, pause=resumed - sent, load=loaded - loading, num_bytes=update.num_bytes
-        )
+        return PublishTimes(send=sent - started, pause=resumed - begun, load=load_seconds, num_bytes=update.num_bytes)
+
+    async def _send(self, version: int) -> WeightUpdate:
+        """Write the buckets. Raises ``PublishError`` where there is no room for them; whatever fails, none is left."""
+        directory = self._directory / f"{version:06d}-{next(self._send_numbers)}"
+        try:
+            return await self._policy.export_weights(version, directory, self._bucket_bytes)
+        except BaseException as error:
+            shutil.rmtree(directory, ignore_errors=True)
+            if isinstance(error, WeightsWriteError | OSError):
+                raise PublishError(
+                    f"version {version} cannot be sent ({error}); {what_serves(self._serving)}"
+                ) from error
+            raise
 
     async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
         """Prove that engines hold what is trained: checksums after the first publish, and the log-prob probe.
 
         Returns ``async/engine_logprob_gap`` in nats. Raises ``PublishError`` when they do not.
         """
+        while True:
+            try:
+                return await self._check(version, is_first=is_first)
+            except NoEngineError:
+                if not self._client.pool.is_expecting:
+                    raise
+                await self._client.pool.wait_for_engine()
+
+    async def _check(self, version: int, *, is_first: bool) -> dict[str, float]:
         if is_first:
             await self.attest(version)
         if not self._probe_prompt_token_ids:
@@ -128,89 +183,45 @@ class WeightPublisher:
 
     async def attest(self, version: int) -> str:
         """The checksum all engines agree on. Raises ``PublishError`` when versions or checksums differ."""
-        checksums = await self._everywhere("checksum", lambda engine: engine.checksum())
-        versions = await self._everywhere("version", lambda engine: engine.version())
-        if set(versions.values()) != {version} or len(set(checksums.values())) != 1:
+        engines = list(self._client.engines)
+        checksums = await self._switch.everywhere("checksum", lambda engine: engine.checksum(), engines)
+        versions = await self._switch.everywhere("version", lambda engine: engine.version(), engines)
+        if not versions:
+            raise NoEngineError("no inference engine survived 'version'; see the run's log for the first failure")
+        agreed = {checksums[name] for name in versions}
+        if set(versions.values()) != {version} or len(agreed) != 1:
             raise PublishError(
                 f"expected version {version} and equal weights in every engine, got {versions} and {checksums}"
             )
-        return next(iter(checksums.values()))
+        self._attested = version, agreed.pop()
+        return self._attested[1]
 
     def close(self) -> None:
         """Delete the buckets. Idempotent."""
-        self._discard(self._serving)
+        discard(self._serving)
         self._serving = None
 
-    async def _resume(self) -> None:
-        """Resume every engine, again where a cancellation cut that short: engines may serve others than this run."""
-        try:
-            await self._on_each("resume", lambda engine: engine.resume())
-        except asyncio.CancelledError:
-            await self._on_each("resume", lambda engine: engine.resume())
-            raise
+    async def _prove(self, engine: InferenceEngine, version: int) -> None:
+        """Hold an engine that is not yet serving against what is known of the version's weights. Raises ``PublishError``."""
+        found, checksum = await engine.version(), await engine.checksum()
+        expected = await self._checksum_of(version)
+        if found != version or expected not in (None, checksum):
+            raise PublishError(
+                f"{engine.name} came up with version {found} and checksum {checksum}, expected version {version} and {expected}"
+            )
+        if expected is None:
+            logger.info(
+                "%s is the first to serve version %d: no checksum to compare its own with", engine.name, version
+            )
+        self._attested = version, checksum
 
-    async def _load(self, update: WeightUpdate) -> None:
-        refusals: dict[str, PublishError] = {}
-
-        async def load(engine: InferenceEngine) -> None:
+    async def _checksum_of(self, version: int) -> str | None:
+        """What was attested for the version, or else any engine's that serves it; None when there is none."""
+        if self._attested is not None and self._attested[0] == version:
+            return self._attested[1]
+        for engine in self._client.engines:
             try:
-                await engine.load_weights(update)
-            except PublishError as error:
-                refusals[engine.name] = error
-
-        await self._everywhere("load", load)
-        if not refusals:
-            return
-        if self._serving is not None:
-            await self._roll_back(self._serving, but=set(refusals))
-        self._discard(update)
-        name, error = next(iter(refusals.items()))
-        serving = (
-            f"every engine still serves version {self._serving.version}" if self._serving else "the run cannot begin"
-        )
-        raise PublishError(f"{name} refused version {update.version} ({error}); {serving}") from error
-
-    async def _roll_back(self, before: WeightUpdate, but: set[str]) -> None:
-        """Load ``before`` again wherever the new version got in; an engine that cannot go back is closed."""
-
-        async def load(engine: InferenceEngine) -> None:
-            try:
-                await engine.load_weights(before)
-            except PublishError as error:
-                await engine.close()
-                raise EngineDeadError(f"{engine.name} was closed: it cannot go back to {before.version}") from error
-
-        await self._everywhere("roll back", load, but=but)
-
-    async def _everywhere(
-        self, what: str, call: Callable[[InferenceEngine], Coroutine[Any, Any, Any]], but: Collection[str] = ()
-    ) -> dict[str, Any]:
-        """Like ``_on_each``, but raises ``NoEngineError`` when no engine survives."""
-        answers = await self._on_each(what, call, but)
-        self._require_engines(what)
-        return answers
-
-    async def _on_each(
-        self, what: str, call: Callable[[InferenceEngine], Coroutine[Any, Any, Any]], but: Collection[str] = ()
-    ) -> dict[str, Any]:
-        """Call every live engine at once; one that dies is dropped."""
-        answers: dict[str, Any] = {}
-
-        async def one(engine: InferenceEngine) -> None:
-            try:
-                answers[engine.name] = await call(engine)
+                return await engine.checksum()
             except EngineDeadError as error:
-                self._client.drop_engine(engine.name, error)
-
-        called = [engine for engine in self._client.engines if engine.name not in but]
-        await run_together({f"{what}-{engine.name}": one(engine) for engine in called})
-        return answers
-
-    def _require_engines(self, what: str) -> None:
-        if not self._client.engines:
-            raise NoEngineError(f"no inference engine survived '{what}'; see the run's log for the first failure")
-
-    def _discard(self, update: WeightUpdate | None) -> None:
-        for chunk in update.chunks if update is not None else ():
-            if "path" in chunk:
-                Path(chunk["path"]).unlink(missing_ok=True)
+                await self._switch.bury(engine, error)
+        return None

@@ -27,6 +27,10 @@ from skyrl_async.inference.server.json_text import StrictJSONResponse
 logger = logging.getLogger(__name__)
 
 
+_NO_ENGINE_RETRY_S = 10
+"""An engine boots in tens of seconds."""
+
+
 class ApiError(Exception):
     """A refusal a route decided on."""
 
@@ -71,7 +75,7 @@ def as_api_error(error: Exception) -> ApiError:
         case PromptTooLongError():
             return ApiError(400, str(error), code="context_length_exceeded", param="messages")
         case NoEngineError():
-            return ApiError(503, str(error), code="no_engine")
+            return ApiError(503, str(error), code="no_engine", headers={"Retry-After": str(_NO_ENGINE_RETRY_S)})
         case RequestRefusedError():
             return ApiError(400, str(error), code="invalid_value")
         case SessionClosedError():

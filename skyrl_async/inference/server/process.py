@@ -10,16 +10,20 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from skyrl_async.concurrency import run_together
+from skyrl_async.errors import InferenceError
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.server.forwarding import Forwarding
 from skyrl_async.inference.server.sweeping import sweep_sessions
 from skyrl_async.inference.sessions.settings import SessionSettings
+
+if TYPE_CHECKING:
+    from skyrl_async.inference.client import InferenceEngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +50,7 @@ class EndpointSettings:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     max_concurrent_requests: int = 4096
+    engine_wait_s: float = 0.0
     sessions: SessionSettings = field(default_factory=SessionSettings)
 
 
@@ -59,6 +64,7 @@ class EndpointServer:
         self._stopping = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
         self._forwarding: Forwarding
+        self._client: InferenceEngineClient
 
     async def start(self) -> tuple[str, int]:
         """Serve, and return (host, port). ``ConfigError`` for a port in use or a tokenizer without a template."""
@@ -74,6 +80,10 @@ class EndpointServer:
     async def connect(self, peers: tuple[str, ...]) -> None:
         """Learn where the other front ends are; see ``Forwarding.connect``."""
         self._forwarding.connect(peers)
+
+    async def follow(self, engines: Sequence[InferenceEngine]) -> None:
+        """Send requests to these engines from now on; see ``EnginePool.follow``."""
+        self._client.pool.follow(engines)
 
     async def wait(self) -> None:
         """Return when the server has stopped; raise what it failed of."""
@@ -119,13 +129,14 @@ class EndpointServer:
             settings.policy_path, trust_remote_code=settings.trust_remote_code, local_files_only=True
         )
         renderer = ChatRenderer(tokenizer)
-        client = InferenceEngineClient(
+        client = self._client = InferenceEngineClient(
             self._engines,
             tokenizer=tokenizer,
             max_model_len=settings.max_model_len,
             renderer=renderer,
             name=f"endpoint-{self._front_end}",
             carries_tokens=True,
+            engine_wait_s=settings.engine_wait_s,
         )
         parser = AnswerParser.of(
             tokenizer, tool_call_parser=settings.tool_call_parser, reasoning_parser=settings.reasoning_parser
@@ -157,6 +168,13 @@ class FrontEnd:
         """Its root, without ``/v1``."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
+
+    async def follow(self, engines: Sequence[InferenceEngine]) -> None:
+        """See ``FrontEndPool.follow``."""
+        try:
+            await _own_errors(self.actor.follow.remote(tuple(engines)))
+        except RayError as error:
+            raise InferenceError(f"the front end on port {self.port} is gone: {error}") from error
 
 
 @asynccontextmanager

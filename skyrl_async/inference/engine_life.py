@@ -1,0 +1,105 @@
+"""One engine's life in a fleet: a state machine without I/O and without a clock.
+
+    starting ──> serving <──> suspect ──silent for too long──> dead ──> restarting ──> serving
+                    └───────────────its death is seen───────────┘ └──restarts used up──> given_up
+
+Flows in: heartbeats asked for and answered, deaths, times. Flows out: a state, and when a restart is due. Knows neither engines nor how
+they are started.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from skyrl_async.errors import StateError
+
+_MAX_BACKOFF_S = 60.0
+
+
+class EngineState(Enum):
+    """Where an engine stands."""
+
+    starting = "starting"
+    """Coming up for the first time; takes no requests."""
+    serving = "serving"
+    suspect = "suspect"
+    """Takes requests, and has left a heartbeat unanswered for an interval."""
+    dead = "dead"
+    restarting = "restarting"
+    """Another one comes up in its place; takes no requests."""
+    given_up = "given_up"
+    """Dead for good."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifeSettings:
+    """When an engine counts as dead, and how often it is brought back; see ``config.schema.EngineConfig``."""
+
+    heartbeat_interval_s: float
+    heartbeat_timeout_s: float
+    max_restarts: int
+    restart_backoff_s: float
+
+
+class EngineLife:
+    """See the module.
+
+    Args:
+        settings: of all engines.
+    """
+
+    def __init__(self, settings: LifeSettings) -> None:
+        self._settings = settings
+        self.state = EngineState.starting
+        self.num_restarts = 0
+        self.num_missed = 0
+        """Intervals without an answer, over its life."""
+        self._num_deaths_in_a_row = 0
+        self._silent_s = 0.0
+        self._last_tick: float | None = None
+
+    def ask(self, now: float) -> None:
+        """A heartbeat is asked for at ``now``, in seconds of any clock."""
+        self._move({EngineState.serving, EngineState.suspect}, self.state)
+        self._last_tick, self._silent_s = now, 0.0
+
+    def tick(self, now: float) -> bool:
+        """The heartbeat is still unanswered; True when the engine is dead by that.
+
+        However late the call comes, it counts for one interval at most: what stopped may have been this process, and not the engine.
+        """
+        self._move({EngineState.serving, EngineState.suspect}, EngineState.suspect)
+        assert self._last_tick is not None
+        self._silent_s += min(now - self._last_tick, self._settings.heartbeat_interval_s)
+        self._last_tick = now
+        self.num_missed += 1
+        return self._silent_s >= self._settings.heartbeat_timeout_s
+
+    def answer(self) -> None:
+        """The heartbeat was answered."""
+        self._move({EngineState.serving, EngineState.suspect}, EngineState.serving)
+        self._num_deaths_in_a_row = 0
+
+    def die(self) -> None:
+        """It is dead."""
+        self._move({EngineState.serving, EngineState.suspect}, EngineState.dead)
+        self._num_deaths_in_a_row += 1
+
+    def restart(self) -> float | None:
+        """Take one of the restarts; returns the seconds to wait before it, or None when none is left."""
+        if self.num_restarts >= self._settings.max_restarts:
+            self._move({EngineState.dead, EngineState.restarting}, EngineState.given_up)
+            return None
+        is_again = self.state is EngineState.restarting
+        self._move({EngineState.dead, EngineState.restarting}, EngineState.restarting)
+        self._num_deaths_in_a_row += is_again
+        self.num_restarts += 1
+        return float(min(self._settings.restart_backoff_s * 2 ** (self._num_deaths_in_a_row - 1), _MAX_BACKOFF_S))
+
+    def serve(self) -> None:
+        """It takes requests from now on."""
+        self._move({EngineState.starting, EngineState.restarting}, EngineState.serving)
+
+    def _move(self, allowed: set[EngineState], to: EngineState) -> None:
+        if self.state not in allowed:
+            raise StateError(f"an engine that is {self.state.value} cannot become {to.value}")
+        self.state = to

@@ -1,0 +1,258 @@
+"""Keeps the engines of a run alive: finds out which are dead or wedged, and puts others in their place.
+
+    heartbeat ──silence──> dead: dropped, killed ──backoff──> started anew ──client.add_engine (load, proof)──> serves
+
+Flows in: the client's engines, a way to start one, front ends with clients of their own. Flows out: engines that serve, wherever requests
+come from. Does not know weights: whoever publishes them has told the client's pool how an engine is brought up to date.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_async.concurrency import first_failure
+from skyrl_async.errors import EngineDeadError, InferenceError, PublishError
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.engine_life import EngineLife, EngineState, LifeSettings
+from skyrl_async.inference.fleet_news import FrontEndPool, InformedFrontEnd, Outage
+from skyrl_async.inference.protocol import InferenceEngine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """See ``config.schema.EngineConfig``."""
+
+    life: LifeSettings
+    all_gone_timeout_s: float
+    """Without any engine for so long, nobody waits for one any more."""
+
+
+class _Member:
+    """One place in the fleet, and the engine that holds it now."""
+
+    def __init__(self, place: str, engine: InferenceEngine, life: EngineLife) -> None:
+        self.place = place
+        self.engine = engine
+        self.life = life
+        self.fate = _future()
+
+    def meet(self, reason: str | None) -> None:
+        """Its engine serves no more, because of ``reason`` or because it was taken out. The first one counts."""
+        if not self.fate.done():
+            self.fate.set_result(reason)
+
+    def renew(self, engine: InferenceEngine) -> None:
+        """Another engine holds the place."""
+        self.engine = engine
+        self.fate = _future()
+
+
+class Fleet:
+    """Listens to a client's pool, and supervises its engines while ``supervising`` lasts.
+
+    Args:
+        client: whose engines these are. It must wait for engines (``engine_wait_s=None``) for the run to outlive the last one's death.
+        start: boots an engine of that name. Raises ``EngineStartError``.
+        settings: see ``FleetSettings``.
+        say: takes a line for the people who watch.
+        front_ends: told which engines there are, at every change and every heartbeat interval.
+    """
+
+    def __init__(
+        self,
+        client: InferenceEngineClient,
+        *,
+        start: Callable[[str], Awaitable[InferenceEngine]],
+        settings: FleetSettings,
+        say: Callable[[str], None],
+        front_ends: Sequence[FrontEndPool] = (),
+    ) -> None:
+        self._client = client
+        self._start = start
+        self._settings = settings
+        self._outage = Outage(client.pool, settings.all_gone_timeout_s, say)
+        self._front_ends = [InformedFrontEnd(front_end) for front_end in front_ends]
+        self._lives: dict[str, EngineLife] = {}
+        """By place, which is the name of its first engine."""
+        self._members: list[_Member] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup
+
+    @asynccontextmanager
+    async def supervising(self) -> AsyncIterator[None]:
+        """Supervise while the block runs; then every engine is closed, those that came later too."""
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                self._client.pool.listener = self
+                for engine in self._client.engines:
+                    self.engine_joined(engine)
+                for i, front_end in enumerate(self._front_ends):
+                    interval_s = self._settings.life.heartbeat_interval_s
+                    self._spawn(f"front-end-{i}-news", front_end.keep_informed(self._client.pool, interval_s))
+                try:
+                    yield
+                finally:
+                    self._client.pool.listener = None
+                    self._outage.end()
+                    for task in self._tasks.values():
+                        task.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+        finally:
+            for member in self._members:
+                await member.engine.close()
+
+    async def add_engine(self) -> str:
+        """Start one more engine and let it serve; returns its name. Raises ``EngineStartError``, ``PublishError``, ``EngineDeadError``."""
+        place = next(name for i in range(len(self._lives) + 1) if (name := f"engine-{i}") not in self._lives)
+        self._lives[place] = EngineLife(self._settings.life)
+        try:
+            await self._admit(await self._start(place))
+        except BaseException:
+            del self._lives[place]
+            raise
+        return place
+
+    async def remove_engine(self, name: str) -> None:
+        """Have an engine's requests go on elsewhere, and close it. Raises ``InferenceError`` for an unknown one, or the only one."""
+        engine = await self._client.remove_engine(name)
+        await engine.close()
+
+    def states(self) -> dict[str, EngineState]:
+        """Of every place."""
+        return {place: life.state for place, life in self._lives.items()}
+
+    def statistics(self) -> dict[str, float]:
+        """For the metrics, by their names."""
+        return {
+            "engines/serving": float(len(self._client.engines)),
+            "engines/restarts": float(sum(life.num_restarts for life in self._lives.values())),
+            "engines/heartbeats_missed": float(sum(life.num_missed for life in self._lives.values())),
+        }
+
+    def engine_joined(self, engine: InferenceEngine) -> None:
+        """See ``EngineListener``. A restarted one has its place."""
+        member = next((member for member in self._members if member.engine is engine), None)
+        if member is None:
+            life = self._lives.setdefault(engine.name, EngineLife(self._settings.life))
+            member = _Member(engine.name, engine, life)
+            self._members.append(member)
+            self._spawn(f"supervise-{engine.name}", self._look_after(member))
+        member.life.serve()
+        self._look_around()
+
+    async def engine_leaving(self, name: str) -> None:
+        """See ``EngineListener``. Front ends are told before its requests are handed back."""
+        self._member_of(name).meet(None)
+        self._outage.look()
+        for front_end in self._front_ends:
+            await front_end.tell(self._client.pool)
+
+    def engine_died(self, name: str, reason: str) -> None:
+        """See ``EngineListener``."""
+        self._member_of(name).meet(reason)
+        self._look_around()
+
+    def _member_of(self, name: str) -> _Member:
+        return next(member for member in self._members if member.engine.name == name)
+
+    def _look_around(self) -> None:
+        self._outage.look()
+        for front_end in self._front_ends:
+            front_end.has_news.set()
+
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[name] = self._group.create_task(work, name=name)
+        task.add_done_callback(lambda _: self._tasks.pop(name))
+
+    async def _look_after(self, member: _Member) -> None:
+        """Consumes heartbeats, produces engines in the place of dead ones; ends when the engine is taken out or given up."""
+        while (reason := await self._fate_of(member)) is not None:
+            member.life.die()
+            self._client.drop_engine(member.engine, EngineDeadError(reason))
+            await member.engine.close()
+            if not await self._bring_back(member, reason):
+                return
+        self._members.remove(member)
+        del self._lives[member.place]
+
+    async def _fate_of(self, member: _Member) -> str | None:
+        """Wait until the engine serves no more, and return why."""
+        async with asyncio.TaskGroup() as tasks:
+            beating = tasks.create_task(self._watch(member), name=f"heartbeat-{member.engine.name}")
+            fate = await member.fate
+            beating.cancel()
+        return fate
+
+    async def _watch(self, member: _Member) -> None:
+        """Ask for heartbeats until one is not answered, which seals the engine's fate."""
+        while True:
+            await asyncio.sleep(self._settings.life.heartbeat_interval_s)
+            member.life.ask(asyncio.get_running_loop().time())
+            if not await self._is_answered(member):
+                return
+            member.life.answer()
+
+    async def _is_answered(self, member: _Member) -> bool:
+        """Wait for the answer to one heartbeat; False when the engine is dead by then."""
+        settings, clock = self._settings.life, asyncio.get_running_loop().time
+        async with asyncio.TaskGroup() as tasks:
+            ping = tasks.create_task(_failure_of_ping(member.engine), name=f"ping-{member.engine.name}")
+            while not (await asyncio.wait({ping}, timeout=settings.heartbeat_interval_s))[0]:
+                if member.life.tick(clock()):
+                    ping.cancel()
+                    member.meet(f"no heartbeat within {settings.heartbeat_timeout_s:g} s")
+                    return False
+        if (failure := ping.result()) is not None:
+            member.meet(failure)
+        return failure is None
+
+    async def _bring_back(self, member: _Member, reason: str) -> bool:
+        """Start another engine in the place of a dead one, as often as it takes; False when no restart is left."""
+        while (wait_s := member.life.restart()) is not None:
+            await asyncio.sleep(wait_s)
+            name = f"{member.place}.{member.life.num_restarts}"
+            logger.info("starting %s in the place of %s", name, member.engine.name)
+            try:
+                member.renew(await self._start(name))
+                await self._admit(member.engine)
+            except (InferenceError, PublishError) as error:
+                reason = str(error)
+                logger.error("%s does not serve: %s", name, reason)
+            else:
+                return True
+        self._give_up(member, reason)
+        return False
+
+    def _give_up(self, member: _Member, reason: str) -> None:
+        max_restarts = self._settings.life.max_restarts
+        logger.error("%s stays dead: engine.max_restarts=%d are used up (%s)", member.place, max_restarts, reason)
+        if all(life.state is EngineState.given_up for life in self._lives.values()):
+            self._client.pool.give_up(
+                f"no inference engine is left, and engine.max_restarts={max_restarts} are used up; the last failure: {reason}"
+            )
+
+    async def _admit(self, engine: InferenceEngine) -> None:
+        try:
+            await self._client.add_engine(engine)
+        except BaseException:
+            await engine.close()
+            raise
+
+
+def _future() -> "asyncio.Future[str | None]":
+    return asyncio.get_running_loop().create_future()
+
+
+async def _failure_of_ping(engine: InferenceEngine) -> str | None:
+    """Why the engine is dead, if it says so itself."""
+    try:
+        await engine.ping()
+    except EngineDeadError as error:
+        return str(error)
+    return None

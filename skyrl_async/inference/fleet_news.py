@@ -1,0 +1,103 @@
+"""Who is told what about a run's engines: front ends which there are, people when there are none.
+
+Flows in: a pool of engines that come and go. Flows out: front ends that send requests to the same ones, one line when the last is gone and
+one when the next is there, and the end of waiting after a deadline. Does not know why engines come and go.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from skyrl_async.errors import InferenceError
+from skyrl_async.inference.pool import EnginePool
+from skyrl_async.inference.protocol import InferenceEngine
+
+logger = logging.getLogger(__name__)
+
+_TELL_TIMEOUT_S = 10.0
+
+
+class FrontEndPool(Protocol):
+    """Another client of the same engines, in a process of its own."""
+
+    async def follow(self, engines: Sequence[InferenceEngine]) -> None:
+        """Send requests to these engines and no others. Raises ``InferenceError`` when it is gone."""
+        ...
+
+
+class InformedFrontEnd:
+    """Keeps a front end's engines those of a pool, also after a message that was lost or that it was too busy for."""
+
+    def __init__(self, front_end: FrontEndPool) -> None:
+        self._front_end = front_end
+        self._turns = asyncio.Lock()
+        self._is_reached = True
+        self.has_news = asyncio.Event()
+
+    async def keep_informed(self, pool: EnginePool, interval_s: float) -> None:
+        """Consumes changes, produces messages; waits for ``has_news``, or an interval at most. Runs until it is cancelled."""
+        while True:
+            self.has_news.clear()
+            await self.tell(pool)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await self.has_news.wait()
+
+    async def tell(self, pool: EnginePool) -> None:
+        """Tell it which engines there are; that it does not answer is logged once."""
+        async with self._turns:
+            try:
+                async with asyncio.timeout(_TELL_TIMEOUT_S):
+                    await self._front_end.follow(pool.engines)
+            except (InferenceError, TimeoutError) as error:
+                if self._is_reached:
+                    logger.warning("a front end of the endpoint does not learn which engines there are: %r", error)
+                self._is_reached = False
+            else:
+                self._is_reached = True
+
+
+class Outage:
+    """The time in which no engine serves.
+
+    Args:
+        pool: whose waiters are told when it is too long.
+        timeout_s: after which it is.
+        say: takes a line for the people who watch.
+    """
+
+    def __init__(self, pool: EnginePool, timeout_s: float, say: Callable[[str], None]) -> None:
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._say = say
+        self._began: float | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def look(self) -> None:
+        """Engines have come or gone."""
+        loop = asyncio.get_running_loop()
+        if not self._pool.engines and self._began is None:
+            self._began = loop.time()
+            self._deadline = loop.call_later(self._timeout_s, self._expire)
+            self._announce(
+                f"no inference engine is left: generation and weight updates wait for one, {self._timeout_s:g} s at most"
+            )
+        elif self._pool.engines and self._began is not None:
+            name, seconds = self._pool.engines[0].name, loop.time() - self._began
+            self._announce(f"{name} serves: generation goes on, after {seconds:.0f} s without any engine")
+            self.end()
+
+    def end(self) -> None:
+        """It is over, or of no interest any more. Idempotent."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._began = self._deadline = None
+
+    def _expire(self) -> None:
+        self._pool.give_up(f"no inference engine came back within engine.all_gone_timeout_s={self._timeout_s:g}")
+
+    def _announce(self, line: str) -> None:
+        logger.warning(line)
+        self._say(line)

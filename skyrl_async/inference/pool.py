@@ -1,0 +1,243 @@
+"""The engines that a client uses, while they come and go, and the calls that are open in each.
+
+    add ──admission──> seat ──calls──> drop (dead: calls are cut off) · remove (drained: calls come back with their tokens)
+
+Flows in: engines that join, leave and die. Flows out: a seat for each call, as soon as there is an engine. It knows neither what
+is generated nor how weights reach an engine: whoever publishes them sets ``admission``, whoever restarts engines listens.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from typing import Protocol
+
+from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.inference.router import Router
+from skyrl_async.types import EngineOutput, EngineRequest
+
+Call = Callable[[InferenceEngine, EngineRequest], AsyncGenerator[EngineOutput, None]]
+"""Runs one request in one engine."""
+
+Admission = Callable[[InferenceEngine], AbstractAsyncContextManager[None]]
+"""Makes an engine serve what the others serve; it takes requests from the block's end on, and no publish comes in between."""
+
+
+class EngineListener(Protocol):
+    """Who wants to know which engines a pool has."""
+
+    def engine_joined(self, engine: InferenceEngine) -> None:
+        """It takes requests from now on."""
+        ...
+
+    async def engine_leaving(self, name: str) -> None:
+        """It takes no request any more, and those that it has will be handed back when this returns."""
+        ...
+
+    def engine_died(self, name: str, reason: str) -> None:
+        """It takes no request any more, and what it had goes on elsewhere."""
+        ...
+
+
+class Seat:
+    """One engine, and the calls that one client has open in it."""
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self.engine = engine
+        self._open: set[asyncio.Timeout] = set()
+        self._num_calls = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._death: str | None = None
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """One call more while the block lasts."""
+        self._num_calls += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._empty.set()
+
+    async def blocks(self, call: Call, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """What ``call`` yields. Raises ``EngineDeadError`` as soon as the engine is said to be dead, whether or not it says so."""
+        async with aclosing(call(self.engine, request)) as blocks:
+            while (block := await self._next(blocks)) is not None:
+                yield block
+
+    async def wait_until_empty(self) -> None:
+        """Return when no call is open."""
+        await self._empty.wait()
+
+    def cut_off(self, reason: str) -> None:
+        """End every open call, now."""
+        if self._death is None:
+            self._death = reason
+            now = asyncio.get_running_loop().time()
+            for deadline in self._open:
+                deadline.reschedule(now)
+
+    async def _next(self, blocks: AsyncGenerator[EngineOutput, None]) -> EngineOutput | None:
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+        try:
+            async with asyncio.timeout(None) as deadline:
+                self._open.add(deadline)
+                try:
+                    return await anext(blocks, None)
+                finally:
+                    self._open.discard(deadline)
+        except TimeoutError as error:
+            if self._death is None:
+                raise
+            raise EngineDeadError(self._death) from error
+
+
+class EnginePool:
+    """The engines of one client.
+
+    Args:
+        engines: those there are at first.
+        wait_s: seconds that a request waits when there is no engine; None waits until one comes or ``give_up`` says that none will.
+    """
+
+    def __init__(self, engines: Sequence[InferenceEngine], *, wait_s: float | None = 0.0) -> None:
+        self._seats = {engine.name: Seat(engine) for engine in engines}
+        self._router = Router(tuple(self._seats))
+        self._wait_s = wait_s
+        self._news = asyncio.Event()
+        self._verdict: str | None = None
+        self.admission: Admission = _let_in
+        self.listener: EngineListener | None = None
+
+    @property
+    def engines(self) -> tuple[InferenceEngine, ...]:
+        """The engines that take requests."""
+        return tuple(self._seats[name].engine for name in self._router.engine_names)
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether it is worth waiting for an engine when there is none."""
+        return self._wait_s != 0 and self._verdict is None
+
+    @asynccontextmanager
+    async def seat(self, session_id: str | None) -> AsyncIterator[Seat]:
+        """A place for one call, in the engine that has most room, or the session's own.
+
+        Raises ``NoEngineError`` like ``wait_for_engine``.
+        """
+        await self.wait_for_engine()
+        name = self._router.start(session_id)
+        seat = self._seats[name]
+        try:
+            with seat.taken():
+                yield seat
+        finally:
+            self._router.end(name)
+            self._forget(name)
+
+    async def wait_for_engine(self) -> None:
+        """Return once there is an engine. Raises ``NoEngineError`` when none is expected, or none has come in time."""
+        if self._router.engine_names:
+            return
+        try:
+            async with asyncio.timeout(self._wait_s) as deadline:
+                while not self._router.engine_names:
+                    self._require_expected()
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise NoEngineError(f"no inference engine has been there for {self._wait_s:g} s; try again") from error
+
+    def give_up(self, reason: str) -> None:
+        """Let everybody who waits for an engine fail, now and from now on, until one is added."""
+        self._verdict = reason
+        self._news.set()
+
+    async def add(self, engine: InferenceEngine) -> None:
+        """Send requests to one more engine, once it serves what the others serve.
+
+        Raises ``StateError`` for a name that is not free, and what ``admission`` raises.
+        """
+        async with self.admission(engine):
+            self._take_in(engine)
+        if self.listener is not None:
+            self.listener.engine_joined(engine)
+
+    async def remove(self, name: str, *, timeout_s: float) -> InferenceEngine:
+        """Send no more requests to an engine, have those in it go on elsewhere with their tokens, and return it.
+
+        What cannot be continued runs to its end there; after ``timeout_s`` it is cut off, and begins anew in another engine.
+        Raises ``InferenceError`` for an unknown name, and for the last engine when no other is to be waited for.
+        """
+        names = self._router.engine_names
+        if name not in names:
+            raise InferenceError(f"there is no engine {name!r} to remove; there are {', '.join(names) or 'none'}")
+        if len(names) == 1 and not self.is_expecting:
+            raise InferenceError(f"{name} is the only engine; add another one before it is removed")
+        seat = self._seats[name]
+        self._router.remove(name)
+        try:
+            async with asyncio.timeout(timeout_s):
+                if self.listener is not None:
+                    await self.listener.engine_leaving(name)
+                await seat.engine.evict()
+                await seat.wait_until_empty()
+        except (TimeoutError, EngineDeadError):
+            seat.cut_off(f"{name} was removed before all of its requests had left it")
+        self._forget(name)
+        return seat.engine
+
+    def drop(self, engine: InferenceEngine, reason: str) -> bool:
+        """Send nothing more to a dead engine and cut off its calls; False when it was gone already."""
+        name = engine.name
+        if name not in self._router.engine_names or self._seats[name].engine is not engine:
+            return False
+        self._router.remove(name)
+        self._seats[name].cut_off(reason)
+        self._forget(name)
+        if self.listener is not None:
+            self.listener.engine_died(name, reason)
+        return True
+
+    def follow(self, engines: Sequence[InferenceEngine]) -> None:
+        """Use these engines, which somebody else looks after. Calls in others go on until these end them."""
+        named = {engine.name: engine for engine in engines}
+        for name in self._router.engine_names:
+            if name not in named:
+                self._router.remove(name)
+                self._forget(name)
+        for name, engine in named.items():
+            if self._router.is_free(name):
+                self._take_in(engine)
+
+    def statistics(self) -> dict[str, float]:
+        """See ``Router.statistics``."""
+        return self._router.statistics()
+
+    def _require_expected(self) -> None:
+        if not self.is_expecting:
+            reason = "no inference engine is left: every one has died; see the run's log for the first failure"
+            raise NoEngineError(self._verdict or reason)
+
+    def _take_in(self, engine: InferenceEngine) -> None:
+        self._router.add(engine.name)
+        self._seats[engine.name] = Seat(engine)
+        self._verdict = None
+        self._news.set()
+
+    def _forget(self, name: str) -> None:
+        """Let go of an engine that was removed, with its last call."""
+        if self._router.is_free(name):
+            self._seats.pop(name, None)
+
+
+@asynccontextmanager
+async def _let_in(engine: InferenceEngine) -> AsyncIterator[None]:
+    yield

@@ -1,0 +1,118 @@
+"""Engines that can be killed and frozen, for tests of what happens then; see ``tests`` and the tutorial on failures.
+
+Flows in: an engine, and what is to happen to it. Flows out: an ``InferenceEngine`` that fails as processes do. Does not know what the
+engine within does.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+from skyrl_async.errors import EngineDeadError
+from skyrl_async.inference.continuing import blocks_of
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
+
+T = TypeVar("T")
+
+
+class FaultyEngine:
+    """An engine as if in a process of its own: it can die of SIGKILL and be stopped by SIGSTOP.
+
+    A frozen one answers nothing and fails nothing, until it is closed. What is in flight at its death raises ``EngineDeadError``.
+    """
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._engine = engine
+        self.is_dead = False
+        """It was killed or closed."""
+        self._moving = asyncio.Event()
+        self._moving.set()
+        self._open: set[asyncio.Timeout] = set()
+
+    @property
+    def name(self) -> str:
+        """The engine's."""
+        return self._engine.name
+
+    @property
+    def max_model_len(self) -> int:
+        """The engine's."""
+        return self._engine.max_model_len
+
+    def freeze(self) -> None:
+        """From now on nothing is answered."""
+        self._moving.clear()
+
+    def kill(self) -> None:
+        """From now on every call raises ``EngineDeadError``, those in flight too."""
+        if not self.is_dead:
+            self.is_dead = True
+            now = asyncio.get_running_loop().time()
+            for deadline in self._open:
+                deadline.reschedule(now)
+
+    async def close(self) -> None:
+        """The end, for a frozen one too."""
+        self.kill()
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        """See ``InferenceEngine.generate``."""
+        return await self._answer(lambda: self._engine.generate(request))
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """See ``InferenceEngine.stream``."""
+        async with aclosing(blocks_of(self._engine, request)) as blocks:
+            while (block := await self._answer(lambda: anext(blocks, None))) is not None:
+                yield block
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See ``InferenceEngine.pause``."""
+        await self._answer(lambda: self._engine.pause(mode))
+
+    async def resume(self) -> None:
+        """See ``InferenceEngine.resume``."""
+        await self._answer(lambda: self._engine.resume())
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """See ``InferenceEngine.load_weights``."""
+        await self._answer(lambda: self._engine.load_weights(update))
+
+    async def version(self) -> int:
+        """See ``InferenceEngine.version``."""
+        return await self._answer(lambda: self._engine.version())
+
+    async def checksum(self) -> str:
+        """See ``InferenceEngine.checksum``."""
+        return await self._answer(lambda: self._engine.checksum())
+
+    async def ping(self) -> None:
+        """See ``InferenceEngine.ping``."""
+        await self._answer(lambda: self._engine.ping())
+
+    async def evict(self) -> None:
+        """See ``InferenceEngine.evict``."""
+        await self._answer(lambda: self._engine.evict())
+
+    async def _answer(self, call: Callable[[], Awaitable[T]]) -> T:
+        """What the engine says; a frozen one neither begins nor answers, and death comes first."""
+        self._raise_if_dead()
+        try:
+            async with asyncio.timeout(None) as deadline:
+                self._open.add(deadline)
+                try:
+                    await self._moving.wait()
+                    answer = await call()
+                    await self._moving.wait()
+                finally:
+                    self._open.discard(deadline)
+        except TimeoutError:
+            self._raise_if_dead()
+            raise
+        self._raise_if_dead()
+        return answer
+
+    def _raise_if_dead(self) -> None:
+        if self.is_dead:
+            raise EngineDeadError(f"{self.name} was killed")

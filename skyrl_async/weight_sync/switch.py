@@ -1,0 +1,145 @@
+"""Takes engines from one update to the next: pause, load, resume, all or nothing.
+
+    pause ──every engine──> load ──a refusal: the others load the update before again──> resume
+
+Flows in: engines, the update to be served, the one that is. Flows out: engines that all serve the same. One that dies is closed: which
+version it holds is not known. Does not know where updates come from, nor engines that join meanwhile.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Coroutine
+from pathlib import Path
+from typing import Any
+
+from skyrl_async.concurrency import run_together
+from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.types import PauseMode, WeightUpdate
+
+EngineCall = Callable[[InferenceEngine], Coroutine[Any, Any, Any]]
+
+
+class EngineSwitch:
+    """See the module.
+
+    Args:
+        client: is told which engines die, and knows whether another one may come.
+        pause_mode: what happens to requests in flight.
+        trace: a span for the load.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, client: InferenceEngineClient, *, pause_mode: PauseMode, trace: Trace, clock: Callable[[], float]
+    ) -> None:
+        self._client = client
+        self._pause_mode = pause_mode
+        self._trace = trace
+        self._clock = clock
+
+    async def __call__(
+        self, engines: list[InferenceEngine], update: WeightUpdate, before: WeightUpdate | None
+    ) -> float:
+        """Have ``engines`` serve ``update``; those that die leave the list. Returns the seconds of the load.
+
+        Raises ``PublishError`` when one refuses: then all of them serve ``before`` again, if there is one, and the files of
+        ``update`` are gone. Raises ``NoEngineError`` when all die and none is expected.
+        """
+        try:
+            await self.everywhere("pause", lambda engine: engine.pause(self._pause_mode), engines)
+            loading = self._clock()
+            with self._trace.span("load", track="publish", version=update.version):
+                await self._load(engines, update, before)
+            loaded = self._clock()
+        finally:
+            await self._resume(engines)
+        self._require(engines, "resume")
+        return loaded - loading
+
+    async def everywhere(self, what: str, call: EngineCall, engines: list[InferenceEngine]) -> dict[str, Any]:
+        """Call every engine at once and return the answers by name; one that dies is closed, and leaves ``engines``.
+
+        Raises ``NoEngineError`` when no engine survives and none is expected.
+        """
+        answers = await self._on_each(what, call, engines)
+        self._require(engines, what)
+        return answers
+
+    async def bury(self, engine: InferenceEngine, error: EngineDeadError) -> None:
+        """Drop a dead engine, and see that it serves nobody else either."""
+        self._client.drop_engine(engine, error)
+        await engine.close()
+
+    async def _load(self, engines: list[InferenceEngine], update: WeightUpdate, before: WeightUpdate | None) -> None:
+        refusals: dict[str, PublishError] = {}
+
+        async def load(engine: InferenceEngine) -> None:
+            try:
+                await engine.load_weights(update)
+            except PublishError as error:
+                refusals[engine.name] = error
+
+        await self.everywhere("load", load, engines)
+        if not refusals:
+            return
+        if before is not None:
+            await self._roll_back(engines, before, refusals.keys())
+        discard(update)
+        name, error = next(iter(refusals.items()))
+        raise PublishError(f"{name} refused version {update.version} ({error}); {what_serves(before)}") from error
+
+    async def _roll_back(self, engines: list[InferenceEngine], before: WeightUpdate, refusers: Collection[str]) -> None:
+        """Load ``before`` again wherever the new version got in; an engine that cannot go back is closed."""
+
+        async def load(engine: InferenceEngine) -> None:
+            if engine.name in refusers:
+                return
+            try:
+                await engine.load_weights(before)
+            except PublishError as error:
+                raise EngineDeadError(f"{engine.name} was closed: it cannot go back to {before.version}") from error
+
+        await self.everywhere("roll back", load, engines)
+
+    async def _resume(self, engines: list[InferenceEngine]) -> None:
+        """Resume every engine, again where a cancellation cut that short: engines may serve others than this run."""
+        try:
+            await self._on_each("resume", lambda engine: engine.resume(), engines)
+        except asyncio.CancelledError:
+            await self._on_each("resume", lambda engine: engine.resume(), engines)
+            raise
+
+    async def _on_each(self, what: str, call: EngineCall, engines: list[InferenceEngine]) -> dict[str, Any]:
+        answers: dict[str, Any] = {}
+
+        async def one(engine: InferenceEngine) -> None:
+            try:
+                answers[engine.name] = await call(engine)
+            except EngineDeadError as error:
+                engines.remove(engine)
+                await self.bury(engine, error)
+
+        await run_together({f"{what}-{engine.name}": one(engine) for engine in tuple(engines)})
+        return answers
+
+    def _require(self, engines: Collection[InferenceEngine], what: str) -> None:
+        if not engines and not self._client.pool.is_expecting:
+            raise NoEngineError(f"no inference engine survived '{what}'; see the run's log for the first failure")
+
+
+def what_serves(update: WeightUpdate | None) -> str:
+    """How a failed publish ends, for its error."""
+    return "the run cannot begin" if update is None else f"every engine still serves version {update.version}"
+
+
+def discard(update: WeightUpdate | None) -> None:
+    """Delete the files of an update, and the directory that was made for them."""
+    paths = [Path(chunk["path"]) for chunk in update.chunks if "path" in chunk] if update is not None else []
+    for path in paths:
+        path.unlink(missing_ok=True)
+    for directory in {path.parent for path in paths}:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
