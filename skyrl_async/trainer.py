@@ -19,7 +19,7 @@ from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
 from skyrl_async.concurrency import first_failure
 from skyrl_async.data.dataloader import _AsyncDataloader
-from skyrl_async.errors import CheckpointError
+from skyrl_async.errors import CheckpointError, NoEngineError, PublishError, SkyRLAsyncError
 from skyrl_async.evaluation import EvaluationResult, Evaluator
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import RunTotals, StepFigures
@@ -118,6 +118,8 @@ class FullyAsyncTrainer:
         self._checkpointed_step: int | None = None
         self._num_checkpointed_groups = 0
         self.newest_checkpoint: Path | None = None
+        self._policy_step: int | None = 0
+        """Optimizer steps that the policy holds; None in the midst of one."""
         self.reward_after: float | None = None
 
     @property
@@ -155,7 +157,8 @@ class FullyAsyncTrainer:
             else:
                 await self._dataloader.give_back((group.epoch, group.uid))
                 self.totals.wasted_tokens += group.num_sampled_tokens
-        self._checkpointed_step, self.newest_checkpoint = state.step, checkpoint
+        self._checkpointed_step = self._policy_step = state.step
+        self.newest_checkpoint = checkpoint
         num_groups = len(state.groups)
         logger.info("resumed %s, with %d of its %d finished groups", checkpoint.name, len(taken_up), num_groups)
 
@@ -181,7 +184,10 @@ class FullyAsyncTrainer:
                     await self._save_before_stopping()
                 generating.cancel()
         except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
+            failure = first_failure(failures)
+            if isinstance(failure, NoEngineError | PublishError):
+                await self._save_what_is_trained()
+            raise failure from None
         if self._stop.is_asked:
             return
         self._recorder.count_generation()
@@ -210,15 +216,18 @@ class FullyAsyncTrainer:
             return False
         if not figures.groups:
             return False
+        version, self._policy_step = self.step + 1, None
         with self._recorder.timed(figures, "optimizer_step", track="training"):
             stepped = await self._policy.step(figures.loss_tokens)
         await self._dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
         self._recorder.log_groups(figures.version, figures.groups)
+        self._policy_step = version
         self._taken.clear()
-        version = self.step + 1
-        checked = await self._publish(version, figures=figures)
-        figures.add_seconds("step", loop.time() - started)
-        self.totals.add_step(figures)
+        try:
+            checked = await self._publish(version, figures=figures)
+        finally:
+            figures.add_seconds("step", loop.time() - started)
+            self.totals.add_step(figures)
         generated = self._recorder.count_generation()
         if self._is_due(self._settings.checkpoint_interval_steps, version):
             with self._recorder.timed(figures, "checkpoint", track="training"):
@@ -343,6 +352,15 @@ class FullyAsyncTrainer:
             return
         self._checkpointed_step, self._num_checkpointed_groups, self.newest_checkpoint = step, num_groups, path
         logger.info("wrote %s", path)
+
+    async def _save_what_is_trained(self) -> None:
+        """Write a checkpoint where engines failed and not the training, unless an optimizer step was cut off by that."""
+        if not self._settings.checkpoint_interval_steps or self._policy_step in (None, self._checkpointed_step):
+            return
+        try:
+            await self._write_checkpoint(self._policy_step)
+        except SkyRLAsyncError:
+            logger.exception("no checkpoint was written of step %d", self._policy_step)
 
     def _is_due(self, interval: int, version: int) -> bool:
         return bool(interval) and version % interval == 0

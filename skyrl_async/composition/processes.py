@@ -11,23 +11,20 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_async.composition.data import PolicyFiles
-from skyrl_async.config.devices import engine_device, training_device
-from skyrl_async.config.schema import Config, Device, EngineBackend, SamplingConfig
-from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.engine_life import LifeSettings
-from skyrl_async.inference.fleet import Fleet, FleetSettings
+from skyrl_async.composition.engines import is_supervised, start_engines
+from skyrl_async.config.devices import training_device
+from skyrl_async.config.schema import Config, Device, SamplingConfig
 from skyrl_async.inference.fleet_news import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.sessions.rows import BranchPolicy
 from skyrl_async.inference.sessions.session import SessionLimits
 from skyrl_async.inference.sessions.settings import ReasoningPolicy, SessionSettings
-from skyrl_async.inference.vllm_boot import VLLMEngineConfig
 from skyrl_async.training.protocol import Policy
 from skyrl_async.training.settings import TrainingSettings
 
@@ -68,11 +65,11 @@ async def start_engines_and_policy(
 ) -> tuple[Sequence[InferenceEngine], Policy]:
     """Boot engines while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run."""
 
-    async def start_engines() -> Sequence[InferenceEngine]:
-        engines = await _start_engines(config, initial, run_dir)
-        for engine in engines:
+    async def engines() -> Sequence[InferenceEngine]:
+        started = await start_engines(config, initial, run_dir)
+        for engine in started:
             stack.push_async_callback(engine.close)
-        return engines
+        return started
 
     async def start_policy() -> Policy:
         from skyrl_async.training.policy_workers import PolicyWorkers
@@ -91,92 +88,9 @@ async def start_engines_and_policy(
         return policy
 
     async with asyncio.TaskGroup() as tasks:
-        booting = tasks.create_task(start_engines(), name="engines")
+        booting = tasks.create_task(engines(), name="engines")
         loading = tasks.create_task(start_policy(), name="policy")
     return booting.result(), loading.result()
-
-
-async def _start_engines(config: Config, policy_dir: Path, run_dir: Path) -> Sequence[InferenceEngine]:
-    if config.engine.backend is EngineBackend.deterministic:
-        from skyrl_async.inference.deterministic_engine import DeterministicEngine
-
-        return [DeterministicEngine("engine-0", policy_dir, max_model_len=config.engine.max_model_len)]
-    names = [f"engine-{i}" for i in range(config.engine.num_engines)]
-    return await _start_vllm_engines(config, policy_dir, run_dir, names)
-
-
-async def _start_vllm_engines(
-    config: Config, policy_dir: Path, run_dir: Path, names: Sequence[str]
-) -> Sequence[InferenceEngine]:
-    from skyrl_async.inference.ray_engine import start_ray_engines
-
-    engine, num_gpus = config.engine, config.placement.num_gpus_per_engine
-    device = engine_device(engine)
-    configs = [
-        VLLMEngineConfig(
-            name=name,
-            policy_dir=str(policy_dir),
-            dtype=config.policy.dtype.name,
-            device=device.name,
-            tensor_parallel_size=engine.tensor_parallel_size,
-            max_model_len=engine.max_model_len,
-            max_num_seqs=engine.max_num_seqs,
-            gpu_memory_utilization=engine.gpu_memory_utilization,
-            cpu_kv_cache_gb=engine.cpu_kv_cache_gb,
-            enforce_eager=engine.enforce_eager,
-            enable_prefix_caching=engine.enable_prefix_caching,
-            stream_interval=engine.stream_interval,
-            trust_remote_code=config.policy.trust_remote_code,
-            call_timeout_s=engine.call_timeout_s,
-            extra_args=engine.extra_args,
-            seed=config.trainer.seed,
-        )
-        for name in names
-    ]
-    return await start_ray_engines(
-        configs,
-        num_cpus=config.placement.num_cpus_per_engine,
-        num_gpus=(engine.tensor_parallel_size if device is Device.cuda else 0.0) if num_gpus is None else num_gpus,
-        start_timeout_s=engine.start_timeout_s,
-        log_dir=run_dir / "logs",
-    )
-
-
-def is_supervised(config: Config) -> bool:
-    """Whether engines are processes, which can die and be started anew."""
-    return config.engine.backend is EngineBackend.vllm
-
-
-def make_fleet(
-    config: Config,
-    client: InferenceEngineClient,
-    policy_dir: Path,
-    run_dir: Path,
-    *,
-    front_ends: Sequence[FrontEndPool],
-    say: Callable[[str], None],
-) -> Fleet:
-    """What keeps the client's engines alive; new ones boot from ``policy_dir`` and load what is served."""
-    engine = config.engine
-
-    async def start(name: str) -> InferenceEngine:
-        return (await _start_vllm_engines(config, policy_dir, run_dir, [name]))[0]
-
-    return Fleet(
-        client,
-        start=start,
-        settings=FleetSettings(
-            life=LifeSettings(
-                heartbeat_interval_s=engine.heartbeat_interval_s,
-                heartbeat_timeout_s=engine.heartbeat_timeout_s,
-                max_restarts=engine.max_restarts,
-                restart_backoff_s=engine.restart_backoff_s,
-            ),
-            all_gone_timeout_s=engine.all_gone_timeout_s,
-        ),
-        say=say,
-        front_ends=front_ends,
-    )
 
 
 def _warn_of_truncation(sampling: SamplingConfig) -> None:

@@ -22,14 +22,9 @@ from skyrl_async.composition.data import (
     num_planned_steps,
     prepare_prompts,
 )
+from skyrl_async.composition.engines import is_supervised, make_fleet
 from skyrl_async.composition.parts import Log, LogGroups, check_generator, make_generator, make_publisher, make_trainer
-from skyrl_async.composition.processes import (
-    is_supervised,
-    make_fleet,
-    ray_session,
-    serving_endpoint,
-    start_engines_and_policy,
-)
+from skyrl_async.composition.processes import ray_session, serving_endpoint, start_engines_and_policy
 from skyrl_async.config.rules import DATASET_TASK
 from skyrl_async.config.schema import Config
 from skyrl_async.inference.client import InferenceEngineClient

@@ -456,7 +456,8 @@ class WeightSyncConfig:
 
     max_retries: int = doc(
         2,
-        "Times that a publish which failed (an engine refuses, shared memory is full) is tried again; then the run ends, with a checkpoint.",
+        "Times that a publish which failed (an engine refuses, shared memory is full) is tried again; then the run ends, with a "
+        "checkpoint.",
     )
 
     def __post_init__(self) -> None:

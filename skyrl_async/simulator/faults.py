@@ -41,6 +41,11 @@ class FaultyEngine:
         """The engine's."""
         return self._engine.max_model_len
 
+    @property
+    def is_frozen(self) -> bool:
+        """It answers nothing."""
+        return not self._moving.is_set()
+
     def freeze(self) -> None:
         """From now on nothing is answered."""
         self._moving.clear()

@@ -16,6 +16,7 @@ from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.evaluation import Evaluator
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
@@ -54,6 +55,8 @@ class SimulationSettings:
     """Of training."""
     step_seconds: float = 0.0
     load_seconds: float = 0.0
+    engine_wait_s: float | None = 0.0
+    """How long requests wait when there is no engine; None: until one comes."""
     send_seconds: float = 0.0
     stream_mini_batch: bool = True
     deterministic: bool = False
@@ -115,12 +118,18 @@ def build_simulation(
     generator_over: Callable[[InferenceEngineClient], Generator] = ModelledGenerator,
     log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None,
     stop: StopRequest | None = None,
+    engine_around: Callable[[ModelledEngine], InferenceEngine] = lambda engine: engine,
 ) -> Simulation:
-    """Make every part; call inside ``run_in_virtual_time``."""
+    """Make every part; call inside ``run_in_virtual_time``. ``engine_around`` makes what the client uses of each engine."""
     loop = asyncio.get_running_loop()
     trace = Trace(None, loop.time)
     engines = _engines(settings)
-    client = InferenceEngineClient(engines, tokenizer=_NoText(), max_model_len=settings.max_tokens + 1000)
+    client = InferenceEngineClient(
+        [engine_around(engine) for engine in engines],
+        tokenizer=_NoText(),
+        max_model_len=settings.max_tokens + 1000,
+        engine_wait_s=settings.engine_wait_s,
+    )
     policy = ModelledPolicy(
         seconds_per_token=settings.seconds_per_token,
         step_seconds=settings.step_seconds,

@@ -217,7 +217,18 @@ class RouterMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject) -> None:
         self.router.end(self.open.pop(data.draw(st.integers(0, len(self.open) - 1))))
 
-    @rule(name=st.sampled_from(["e0", "e1", "e2"]))
+    @rule(name=st.sampled_from(["e0", "e1", "e2", "e3"]))
+    def add(self, name: str) -> None:
+        """A name is free when no engine has it, and every request of the one that had it has ended."""
+        is_free = name not in self.router.engine_names and name not in self.open
+        assert self.router.is_free(name) == is_free
+        if is_free:
+            self.router.add(name)
+        else:
+            with pytest.raises(StateError, match=f"the name {name} is taken"):
+                self.router.add(name)
+
+    @rule(name=st.sampled_from(["e0", "e1", "e2", "e3"]))
     def remove(self, name: str) -> None:
         """Requests on the dead engine end later, as they notice."""
         self.router.remove(name)

@@ -1,0 +1,480 @@
+"""The fleet over modelled engines that die, freeze and refuse, in virtual time, under the real loop (contracts 4, 5 and 6)."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from skyrl_async.checkpoint import Checkpointer, read_state
+from skyrl_async.errors import EngineStartError, NoEngineError, PublishError, WeightsWriteError
+from skyrl_async.inference.engine_life import EngineLife, EngineState, LifeSettings
+from skyrl_async.inference.fleet import Fleet, FleetSettings
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.faults import FaultyEngine
+from skyrl_async.simulator.models import ModelledEngine
+from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.types import PauseMode, WeightUpdate
+
+LIFE = LifeSettings(heartbeat_interval_s=5.0, heartbeat_timeout_s=20.0, max_restarts=3, restart_backoff_s=1.0)
+FLEET = FleetSettings(life=LIFE, all_gone_timeout_s=900.0)
+BOOT_SECONDS = 30.0
+RUN = SimulationSettings(
+    mini_batch_size=4,
+    max_staleness_steps=2,
+    num_steps=30,
+    num_prompts=40,
+    num_engines=2,
+    mean_tokens=300,
+    seconds_per_token=0.0005,
+    step_seconds=1.0,
+    load_seconds=0.25,
+    send_seconds=0.5,
+    engine_wait_s=None,
+)
+
+
+class Setting:
+    """A simulated run, its fleet, and every engine that there ever was."""
+
+    def __init__(
+        self, settings: SimulationSettings = RUN, fleet: FleetSettings = FLEET, *, path: Path | None = None
+    ) -> None:
+        self.engines: dict[str, FaultyEngine] = {}
+        self.simulation = build_simulation(settings, checkpoint_dir=path, engine_around=self._around)
+        self.lines: list[str] = []
+        self.starts: list[tuple[float, str]] = []
+        self.make: Callable[[str], FaultyEngine] = self._new_engine
+        self.fleet = Fleet(self.simulation.client, start=self._start, settings=fleet, say=self.lines.append)
+
+    def __getitem__(self, name: str) -> FaultyEngine:
+        return self.engines[name]
+
+    @property
+    def serving(self) -> list[str]:
+        return [engine.name for engine in self.simulation.client.engines]
+
+    async def run(self, *events: Awaitable[None]) -> None:
+        """Train to the end while things happen."""
+
+        async def happen(event: Awaitable[None]) -> None:
+            await event
+
+        async with self.fleet.supervising(), asyncio.TaskGroup() as tasks:
+            happening = [tasks.create_task(happen(event)) for event in events]
+            try:
+                await self.simulation.trainer.run()
+            finally:
+                for task in happening:
+                    task.cancel()
+
+    async def at(self, seconds: float, *calls: Callable[[], None]) -> None:
+        await asyncio.sleep(seconds - asyncio.get_running_loop().time())
+        for call in calls:
+            call()
+
+    def _around(self, engine: ModelledEngine) -> FaultyEngine:
+        return self.engines.setdefault(engine.name, FaultyEngine(engine))
+
+    def _new_engine(self, name: str) -> FaultyEngine:
+        model = self.simulation.engines[0]
+        return FaultyEngine(ModelledEngine(name, num_tokens_of=model._num_tokens_of, load_seconds=0.25))
+
+    async def _start(self, name: str) -> InferenceEngine:
+        self.starts.append((asyncio.get_running_loop().time(), name))
+        await asyncio.sleep(BOOT_SECONDS)
+        self.engines[name] = self.make(name)
+        return self.engines[name]
+
+
+def all_is_trained(simulation: Simulation, config: SimulationSettings = RUN) -> None:
+    assert config.num_steps is not None
+    assert simulation.trainer.totals.trained_groups == config.num_steps * config.mini_batch_size
+    assert simulation.workers.counts["failed_groups"] == simulation.workers.counts["retries"] == 0
+    assert simulation.trainer.totals.groups_over_bound == 0
+
+
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+def test_an_engine_that_dies_or_freezes_is_replaced_by_one_of_the_current_version_while_training_goes_on(
+    fault: str,
+) -> None:
+    async def main() -> None:
+        setting = Setting()
+        steps_before = 0
+
+        async def look() -> None:
+            nonlocal steps_before
+            await setting.at(20.0, getattr(setting["engine-0"], fault))
+            steps_before = setting.simulation.trainer.step
+            await setting.at(20.0 + LIFE.heartbeat_timeout_s + 2 * LIFE.heartbeat_interval_s + 0.1)
+            assert setting.serving == ["engine-1"] and setting["engine-0"].is_dead
+            assert setting.fleet.states()["engine-0"] is EngineState.restarting
+            await asyncio.sleep(BOOT_SECONDS + 2.0)
+            assert setting.serving == ["engine-1", "engine-0.1"]
+            version = setting.simulation.client.policy_version
+            assert await setting["engine-0.1"].version() in (version, version + 1)
+            assert version > steps_before + 3, "training goes on beside a boot"
+
+        await setting.run(look())
+        all_is_trained(setting.simulation)
+        versions = {await setting[name].checksum() for name in setting.serving if not setting[name].is_dead}
+        assert versions <= {f"version-{RUN.num_steps}"}
+        assert setting.fleet.statistics()["engines/restarts"] == 1
+        assert setting.lines == []
+        assert (setting.fleet.statistics()["engines/heartbeats_missed"] > 0) == (fault == "freeze")
+
+    run_in_virtual_time(main())
+
+
+def test_a_heartbeat_within_its_time_keeps_an_engine_and_is_counted_as_missed() -> None:
+    async def main() -> None:
+        setting = Setting()
+
+        async def hiccup() -> None:
+            await setting.at(21.0, setting["engine-0"].freeze)
+            await setting.at(36.0, setting["engine-0"]._moving.set)
+
+        await setting.run(hiccup())
+        all_is_trained(setting.simulation)
+        statistics = setting.fleet.statistics()
+        assert (statistics["engines/serving"], statistics["engines/restarts"]) == (2, 0)
+        assert 2 <= statistics["engines/heartbeats_missed"] <= 3
+
+    run_in_virtual_time(main())
+
+
+def test_without_any_engine_the_run_waits_says_so_once_and_goes_on_with_the_next() -> None:
+    async def main() -> None:
+        setting = Setting()
+        steps: list[int] = []
+
+        async def look() -> None:
+            await setting.at(20.0, setting["engine-0"].kill, setting["engine-1"].kill)
+            await asyncio.sleep(BOOT_SECONDS - 1)
+            steps.append(setting.simulation.trainer.step)
+            await asyncio.sleep(60.0)
+            steps.append(setting.simulation.trainer.step)
+
+        await setting.run(look())
+        assert steps[1] > steps[0] + 3
+        all_is_trained(setting.simulation)
+        assert [line.partition(",")[0] for line in setting.lines] == [
+            "no inference engine is left: generation and weight updates wait for one",
+            "engine-0.1 serves: generation goes on",
+        ]
+        assert setting.simulation.trainer.totals.failed_groups == 0
+
+    run_in_virtual_time(main())
+
+
+def test_after_the_deadline_without_engines_the_run_ends_with_a_checkpoint_from_which_it_goes_on(
+    tmp_path: Path,
+) -> None:
+    config = replace(RUN, checkpoint_interval_steps=7, num_steps=None, num_epochs=1)
+
+    async def fail() -> int:
+        setting = Setting(config, replace(FLEET, all_gone_timeout_s=50.0), path=tmp_path)
+
+        def fails(name: str) -> FaultyEngine:
+            raise EngineStartError(f"{name} has no memory")
+
+        setting.make = fails
+        with pytest.raises(NoEngineError, match="no inference engine came back within engine.all_gone_timeout_s=50"):
+            await setting.run(setting.at(20.0, setting["engine-0"].kill, setting["engine-1"].freeze))
+        step = setting.simulation.trainer.step
+        latest = Checkpointer(tmp_path, max_to_keep=0).latest()
+        assert latest is not None and read_state(latest).step == step > 1 and step % 7
+        return step
+
+    async def go_on() -> None:
+        setting = Setting(config)
+        latest = Checkpointer(tmp_path, max_to_keep=0).latest()
+        assert latest is not None
+        await setting.simulation.trainer.resume(latest)
+        await setting.run()
+        assert setting.simulation.dataloader.statistics()["trained_total"] == 40
+        assert setting.simulation.trainer.totals.trained_groups == 40
+
+    run_in_virtual_time(fail())
+    run_in_virtual_time(go_on())
+
+
+def test_a_version_that_no_engine_is_left_to_serve_is_in_the_checkpoint(tmp_path: Path) -> None:
+    config = replace(RUN, checkpoint_interval_steps=100)
+
+    async def main() -> None:
+        setting = Setting(config, replace(FLEET, all_gone_timeout_s=5.0), path=tmp_path)
+        publisher, publish = setting.simulation.publisher, setting.simulation.publisher.publish
+
+        async def without_engines(version: int) -> object:
+            if version == 9:
+                for engine in setting.engines.values():
+                    engine.kill()
+            return await publish(version)
+
+        publisher.publish = without_engines  # type: ignore[method-assign,assignment]
+        with pytest.raises(NoEngineError, match="came back within"):
+            await setting.run()
+        latest = Checkpointer(tmp_path, max_to_keep=0).latest()
+        assert latest is not None and read_state(latest).step == 9
+        assert setting.simulation.trainer.totals.trained_groups == 9 * config.mini_batch_size
+
+    run_in_virtual_time(main())
+
+
+def test_restarts_wait_longer_each_time_and_when_they_are_used_up_nobody_waits() -> None:
+    async def main() -> None:
+        setting = Setting(replace(RUN, num_engines=1))
+
+        def fails(name: str) -> FaultyEngine:
+            raise EngineStartError(f"{name} has no memory")
+
+        setting.make = fails
+        with pytest.raises(
+            NoEngineError, match="engine.max_restarts=3 are used up; the last failure: engine-0.3 has no memory"
+        ):
+            await setting.run(setting.at(20.0, setting["engine-0"].kill))
+        times = [at for at, _ in setting.starts]
+        assert [name for _, name in setting.starts] == ["engine-0.1", "engine-0.2", "engine-0.3"]
+        assert [b - a - BOOT_SECONDS for a, b in itertools.pairwise(times)] == [2.0, 4.0]
+        assert setting.fleet.states() == {"engine-0": EngineState.given_up}
+
+    run_in_virtual_time(main())
+
+
+def test_an_engine_with_other_weights_takes_no_request_and_another_is_started() -> None:
+    class Corrupt(ModelledEngine):
+        async def checksum(self) -> str:
+            return "something else"
+
+    async def main() -> None:
+        setting = Setting()
+        good, num_made = setting.make, 0
+
+        def first_is_corrupt(name: str) -> FaultyEngine:
+            nonlocal num_made
+            num_made += 1
+            return FaultyEngine(Corrupt(name, num_tokens_of=lambda prompt, seed: 1)) if num_made == 1 else good(name)
+
+        setting.make = first_is_corrupt
+        await setting.run(setting.at(20.0, setting["engine-0"].kill))
+        all_is_trained(setting.simulation)
+        assert setting["engine-0.1"].is_dead
+        assert setting.fleet.statistics()["engines/serving"] == 2
+        assert [name for _, name in setting.starts] == ["engine-0.1", "engine-0.2"]
+
+    run_in_virtual_time(main())
+
+
+def test_a_publish_does_not_wait_for_an_engine_that_boots() -> None:
+    async def main() -> None:
+        setting = Setting()
+        await setting.run(setting.at(20.0, setting["engine-0"].kill))
+        assert max(setting.simulation.trainer.totals.pauses) == pytest.approx(RUN.load_seconds)
+        steps = [values["timing/publish"] for _, values in setting.simulation.logged if "timing/publish" in values]
+        # At worst it finds the new engine at its own load, one heartbeat of virtual time before.
+        assert max(steps) <= 2 * RUN.load_seconds + RUN.send_seconds + 1e-6
+
+    run_in_virtual_time(main())
+
+
+def test_engines_are_added_and_removed_while_training_and_their_places_are_supervised() -> None:
+    async def main() -> None:
+        setting = Setting()
+
+        async def change() -> None:
+            await setting.at(10.0)
+            assert await setting.fleet.add_engine() == "engine-2"
+            assert setting.serving == ["engine-0", "engine-1", "engine-2"]
+            await setting.fleet.remove_engine("engine-0")
+            assert setting["engine-0"].is_dead and setting.serving == ["engine-1", "engine-2"]
+            setting["engine-2"].kill()
+            await asyncio.sleep(2 * BOOT_SECONDS)
+            assert setting.serving == ["engine-1", "engine-2.1"]
+            assert set(setting.fleet.states()) == {"engine-1", "engine-2"}
+
+        await setting.run(change())
+        all_is_trained(setting.simulation)
+        assert setting.simulation.client.statistics()["engine_failures_total"] == 1
+
+    run_in_virtual_time(main())
+
+
+def test_front_ends_learn_of_every_change_also_when_one_is_missed() -> None:
+    class FrontEnd:
+        def __init__(self) -> None:
+            self.heard: list[list[str]] = []
+            self.is_busy = False
+
+        async def follow(self, engines: Sequence[InferenceEngine]) -> None:
+            if self.is_busy:
+                await asyncio.Event().wait()
+            self.heard.append([engine.name for engine in engines])
+
+    async def main() -> None:
+        setting, front_end = Setting(), FrontEnd()
+        setting.fleet = Fleet(
+            setting.simulation.client, start=setting._start, settings=FLEET, say=print, front_ends=[front_end]
+        )
+
+        async def look() -> None:
+            await setting.at(20.0, setting["engine-0"].kill)
+            await asyncio.sleep(5.1)
+            assert front_end.heard[0] == ["engine-0", "engine-1"] and front_end.heard[-1] == ["engine-1"]
+            front_end.is_busy = True
+            await asyncio.sleep(BOOT_SECONDS + 5.0)
+            front_end.is_busy = False
+            assert front_end.heard[-1] == ["engine-1"]
+            await asyncio.sleep(20.0)
+            assert front_end.heard[-1] == ["engine-1", "engine-0.1"]
+
+        await setting.run(look())
+        all_is_trained(setting.simulation)
+
+    run_in_virtual_time(main())
+
+
+faults = st.lists(
+    st.tuples(st.floats(0.0, 90.0), st.sampled_from(["kill", "freeze", "refuse", "full"]), st.integers(0, 2)),
+    max_size=7,
+)
+
+
+@pytest.mark.slow
+@given(faults=faults, seed=st.integers(0, 3), mode=st.sampled_from(PauseMode))
+@settings(max_examples=40, deadline=None)
+def test_contract_6_whatever_fails_and_when_all_that_serve_after_a_publish_serve_one_version_and_all_is_trained(
+    faults: list[tuple[float, str, int]], seed: int, mode: PauseMode
+) -> None:
+    config = replace(RUN, num_engines=3, num_steps=15, seed=seed, pause_mode=mode)
+
+    async def main() -> None:
+        life = replace(LIFE, max_restarts=50)
+        setting = Setting(config, replace(FLEET, life=life))
+        simulation, refusals = setting.simulation, random.Random(seed)
+        publisher, publish, export = (
+            simulation.publisher,
+            simulation.publisher._publish,
+            simulation.policy.export_weights,
+        )
+        is_full = False
+
+        async def checked(version: int) -> object:
+            try:
+                return await publish(version)
+            finally:
+                serving = [engine for engine in simulation.client.engines if not setting[engine.name].is_frozen]
+                alive = [engine for engine in serving if not setting[engine.name].is_dead]
+                assert len({await engine.checksum() for engine in alive}) <= 1
+                assert {await engine.version() for engine in alive} <= {version, version - 1}
+
+        async def exported(version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+            nonlocal is_full
+            if is_full:
+                is_full = False
+                raise WeightsWriteError("no space left on device")
+            return await export(version, directory, bucket_bytes)
+
+        async def happen(at: float, fault: str, index: int) -> None:
+            nonlocal is_full
+            await setting.at(at)
+            alive = [engine for engine in setting.engines.values() if not engine.is_dead]
+            engine = alive[index % len(alive)] if alive else None
+            if fault == "full":
+                is_full = True
+            elif engine is not None and fault == "refuse":
+                inner = engine._engine
+                assert isinstance(inner, ModelledEngine)
+                inner.fails_next_load = refusals.choice([PublishError, RuntimeError])
+            elif engine is not None:
+                getattr(engine, fault)()
+
+        publisher._max_retries = 5
+        publisher._publish = checked  # type: ignore[method-assign,assignment]
+        simulation.policy.export_weights = exported  # type: ignore[method-assign]
+        await setting.run(*(happen(*fault) for fault in faults))
+        all_is_trained(simulation, config)
+        rows = [row for step in simulation.policy.steps for group in step for row in group]
+        assert all(list(row.versions) == sorted(row.versions) for row in rows), (
+            "no answer goes back to an older version"
+        )
+        assert simulation.client.statistics()["running_requests"] == 0
+
+    run_in_virtual_time(main())
+
+
+class LifeMachine(RuleBasedStateMachine):
+    """Answers, silences, deaths and restarts in any order, at any times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.life = EngineLife(LIFE)
+        self.now = 0.0
+        self.asked: float | None = None
+        self.num_ticks = 0
+
+    @precondition(lambda self: self.life.state in (EngineState.starting, EngineState.restarting))
+    @rule()
+    def serve(self) -> None:
+        self.life.serve()
+        assert self.life.state is EngineState.serving
+
+    @precondition(lambda self: self.life.state in (EngineState.serving, EngineState.suspect) and self.asked is None)
+    @rule()
+    def ask(self) -> None:
+        self.life.ask(self.now)
+        self.asked, self.num_ticks = self.now, 0
+
+    @precondition(lambda self: self.asked is not None)
+    @rule(seconds=st.floats(0.0, 1000.0))
+    def tick(self, seconds: float) -> None:
+        """However long this process slept, it takes as many looks as fit into the deadline to call an engine dead."""
+        self.now += seconds
+        self.num_ticks += 1
+        is_dead = self.life.tick(self.now)
+        assert self.life.state is EngineState.suspect
+        if is_dead:
+            assert self.asked is not None
+            assert self.num_ticks * LIFE.heartbeat_interval_s >= LIFE.heartbeat_timeout_s <= self.now - self.asked
+            self.life.die()
+            self.asked = None
+
+    @precondition(lambda self: self.asked is not None)
+    @rule()
+    def answer(self) -> None:
+        self.life.answer()
+        assert self.life.state is EngineState.serving
+        self.asked = None
+
+    @precondition(lambda self: self.life.state in (EngineState.serving, EngineState.suspect))
+    @rule()
+    def die(self) -> None:
+        self.life.die()
+        self.asked = None
+
+    @precondition(lambda self: self.life.state in (EngineState.dead, EngineState.restarting))
+    @rule()
+    def restart(self) -> None:
+        wait_s = self.life.restart()
+        assert (wait_s is None) == (self.life.state is EngineState.given_up)
+        assert wait_s is None or LIFE.restart_backoff_s <= wait_s <= 60.0
+
+    @rule(seconds=st.floats(0.0, 1000.0))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def restarts_are_bounded(self) -> None:
+        assert self.life.num_restarts <= LIFE.max_restarts
+        assert self.life.state is not EngineState.given_up or self.life.num_restarts == LIFE.max_restarts
+
+
+TestLifeMachine = LifeMachine.TestCase
+TestLifeMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
