@@ -48,6 +48,10 @@ class SimulationSettings:
     num_engines: int = 2
     tokens_per_second: float = 100.0
     half_speed_requests: float = 170.0
+    max_num_seqs: int | None = None
+    """Requests running at once in an engine; None: no limit."""
+    block_tokens: int = 16
+    """Of a stream; the larger, the faster is the simulation."""
     mean_tokens: float = 1000.0
     sigma: float = 0.8
     """Of the lognormal lengths, which are cut at eight times the mean."""
@@ -194,6 +198,8 @@ def _engines(settings: SimulationSettings) -> list[ModelledEngine]:
             tokens_per_second=settings.tokens_per_second,
             half_speed_requests=settings.half_speed_requests,
             load_seconds=settings.load_seconds,
+            max_num_seqs=settings.max_num_seqs,
+            block_tokens=settings.block_tokens,
         )
         for i in range(settings.num_engines)
     ]

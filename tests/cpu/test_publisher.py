@@ -32,7 +32,7 @@ class Troubled(ModelledEngine):
 
     @property
     def is_paused(self) -> bool:
-        return not self._is_dead and not self._resumed.is_set()
+        return not self._is_dead and self._shared.is_stopped
 
     async def pause(self, mode: PauseMode) -> None:
         await self._follow("pause")

@@ -1,0 +1,212 @@
+"""A modelled engine: it takes (virtual) time and keeps every promise of the ``InferenceEngine`` seam, without a model.
+
+Flows in: requests, pauses, versions. Flows out: tokens, as they would be sampled. What is sampled is arbitrary; when, how many and
+under which version is not, to the token.
+"""
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Callable
+
+from skyrl_async.errors import EngineDeadError, PublishError
+from skyrl_async.simulator.sharing import Job, SharedSpeed
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, WeightUpdate
+
+_CYCLE = tuple(range(100))
+
+
+class _Call(Job):
+    """One engine call."""
+
+    __slots__ = ("is_aborted", "num_taken", "num_tokens", "request")
+
+    def __init__(self, request: EngineRequest, num_tokens: int) -> None:
+        super().__init__(request.priority)
+        self.request = request
+        self.num_tokens = num_tokens
+        """To be sampled in this call, unless it is aborted."""
+        self.num_taken = 0
+        """Handed out."""
+        self.is_aborted = False
+
+
+class ModelledEngine:
+    """An ``InferenceEngine`` in virtual time: token i of a generation is ``i % 100``, of log-prob -1.
+
+    Its requests each run at ``tokens_per_second / (1 + n / half_speed_requests)`` with n running, as measured on real ones.
+
+    Args:
+        name: of the engine.
+        num_tokens_of: prompt token ids -> tokens of the whole answer; the end of the prompt's first tokens identifies it.
+        tokens_per_second: of a request alone in the engine.
+        half_speed_requests: requests at which each runs at half of that.
+        load_seconds: duration of ``load_weights``.
+        max_num_seqs: requests running at once; the others wait in the engine, the smallest ``priority`` first. None: no limit.
+        block_tokens: of a stream; the larger, the faster is the simulation.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_tokens_of: Callable[[tuple[int, ...], int | None], int],
+        tokens_per_second: float = 100.0,
+        half_speed_requests: float = 170.0,
+        load_seconds: float = 0.0,
+        max_num_seqs: int | None = None,
+        block_tokens: int = 16,
+    ) -> None:
+        self.name = name
+        self.max_model_len = 1 << 30
+        self._num_tokens_of = num_tokens_of
+        self._load_seconds = load_seconds
+        self._block_tokens = block_tokens
+        self._shared = SharedSpeed(tokens_per_second, half_speed_requests, max_num_seqs)
+        self._calls: set[_Call] = set()
+        self._version = 0
+        self._served: list[tuple[float, int]] = [(0.0, 0)]
+        """(progress, version that is served from there)."""
+        self._is_dead = False
+        self.fails_next_load: type[Exception] | None = None
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        """Sample all, or up to an aborting pause."""
+        blocks = [block async for block in self.stream(request)]
+        if len(blocks) == 1:
+            return blocks[0]
+        return EngineOutput(
+            token_ids=tuple(t for b in blocks for t in b.token_ids),
+            logprobs=tuple(x for b in blocks for x in b.logprobs),
+            versions=tuple(v for b in blocks for v in b.versions),
+            finish_reason=blocks[-1].finish_reason,
+        )
+
+    async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Sample in blocks."""
+        call = self._begin(request)
+        try:
+            block = None
+            while block is None or block.finish_reason is None:
+                block = await self._sampled(call, min(call.num_taken + self._block_tokens, call.num_tokens))
+                yield block
+        finally:
+            self._end(call)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling; in abort mode every request in flight ends."""
+        self._check_alive()
+        self._shared.stop()
+        if mode is PauseMode.ABORT:
+            self._abort_all()
+
+    async def resume(self) -> None:
+        """Sample again."""
+        self._check_alive()
+        self._shared.go_on()
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Serve ``update.version`` after the load time."""
+        self._check_alive()
+        failure, self.fails_next_load = self.fails_next_load, None
+        if failure is PublishError or not self._shared.is_stopped:
+            reason = "is not paused" if failure is None else "was told to refuse"
+            raise PublishError(f"{self.name} {reason}")
+        await asyncio.sleep(self._load_seconds)
+        if failure is not None:
+            self.kill()
+        self._check_alive()
+        self._version = update.version
+        self._served.append((self._shared.progress, update.version))
+
+    async def version(self) -> int:
+        """Served now."""
+        self._check_alive()
+        return self._version
+
+    async def checksum(self) -> str:
+        """Of a model without weights: its version."""
+        self._check_alive()
+        return f"version-{self._version}"
+
+    async def ping(self) -> None:
+        """It is alive."""
+        self._check_alive()
+
+    async def evict(self) -> None:
+        """Every request in flight ends, aborted."""
+        self._check_alive()
+        self._abort_all()
+
+    async def close(self) -> None:
+        """Nothing is held."""
+        self._is_dead = True
+
+    def kill(self) -> None:
+        """From now on every call, and every request in flight, raises ``EngineDeadError``."""
+        self._is_dead = True
+        self._shared.wake_all()
+
+    def _abort_all(self) -> None:
+        for call in self._calls:
+            call.is_aborted = True
+        self._shared.wake_all()
+
+    @property
+    def _num_in_flight(self) -> int:
+        return len(self._calls)
+
+    def _check_alive(self) -> None:
+        if self._is_dead:
+            raise EngineDeadError(f"{self.name} was killed")
+
+    def _begin(self, request: EngineRequest) -> _Call:
+        self._check_alive()
+        prompt = request.prompt_token_ids[: len(request.prompt_token_ids) - request.num_sampled_tokens]
+        num_left = self._num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
+        call = _Call(request, min(num_left, request.sampling.max_tokens))
+        self._calls.add(call)
+        self._shared.enter(call)
+        return call
+
+    def _end(self, call: _Call) -> None:
+        self._calls.remove(call)
+        self._shared.leave(call)
+
+    async def _sampled(self, call: _Call, num_tokens: int) -> EngineOutput:
+        """Tokens up to the ``num_tokens``-th of the call, from where it was last asked; fewer where it is aborted."""
+        self._check_alive()
+        if not call.is_aborted:
+            await self._shared.wait_for(call, num_tokens)
+            self._check_alive()
+        start, end = call.num_taken, num_tokens
+        if call.is_aborted:
+            end = min(num_tokens, max(start, self._shared.tokens_of(call)))
+        call.num_taken = end
+        first = call.request.num_sampled_tokens + start
+        return EngineOutput(
+            token_ids=(_CYCLE * ((end - start) // 100 + 2))[first % 100 : first % 100 + end - start],
+            logprobs=(-1.0,) * (end - start),
+            versions=self._versions(call, start, end),
+            finish_reason=self._finish_reason(call),
+        )
+
+    def _finish_reason(self, call: _Call) -> FinishReason | None:
+        if call.num_taken < call.num_tokens:
+            return FinishReason.ABORT if call.is_aborted else None
+        sampling, position = call.request.sampling, call.request.num_sampled_tokens + call.num_taken
+        prompt = call.request.prompt_token_ids[: len(call.request.prompt_token_ids) - call.request.num_sampled_tokens]
+        is_whole = position >= self._num_tokens_of(prompt, sampling.seed)
+        return FinishReason.STOP if is_whole else FinishReason.LENGTH
+
+    def _versions(self, call: _Call, start: int, end: int) -> tuple[int, ...]:
+        """Of tokens ``start`` to ``end`` of a call: what was served when each was complete."""
+        if start == end or call.started is None:
+            return ()
+        versions: tuple[int, ...] = ()
+        index = bisect_right(self._served, call.started + start, key=lambda served: served[0]) - 1
+        while len(versions) < end - start:
+            is_last = index + 1 == len(self._served)
+            until = end if is_last else min(end, int(self._served[index + 1][0] - call.started + 1e-6))
+            versions += (self._served[index][1],) * max(0, until - start - len(versions))
+            index += 1
+        return versions
