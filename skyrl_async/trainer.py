@@ -25,6 +25,7 @@ from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import RunTotals, StepFigures
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.policies import StalenessPolicy
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers
 from skyrl_async.stopping import StopAsked, StopRequest
@@ -53,8 +54,7 @@ class TrainerSettings:
 
     mini_batch_size: int
     num_steps: int | None
-    holds_bound: bool
-    """Staleness policy ``wait``; False is ``allow``."""
+    staleness_policy: StalenessPolicy
     stream_mini_batch: bool
     deterministic: bool
     eval_interval_steps: int
@@ -148,7 +148,7 @@ class FullyAsyncTrainer:
         self._recorder.totals = RunTotals(**state.totals)
         finished = [Admission(index=g.admission_index, scheduled_version=g.scheduled_version) for g in state.groups]
         taken_up = await self._staleness.load_state_from_checkpoint(
-            state.step, state.next_admission_index, finished, holds_bound=self._settings.holds_bound
+            state.step, state.next_admission_index, finished, holds_bound=self._settings.staleness_policy.bounds_groups
         )
         indices = {admission.index for admission in taken_up}
         for group in reversed(state.groups):
@@ -206,11 +206,12 @@ class FullyAsyncTrainer:
         started = loop.time()
         figures = StepFigures(version=self.step, max_staleness_steps=self._staleness.max_staleness_steps)
         try:
-            async for group in self._mini_batch(figures):
+            async for whole in self._mini_batch(figures):
+                group = self._settings.staleness_policy.trained_part(whole, self.step, figures.max_staleness_steps)
                 with self._recorder.timed(figures, "forward_backward", track="training"):
                     advantages = row_advantages(group.trajectories, self._advantages)
                     sums = await self._policy.forward_backward(group.trajectories, advantages, self.step)
-                figures.add_group(group, sums)
+                figures.add_group(group, sums, whole.num_sampled_tokens - group.num_sampled_tokens)
         except StopAsked:
             logger.warning("step %d is left: %d of its groups were there", self.step + 1, len(self._taken))
             return False
@@ -233,6 +234,7 @@ class FullyAsyncTrainer:
             with self._recorder.timed(figures, "checkpoint", track="training"):
                 await self._write_checkpoint(version)
         await self._staleness.notify_capacity_change(version)
+        await self._workers.redraw(lambda admission: self._is_given_up(admission.scheduled_version))
         self._recorder.log_step(figures, stepped, checked | generated | self._state_values(figures))
         if version != self._settings.num_steps and self._is_due(self._settings.eval_interval_steps, version):
             self._evaluate_beside(tasks, version)
@@ -256,13 +258,22 @@ class FullyAsyncTrainer:
         for group in sorted(collected, key=lambda g: g.admission_index):
             yield group
 
+    def _is_given_up(self, scheduled_version: int) -> bool:
+        return self._settings.staleness_policy.is_given_up(scheduled_version, self._staleness)
+
     async def _next_group(self, num_free: int, figures: StepFigures) -> Group | None:
+        """The oldest finished group that the staleness policy lets be trained."""
+        while (group := await self._next_finished(num_free, figures)) and self._is_given_up(group.scheduled_version):
+            await self._workers.redraw_finished(group)
+        return group
+
+    async def _next_finished(self, num_free: int, figures: StepFigures) -> Group | None:
         """The oldest finished group that the staleness policy lets go; names what is stuck while it waits."""
 
         def is_allowed(group: Group) -> bool:
             if self._settings.deterministic:
                 return group.admission_index == self._staleness.first_open_index()
-            return not self._settings.holds_bound or self._staleness.may_train(group.scheduled_version, num_free)
+            return self._settings.staleness_policy.may_train(group, self._staleness, num_free)
 
         held_before = self._buffer.held_seconds
         await self._staleness.notify_trainer_waiting(not self._buffer.can_give(is_allowed))
@@ -281,8 +292,9 @@ class FullyAsyncTrainer:
                     self._workers.stuck(),
                 )
         await self._staleness.notify_trainer_waiting(False)
-        if not self._settings.deterministic:
-            figures.staleness_wait_seconds += self._buffer.held_seconds - held_before
+        held_seconds = self._buffer.held_seconds - held_before
+        if held_seconds and group and not self._settings.deterministic:
+            figures.add_wait(group, held_seconds)
         return group
 
     async def _publish(

@@ -19,7 +19,7 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.processes import Endpoint
-from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig, StalenessPolicy
+from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.errors import ConfigError
 from skyrl_async.evaluation import Evaluator
@@ -29,6 +29,7 @@ from skyrl_async.rollout.agent_settings import check_agent_settings, make_agent_
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.gym_generator import GymGenerator
+from skyrl_async.rollout.policies import staleness_policy
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.tasks.registry import make_environment
@@ -251,7 +252,7 @@ def _trainer_settings(config: Config, *, must_wait_for_mini_batch: bool) -> Trai
     return TrainerSettings(
         mini_batch_size=trainer.policy_mini_batch_size,
         num_steps=trainer.num_steps,
-        holds_bound=trainer.staleness_policy is StalenessPolicy.wait,
+        staleness_policy=staleness_policy(trainer.staleness_policy.name),
         stream_mini_batch=trainer.stream_mini_batch and not must_wait_for_mini_batch,
         deterministic=trainer.deterministic,
         eval_interval_steps=trainer.eval_interval_steps,

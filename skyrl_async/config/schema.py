@@ -28,6 +28,8 @@ def require(is_fine: bool, key: str, expected: str, found: object) -> None:
 
 class StalenessPolicy(Enum):
     wait = "wait"
+    mask = "mask"
+    resample = "resample"
     allow = "allow"
 
 
@@ -336,7 +338,9 @@ class TrainerConfig:
     )
     staleness_policy: StalenessPolicy = doc(
         StalenessPolicy.wait,
-        "wait holds the bound (a step does not end while that would push a running group past it); allow trains and counts.",
+        "What becomes of groups that training would overtake by more than max_staleness_steps: wait does not end a step that would "
+        "push one past it, mask trains them without their tokens that are past it, resample gives them up and draws their prompts "
+        "again, allow trains and counts.",
     )
     policy_mini_batch_size: int = doc(8, "Groups per optimizer step.")
     num_parallel_generation_workers: int | None = doc(

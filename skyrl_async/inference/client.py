@@ -26,6 +26,7 @@ from skyrl_async.inference.joined import Joined, head_of
 from skyrl_async.inference.pool import EnginePool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.text import CompletionText, Tokenizer
+from skyrl_async.rollout.metering import charge
 from skyrl_async.types import (
     Completion,
     CompletionDelta,
@@ -255,6 +256,8 @@ class InferenceEngineClient:
         finally:
             self._counts["aborts"] += joined.num_aborts
             self._counts["tokens" if joined.has_ended else "abandoned_tokens"] += len(joined.token_ids)
+            if joined.has_ended:
+                charge(len(joined.token_ids))
 
     async def _segment(
         self, request: EngineRequest, session_id: str | None, *, streams: bool

@@ -29,11 +29,17 @@ METRICS: dict[str, Metric] = {
     "eval/failed_prompts": Metric("prompts", "Left out of reward/eval because their rollouts failed, after retries."),
     "async/staleness_mean": Metric("steps", "Policy version trained at minus version scheduled at, mean over groups."),
     "async/staleness_max": Metric("steps", "The same, largest of the step."),
-    "async/over_bound_share": Metric("share", "Groups trained past trainer.max_staleness_steps."),
+    "async/over_bound_share": Metric(
+        "share", "Groups trained past trainer.max_staleness_steps (with mask: without their tokens that are past it)."
+    ),
+    "async/masked_share": Metric("share", "Tokens of the step's groups that the policy mask left out of the loss."),
     "async/token_lag_mean": Metric("steps", "Policy version trained at minus version sampled under, mean over tokens."),
     "async/token_lag_max": Metric("steps", "The same, largest of the step."),
     "async/staleness_wait_seconds": Metric(
         "s", "Waited in the step for groups that the next version would push past the bound."
+    ),
+    "async/redrawn_groups": Metric(
+        "groups", "Given up by the policy resample since the run began, their prompts drawn again."
     ),
     "async/buffer_groups": Metric("groups", "Finished and waiting to be trained, at the step's end."),
     "async/running_groups": Metric("groups", "Being generated, at the step's end."),
@@ -45,7 +51,8 @@ METRICS: dict[str, Metric] = {
         "ratio", "Mean length trained over mean length generated, so far; below 1 long answers are lost on the way."
     ),
     "async/wasted_tokens": Metric(
-        "tokens", "Sampled and thrown away since the run began: finished groups never trained, generations cut off."
+        "tokens",
+        "Sampled and thrown away since the run began: finished groups never trained, groups given up, generations cut off.",
     ),
     "timing/step": Metric("s", "The whole optimizer step, publish included."),
     "timing/wait_for_groups": Metric("s", "Trainer waiting for generation."),

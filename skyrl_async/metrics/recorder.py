@@ -5,12 +5,15 @@ checkpoints and the summary. Does not know what a step does, nor when.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from skyrl_async.metrics.step import RunTotals, StepFigures
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.types import Group
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -63,5 +66,14 @@ class Recorder:
 
     def log_step(self, figures: StepFigures, policy: Mapping[str, float], more: Mapping[str, float]) -> None:
         """Log a step with what the policy said of its optimizer step, and values that go by their full names."""
+        if figures.waits:
+            longest = max(figures.waits, key=lambda wait: wait.seconds)
+            logger.info(
+                "step %d waited %.1f s to hold the staleness bound, longest for %s (%.1f s)",
+                figures.version + 1,
+                figures.staleness_wait_seconds,
+                longest.uid,
+                longest.seconds,
+            )
         values = figures.values() | {f"policy/{name}": value for name, value in policy.items()}
         self.log(figures.version + 1, {**values, **self.totals.values(), **more})

@@ -4,12 +4,28 @@ Flows in: groups as they are trained, sums that the policy returns, seconds. Flo
 ``metrics.names``. Does not know where they are written.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from statistics import median
 
+from skyrl_async.metrics.bound_cost import BoundCost, needed_bound
 from skyrl_async.samples import Sample, live_samples_of, samples_of
 from skyrl_async.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundWait:
+    """One wait that the staleness bound caused."""
+
+    uid: str
+    """Of the group whose arrival ended it."""
+    seconds: float
+    staleness: int
+    """At which that group was trained."""
+    held_seconds: float
+    """Waited for the bound in the step until then, this wait included."""
 
 
 @dataclass(slots=True)
@@ -24,10 +40,26 @@ class StepFigures:
     seconds: dict[str, float] = field(default_factory=dict)
     staleness_wait_seconds: float = 0.0
     """Waited although a group was there, for older ones that would pass the bound."""
+    waits: list[BoundWait] = field(default_factory=list)
+    """What that time was waited for."""
+    num_masked_tokens: int = 0
+    """Sampled tokens that were masked from the loss because of their age."""
 
-    def add_group(self, group: Group, policy_figures: dict[str, float]) -> None:
-        """Count a group and what the policy said of it (sums, and maxima under ``*_max``)."""
+    def add_wait(self, group: Group, seconds: float) -> None:
+        """The trainer was held back from other groups for so long until it could take this one."""
+        self.staleness_wait_seconds += seconds
+        wait = BoundWait(
+            uid=group.uid,
+            seconds=seconds,
+            staleness=self.version - group.scheduled_version,
+            held_seconds=self.staleness_wait_seconds,
+        )
+        self.waits.append(wait)
+
+    def add_group(self, group: Group, policy_figures: dict[str, float], num_masked_tokens: int = 0) -> None:
+        """Count a group as it was trained, and what the policy said of it (sums, and maxima under ``*_max``)."""
         self.groups.append(group)
+        self.num_masked_tokens += num_masked_tokens
         for name, value in policy_figures.items():
             if name.endswith("_max"):
                 self.sums[name] = max(self.sums.get(name, value), value)
@@ -45,24 +77,26 @@ class StepFigures:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens in the mini-batch."""
+        """Trained tokens in the mini-batch."""
         return sum(group.num_sampled_tokens for group in self.groups)
 
     @property
     def loss_tokens(self) -> float:
-        """The same, each by the weight of its row: what gradients are divided by."""
-        return sum(row.weight * row.num_sampled_tokens for group in self.groups for row in group.trajectories)
+        """The same, each by the weight of its row: what gradients are divided by.
+
+        Where the staleness policy masked every token, 1: the gradient is 0, and the step only counts a version.
+        """
+        tokens = sum(row.weight * row.num_sampled_tokens for group in self.groups for row in group.trajectories)
+        return tokens if tokens or not self.num_masked_tokens else 1.0
 
     @property
-    def token_lags(self) -> list[int]:
-        """Policy versions between sampling and training, per sampled token."""
-        return [
-            self.version - v
-            for group in self.groups
-            for t in group.trajectories
-            for v, is_sampled in zip(t.versions, t.loss_mask, strict=True)
-            if is_sampled
-        ]
+    def token_lags(self) -> Counter[int]:
+        """Policy versions between sampling and training -> trained tokens."""
+        rows = (t for group in self.groups for t in group.trajectories)
+        of_version: Counter[int] = Counter()
+        for row in rows:
+            of_version.update(compress(row.versions, row.loss_mask))
+        return Counter({self.version - version: num for version, num in of_version.items()})
 
     def values(self) -> dict[str, float]:
         """Everything about the step, by metric name."""
@@ -78,7 +112,8 @@ class StepFigures:
             "async/staleness_max": float(max(staleness)),
             "async/over_bound_share": over / len(staleness),
             "async/staleness_wait_seconds": self.staleness_wait_seconds,
-            "async/token_lag_mean": sum(lags) / max(1, len(lags)),
+            "async/masked_share": self.num_masked_tokens / max(1, self.num_tokens + self.num_masked_tokens),
+            "async/token_lag_mean": sum(lag * num for lag, num in lags.items()) / max(1, lags.total()),
             "async/token_lag_max": float(max(lags, default=0)),
             "async/num_aborts": float(sum(t.num_aborts for t in rows)),
             "generate/response_tokens_mean": sum(s.num_sampled_tokens for s in live) / max(1, len(live)),
@@ -103,6 +138,7 @@ class StepFigures:
 class RunTotals:
     """What the summary needs of all steps; goes through checkpoints."""
 
+    steps: int = 0
     trained_groups: int = 0
     trained_tokens: int = 0
     trained_trajectories: int = 0
@@ -118,6 +154,11 @@ class RunTotals:
     staleness_max: int = 0
     groups_over_bound: int = 0
     staleness_wait_seconds: float = 0.0
+    max_staleness_steps: int = 0
+    """Of the last step."""
+    bound_cost: BoundCost = field(default_factory=BoundCost)
+    masked_tokens: int = 0
+    redrawn_groups: int = 0
     idle_seconds: float = 0.0
     train_seconds: float = 0.0
     training_seconds: float = 0.0
@@ -126,8 +167,13 @@ class RunTotals:
     """Seconds of each publish's pause."""
     reward_before: float | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.bound_cost, dict):  # from a checkpoint
+            self.bound_cost = BoundCost(**self.bound_cost)
+
     def add_step(self, figures: StepFigures) -> None:
         """Add a finished step."""
+        self.steps += 1
         self.trained_groups += len(figures.groups)
         self.trained_tokens += figures.num_tokens
         self.trained_trajectories += sum(len(live_samples_of(g.trajectories)) for g in figures.groups)
@@ -136,6 +182,12 @@ class RunTotals:
         self.groups_over_bound += sum(s > figures.max_staleness_steps for s in figures.staleness)
         self.staleness_wait_seconds += figures.staleness_wait_seconds
         self.training_seconds += figures.seconds["step"]
+        self.masked_tokens += figures.num_masked_tokens
+        self.max_staleness_steps = figures.max_staleness_steps
+        free_step_seconds = (self.training_seconds - self.staleness_wait_seconds) / self.steps
+        for wait in figures.waits:
+            needed = needed_bound(wait.staleness, wait.held_seconds, free_step_seconds)
+            self.bound_cost.add(wait.uid, seconds=wait.seconds, needed_bound=needed)
         self.idle_seconds += figures.seconds.get("wait_for_groups", 0.0)
         self.train_seconds += sum(figures.seconds.get(n, 0.0) for n in ("forward_backward", "optimizer_step"))
 
@@ -145,6 +197,7 @@ class RunTotals:
         self.generated_trajectories += new["trajectories"]
         self.failed_groups += new["failed_groups"]
         self.wasted_tokens += new["abandoned_tokens"]
+        self.redrawn_groups += new["redrawn_groups"]
 
     @property
     def length_ratio(self) -> float:
@@ -159,10 +212,11 @@ class RunTotals:
         return {
             "async/length_ratio": self.length_ratio,
             "async/wasted_tokens": float(self.wasted_tokens),
+            "async/redrawn_groups": float(self.redrawn_groups),
             "generate/failed_groups": float(self.failed_groups),
         }
 
-    def summary(self) -> dict[str, float | None]:
+    def summary(self) -> dict[str, float | str | None]:
         """The figures of ``summary.json`` that come from the steps."""
         return {
             "tokens_generated": self.generated_tokens + self.evaluation_tokens,
@@ -173,6 +227,9 @@ class RunTotals:
             "groups_over_bound": self.groups_over_bound,
             "over_bound_share": self.groups_over_bound / max(1, self.trained_groups),
             "staleness_wait_seconds": self.staleness_wait_seconds,
+            "staleness_bound": self._bound_in_words(),
+            "masked_share": self.masked_tokens / max(1, self.trained_tokens + self.masked_tokens),
+            "redrawn_groups": self.redrawn_groups,
             "wasted_tokens": self.wasted_tokens,
             "length_ratio": self.length_ratio,
             "failed_groups": self.failed_groups,
@@ -181,6 +238,20 @@ class RunTotals:
             "train_seconds": self.train_seconds,
             "trainer_idle_share": self.idle_seconds / self.training_seconds if self.training_seconds else None,
         }
+
+    def _bound_in_words(self) -> str:
+        """What holding the staleness bound cost, or what not holding it let through."""
+        cost = self.bound_cost.sentence(self.max_staleness_steps, self.training_seconds)
+        if self.groups_over_bound:
+            share = self.groups_over_bound / self.trained_groups
+            cost += (
+                f"; {share:.0%} of the groups passed it, the oldest by {self.staleness_max - self.max_staleness_steps}"
+            )
+        if self.masked_tokens:
+            cost += f"; {self.masked_tokens / (self.trained_tokens + self.masked_tokens):.1%} of the tokens were masked"
+        if self.redrawn_groups:
+            cost += f"; {self.redrawn_groups} groups were drawn again"
+        return cost
 
 
 def _own_figures(samples: Sequence[Sample]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.data.ledger import Key
@@ -18,6 +18,7 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.attempts import Attempts
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
+from skyrl_async.rollout.metering import TokenAccount, charged_to
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
 from skyrl_async.samples import live_samples_of
 from skyrl_async.types import Group, GroupRequest, Prompt, SamplingParams, Trajectory
@@ -55,6 +56,8 @@ class _InFlight:
     prompt: Prompt
     started: float
     """Seconds on the loop's clock."""
+    account: TokenAccount = field(default_factory=TokenAccount)
+    """Of what its members were delivered."""
 
 
 class GenerationWorkers:
@@ -90,15 +93,19 @@ class GenerationWorkers:
         self._num_abandoned_tokens = num_abandoned_tokens
         self._failures = _FailureWatch(settings.max_failed_fraction)
         self._in_flight: dict[int, _InFlight] = {}
+        self._playing: dict[int, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._is_drawing = False
         self._counts = {"groups": 0, "trajectories": 0, "tokens": 0, "aborts": 0, "failed_groups": 0}
+        self._counts |= {"redrawn_groups": 0, "redrawn_tokens": 0}
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of finished groups (trajectories, tokens, aborts), failures, retries and tokens of cut off generations so far."""
+        """Of finished groups (trajectories, tokens, aborts), failures, retries, redrawn groups and thrown away tokens so far."""
         return {
             **self._counts,
             "retries": self._attempts.num_retries,
-            "abandoned_tokens": self._num_abandoned_tokens(),
+            "abandoned_tokens": self._num_abandoned_tokens() + self._counts["redrawn_tokens"],
         }
 
     async def run(self) -> None:
@@ -108,13 +115,48 @@ class GenerationWorkers:
         prompt back to the dataloader. Raises ``GenerationError`` when too many rollouts failed.
         """
         try:
-            async with asyncio.TaskGroup() as tasks:
-                while group := await self._start_next():
-                    tasks.create_task(self._play(group), name=f"group-{group.admission.index}-{group.prompt.uid}")
+            async with asyncio.TaskGroup() as self._tasks:
+                await self._start_groups(self._tasks)
         finally:
             await self._give_back_all()
         self._failures.raise_if_too_many(has_ended=True)
         self._buffer.close()
+
+    async def redraw(self, is_given_up: Callable[[Admission], bool]) -> None:
+        """Abort the groups in flight of which ``is_given_up`` says so; their prompts are the next to be drawn, oldest first.
+
+        What was sampled for them is thrown away. Contains no ``await`` that waits: none of them can finish meanwhile.
+        """
+        given_up = [group for group in self._in_flight.values() if is_given_up(group.admission)]
+        for group in sorted(given_up, key=lambda g: -g.admission.index):
+            del self._in_flight[group.admission.index]
+            self._playing.pop(group.admission.index).cancel()
+            self._counts["redrawn_tokens"] += group.account.num_tokens
+            await self._dataloader.give_back(group.key)
+            await self._staleness.on_rollout_rejected(group.admission)
+        self._counts["redrawn_groups"] += len(given_up)
+        if given_up:
+            self._draw_again()
+
+    async def redraw_finished(self, group: Group) -> None:
+        """Like ``redraw``, for a group taken from the buffer; where all data was drawn and no group is left, it is filtered."""
+        key = group.epoch, group.uid
+        self._counts["redrawn_groups"] += 1
+        self._counts["redrawn_tokens"] += group.num_sampled_tokens
+        if self._is_drawing or self._in_flight:
+            await self._dataloader.give_back(key)
+            self._draw_again()
+        else:
+            await self._dataloader.mark_filtered_uids([key])
+        await self._staleness.on_rollout_filtered(
+            Admission(index=group.admission_index, scheduled_version=group.scheduled_version)
+        )
+
+    def _draw_again(self) -> None:
+        """There are prompts again, even if the data had ended."""
+        if not self._is_drawing and self._tasks is not None:
+            self._is_drawing = True
+            self._tasks.create_task(self._start_groups(self._tasks), name="drawing again")
 
     def stuck(self) -> str:
         """The groups in flight with their seconds, oldest first, for a log line."""
@@ -136,6 +178,16 @@ class GenerationWorkers:
         with self._trace.span("group", track="generation", uid=prompt.uid, version=admission.scheduled_version):
             return await self._attempts.generate(request)
 
+    async def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
+        """Until the data has ended."""
+        self._is_drawing = True
+        try:
+            while group := await self._start_next():
+                index = group.admission.index
+                self._playing[index] = tasks.create_task(self._play(group), name=f"group-{index}-{group.prompt.uid}")
+        finally:
+            self._is_drawing = False
+
     async def _start_next(self) -> _InFlight | None:
         """Wait for admission and draw a prompt; None when the data has ended."""
         admission = await self._staleness.acquire_submission_slot()
@@ -152,13 +204,16 @@ class GenerationWorkers:
     async def _play(self, group: _InFlight) -> None:
         """Generate one group and say what became of it; a cancelled one stays in flight, for ``run`` to give back."""
         try:
-            trajectories = await self.generate(group.admission, group.prompt)
+            with charged_to(group.account):
+                trajectories = await self.generate(group.admission, group.prompt)
         except NoEngineError:
             raise
         except Exception as error:
             await self._fail(group, error)
         else:
             await self._finish(group, trajectories)
+        finally:
+            self._playing.pop(group.admission.index, None)
 
     async def _finish(self, group: _InFlight, trajectories: tuple[Trajectory, ...]) -> None:
         del self._in_flight[group.admission.index]

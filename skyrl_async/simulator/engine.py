@@ -63,6 +63,8 @@ class ModelledEngine:
         self._block_tokens = block_tokens
         self._shared = SharedSpeed(tokens_per_second, half_speed_requests, max_num_seqs)
         self._calls: set[_Call] = set()
+        self.num_sampled_tokens = 0
+        """Of calls that have ended, whatever became of them."""
         self._version = 0
         self._served: list[tuple[float, int]] = [(0.0, 0)]
         """(progress, version that is served from there)."""
@@ -169,6 +171,7 @@ class ModelledEngine:
         return call
 
     def _end(self, call: _Call) -> None:
+        self.num_sampled_tokens += max(call.num_taken, min(call.num_tokens, self._shared.tokens_of(call)))
         self._calls.remove(call)
         self._shared.leave(call)
 

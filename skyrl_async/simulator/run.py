@@ -20,6 +20,7 @@ from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
+from skyrl_async.rollout.policies import staleness_policy
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
@@ -38,7 +39,7 @@ class SimulationSettings:
     group_size: int = 2
     """Trajectories per group."""
     max_staleness_steps: int = 2
-    holds_bound: bool = True
+    staleness_policy: str = "wait"
     num_steps: int | None = 20
     num_prompts: int = 64
     num_epochs: int | None = None
@@ -239,7 +240,7 @@ def _trainer_settings(settings: SimulationSettings) -> TrainerSettings:
     return TrainerSettings(
         mini_batch_size=settings.mini_batch_size,
         num_steps=settings.num_steps,
-        holds_bound=settings.holds_bound,
+        staleness_policy=staleness_policy(settings.staleness_policy),
         stream_mini_batch=settings.stream_mini_batch,
         deterministic=settings.deterministic,
         eval_interval_steps=settings.eval_interval_steps,

@@ -126,7 +126,7 @@ def test_a_dictionary_sets_several_keys_of_a_section() -> None:
         ("trainer.num_steps=3.5", "trainer.num_steps must be integer or null, got 3.5"),
         ("training.lr=fast", "training.lr must be number, got 'fast'"),
         ("engine.enforce_eager=perhaps", "engine.enforce_eager must be true or false, got 'perhaps'"),
-        ("trainer.staleness_policy=Wait", "must be wait or allow, got 'Wait'; did you mean wait?"),
+        ("trainer.staleness_policy=Wait", "must be wait or mask or resample or allow, got 'Wait'; did you mean wait?"),
         ("task=relya", "task must be one of lagged_fibonacci, relay, trail, dataset, got 'relya'; did you mean relay?"),
         ("trainer.max_staleness_steps=-1", "trainer.max_staleness_steps must be >= 0, got -1"),
         ("trainer.num_parallel_generation_workers=99", "must be between policy_mini_batch_size (8) and "),

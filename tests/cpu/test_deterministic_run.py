@@ -17,6 +17,7 @@ from skyrl_async.inference.deterministic_engine import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.gym_generator import GymGenerator
+from skyrl_async.rollout.policies import staleness_policy
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -125,7 +126,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         settings=TrainerSettings(
             mini_batch_size=3,
             num_steps=NUM_STEPS,
-            holds_bound=True,
+            staleness_policy=staleness_policy("wait"),
             stream_mini_batch=job.stream_mini_batch,
             deterministic=True,
             eval_interval_steps=0,

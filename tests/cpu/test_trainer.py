@@ -57,7 +57,7 @@ def test_contract_2_wait_trains_no_group_past_the_bound_and_drops_none(
 
 
 def test_contract_2_allow_exceeds_the_bound_under_a_long_tail_and_counts_it() -> None:
-    simulation = simulate(replace(LONG_TAILED, holds_bound=False, max_staleness_steps=1))
+    simulation = simulate(replace(LONG_TAILED, staleness_policy="allow", max_staleness_steps=1))
     assert simulation.trainer.totals.groups_over_bound > 0
     assert max(step_values(simulation, "async/staleness_max")) > 1
     assert any(share > 0 for share in step_values(simulation, "async/over_bound_share"))
@@ -65,7 +65,7 @@ def test_contract_2_allow_exceeds_the_bound_under_a_long_tail_and_counts_it() ->
 
 def test_the_wait_for_the_bound_is_counted_in_seconds() -> None:
     waiting = simulate(replace(LONG_TAILED, max_staleness_steps=1))
-    allowing = simulate(replace(LONG_TAILED, max_staleness_steps=1, holds_bound=False))
+    allowing = simulate(replace(LONG_TAILED, max_staleness_steps=1, staleness_policy="allow"))
     assert waiting.trainer.totals.staleness_wait_seconds > 0
     assert allowing.trainer.totals.staleness_wait_seconds == 0
 

@@ -212,7 +212,7 @@ def test_contract_8_the_run_stops_as_soon_as_the_limit_is_certain_to_be_passed(l
     bounds=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     batch_sizes=st.tuples(st.integers(2, 6), st.integers(2, 6)),
     num_workers=st.sampled_from([None, 1, 3]),
-    holds_bound=st.booleans(),
+    policy=st.sampled_from(["wait", "mask", "resample", "allow"]),
     interval=st.integers(1, 3),
     seed=st.integers(0, 3),
 )
@@ -222,7 +222,7 @@ def test_contract_7_a_run_resumes_with_another_batch_size_bound_or_number_of_wor
     bounds: tuple[int, int],
     batch_sizes: tuple[int, int],
     num_workers: int | None,
-    holds_bound: bool,
+    policy: str,
     interval: int,
     seed: int,
 ) -> None:
@@ -231,7 +231,7 @@ def test_contract_7_a_run_resumes_with_another_batch_size_bound_or_number_of_wor
         LONG_TAILED,
         max_staleness_steps=bounds[0],
         mini_batch_size=batch_sizes[0],
-        holds_bound=holds_bound,
+        staleness_policy=policy,
         num_steps=4,
         num_epochs=2,
         num_prompts=23,
@@ -249,9 +249,12 @@ def test_contract_7_a_run_resumes_with_another_batch_size_bound_or_number_of_wor
     )
     for step in (interval, 4):
         simulation = simulate(after, directory / f"global_step_{step}")
-        assert states(simulation)["trained_total"] == 2 * 23
-        assert simulation.trainer.totals.trained_groups == 2 * 23
-        if holds_bound:
+        ended = states(simulation)
+        assert ended["trained_total"] + ended["filtered_total"] == 2 * 23
+        assert simulation.trainer.totals.trained_groups == ended["trained_total"]
+        if policy != "resample":
+            assert ended["filtered_total"] == 0
+        if policy in ("wait", "resample"):
             assert max(logged(simulation, "async/staleness_max"), default=0) <= bounds[1]
 
 
@@ -318,7 +321,7 @@ def test_contract_2_what_the_bound_costs_is_logged_and_summed_up() -> None:
 
 
 def test_contract_2_the_length_ratio_shows_that_short_answers_are_trained_first() -> None:
-    simulation = simulate(replace(LONG_TAILED, holds_bound=False, max_staleness_steps=3))
+    simulation = simulate(replace(LONG_TAILED, staleness_policy="allow", max_staleness_steps=3))
     ratios = logged(simulation, "async/length_ratio")
     assert min(ratios) < 1.0
     assert ratios[-1] == simulation.trainer.totals.summary()["length_ratio"] == pytest.approx(1.0)

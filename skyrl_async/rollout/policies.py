@@ -1,0 +1,79 @@
+"""What becomes of groups that are, or would be, older than the bound: one small object per ``trainer.staleness_policy``.
+
+    wait      a group is held back while older ones need its place: none passes the bound, the trainer waits
+    mask      trained at once; tokens sampled under too old a version are masked from the loss
+    resample  trained at once; a group that can no longer be trained in time is given up and its prompt drawn again
+    allow     trained at once, and counted
+
+Flows in: groups and versions. Flows out: decisions, and a group's part that may be trained. No I/O: the trainer acts on them.
+"""
+
+from dataclasses import dataclass, replace
+
+from skyrl_async.errors import ConfigError
+from skyrl_async.rollout.staleness import _AsyncStalenessManager
+from skyrl_async.types import Group, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalenessPolicy:
+    """One way to treat what is too old."""
+
+    name: str
+    holds_back: bool = False
+    """A finished group waits while its place in the step may be needed by one admitted before it."""
+    masks: bool = False
+    """Tokens older than the bound are not trained."""
+    gives_up: bool = False
+    """Groups past the bound are not trained, and their prompts are drawn again."""
+
+    @property
+    def bounds_groups(self) -> bool:
+        """Whether no group past the bound is ever trained."""
+        return self.holds_back or self.gives_up
+
+    def may_train(self, group: Group, staleness: _AsyncStalenessManager, num_free: int) -> bool:
+        """Whether a finished group may take one of the ``num_free`` places left in the step."""
+        return not self.holds_back or staleness.may_train(group.scheduled_version, num_free)
+
+    def is_given_up(self, scheduled_version: int, staleness: _AsyncStalenessManager) -> bool:
+        """Whether an open group admitted at ``scheduled_version`` is past the bound, and not to be waited for."""
+        return self.gives_up and staleness.version - scheduled_version > staleness.max_staleness_steps
+
+    def trained_part(self, group: Group, version: int, max_staleness_steps: int) -> Group:
+        """The group as it is trained at ``version``: all of it, or what is within the bound.
+
+        Masked tokens keep their place, log-probs and versions, so that what follows them has its context. Rewards, hence
+        advantages, are of whole trajectories.
+        """
+        oldest = version - max_staleness_steps
+        if not self.masks or all(min(t.versions, default=oldest) >= oldest for t in group.trajectories):
+            return group
+        return replace(group, trajectories=tuple(_masked(t, oldest) for t in group.trajectories))
+
+
+def _masked(trajectory: Trajectory, oldest: int) -> Trajectory:
+    """The trajectory without the tokens sampled before version ``oldest``."""
+    mask = tuple(
+        int(is_trained and version >= oldest)
+        for is_trained, version in zip(trajectory.loss_mask, trajectory.versions, strict=True)
+    )
+    return replace(trajectory, loss_mask=mask)
+
+
+_POLICIES = {
+    policy.name: policy
+    for policy in (
+        StalenessPolicy(name="wait", holds_back=True),
+        StalenessPolicy(name="mask", masks=True),
+        StalenessPolicy(name="resample", gives_up=True),
+        StalenessPolicy(name="allow"),
+    )
+}
+
+
+def staleness_policy(name: str) -> StalenessPolicy:
+    """The policy called ``name``. Raises ``ConfigError`` listing the known ones."""
+    if name not in _POLICIES:
+        raise ConfigError(f"trainer.staleness_policy must be one of {', '.join(_POLICIES)}, got {name!r}")
+    return _POLICIES[name]
