@@ -165,10 +165,9 @@ def test_without_any_engine_the_run_waits_says_so_once_and_goes_on_with_the_next
         await setting.run(look())
         assert steps[1] > steps[0] + 3
         all_is_trained(setting.simulation)
-        assert [line.partition(",")[0] for line in setting.lines] == [
-            "no inference engine is left: generation and weight updates wait for one",
-            "engine-0.1 serves: generation goes on",
-        ]
+        waits, goes_on = (line.partition(",")[0] for line in setting.lines)
+        assert waits == "no inference engine is left: generation and weight updates wait for one"
+        assert goes_on in ("engine-0.1 serves: generation goes on", "engine-1.1 serves: generation goes on")
         assert setting.simulation.trainer.totals.failed_groups == 0
 
     run_in_virtual_time(main())
