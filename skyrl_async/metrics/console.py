@@ -7,7 +7,7 @@ metric names, and nothing of who computes them; never blocks the loop it reports
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -24,6 +24,7 @@ _PHASE_INTERVAL_S = 5.0
 _SPARKS = "▁▂▃▄▅▆▇█"
 _NUM_SPARKS = 32
 _PLAIN_WIDTH = 100
+_NUM_STUCK = 3
 
 
 class Console:
@@ -81,6 +82,13 @@ class Console:
         """Show a step's values as a tracker's sink."""
         self.step({**values, "trainer/step": step})
 
+    def stuck(self, lines: Sequence[str]) -> None:
+        """Show what takes too long, the longest first, until told otherwise; none takes it away."""
+        if self._display is not None:
+            self._display.set_stuck(lines)
+        elif lines:
+            self._print(f"[stuck: {'; '.join(_shortened(lines))}]")
+
     def message(self, text: str) -> None:
         """Print one line that stays."""
         self._print(text)
@@ -108,6 +116,7 @@ class _LiveDisplay:
         self._task = self._progress.add_task("starting", total=total_steps)
         self._rewards: deque[float] = deque(maxlen=_NUM_SPARKS)
         self._cells: dict[str, str] | None = None
+        self._stuck: tuple[str, ...] = ()
 
     def set_phase(self, text: str) -> None:
         self._progress.update(self._task, description=escape(text))
@@ -119,15 +128,22 @@ class _LiveDisplay:
         self._progress.update(self._task, completed=step)
         self._cells = cells(values)
 
+    def set_stuck(self, lines: Sequence[str]) -> None:
+        self._stuck = _shortened(lines)
+
     def render(self) -> RenderableType:
+        stuck = [f"[red]stuck[/red] {escape(line)}" for line in self._stuck]
+        return Stack(*self._figures(), *stuck)
+
+    def _figures(self) -> tuple[RenderableType, ...]:
         if self._cells is None:
-            return self._progress
+            return (self._progress,)
         table = Table.grid(padding=(0, 3))
         for _ in self._cells:
             table.add_column(no_wrap=True)
         table.add_row(*(f"[dim]{name}[/dim]" for name in self._cells))
         table.add_row(*(f"[bold]{text}[/bold]" for text in self._cells.values()))
-        return Stack(self._progress, table, f"[dim]reward[/dim] [green]{sparkline(self._rewards)}[/green]")
+        return self._progress, table, f"[dim]reward[/dim] [green]{sparkline(self._rewards)}[/green]"
 
 
 class _PlainLines:
@@ -174,6 +190,11 @@ def cells(values: Mapping[str, float]) -> dict[str, str]:
         "engines": text("{:.0f}", "engines/serving"),
         "trainer idle": text("{:.0%}", "trainer/idle_share"),
     }
+
+
+def _shortened(lines: Sequence[str]) -> tuple[str, ...]:
+    num_more = len(lines) - _NUM_STUCK
+    return (*lines[:_NUM_STUCK], *([f"and {num_more} more"] if num_more > 0 else []))
 
 
 def sparkline(values: deque[float]) -> str:

@@ -28,10 +28,24 @@ class SpanStatistics:
     max_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSpan:
+    """Something that is going on now."""
+
+    track: str
+    name: str
+    seconds: float
+    """So far."""
+    args: Mapping[str, Any]
+
+
 @dataclass(slots=True, eq=False)
 class _Span:
     track: str
     parent: "_Span | None"
+    name: str
+    begin: float
+    args: Mapping[str, Any]
     lane: "_Lane | None" = None
 
 
@@ -65,10 +79,11 @@ class Trace:
         A span inside another of the same task and track is drawn below it; one that overlaps another task's gets a row
         of its own.
         """
-        span = _Span(track, _open_span.get())
+        begin = self._clock()
+        span = _Span(track, _open_span.get(), name, begin, args)
         with self._lock:
             lane = self._enter(span)
-        token, begin = _open_span.set(span), self._clock()
+        token = _open_span.set(span)
         try:
             yield args
         finally:
@@ -96,6 +111,15 @@ class Trace:
     def statistics(self) -> dict[str, SpanStatistics]:
         """Closed spans so far, as ``track:name``."""
         return {f"{track}:{name}": totals for (track, name), totals in self._totals.items()}
+
+    def open_spans(self) -> tuple[OpenSpan, ...]:
+        """The innermost of the spans that are open now, the oldest first."""
+        now = self._clock()
+        with self._lock:
+            spans = [span for lanes in self._lanes.values() for lane in lanes for span in lane.stack]
+        around = {id(span.parent) for span in spans}
+        innermost = sorted((span for span in spans if id(span) not in around), key=lambda span: span.begin)
+        return tuple(OpenSpan(track=s.track, name=s.name, seconds=now - s.begin, args=s.args) for s in innermost)
 
     def close(self) -> None:
         """End the array. Idempotent; spans that end later are only counted."""

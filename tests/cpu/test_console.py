@@ -1,6 +1,7 @@
 """What a person watching sees, on a terminal and in a pipe."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console as Output
@@ -123,3 +124,24 @@ def test_a_terminal_is_left_in_order_when_the_run_fails() -> None:
         raise ValueError("boom")
     show_cursor = "\x1b[?25h"
     assert file.getvalue().rstrip().endswith(show_cursor)
+
+
+def test_what_is_stuck_is_a_line_in_a_pipe_and_stays_on_a_terminal_until_it_is_not() -> None:
+    console, file, _ = plain()
+    console.stuck([f"p{i} [turn 2] (generating for {90 - i} s)" for i in range(5)])
+    console.stuck([])
+    assert file.getvalue() == (
+        "[stuck: p0 [turn 2] (generating for 90 s); p1 [turn 2] (generating for 89 s); p2 [turn 2] (generating for 88 s); "
+        "and 2 more]\n"
+    )
+    display, shown = terminal()
+    with display:
+        display.step(VALUES)
+        display.stuck(["p3 sample 1 (in environment step for 75 s)"])
+    words = re.sub(r"\x1b\[[\d;?]*\w", "", shown.getvalue())
+    assert "stuck p3 sample 1 (in environment step for 75 s)" in words
+    display, shown = terminal()
+    with display:
+        display.stuck(["p3 (generating for 75 s)"])
+        display.stuck([])
+    assert "p3" not in shown.getvalue().rpartition("starting")[2]
