@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from skyrl_async.concurrency import run_together
 from skyrl_async.errors import GenerationError, NoEngineError
+from skyrl_async.progress import RolloutStatus
 from skyrl_async.rollout.attempts import Attempts
 from skyrl_async.rollout.generator import Generator
+from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff
 from skyrl_async.samples import samples_of
 from skyrl_async.types import GroupRequest, Prompt, SamplingParams, Trajectory
 
@@ -57,6 +59,7 @@ class Evaluator:
         max_concurrent: prompts played at once.
         max_retries: times a failed rollout is tried again.
         timeout_s: deadline of one try.
+        backoff: between tries.
     """
 
     def __init__(
@@ -69,8 +72,9 @@ class Evaluator:
         max_concurrent: int,
         max_retries: int,
         timeout_s: float,
+        backoff: Backoff = NO_BACKOFF,
     ) -> None:
-        self._attempts = Attempts(generator, max_retries=max_retries, timeout_s=timeout_s)
+        self._attempts = Attempts(generator, max_retries=max_retries, timeout_s=timeout_s, backoff=backoff)
         self._prompts = tuple(prompts)
         self._num_samples = num_samples
         self._sampling = sampling
@@ -108,6 +112,10 @@ class Evaluator:
                 f"all {len(prompts)} evaluation rollouts failed; the last one ({prompt.uid}): {type(error).__name__}: {error}"
             ) from error
         return _averaged([group for group in played if group], len(failures))
+
+    def statuses(self) -> list[list[RolloutStatus]]:
+        """What each prompt being played is doing, the oldest first."""
+        return self._attempts.statuses()
 
     def _request(self, index: int, prompt: Prompt, priority: int) -> GroupRequest:
         return GroupRequest(

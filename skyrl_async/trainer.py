@@ -289,7 +289,7 @@ class FullyAsyncTrainer:
                     "step %d has waited %g s for a group; oldest in flight: %s",
                     self.step + 1,
                     self._settings.stall_warning_s,
-                    self._workers.stuck(),
+                    ", ".join(str(group[0]) for group in self._workers.statuses()[:5]) or "no group in flight",
                 )
         await self._staleness.notify_trainer_waiting(False)
         held_seconds = self._buffer.held_seconds - held_before

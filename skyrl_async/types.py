@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from skyrl_async.progress import GroupProgress
+
 Message = dict[str, Any]
 """One chat message in OpenAI form: at least ``role`` and ``content``."""
 
@@ -213,6 +215,15 @@ class GroupRequest:
     priority: int = 0
     """Passed on to the engine: older admissions are smaller."""
     is_evaluation: bool = False
+    sample_indices: tuple[int, ...] | None = None
+    """The samples asked for; None: all of them. The others were finished by an earlier try."""
+    progress: GroupProgress = field(default_factory=GroupProgress, repr=False, compare=False)
+    """Where a generator may say what its samples do, and leave those that are finished."""
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The samples asked for, in [0, num_samples)."""
+        return tuple(range(self.num_samples)) if self.sample_indices is None else self.sample_indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletion
 from skyrl_async.errors import GenerationError, PromptTooLongError
 from skyrl_async.rollout.environment import EnvironmentFactory
 from skyrl_async.rollout.episode import EpisodePlayer, Turn, TurnRequest
+from skyrl_async.rollout.generator import keeps_samples
 from skyrl_async.types import Completion, FinishReason, GroupRequest, SamplingParams, Trajectory
 from skyrl_async.version_spans import versions_of
 
@@ -60,8 +61,9 @@ class SkyRLGymHTTPGenerator:
             max_environment_threads=max_environment_threads,
         )
 
+    @keeps_samples
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """Return ``request.num_samples`` trajectories.
+        """Return a trajectory per sample asked for. When some fail, the others are played to their end first.
 
         Raises ``PromptTooLongError`` when the first prompt leaves no room, ``GenerationError`` when the endpoint fails
         or answers what cannot be trained on, and whatever an environment raises.

@@ -29,6 +29,7 @@ from skyrl_async.rollout.agent_settings import check_agent_settings, make_agent_
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.gym_generator import GymGenerator
+from skyrl_async.rollout.lost_samples import Backoff, OnLostSamples
 from skyrl_async.rollout.policies import staleness_policy
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
@@ -205,6 +206,7 @@ def make_trainer(
         trace=trace,
         num_abandoned_tokens=lambda: client.num_abandoned_tokens,
     )
+    evaluator = _evaluator(config, generator, prompts)
     estimator = get_advantage_estimator(trainer.algorithm.advantage_estimator.name)
     return FullyAsyncTrainer(
         settings=_trainer_settings(config, must_wait_for_mini_batch=estimator.needs_mini_batch),
@@ -214,7 +216,7 @@ def make_trainer(
         workers=workers,
         policy=policy,
         publisher=publisher,
-        evaluator=_evaluator(config, generator, prompts),
+        evaluator=evaluator,
         checkpointer=Checkpointer(run_dir / "checkpoints", max_to_keep=trainer.max_checkpoints_to_keep),
         advantages=functools.partial(estimator.compute, norm_by_std=trainer.algorithm.grpo_norm_by_std),
         log=log,
@@ -232,7 +234,13 @@ def _rollout_settings(config: Config) -> RolloutSettings:
         max_retries=generator.max_retries,
         max_failed_fraction=generator.max_failed_fraction,
         timeout_s=generator.rollout_timeout_s,
+        on_lost_samples=OnLostSamples(generator.on_lost_samples.name),
+        backoff=_backoff(config),
     )
+
+
+def _backoff(config: Config) -> Backoff:
+    return Backoff(base_s=config.generator.retry_backoff_s, max_s=config.generator.max_retry_backoff_s)
 
 
 def _evaluator(config: Config, generator: Generator, prompts: Prompts) -> Evaluator:
@@ -244,6 +252,7 @@ def _evaluator(config: Config, generator: Generator, prompts: Prompts) -> Evalua
         max_concurrent=config.engine.num_engines * config.engine.max_num_seqs,
         max_retries=config.generator.max_retries,
         timeout_s=config.generator.rollout_timeout_s,
+        backoff=_backoff(config),
     )
 
 

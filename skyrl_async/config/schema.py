@@ -33,6 +33,12 @@ class StalenessPolicy(Enum):
     allow = "allow"
 
 
+class OnLostSamples(Enum):
+    fill = "fill"
+    train_rest = "train_rest"
+    drop = "drop"
+
+
 class ResumeMode(Enum):
     latest = "latest"
     none = "none"
@@ -287,10 +293,26 @@ class GeneratorConfig:
     )
     sampling: SamplingConfig = doc(SamplingConfig, "How training rollouts are sampled.")
     max_retries: int = doc(2, "Times a failed rollout is tried again before its group counts as failed.")
-    max_failed_fraction: float = doc(
-        0.1, "Share of failed groups (of the last 100) past which the run stops with the last error."
+    retry_backoff_s: float = doc(
+        1.0,
+        "Wait before the first retry, doubled for each further one, less up to half of it at random; 0 never waits.",
     )
-    rollout_timeout_s: float = doc(600.0, "A rollout that takes longer fails, by name.")
+    max_retry_backoff_s: float = doc(60.0, "Longest wait before a retry.")
+    on_lost_samples: OnLostSamples = doc(
+        OnLostSamples.train_rest,
+        "What becomes of a group of which some samples failed, hung or were abandoned by their agent. fill plays these again, "
+        "max_retries times; a group that stays incomplete fails. train_rest does too, and then trains the others if they are at least "
+        "two; an agent's abandoned samples are played again only while fewer than two finished. drop fails the group at once.",
+    )
+    max_failed_fraction: float = doc(
+        0.1,
+        "Share of failed groups (of the last 100) past which the run stops with the last error. A group trained without some of its "
+        "samples counts by their share.",
+    )
+    rollout_timeout_s: float = doc(
+        600.0,
+        "Deadline of one try of a group: samples that are not finished by then are lost, by name; the others are kept.",
+    )
 
     def __post_init__(self) -> None:
         require(self.n_samples_per_prompt >= 1, "generator.n_samples_per_prompt", ">= 1", self.n_samples_per_prompt)
@@ -298,6 +320,13 @@ class GeneratorConfig:
         require(self.max_retries >= 0, "generator.max_retries", ">= 0", self.max_retries)
         require(
             0 <= self.max_failed_fraction <= 1, "generator.max_failed_fraction", "in [0, 1]", self.max_failed_fraction
+        )
+        require(self.retry_backoff_s >= 0, "generator.retry_backoff_s", ">= 0", self.retry_backoff_s)
+        require(
+            self.max_retry_backoff_s >= self.retry_backoff_s,
+            "generator.max_retry_backoff_s",
+            f">= generator.retry_backoff_s ({self.retry_backoff_s:g})",
+            self.max_retry_backoff_s,
         )
         require(self.rollout_timeout_s > 0, "generator.rollout_timeout_s", "> 0", self.rollout_timeout_s)
         require(self.agent_timeout_s > 0, "generator.agent_timeout_s", "> 0", self.agent_timeout_s)
@@ -390,6 +419,7 @@ class TrainerConfig:
         require(self.policy_mini_batch_size >= 1, "trainer.policy_mini_batch_size", ">= 1", self.policy_mini_batch_size)
         require(self.num_steps is None or self.num_steps >= 1, "trainer.num_steps", ">= 1 or null", self.num_steps)
         require(self.num_epochs >= 1, "trainer.num_epochs", ">= 1", self.num_epochs)
+        require(self.stall_warning_s > 0, "trainer.stall_warning_s", "> 0", self.stall_warning_s)
         for key in (
             "checkpoint_interval_steps",
             "max_checkpoints_to_keep",

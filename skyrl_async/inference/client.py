@@ -26,6 +26,7 @@ from skyrl_async.inference.joined import Joined, head_of
 from skyrl_async.inference.pool import EnginePool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.text import CompletionText, Tokenizer
+from skyrl_async.progress import report_engine
 from skyrl_async.rollout.metering import charge
 from skyrl_async.types import (
     Completion,
@@ -264,6 +265,7 @@ class InferenceEngineClient:
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield what one engine samples of a generation; its death is an abort."""
         async with self.pool.seat(session_id) as seat:
+            report_engine(seat.engine.name)
             try:
                 async with aclosing(seat.blocks(blocks_of if streams else whole_of, request)) as blocks:
                     async for block in blocks:

@@ -99,6 +99,10 @@ METRICS: dict[str, Metric] = {
     ),
     "generate/truncated_share": Metric("share", "Of those trajectories, ended by the token budget."),
     "generate/failed_groups": Metric("groups", "Failed since the run began, after retries."),
+    "generate/lost_samples": Metric("samples", "That other groups were trained without, since the run began."),
+    "generate/retries": Metric(
+        "times", "Groups tried again since the run began, for all of their samples or for lost ones."
+    ),
     "env/<name>": Metric(
         "the environment's", "A figure of the environment's or the reward function's own, mean over samples."
     ),

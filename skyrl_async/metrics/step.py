@@ -147,8 +147,13 @@ class RunTotals:
     generated_trajectories: int = 0
     """In finished groups."""
     wasted_tokens: int = 0
-    """Sampled and thrown away: of finished groups never trained, and of cut off generations where it is known."""
+    """Sampled and thrown away: of finished groups never trained, of finished samples of failed groups, and of cut off generations
+    where it is known."""
     failed_groups: int = 0
+    lost_samples: int = 0
+    """That their groups were trained without."""
+    retries: int = 0
+    """Times a group was tried again, for all of its samples or for some."""
     evaluation_tokens: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
@@ -196,6 +201,8 @@ class RunTotals:
         self.generated_tokens += new["tokens"]
         self.generated_trajectories += new["trajectories"]
         self.failed_groups += new["failed_groups"]
+        self.lost_samples += new["lost_samples"]
+        self.retries += new["retries"]
         self.wasted_tokens += new["abandoned_tokens"]
         self.redrawn_groups += new["redrawn_groups"]
 
@@ -214,6 +221,8 @@ class RunTotals:
             "async/wasted_tokens": float(self.wasted_tokens),
             "async/redrawn_groups": float(self.redrawn_groups),
             "generate/failed_groups": float(self.failed_groups),
+            "generate/lost_samples": float(self.lost_samples),
+            "generate/retries": float(self.retries),
         }
 
     def summary(self) -> dict[str, float | str | None]:
@@ -233,6 +242,8 @@ class RunTotals:
             "wasted_tokens": self.wasted_tokens,
             "length_ratio": self.length_ratio,
             "failed_groups": self.failed_groups,
+            "lost_samples": self.lost_samples,
+            "retries": self.retries,
             "pause_seconds_median": median(self.pauses) if self.pauses else None,
             "training_seconds": self.training_seconds,
             "train_seconds": self.train_seconds,

@@ -33,6 +33,8 @@ _LABELS = {
     "length_ratio": ("mean length trained / generated", "{:.3f}"),
     "wasted_tokens": ("tokens thrown away", "{:,.0f}"),
     "failed_groups": ("groups failed", "{:,.0f}"),
+    "lost_samples": ("samples lost from other groups", "{:,.0f}"),
+    "retries": ("rollouts tried again", "{:,.0f}"),
     "pause_seconds_median": ("generation paused per publish, median", "{:.3f} s"),
     "trainer_idle_share": ("trainer idle", "{:.0%}"),
 }

@@ -20,10 +20,12 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from skyrl_async.concurrency import run_together
 from skyrl_async.errors import GenerationError, SessionError
+from skyrl_async.progress import report
 from skyrl_async.rollout.agent_reward import AgentEpisode, Judge, Judgement
+from skyrl_async.rollout.generator import keeps_samples
 from skyrl_async.rollout.harness import AgentResult, AgentTask, Harness, shown_extras
+from skyrl_async.rollout.members import play_members
 from skyrl_async.rollout.sessions import AgentSession, SessionPool
 from skyrl_async.types import GroupRequest, Prompt, Trajectory
 
@@ -57,8 +59,8 @@ class AgentGenerator:
 
     A sample whose harness fails (an exception, an exit status, a timeout, no turn at all) is an abandoned member of its group:
     its rows are masked, the others are trained. At least two samples of a group must finish (one, where only one is asked),
-    else ``GenerationError`` is raised with the first failure, and whoever asked may try again. Where the endpoint says that a
-    cap ended the session, the harness did not fail: it is truncated, and rewarded for what it did.
+    else ``GenerationError`` is raised with the first failure, and whoever asked may play those that failed again. Where the
+    endpoint says that a cap ended the session, the harness did not fail: it is truncated, and rewarded for what it did.
 
     In an evaluation a failed sample earns 0 and nothing is abandoned, so that a policy gains nothing by breaking its harness.
 
@@ -96,18 +98,25 @@ class AgentGenerator:
         self._working_dir = working_dir
         self._counts = {"running": 0, "finished": 0, "failed": 0, "timeouts": 0, "truncated": 0}
 
+    @keeps_samples
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """Return the rows of ``request.num_samples`` samples, those of one sample next to each other.
+        """Return the rows of the samples asked for, those of one sample next to each other.
 
-        Raises ``GenerationError`` when too few samples finish or the endpoint fails, and whatever the judge raises.
+        Raises ``GenerationError`` when too few samples finish or the endpoint fails, and whatever the judge raises; the others
+        are played to their end first.
         """
-        uid = request.prompt.uid
-        samples = await run_together({f"agent-{uid}-{i}": self._play(request, i) for i in range(request.num_samples)})
+        is_final = request.is_evaluation
+        samples = await play_members(
+            request,
+            "agent",
+            lambda index: self._play(request, index),
+            lambda sample: sample.rows if is_final or not sample.failure else None,
+        )
         failures = [sample.failure for sample in samples if sample.failure]
-        num_finished = len(samples) - len(failures)
+        num_finished = request.num_samples - len(failures)  # those that were not asked for again among them
         if not request.is_evaluation and num_finished < min(_MIN_FINISHED, request.num_samples):
             raise GenerationError(
-                f"{len(failures)} of {len(samples)} agents failed on {uid}, the first one: {failures[0].message}"
+                f"{len(failures)} of {len(samples)} agents failed on {request.prompt.uid}, the first one: {failures[0].message}"
             )
         return tuple(row for sample in samples for row in sample.rows)
 
@@ -123,7 +132,9 @@ class AgentGenerator:
     async def _play(self, request: GroupRequest, index: int) -> _Sample:
         """One sample, once there is a place. A session that is gone by itself is a failure of the sample."""
         label = f"{request.prompt.uid}-{index}"
+        report("waiting for a place")
         async with self._places:
+            report("opening its session")
             with self._counted_as_running(), self._workspace(label) as working_dir:
                 try:
                     async with self._pool.session(
@@ -150,9 +161,11 @@ class AgentGenerator:
     async def _play_in(self, session: AgentSession, request: GroupRequest, index: int, working_dir: Path) -> _Sample:
         """Run the harness, then reward what it did or abandon it."""
         started = asyncio.get_running_loop().time()
+        report("in its agent")
         outcome = await self._run_harness(_task(session, request, index, working_dir))
         metrics = {"agent/seconds": asyncio.get_running_loop().time() - started}
         result, failure = (AgentResult(), outcome) if isinstance(outcome, _Failure) else (outcome, None)
+        report("rewarding")
         status = await session.status()
         episode = _episode(status, result, working_dir, failure)
         failure = _settled(failure, status, episode)

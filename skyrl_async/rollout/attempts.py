@@ -1,20 +1,39 @@
-"""Plays a group with a deadline, and again when a try fails: for training and evaluation alike.
+"""Plays a group with a deadline, and what failed of it again after a while: for training and evaluation alike.
 
 Flows in: a generator and requests. Flows out: trajectories that keep a generator's promises, or the last try's error. Does not
 know what a failure means to who asked.
 """
 
 import asyncio
+import itertools
 import logging
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from skyrl_async.concurrency import first_failure
 from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
-from skyrl_async.rollout.generator import Generator
+from skyrl_async.progress import RolloutStatus
+from skyrl_async.rollout.generator import Generator, does_keep_samples
+from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff, CollectedGroup, OnLostSamples, PlayedGroup
 from skyrl_async.types import GroupRequest, Trajectory
 
 logger = logging.getLogger(__name__)
+
+_MAX_NAMED = 3
+"""Samples that the error of a missed deadline names."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rollout:
+    """A group being played."""
+
+    request: GroupRequest
+    started: float
+    """Seconds on the loop's clock."""
+
+    def statuses(self) -> list[RolloutStatus]:
+        return self.request.progress.statuses(self.request.prompt.uid, self.started)
 
 
 class Attempts:
@@ -22,29 +41,96 @@ class Attempts:
 
     Args:
         generator: plays a group.
-        max_retries: times a failed rollout is tried again, >= 0.
+        max_retries: times a failed rollout is tried again, >= 0; ``DROP`` never does.
         timeout_s: deadline of one try.
+        on_lost_samples: what to do with a group of which only some samples failed; one of an evaluation has to be whole.
+        backoff: between tries.
     """
 
-    def __init__(self, generator: Generator, *, max_retries: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        generator: Generator,
+        *,
+        max_retries: int,
+        timeout_s: float,
+        on_lost_samples: OnLostSamples = OnLostSamples.TRAIN_REST,
+        backoff: Backoff = NO_BACKOFF,
+    ) -> None:
         self._generator = generator
-        self._max_retries = max_retries
+        self._max_retries = 0 if on_lost_samples is OnLostSamples.DROP else max_retries
         self._timeout_s = timeout_s
+        self._on_lost_samples = on_lost_samples
+        self._backoff = backoff
+        self._in_flight: dict[_Rollout, None] = {}
         self.num_retries = 0
+        self.num_wasted_tokens = 0
+        """Of finished samples whose group failed."""
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """The trajectories of the first try that succeeds. Raises the last one's error; ``NoEngineError`` at once."""
-        for num_left in range(self._max_retries, 0, -1):
-            try:
-                return await self._try(request)
-            except NoEngineError:
-                raise
-            except Exception as error:
-                self.num_retries += 1
-                logger.warning("rollout of %s failed, %d more tries: %r", request.prompt.uid, num_left, error)
-        return await self._try(request)
+        """The trajectories of ``play``."""
+        return (await self.play(request)).trajectories
 
-    async def _try(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+    async def play(self, request: GroupRequest) -> PlayedGroup:
+        """Try until the group is whole, or the last time; only what is missing is played again.
+
+        Raises the last try's error when the group cannot be trained; ``NoEngineError`` at once.
+        """
+        group = CollectedGroup(request, self._on_lost_samples)
+        with self._counted(request):
+            for num_tries in itertools.count(1):
+                await self._try_into(group)
+                if not group.missing or num_tries > self._max_retries:
+                    break
+                await self._back_off(request, group, num_tries)
+        try:
+            return group.finish()
+        except Exception:
+            self.num_wasted_tokens += group.num_tokens
+            raise
+
+    def statuses(self) -> list[list[RolloutStatus]]:
+        """What each group being played is doing, the group that began first first."""
+        return [rollout.statuses() for rollout in self._in_flight]
+
+    @contextmanager
+    def _counted(self, request: GroupRequest) -> Iterator[None]:
+        rollout = _Rollout(request, asyncio.get_running_loop().time())
+        self._in_flight[rollout] = None
+        try:
+            yield
+        finally:
+            del self._in_flight[rollout]
+
+    async def _back_off(self, request: GroupRequest, group: CollectedGroup, num_tries: int) -> None:
+        delay = self._backoff.seconds(num_tries - 1, request.seed)
+        logger.warning(
+            "rollout of %s lost %d of its %d samples, %d more tries, the next in %.1f s: %r",
+            request.prompt.uid,
+            len(group.missing),
+            request.num_samples,
+            self._max_retries - num_tries + 1,
+            delay,
+            group.failure,
+        )
+        self.num_retries += 1
+        request.progress.enter("waiting for a retry")
+        await asyncio.sleep(delay)
+        request.progress.enter("generating")
+
+    async def _try_into(self, group: CollectedGroup) -> None:
+        """One try at what is missing; what became of it is in ``group``."""
+        request = group.next_request()
+        request.progress.kept.clear()
+        try:
+            trajectories = await self._try(request)
+        except NoEngineError:
+            raise
+        except Exception as error:
+            group.add_failure(error, request.progress.kept if does_keep_samples(self._generator) else {})
+        else:
+            group.add_returned(trajectories)
+
+    async def _try(self, request: GroupRequest) -> Sequence[Trajectory]:
         """One try, in a task of its own: whatever the generator makes of a cancellation, the caller is cancelled by it."""
         outcome: list[Sequence[Trajectory] | Exception] = []
 
@@ -55,12 +141,14 @@ class Attempts:
                 outcome.append(error)
 
         uid = request.prompt.uid
+        started = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as tasks:
                 tasks.create_task(play(), name=f"rollout-{uid}")
         except TimeoutError as error:
             raise DeadlineError(
-                f"the rollout of {uid} took longer than generator.rollout_timeout_s={self._timeout_s:g}"
+                f"the rollout of {uid} took longer than generator.rollout_timeout_s={self._timeout_s:g}:"
+                f"{_named(request.progress.statuses(uid, started))}"
             ) from error
         if not outcome:
             raise GenerationError(
@@ -71,33 +159,11 @@ class Attempts:
             raise first_failure(result) from result
         if isinstance(result, Exception):
             raise result
-        return _checked(result, request)
+        return result
 
 
-def _check_samples(trajectories: Sequence[Trajectory], request: GroupRequest) -> None:
-    """Either one row per sample, or rows that say which sample they are of; a sample without a row was abandoned early."""
-    indices = {t.sample_index for t in trajectories}
-    if indices == {None} or not indices:
-        if len(trajectories) != request.num_samples:
-            raise GenerationError(
-                f"the generator returned {len(trajectories)} trajectories for {request.prompt.uid}, expected "
-                f"{request.num_samples}"
-            )
-        return
-    unknown = [index for index in indices if index is None or not 0 <= index < request.num_samples]
-    if unknown:
-        raise GenerationError(
-            f"the generator returned a trajectory of sample_index {unknown[0]} for {request.prompt.uid}, expected all of them "
-            f"in [0, {request.num_samples}) or none set"
-        )
-
-
-def _checked(trajectories: Sequence[Trajectory], request: GroupRequest) -> tuple[Trajectory, ...]:
-    _check_samples(trajectories, request)
-    if not request.is_evaluation and not any(t.num_sampled_tokens for t in trajectories):
-        raise GenerationError(
-            f"the generator returned no sampled token for {request.prompt.uid}: every loss mask is empty"
-        )
-    if not all(math.isfinite(t.reward) for t in trajectories):
-        raise GenerationError(f"the generator returned a reward that is not a finite number for {request.prompt.uid}")
-    return tuple(trajectories)
+def _named(statuses: Sequence[RolloutStatus]) -> str:
+    """The samples that took the longest, for the end of a message."""
+    named = [f"{status.where} {status.doing}" for status in statuses[:_MAX_NAMED]]
+    num_more = len(statuses) - len(named)
+    return ",".join(named) + (f" and {num_more} more" if num_more else "")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from skyrl_async.errors import GenerationError
+from skyrl_async.progress import report
 from skyrl_async.types import Message
 
 logger = logging.getLogger(__name__)
@@ -69,11 +70,13 @@ class EnvironmentCalls:
 
     async def init(self, messages: list[Message]) -> list[Message]:
         """The first messages for the policy."""
+        report("in environment init")
         opening, _ = await self._call(self._environment.init, messages)
         return list(opening)
 
     async def step(self, action: str) -> StepOutcome:
         """Hand over an action; ``GenerationError`` when the answer lacks what the protocol asks."""
+        report("in environment step")
         output = await self._call(self._environment.step, action)
         try:
             reward = float(output["reward"])
@@ -93,6 +96,7 @@ class EnvironmentCalls:
 
     async def metrics(self) -> dict[str, float]:
         """The episode's figures that are numbers."""
+        report("in environment get_metrics")
         get_metrics = getattr(self._environment, "get_metrics", None)
         found = await self._call(get_metrics) if get_metrics else {}
         return {name: float(value) for name, value in (found or {}).items() if isinstance(value, (int, float))}

@@ -14,9 +14,10 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from skyrl_async.concurrency import run_together
 from skyrl_async.errors import GenerationError, PromptTooLongError
+from skyrl_async.progress import report
 from skyrl_async.rollout.environment import EnvironmentCalls, EnvironmentFactory
+from skyrl_async.rollout.members import play_members
 from skyrl_async.types import (
     ENVIRONMENT_VERSION,
     Completion,
@@ -162,10 +163,10 @@ class EpisodePlayer:
         self._has_warned = False
 
     async def play_group(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """Return one trajectory per sample; the first failure cancels the others and is raised as it is."""
-        uid = request.prompt.uid
-        episodes = {f"episode-{uid}-{i}": self._play(request, i) for i in range(request.num_samples)}
-        return await run_together(episodes)
+        """Return one trajectory per sample asked for; the first failure is raised as it is, once the others are finished."""
+        return await play_members(
+            request, "episode", lambda i: self._play(request, i), lambda trajectory: (trajectory,)
+        )
 
     async def _play(self, request: GroupRequest, sample_index: int) -> Trajectory:
         prompt = request.prompt
@@ -219,6 +220,7 @@ class EpisodePlayer:
             max_tokens = min(max_tokens, budget - len(builder.response_token_ids))
         if max_tokens < 1:
             return None
+        report("generating", turn=turn_index + 1)
         is_first = turn_index == 0
         turn_request = TurnRequest(
             messages=tuple(messages),

@@ -1,16 +1,36 @@
 """What the trainer needs of a generator: all samples of a prompt, as training rows. How it samples is its own business."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from skyrl_async.types import GroupRequest, Trajectory
+
+Generate = TypeVar("Generate", bound=Callable[..., Any])
+_MARK = "_keeps_samples"
 
 
 class Generator(Protocol):
     """Plays prompts in environments; any harness that can be made to return ``Trajectory`` rows is one."""
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """Return ``request.num_samples`` trajectories. Cancellation must release what it holds.
+        """Return the trajectories of ``request.indices``, in order or numbered. Cancellation must release what it holds.
 
-        Whatever it raises becomes a failed rollout: counted, its prompt kept.
+        Whatever it raises becomes a failed rollout: tried again, then counted, its prompt kept.
         """
         ...
+
+
+def keeps_samples(generate: Generate) -> Generate:
+    """Marks a ``generate`` of which single samples can be lost.
+
+    It leaves finished ones with ``request.progress.keep``, exactly as it would have returned them, and plays only
+    ``request.indices``: when it fails or is cancelled, the next try asks for the others alone. Without the mark, as in a
+    generator that rewards what another one returns, nothing that was kept counts and whole groups are tried again.
+    """
+    setattr(generate, _MARK, True)
+    return generate
+
+
+def does_keep_samples(generator: Generator) -> bool:
+    """Whether the generator's ``generate`` is marked."""
+    return hasattr(generator.generate, _MARK)

@@ -9,6 +9,7 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.errors import PromptTooLongError
 from skyrl_async.rollout.environment import EnvironmentFactory
 from skyrl_async.rollout.episode import EpisodePlayer, Turn, TurnRequest
+from skyrl_async.rollout.generator import keeps_samples
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.types import GroupRequest, Trajectory
 
@@ -46,8 +47,9 @@ class GymGenerator:
             max_environment_threads=max_environment_threads,
         )
 
+    @keeps_samples
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """Return ``request.num_samples`` trajectories.
+        """Return a trajectory per sample asked for. When some fail, the others are played to their end first.
 
         Raises ``PromptTooLongError`` when the first prompt leaves no room, and whatever environment and sampler raise.
         """

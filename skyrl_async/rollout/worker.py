@@ -6,6 +6,7 @@ samples. A rollout that fails is tried again, then counted; too many failures, a
 
 import asyncio
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -15,9 +16,11 @@ from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.data.ledger import Key
 from skyrl_async.errors import GenerationError, NoEngineError
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.progress import RolloutStatus
 from skyrl_async.rollout.attempts import Attempts
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
+from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff, OnLostSamples, PlayedGroup
 from skyrl_async.rollout.metering import TokenAccount, charged_to
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
 from skyrl_async.samples import live_samples_of
@@ -45,6 +48,10 @@ class RolloutSettings:
     """Share of failed groups, of the last 100, past which the run stops."""
     timeout_s: float
     """Deadline of one try."""
+    on_lost_samples: OnLostSamples = OnLostSamples.TRAIN_REST
+    """What to do with a group of which only some samples failed."""
+    backoff: Backoff = NO_BACKOFF
+    """Before a failed rollout is tried again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +94,13 @@ class GenerationWorkers:
         self._dataloader = dataloader
         self._staleness = staleness
         self._buffer = buffer
-        self._attempts = Attempts(generator, max_retries=settings.max_retries, timeout_s=settings.timeout_s)
+        self._attempts = Attempts(
+            generator,
+            max_retries=settings.max_retries,
+            timeout_s=settings.timeout_s,
+            on_lost_samples=settings.on_lost_samples,
+            backoff=settings.backoff,
+        )
         self._settings = settings
         self._trace = trace
         self._num_abandoned_tokens = num_abandoned_tokens
@@ -96,16 +109,19 @@ class GenerationWorkers:
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._is_drawing = False
-        self._counts = {"groups": 0, "trajectories": 0, "tokens": 0, "aborts": 0, "failed_groups": 0}
+        self._counts = {"groups": 0, "trajectories": 0, "tokens": 0, "aborts": 0, "failed_groups": 0, "lost_samples": 0}
         self._counts |= {"redrawn_groups": 0, "redrawn_tokens": 0}
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of finished groups (trajectories, tokens, aborts), failures, retries, redrawn groups and thrown away tokens so far."""
+        """Of finished groups (trajectories, tokens, aborts, samples they lack), failures, retries, redrawn groups and tokens thrown
+        away so far."""
         return {
             **self._counts,
             "retries": self._attempts.num_retries,
-            "abandoned_tokens": self._num_abandoned_tokens() + self._counts["redrawn_tokens"],
+            "abandoned_tokens": self._num_abandoned_tokens()
+            + self._counts["redrawn_tokens"]
+            + self._attempts.num_wasted_tokens,
         }
 
     async def run(self) -> None:
@@ -158,15 +174,15 @@ class GenerationWorkers:
             self._is_drawing = True
             self._tasks.create_task(self._start_groups(self._tasks), name="drawing again")
 
-    def stuck(self) -> str:
-        """The groups in flight with their seconds, oldest first, for a log line."""
-        now = asyncio.get_running_loop().time()
-        oldest = sorted(self._in_flight.values(), key=lambda group: group.started)[:5]
-        named = [f"{group.prompt.uid} (generating for {now - group.started:.0f} s)" for group in oldest]
-        return ", ".join(named) or "no group in flight"
+    def statuses(self) -> list[list[RolloutStatus]]:
+        """What each group in flight is doing, the oldest first."""
+        return self._attempts.statuses()
 
     async def generate(self, admission: Admission, prompt: Prompt) -> tuple[Trajectory, ...]:
         """The trajectories of one group. Raises its last try's error."""
+        return (await self._generate(admission, prompt)).trajectories
+
+    async def _generate(self, admission: Admission, prompt: Prompt) -> PlayedGroup:
         settings = self._settings
         request = GroupRequest(
             prompt=prompt,
@@ -176,7 +192,7 @@ class GenerationWorkers:
             priority=admission.index,
         )
         with self._trace.span("group", track="generation", uid=prompt.uid, version=admission.scheduled_version):
-            return await self._attempts.generate(request)
+            return await self._attempts.play(request)
 
     async def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
         """Until the data has ended."""
@@ -205,17 +221,18 @@ class GenerationWorkers:
         """Generate one group and say what became of it; a cancelled one stays in flight, for ``run`` to give back."""
         try:
             with charged_to(group.account):
-                trajectories = await self.generate(group.admission, group.prompt)
+                played = await self._generate(group.admission, group.prompt)
         except NoEngineError:
             raise
         except Exception as error:
             await self._fail(group, error)
         else:
-            await self._finish(group, trajectories)
+            await self._finish(group, played)
         finally:
             self._playing.pop(group.admission.index, None)
 
-    async def _finish(self, group: _InFlight, trajectories: tuple[Trajectory, ...]) -> None:
+    async def _finish(self, group: _InFlight, played: PlayedGroup) -> None:
+        trajectories = played.trajectories
         del self._in_flight[group.admission.index]
         await self._dataloader.mark_finished_uid(group.key)
         await self._staleness.on_rollout_accepted(group.admission)
@@ -233,7 +250,18 @@ class GenerationWorkers:
         self._counts["trajectories"] += len(live_samples_of(trajectories))
         self._counts["tokens"] += sum(t.num_sampled_tokens for t in trajectories)
         self._counts["aborts"] += sum(t.num_aborts for t in trajectories)
-        self._failures.count_success()
+        self._counts["lost_samples"] += played.num_lost
+        if played.failure is not None and played.num_lost:
+            self._lose(group, played.num_lost, played.failure)
+        else:
+            self._failures.count_success()
+
+    def _lose(self, group: _InFlight, num_lost: int, error: Exception) -> None:
+        """The group is trained without some of its samples."""
+        num_samples, uid = self._settings.num_samples, group.prompt.uid
+        logger.error("rollout of %s goes on without %d of its %d samples: %r", uid, num_lost, num_samples, error)
+        self._failures.count_failure(uid, error, share=num_lost / num_samples)
+        self._failures.raise_if_too_many()
 
     async def _fail(self, group: _InFlight, error: Exception) -> None:
         del self._in_flight[group.admission.index]
@@ -254,18 +282,18 @@ class GenerationWorkers:
 
 
 class _FailureWatch:
-    """Whether so many of the last 100 groups failed that the run has to stop."""
+    """Whether so many of the last 100 groups failed that the run has to stop; one that lost samples counts by their share."""
 
     def __init__(self, max_failed_fraction: float) -> None:
         self._limit = max_failed_fraction
-        self._outcomes: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
+        self._lost_shares: deque[float] = deque(maxlen=_FAILURE_WINDOW)
         self._last: tuple[str, Exception] | None = None
 
     def count_success(self) -> None:
-        self._outcomes.append(True)
+        self._lost_shares.append(0.0)
 
-    def count_failure(self, uid: str, error: Exception) -> None:
-        self._outcomes.append(False)
+    def count_failure(self, uid: str, error: Exception, *, share: float = 1.0) -> None:
+        self._lost_shares.append(share)
         self._last = uid, error
 
     def raise_if_too_many(self, *, has_ended: bool = False) -> None:
@@ -274,13 +302,13 @@ class _FailureWatch:
         Before 10 groups have ended, those to come count as successes, unless none will come. That no group at all was
         generated is an error whatever the limit.
         """
-        num_failed, num_recent = self._outcomes.count(False), len(self._outcomes)
+        num_failed, num_recent = math.fsum(self._lost_shares), len(self._lost_shares)
         num_counted = num_recent if has_ended else max(num_recent, _MIN_GROUPS_BEFORE_STOP)
         is_fine = num_failed <= self._limit * num_counted and not (has_ended and num_failed == num_recent)
         if self._last is None or is_fine:
             return
         uid, error = self._last
         raise GenerationError(
-            f"{num_failed} of the last {num_recent} groups failed, more than generator.max_failed_fraction={self._limit:g}; "
+            f"{num_failed:.4g} of the last {num_recent} groups failed, more than generator.max_failed_fraction={self._limit:g}; "
             f"the last one ({uid}): {type(error).__name__}: {error}"
         ) from error

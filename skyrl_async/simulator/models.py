@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from skyrl_async.rollout.generator import keeps_samples
+from skyrl_async.rollout.members import play_members
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.simulator.engine import ModelledEngine
 from skyrl_async.types import FinishReason, GroupRequest, Trajectory, WeightUpdate
@@ -79,13 +81,14 @@ class ModelledGenerator:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
+    @keeps_samples
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
         """One completion per sample, each with a seed of its own."""
         rng = random.Random(request.seed)
         seeds = [rng.getrandbits(31) for _ in range(request.num_samples)]
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._one(request, index, seed)) for index, seed in enumerate(seeds)]
-        return tuple(task.result() for task in running)
+        return await play_members(
+            request, "sample", lambda index: self._one(request, index, seeds[index]), lambda row: (row,)
+        )
 
     async def _one(self, request: GroupRequest, index: int, seed: int) -> Trajectory:
         prompt = tuple(ord(c) for c in request.prompt.uid)

@@ -20,6 +20,7 @@ from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
+from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff, OnLostSamples
 from skyrl_async.rollout.policies import staleness_policy
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
@@ -73,6 +74,8 @@ class SimulationSettings:
     rollout_timeout_s: float = 1e9
     max_retries: int = 0
     max_failed_fraction: float = 0.5
+    on_lost_samples: OnLostSamples = OnLostSamples.TRAIN_REST
+    backoff: Backoff = NO_BACKOFF
     seed: int = 0
 
     @property
@@ -221,6 +224,8 @@ def _rollout_settings(settings: SimulationSettings) -> RolloutSettings:
         max_retries=settings.max_retries,
         max_failed_fraction=settings.max_failed_fraction,
         timeout_s=settings.rollout_timeout_s,
+        on_lost_samples=settings.on_lost_samples,
+        backoff=settings.backoff,
     )
 
 

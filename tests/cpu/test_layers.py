@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 LAYERS = {
     "skyrl_async.types": 0,
+    "skyrl_async.progress": 0,
     "skyrl_async.errors": 0,
     "skyrl_async.samples": 0,
     "skyrl_async.version_spans": 0,

@@ -283,13 +283,15 @@ def test_finished_groups_that_a_resumed_run_cannot_use_are_counted_as_wasted(tmp
     assert logged(resumed, "async/wasted_tokens")[-1] == totals.summary()["wasted_tokens"] == totals.wasted_tokens
 
 
-def test_tokens_of_generations_that_were_cut_off_are_counted_as_wasted() -> None:
+def test_tokens_of_generations_that_were_cut_off_and_of_their_groups_are_counted_as_wasted() -> None:
     settings = replace(
         LONG_TAILED, num_steps=None, num_epochs=1, num_prompts=32, rollout_timeout_s=3.0, max_failed_fraction=1.0
     )
     simulation = simulate(settings)
     assert simulation.trainer.totals.failed_groups > 0
-    assert simulation.trainer.totals.wasted_tokens == simulation.client.num_abandoned_tokens > 0
+    in_finished_samples = simulation.workers.counts["abandoned_tokens"] - simulation.client.num_abandoned_tokens
+    assert simulation.client.num_abandoned_tokens > 0 and in_finished_samples > 0
+    assert simulation.trainer.totals.wasted_tokens == simulation.client.num_abandoned_tokens + in_finished_samples
 
 
 def test_contract_7_a_resumed_run_counts_every_token_and_trajectory_once(tmp_path: Path) -> None:

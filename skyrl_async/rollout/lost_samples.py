@@ -1,0 +1,183 @@
+"""The samples of one group, put together over several tries, and what becomes of a group that lost some.
+
+    try ──> all rows, or what was kept of them ──> missing? ──> next try of those alone ──> ... ──> a group, or its failure
+
+Flows in: what tries return and leave behind. Flows out: which samples to play next, and the group. No I/O: does not know how a
+sample is played, nor for how long.
+"""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from skyrl_async.errors import GenerationError
+from skyrl_async.samples import live_samples_of
+from skyrl_async.types import GroupRequest, Trajectory
+
+_MIN_SAMPLES = 2
+"""Samples that a group needs, where it asks for as many: one alone has no advantage."""
+
+
+class OnLostSamples(StrEnum):
+    """What to do with a group of which some samples failed, hung, or were abandoned by their agent."""
+
+    FILL = "fill"
+    """Play the lost ones again; a group that stays incomplete fails."""
+    TRAIN_REST = "train_rest"
+    """Play them again; a group that stays incomplete is trained with the others. Abandoned samples stay abandoned."""
+    DROP = "drop"
+    """The group fails at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """How long to wait before a failed rollout is tried again: twice as long each time, jittered so that not all come at once."""
+
+    base_s: float
+    """Before the first retry; 0 never waits."""
+    max_s: float
+    """Never more than this."""
+
+    def seconds(self, num_retries: int, seed: int) -> float:
+        """Before the retry after ``num_retries`` others: between half of the wait and all of it, by the seed."""
+        longest = min(self.max_s, self.base_s * 2.0 ** min(num_retries, 64))
+        return longest * random.Random(f"{seed}-{num_retries}").uniform(0.5, 1.0)
+
+
+NO_BACKOFF = Backoff(base_s=0.0, max_s=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedGroup:
+    """A group that can be trained."""
+
+    trajectories: tuple[Trajectory, ...]
+    num_lost: int = 0
+    """Samples that it goes without."""
+    failure: Exception | None = None
+    """What ended their last try."""
+
+
+class CollectedGroup:
+    """What there is of a group so far.
+
+    Args:
+        request: of the whole group.
+        policy: what to do about lost samples.
+    """
+
+    def __init__(self, request: GroupRequest, policy: OnLostSamples) -> None:
+        self._request = request
+        self._policy = policy
+        self._rows: dict[int, tuple[Trajectory, ...]] = {}
+        self._whole: tuple[Trajectory, ...] | None = None
+        self.failure: Exception | None = None
+        """Of the last try that had one."""
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The samples still to be played; none once the group is whole."""
+        if self._whole is not None:
+            return ()
+        return tuple(index for index in self._request.indices if index not in self._rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled for the samples there are."""
+        return sum(row.num_sampled_tokens for rows in self._rows.values() for row in rows)
+
+    def next_request(self) -> GroupRequest:
+        """Asks for what is missing, with the seeds and the priority of the first time."""
+        return replace(self._request, sample_indices=self.missing) if self._rows else self._request
+
+    def add_returned(self, trajectories: Sequence[Trajectory]) -> None:
+        """A try returned these rows. When they are not what a generator promises, nothing of them is taken."""
+        asked = self.next_request()
+        try:
+            check_rows(trajectories, asked)
+        except GenerationError as error:
+            self.failure = error
+            return
+        by_sample = _by_sample(trajectories, asked)
+        takes_abandoned = self._policy is OnLostSamples.TRAIN_REST
+        for index, rows in by_sample.items():
+            if takes_abandoned or (rows and not rows[0].is_abandoned):
+                self._rows[index] = rows
+        if asked is self._request and not self.missing:
+            self._whole = tuple(trajectories)
+        if self.missing:
+            self.failure = GenerationError(
+                f"samples {', '.join(map(str, self.missing))} of {self._request.prompt.uid} were abandoned"
+            )
+
+    def add_failure(self, failure: Exception, kept: Mapping[int, Sequence[Trajectory]]) -> None:
+        """A try failed, and left these finished samples behind. Those that cannot be trained count as failed, too."""
+        self.failure = failure
+        for index in self.missing:
+            rows = kept.get(index)
+            if rows is not None and all(math.isfinite(row.reward) for row in rows):
+                self._rows[index] = _numbered(rows, index)
+
+    def finish(self) -> PlayedGroup:
+        """The group, after the last try. Raises its failure when the policy does not let it go on without what is missing."""
+        if self._whole is not None:
+            return PlayedGroup(trajectories=self._whole)
+        assert self.failure is not None
+        rows = tuple(row for index in sorted(self._rows) for row in self._rows[index])
+        is_rest_trained = self._policy is OnLostSamples.TRAIN_REST and not self._request.is_evaluation
+        if self.missing and not (is_rest_trained and self._has_enough(rows)):
+            raise self.failure
+        return PlayedGroup(trajectories=rows, num_lost=len(self.missing), failure=self.failure)
+
+    def _has_enough(self, rows: Sequence[Trajectory]) -> bool:
+        live = live_samples_of(rows)
+        return len(live) >= min(_MIN_SAMPLES, self._request.num_samples) and any(s.num_sampled_tokens for s in live)
+
+
+def check_rows(trajectories: Sequence[Trajectory], request: GroupRequest) -> None:
+    """Raise ``GenerationError`` unless these rows are of the samples asked for and can be trained."""
+    _check_samples(trajectories, request)
+    is_whole = request.sample_indices is None
+    if is_whole and not request.is_evaluation and not any(t.num_sampled_tokens for t in trajectories):
+        raise GenerationError(
+            f"the generator returned no sampled token for {request.prompt.uid}: every loss mask is empty"
+        )
+    if not all(math.isfinite(t.reward) for t in trajectories):
+        raise GenerationError(f"the generator returned a reward that is not a finite number for {request.prompt.uid}")
+
+
+def _check_samples(trajectories: Sequence[Trajectory], request: GroupRequest) -> None:
+    """Either one row per sample, or rows that say which sample they are of; a sample without a row was abandoned early."""
+    indices = {t.sample_index for t in trajectories}
+    if indices == {None} or (not indices and request.sample_indices is None):
+        if len(trajectories) != len(request.indices):
+            raise GenerationError(
+                f"the generator returned {len(trajectories)} trajectories for {request.prompt.uid}, expected "
+                f"{len(request.indices)}"
+            )
+        return
+    unknown = [index for index in indices if index not in request.indices]
+    if unknown:
+        expected = (
+            f"in [0, {request.num_samples})" if request.sample_indices is None else f"of {request.sample_indices}"
+        )
+        raise GenerationError(
+            f"the generator returned a trajectory of sample_index {unknown[0]} for {request.prompt.uid}, expected all of them "
+            f"{expected} or none set"
+        )
+
+
+def _by_sample(trajectories: Sequence[Trajectory], request: GroupRequest) -> dict[int, tuple[Trajectory, ...]]:
+    """The rows of each sample asked for, numbered; none for one that was abandoned before anything was sampled."""
+    if all(row.sample_index is None for row in trajectories):
+        rows = zip(request.indices, trajectories, strict=False)
+        found = {index: _numbered((row,), index) for index, row in rows}
+    else:
+        found = {index: tuple(row for row in trajectories if row.sample_index == index) for index in request.indices}
+    return {index: found.get(index, ()) for index in request.indices}
+
+
+def _numbered(rows: Sequence[Trajectory], index: int) -> tuple[Trajectory, ...]:
+    return tuple(replace(row, sample_index=index) for row in rows)
