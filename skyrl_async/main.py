@@ -98,7 +98,15 @@ async def _run(config: Config, run_dir: Path, checkpoint: Path | None, started: 
             config, run_dir, trace=trace, say=console.phase, announce=console.message, checkpoint=checkpoint
         )
         async with starting as parts:
-            trainer = trainer_of(config, parts, run_dir=run_dir, log=log, log_groups=log_groups, trace=trace)
+            trainer = trainer_of(
+                config,
+                parts,
+                run_dir=run_dir,
+                log=log,
+                log_groups=log_groups,
+                trace=trace,
+                show_stuck=console.stuck,
+            )
             if parts.endpoint_url is not None:
                 console.message(f"endpoint: {parts.endpoint_url} (key in {run_dir / 'endpoint.json'})")
             if checkpoint is not None:

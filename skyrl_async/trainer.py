@@ -10,7 +10,7 @@ Flows in: finished groups. Flows out: versions, metrics, checkpoints, evaluation
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -27,6 +27,7 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.policies import StalenessPolicy
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
+from skyrl_async.rollout.watchdog import Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers
 from skyrl_async.stopping import StopAsked, StopRequest
 from skyrl_async.training.protocol import Policy
@@ -63,7 +64,6 @@ class TrainerSettings:
     checkpoint_interval_steps: int
     check_interval_steps: int
     """Steps between proofs that engines hold the trained weights."""
-    stall_warning_s: float
 
 
 class FullyAsyncTrainer:
@@ -80,6 +80,7 @@ class FullyAsyncTrainer:
         trace: one span per stage.
         log_groups: takes (policy version trained at, groups) of each step.
         stop: ends the run early; see ``run``.
+        watchdog: names what takes too long; None leaves that to others.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class FullyAsyncTrainer:
         trace: Trace,
         log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None,
         stop: StopRequest | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self._settings = settings
         self._dataloader = dataloader
@@ -111,6 +113,7 @@ class FullyAsyncTrainer:
         self._checkpointer = checkpointer
         self._advantages = advantages
         self._trace = trace
+        self._watchdog = watchdog
         self._recorder = Recorder(log=log, trace=trace, log_groups=log_groups, generation_counts=lambda: workers.counts)
         self._evaluating: asyncio.Task[None] | None = None
         self._stop = stop or StopRequest()
@@ -171,6 +174,10 @@ class FullyAsyncTrainer:
         Once ``stop`` is asked for, the step in progress is finished if its groups come in time, a checkpoint is written, and
         nothing new begins; a step that is left keeps its groups, finished and untrained, in the checkpoint.
         """
+        async with self._watchdog.watching() if self._watchdog else nullcontext():
+            await self._run()
+
+    async def _run(self) -> None:
         await self._publish(self.step, is_first=True)
         if self.totals.reward_before is None and (before := await self._evaluate(self._settings.num_eval_prompts)):
             self.totals.reward_before = before.reward
@@ -192,7 +199,8 @@ class FullyAsyncTrainer:
             return
         self._recorder.count_generation()
         if self._settings.checkpoint_interval_steps and self._checkpointed_step != self.step:
-            await self._write_checkpoint(self.step)
+            with self._trace.span("checkpoint", track="training", step=self.step):
+                await self._write_checkpoint(self.step)
         self.totals.wasted_tokens += sum(group.num_sampled_tokens for group in self._buffer.snapshot())
         if after := await self._evaluate(self._settings.num_eval_prompts):
             self.reward_after = after.reward
@@ -268,7 +276,7 @@ class FullyAsyncTrainer:
         return group
 
     async def _next_finished(self, num_free: int, figures: StepFigures) -> Group | None:
-        """The oldest finished group that the staleness policy lets go; names what is stuck while it waits."""
+        """The oldest finished group that the staleness policy lets go."""
 
         def is_allowed(group: Group) -> bool:
             if self._settings.deterministic:
@@ -277,20 +285,7 @@ class FullyAsyncTrainer:
 
         held_before = self._buffer.held_seconds
         await self._staleness.notify_trainer_waiting(not self._buffer.can_give(is_allowed))
-        while True:
-            try:
-                async with asyncio.timeout(self._settings.stall_warning_s) as deadline:
-                    group = await self._buffer.get(is_allowed)
-                break
-            except TimeoutError:
-                if not deadline.expired():
-                    raise
-                logger.warning(
-                    "step %d has waited %g s for a group; oldest in flight: %s",
-                    self.step + 1,
-                    self._settings.stall_warning_s,
-                    ", ".join(str(group[0]) for group in self._workers.statuses()[:5]) or "no group in flight",
-                )
+        group = await self._buffer.get(is_allowed)
         await self._staleness.notify_trainer_waiting(False)
         held_seconds = self._buffer.held_seconds - held_before
         if held_seconds and group and not self._settings.deterministic:
@@ -309,7 +304,8 @@ class FullyAsyncTrainer:
                 figures.add_seconds(name, seconds)
             figures.add_seconds("publish", loop.time() - started)
         if is_first or self._is_due(self._settings.check_interval_steps, version):
-            return await self._publisher.check(version, is_first=is_first)
+            with self._trace.span("check", track="publish", version=version):
+                return await self._publisher.check(version, is_first=is_first)
         return {}
 
     async def _evaluate(self, num_prompts: int) -> EvaluationResult | None:
@@ -383,5 +379,6 @@ class FullyAsyncTrainer:
             "async/running_groups": float(self._staleness.num_running),
             "checkpoint/failures": float(self._checkpointer.num_failures if self._checkpointer is not None else 0),
             "trainer/epoch": float(self._dataloader.epoch),
+            **(self._watchdog.values() if self._watchdog else {}),
             "trainer/idle_share": figures.seconds.get("wait_for_groups", 0.0) / max(figures.seconds["step"], 1e-9),
         }

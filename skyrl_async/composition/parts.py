@@ -32,6 +32,7 @@ from skyrl_async.rollout.gym_generator import GymGenerator
 from skyrl_async.rollout.lost_samples import Backoff, OnLostSamples
 from skyrl_async.rollout.policies import staleness_policy
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
+from skyrl_async.rollout.watchdog import Sources, Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.tasks.registry import make_environment
 from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
@@ -43,6 +44,8 @@ Log = Callable[[int, dict[str, float]], None]
 """Takes (step, values)."""
 LogGroups = Callable[[int, Sequence[Group]], None]
 """Takes (policy version trained at, groups)."""
+ShowStuck = Callable[[Sequence[str]], None]
+"""Takes a line for each thing that takes too long; none when nothing does any more."""
 
 
 def sampling_params(sampling: SamplingConfig) -> SamplingParams:
@@ -184,6 +187,7 @@ def make_trainer(
     log: Log,
     log_groups: LogGroups,
     trace: Trace,
+    show_stuck: ShowStuck = lambda lines: None,
 ) -> FullyAsyncTrainer:
     """A trainer, with generation's side of it, over running parts; checkpoints go below ``run_dir``."""
     trainer = config.trainer
@@ -207,6 +211,12 @@ def make_trainer(
         num_abandoned_tokens=lambda: client.num_abandoned_tokens,
     )
     evaluator = _evaluator(config, generator, prompts)
+    watchdog = Watchdog(
+        Sources(rollouts=lambda: [*workers.statuses(), *evaluator.statuses()], stages=trace.open_spans),
+        threshold_s=trainer.stall_warning_s,
+        log=lambda values: log(staleness.version, values),
+        show=show_stuck,
+    )
     estimator = get_advantage_estimator(trainer.algorithm.advantage_estimator.name)
     return FullyAsyncTrainer(
         settings=_trainer_settings(config, must_wait_for_mini_batch=estimator.needs_mini_batch),
@@ -222,6 +232,7 @@ def make_trainer(
         log=log,
         log_groups=log_groups,
         trace=trace,
+        watchdog=watchdog,
     )
 
 
@@ -269,5 +280,4 @@ def _trainer_settings(config: Config, *, must_wait_for_mini_batch: bool) -> Trai
         num_eval_prompts_while_training=evaluation.num_prompts_while_training,
         checkpoint_interval_steps=trainer.checkpoint_interval_steps,
         check_interval_steps=trainer.logprob_probe_interval_steps,
-        stall_warning_s=trainer.stall_warning_s,
     )

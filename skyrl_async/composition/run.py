@@ -23,7 +23,15 @@ from skyrl_async.composition.data import (
     prepare_prompts,
 )
 from skyrl_async.composition.engines import is_supervised, make_fleet
-from skyrl_async.composition.parts import Log, LogGroups, check_generator, make_generator, make_publisher, make_trainer
+from skyrl_async.composition.parts import (
+    Log,
+    LogGroups,
+    ShowStuck,
+    check_generator,
+    make_generator,
+    make_publisher,
+    make_trainer,
+)
 from skyrl_async.composition.processes import ray_session, serving_endpoint, start_engines_and_policy
 from skyrl_async.config.rules import DATASET_TASK
 from skyrl_async.config.schema import Config
@@ -131,6 +139,7 @@ def trainer_of(
     log: Log,
     trace: Trace,
     log_groups: LogGroups = lambda version, groups: None,
+    show_stuck: ShowStuck = lambda lines: None,
 ) -> FullyAsyncTrainer:
     """A trainer over running parts; checkpoints go below ``run_dir``."""
 
@@ -148,4 +157,5 @@ def trainer_of(
         log=log_with_engines,
         log_groups=log_groups,
         trace=trace,
+        show_stuck=show_stuck,
     )

@@ -412,7 +412,11 @@ class TrainerConfig:
         "Largest difference in nats per token between engine and trainer before the run stops. "
         "float32 agrees to 1e-4, bfloat16 to 0.2; stale weights are off by more than 0.8.",
     )
-    stall_warning_s: float = doc(60.0, "A wait for a group longer than this is logged, with what is waited for.")
+    stall_warning_s: float = doc(
+        60.0,
+        "What does the same thing for longer than this (a sample that generates or is in its environment, a publish, a checkpoint, a wait "
+        "for groups) is named in the log, in the metrics and on the console, with its seconds.",
+    )
 
     def __post_init__(self) -> None:
         require(self.max_staleness_steps >= 0, "trainer.max_staleness_steps", ">= 0", self.max_staleness_steps)

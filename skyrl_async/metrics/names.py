@@ -43,6 +43,10 @@ METRICS: dict[str, Metric] = {
     ),
     "async/buffer_groups": Metric("groups", "Finished and waiting to be trained, at the step's end."),
     "async/running_groups": Metric("groups", "Being generated, at the step's end."),
+    "async/oldest_rollout_seconds": Metric("s", "Since the oldest group in flight began, its earlier tries included."),
+    "async/stuck_rollouts": Metric(
+        "groups", "In flight with a sample that has done the same thing for longer than trainer.stall_warning_s."
+    ),
     "async/engine_logprob_gap": Metric(
         "nats", "Largest difference per token between the engine's log-probs and the trainer's."
     ),

@@ -23,6 +23,7 @@ from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff, OnLostSamples
 from skyrl_async.rollout.policies import staleness_policy
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
+from skyrl_async.rollout.watchdog import Sources, Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
 from skyrl_async.stopping import StopRequest
@@ -76,6 +77,8 @@ class SimulationSettings:
     max_failed_fraction: float = 0.5
     on_lost_samples: OnLostSamples = OnLostSamples.TRAIN_REST
     backoff: Backoff = NO_BACKOFF
+    stall_warning_s: float | None = None
+    """What takes longer is named; None watches nothing."""
     seed: int = 0
 
     @property
@@ -175,6 +178,13 @@ def build_simulation(
         clock=loop.time,
     )
     logged: list[tuple[int, dict[str, float]]] = []
+    watchdog = None
+    if settings.stall_warning_s is not None:
+        watchdog = Watchdog(
+            Sources(rollouts=workers.statuses, stages=trace.open_spans),
+            threshold_s=settings.stall_warning_s,
+            log=lambda values: logged.append((staleness.version, values)),
+        )
     trainer = FullyAsyncTrainer(
         settings=_trainer_settings(settings),
         dataloader=dataloader,
@@ -190,6 +200,7 @@ def build_simulation(
         log_groups=log_groups,
         trace=trace,
         stop=stop,
+        watchdog=watchdog,
     )
     return Simulation(trainer, engines, policy, client, dataloader, staleness, buffer, workers, publisher, logged)
 
@@ -253,5 +264,4 @@ def _trainer_settings(settings: SimulationSettings) -> TrainerSettings:
         num_eval_prompts_while_training=settings.num_eval_prompts,
         checkpoint_interval_steps=settings.checkpoint_interval_steps,
         check_interval_steps=0,
-        stall_warning_s=3600.0,
     )

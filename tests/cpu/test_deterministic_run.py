@@ -134,7 +134,6 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
             num_eval_prompts_while_training=0,
             checkpoint_interval_steps=job.checkpoint_interval_steps,
             check_interval_steps=1,
-            stall_warning_s=1e6,
         ),
         dataloader=dataloader,
         staleness=staleness,
