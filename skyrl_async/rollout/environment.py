@@ -5,6 +5,7 @@ Flows in: an environment and what is said to it. Flows out: its answers, checked
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -62,9 +63,16 @@ class StepOutcome:
 class EnvironmentCalls:
     """One environment's calls, kept off the event loop unless it is fast, and closed exactly once."""
 
-    def __init__(self, environment: Environment, executor: concurrent.futures.Executor) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        executor: concurrent.futures.Executor,
+        places: contextlib.AbstractAsyncContextManager[Any] | None = None,
+    ) -> None:
+        """``places`` bounds the calls that run at once; one that nobody waits for any more needs none."""
         self._environment = environment
         self._executor = executor
+        self._places = places or contextlib.nullcontext()
         self._is_fast = bool(getattr(environment, "is_fast", False))
         self._in_flight: concurrent.futures.Future[Any] | None = None
 
@@ -119,5 +127,6 @@ class EnvironmentCalls:
     async def _call(self, method: Callable[..., T], *args: Any) -> T:
         if self._is_fast:
             return method(*args)
-        self._in_flight = self._executor.submit(method, *args)
-        return await asyncio.wrap_future(self._in_flight)
+        async with self._places:
+            self._in_flight = self._executor.submit(method, *args)
+            return await asyncio.wrap_future(self._in_flight)

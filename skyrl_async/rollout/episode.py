@@ -5,17 +5,18 @@ ids, log-probs and versions are exactly those sampled, with the environment's to
 is sampled (in process or over HTTP), nor tokenizers.
 """
 
+import asyncio
 import hashlib
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from skyrl_async.errors import GenerationError, PromptTooLongError
 from skyrl_async.progress import report
+from skyrl_async.rollout.daemon_threads import DaemonThreads
 from skyrl_async.rollout.environment import EnvironmentCalls, EnvironmentFactory
 from skyrl_async.rollout.members import play_members
 from skyrl_async.types import (
@@ -159,7 +160,8 @@ class EpisodePlayer:
         self._make_environment = make_environment
         self._max_turns = max_turns
         self._max_trajectory_tokens = max_trajectory_tokens
-        self._executor = ThreadPoolExecutor(max_environment_threads, thread_name_prefix="environment")
+        self._executor = DaemonThreads("environment")
+        self._places = asyncio.Semaphore(max_environment_threads)
         self._has_warned = False
 
     async def play_group(self, request: GroupRequest) -> tuple[Trajectory, ...]:
@@ -171,7 +173,7 @@ class EpisodePlayer:
     async def _play(self, request: GroupRequest, sample_index: int) -> Trajectory:
         prompt = request.prompt
         environment = self._make_environment(prompt.env_class, self._extras(prompt.extras))
-        calls = EnvironmentCalls(environment, self._executor)
+        calls = EnvironmentCalls(environment, self._executor, self._places)
         try:
             return await self._take_turns(request, sample_index, calls)
         except Exception as error:

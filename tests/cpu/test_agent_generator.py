@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from skyrl_async.errors import GenerationError
 from skyrl_async.rollout.agent_generator import AgentGenerator
 from skyrl_async.rollout.agent_reward import AgentEpisode, EnvironmentJudge, FunctionJudge, RewardFunction
 from skyrl_async.rollout.agent_settings import make_agent_generator
+from skyrl_async.rollout.attempts import Attempts
 from skyrl_async.rollout.harness import AgentFunction, AgentResult, AgentTask, FunctionHarness
 from skyrl_async.rollout.sessions import SessionPool
 from skyrl_async.types import GroupRequest, Prompt, SamplingParams, Trajectory
@@ -222,6 +224,33 @@ async def test_a_group_of_which_too_few_finish_fails_with_the_first_reason(
         with pytest.raises(GenerationError, match=complaint):
             await generator.generate(request(num_samples))
         assert everything_is_released(endpoint)
+
+
+async def test_agents_that_finished_are_kept_when_too_few_do_and_the_others_alone_run_again() -> None:
+    runs: list[int] = []
+
+    async def fail_at_first(task: AgentTask) -> None:
+        runs.append(task.sample_index)
+        await ask(task)
+        if task.sample_index and runs.count(task.sample_index) == 1:
+            raise RuntimeError(f"tool {task.sample_index} broke")
+
+    async with stand_in(echo) as endpoint, agents(endpoint, fail_at_first) as generator:
+        attempts = Attempts(generator, max_retries=1, timeout_s=30)
+        rows = by_sample(await attempts.generate(request(3)))
+        assert [rows[i].reward for i in range(3)] == [1.0, 1.0, 1.0] and sorted(runs) == [0, 1, 1, 2, 2]
+        assert everything_is_released(endpoint)
+
+
+async def test_a_second_try_needs_only_as_many_agents_as_the_group_still_lacks() -> None:
+    async with stand_in(echo) as endpoint, agents(endpoint, failing(2)) as generator:
+        again = replace(request(3), sample_indices=(1, 2))
+        rows = by_sample(await generator.generate(again))
+        assert {index: row.is_abandoned for index, row in rows.items()} == {1: False, 2: True}
+        assert (await generator.generate(replace(again, sample_indices=(2,))))[0].is_abandoned
+    async with stand_in(echo) as endpoint, agents(endpoint, failing(1, 2)) as generator:
+        with pytest.raises(GenerationError, match="2 of 2 agents failed on p/1"):
+            await generator.generate(again)
 
 
 async def test_a_single_sample_is_enough_where_one_is_asked() -> None:

@@ -217,6 +217,12 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
         ),
         (["engine=deterministic", "engine.device=cuda"], "engine.device must be cpu with engine.backend=deterministic"),
         (["engine=deterministic", "engine.num_engines=2"], "engine.num_engines must be 1 .*deterministic, got 2"),
+        (["generator.retry_backoff_s=-1"], "generator.retry_backoff_s must be >= 0, got -1"),
+        (
+            ["generator.retry_backoff_s=90"],
+            r"generator.max_retry_backoff_s must be >= generator.retry_backoff_s \(90\), got 60",
+        ),
+        (["trainer.stall_warning_s=0"], "trainer.stall_warning_s must be > 0, got 0"),
         (["generator.entrypoint=mine"], "generator.entrypoint must be module:function, got 'mine'"),
         (["generator.kind=gym_http", "server.enabled=false"], "server.enabled must be true or null with .*gym_http"),
         (

@@ -1,6 +1,9 @@
-"""Samples that fail or hang alone: what is kept, what is played again, and what becomes of their group. All in virtual time."""
+"""Samples that fail or hang alone: what is kept, what is played again, and what becomes of their group. Nearly all in virtual time."""
 
 import asyncio
+import subprocess
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
 from skyrl_async.rollout.attempts import Attempts
+from skyrl_async.rollout.daemon_threads import DaemonThreads
 from skyrl_async.rollout.episode import derive_seed
 from skyrl_async.rollout.generator import Generator, keeps_samples
 from skyrl_async.rollout.gym_generator import GymGenerator
@@ -416,3 +420,49 @@ def test_the_same_losses_fail_whole_groups_where_they_have_to_be_full() -> None:
     lost = {number for number in range(32) for index in range(4) if (number + index) % 9 == 0}
     assert simulation.workers.counts["failed_groups"] == len(lost)
     assert simulation.trainer.totals.wasted_tokens > 0
+
+
+async def test_calls_of_environments_that_never_return_take_no_place_from_others() -> None:
+    """One place: the first environment's tool hangs for ever, and again and again."""
+    released = threading.Event()
+
+    class Hanging(Quiz):
+        is_fast = False
+
+        def step(self, action: str) -> dict[str, Any]:
+            assert released.wait(60)
+            return super().step(action)
+
+    class Blocking(Quiz):
+        is_fast = False
+
+    made: list[Quiz] = []
+
+    def make(name: str, extras: dict[str, Any]) -> Quiz:
+        made.append(Hanging() if len(made) < 3 else Blocking())
+        return made[-1]
+
+    generator = GymGenerator(ScriptedSampler(["a"] * 9), RENDERER, make, max_environment_threads=1)
+    attempts = Attempts(generator, max_retries=4, timeout_s=0.3)
+    try:
+        (row,) = await attempts.generate(request(1))
+        assert row.reward == pytest.approx(0.2) and attempts.num_retries == 3
+    finally:
+        released.set()
+
+
+def test_a_call_that_never_returns_does_not_keep_the_process_from_ending() -> None:
+    code = (
+        "import threading; from skyrl_async.rollout.daemon_threads import DaemonThreads; "
+        "threads = DaemonThreads('t'); threads.submit(threading.Event().wait); print(threads.submit(len, 'abc').result())"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "3\n"
+
+
+def test_threads_are_used_again_and_failures_come_back() -> None:
+    threads = DaemonThreads("environment")
+    idents = {threads.submit(threading.get_ident).result() for _ in range(20)}
+    assert len(idents) <= 2  # a thread is free just after its result is there
+    with pytest.raises(ZeroDivisionError):
+        threads.submit(divmod, 1, 0).result()

@@ -1,0 +1,61 @@
+"""Threads for calls that may never return: one such call holds up neither other calls nor the end of the process.
+
+Flows in: calls. Flows out: futures. Sets no limit: how many calls run at once is the business of whoever makes them, who also knows
+when to give one up.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from queue import Empty, SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_IDLE_S = 10.0
+"""A thread without work ends after this."""
+
+
+class DaemonThreads(Executor):
+    """An executor with a thread for every call that runs, used again where one is free.
+
+    Args:
+        name: of the threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._free = threading.Semaphore(0)
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run ``fn`` now."""
+        future: Future[T] = Future()
+        self._calls.put(lambda: _settle(future, fn, args, kwargs))
+        if not self._free.acquire(blocking=False):
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            try:
+                call = self._calls.get(timeout=_IDLE_S)
+            except Empty:
+                if self._free.acquire(blocking=False):
+                    return
+                continue  # a call that counts on this thread is on its way
+            call()
+            del call  # or it would keep an environment alive until the next one comes
+            self._free.release()
+
+
+def _settle(future: Future[T], function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function(*args, **kwargs)
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
