@@ -105,12 +105,11 @@ class AgentGenerator:
         Raises ``GenerationError`` when too few samples finish or the endpoint fails, and whatever the judge raises; the others
         are played to their end first.
         """
-        is_final = request.is_evaluation
         samples = await play_members(
             request,
             "agent",
             lambda index: self._play(request, index),
-            lambda sample: sample.rows if is_final or not sample.failure else None,
+            lambda sample: None if sample.failure and not request.is_evaluation else sample.rows,
         )
         failures = [sample.failure for sample in samples if sample.failure]
         num_finished = request.num_samples - len(failures)  # those that were not asked for again among them

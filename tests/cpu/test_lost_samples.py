@@ -1,10 +1,11 @@
 """Samples that fail or hang alone: what is kept, what is played again, and what becomes of their group. Nearly all in virtual time."""
 
 import asyncio
+import random
 import subprocess
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -420,6 +421,80 @@ def test_the_same_losses_fail_whole_groups_where_they_have_to_be_full() -> None:
     lost = {number for number in range(32) for index in range(4) if (number + index) % 9 == 0}
     assert simulation.workers.counts["failed_groups"] == len(lost)
     assert simulation.trainer.totals.wasted_tokens > 0
+
+
+class Unreliable(ModelledGenerator):
+    """Every play of a sample fails, hangs or ends as its dice say."""
+
+    def __init__(self, sampler: Any, seed: int, share: float) -> None:
+        super().__init__(sampler)
+        self.seed, self.share = seed, share
+        self.plays: Counter[tuple[str, int]] = Counter()
+        self.seeds: dict[tuple[str, int], set[int]] = defaultdict(set)
+        self.ended: Counter[tuple[str, int]] = Counter()
+
+    async def _one(self, request: GroupRequest, index: int, seed: int) -> Trajectory:
+        key = request.prompt.uid, index
+        self.plays[key] += 1
+        self.seeds[key].add(seed)
+        dice = random.Random(f"{self.seed}-{key}-{self.plays[key]}").random()
+        if dice < self.share / 2:
+            await asyncio.Event().wait()
+        if dice < self.share:
+            raise RuntimeError("bad luck")
+        played = await super()._one(request, index, seed)
+        self.ended[key] += 1
+        return played
+
+
+@given(
+    seed=st.integers(0, 1000),
+    share=st.sampled_from([0.05, 0.2, 0.5]),
+    policy=st.sampled_from(OnLostSamples),
+    bound=st.integers(0, 2),
+    max_retries=st.integers(0, 2),
+)
+@settings(max_examples=25, deadline=None)
+def test_contract_8_whatever_fails_every_prompt_is_trained_or_failed_once(
+    seed: int, share: float, policy: OnLostSamples, bound: int, max_retries: int
+) -> None:
+    run = replace(
+        RUN,
+        num_prompts=24,
+        mini_batch_size=4,
+        group_size=3,
+        max_staleness_steps=bound,
+        on_lost_samples=policy,
+        max_retries=max_retries,
+        max_failed_fraction=1.0,
+        backoff=Backoff(base_s=2, max_s=9),
+    )
+    made: list[Unreliable] = []
+
+    def make(client: Any) -> Unreliable:
+        made.append(Unreliable(client, seed, share))
+        return made[-1]
+
+    try:
+        simulation = simulate(run, make)
+    except GenerationError as error:
+        if "24 of the last 24 groups failed" not in str(error):
+            raise
+        return
+    (generator,) = made
+    groups = [group for step in simulation.policy.steps for group in step]
+    trained = Counter(group[0].prompt_token_ids for group in groups)
+    totals, counts = simulation.trainer.totals, simulation.workers.counts
+    assert set(trained.values()) == {1} and len(groups) + counts["failed_groups"] == 24
+    assert simulation.dataloader.statistics()["trained_total"] == len(groups)
+    assert simulation.dataloader.statistics()["failed_total"] == totals.failed_groups
+    assert totals.groups_over_bound == 0
+    assert totals.lost_samples == sum(3 - len(group) for group in groups)
+    assert min(map(len, groups)) >= (2 if policy is TRAIN_REST else 3)
+    assert set(generator.ended.values()) == {1} and {len(seeds) for seeds in generator.seeds.values()} == {1}
+    assert max(generator.plays.values()) <= (1 if policy is DROP else max_retries + 1)
+    num_ended = sum(generator.ended.values()) - sum(map(len, groups))
+    assert (totals.wasted_tokens > 0) >= (num_ended > 0)
 
 
 async def test_calls_of_environments_that_never_return_take_no_place_from_others() -> None:
