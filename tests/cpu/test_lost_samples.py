@@ -228,18 +228,36 @@ def test_abandoned_samples_stay_so_under_train_rest_and_are_played_again_under_f
         play(Abandoning(9), DROP)
 
 
-def test_no_engine_is_no_failed_rollout() -> None:
+def test_what_a_try_left_behind_that_broke_its_promise_is_not_taken_later() -> None:
+    class Breaking(Scripted):
+        @keeps_samples
+        async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+            if len(self.asked) == 1:
+                self.asked.append(request.indices)
+                raise ValueError("nothing was played")
+            rows = await super().generate(request)
+            return rows if len(self.asked) > 1 else rows[1:]
+
+    generator = Breaking({})
+    assert rewards(play(generator)) == [0, 1, 2, 3]
+    assert generator.asked == [(0, 1, 2, 3)] * 3
+
+
+def test_no_engine_is_no_failed_rollout_and_waits_for_no_other_sample() -> None:
     class Deserted(Scripted):
         async def _play(self, index: int) -> Trajectory:
-            self.plays.append(index)
             if index == 1:
                 raise NoEngineError("no engine is left")
             return await super()._play(index)
 
+    async def timed() -> float:
+        with pytest.raises(NoEngineError):
+            await Attempts(generator, max_retries=2, timeout_s=TIMEOUT_S).play(request())
+        return asyncio.get_running_loop().time()
+
     generator = Deserted({})
-    with pytest.raises(NoEngineError):
-        play(generator)
-    assert generator.asked == [(0, 1, 2, 3)] and generator.times == [0]
+    assert run_in_virtual_time(timed()) == 0
+    assert generator.asked == [(0, 1, 2, 3)]
 
 
 def test_waits_before_retries_double_up_to_their_limit_and_are_jittered_by_the_seed() -> None:
