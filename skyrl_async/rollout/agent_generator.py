@@ -85,7 +85,7 @@ class AgentGenerator:
             harness: plays a sample.
             judge: rewards it.
             agent_timeout_s: of one run of the harness, not counting the wait for a place.
-            executor: of blocking work; shut down by ``close``.
+            executor: deletes working directories; shut down by ``close``, which waits for what it does.
             max_concurrent_agents: harnesses running at once over all groups; None sets no limit.
             working_dir: where working directories are made and kept; None makes temporary ones.
         """

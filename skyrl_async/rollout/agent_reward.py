@@ -8,6 +8,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,11 +65,14 @@ RewardFunction = Callable[[Prompt, AgentEpisode], float | Awaitable[float]]
 
 
 class FunctionJudge:
-    """Asks a function."""
+    """Asks a function; ``places`` bounds the plain functions that run at once in ``executor``."""
 
-    def __init__(self, function: RewardFunction, executor: Executor) -> None:
+    def __init__(
+        self, function: RewardFunction, executor: Executor, places: AbstractAsyncContextManager[Any] | None = None
+    ) -> None:
         self._function = function
         self._executor = executor
+        self._places = places or nullcontext()
         self._is_async = inspect.iscoroutinefunction(function)
 
     async def judge(self, prompt: Prompt, episode: AgentEpisode) -> Judgement:
@@ -76,7 +80,8 @@ class FunctionJudge:
         if self._is_async:
             found: Any = self._function(prompt, episode)
         else:
-            found = await asyncio.wrap_future(self._executor.submit(self._function, prompt, episode))
+            async with self._places:
+                found = await asyncio.wrap_future(self._executor.submit(self._function, prompt, episode))
         if inspect.isawaitable(found):
             found = await found
         try:
@@ -96,12 +101,22 @@ class EnvironmentJudge:
     observations are not used: what the agent was answered, its harness has decided.
     """
 
-    def __init__(self, make_environment: EnvironmentFactory, executor: Executor, *, max_turns: int) -> None:
+    def __init__(
+        self,
+        make_environment: EnvironmentFactory,
+        executor: Executor,
+        places: AbstractAsyncContextManager[Any] | None = None,
+        *,
+        max_turns: int,
+    ) -> None:
         """
         Args:
             make_environment: of a prompt's ``env_class`` and ``extras``.
+            executor: of environments that block.
+            places: bound their calls that run at once; None sets no limit but the executor's.
             max_turns: most texts told, >= 1, whatever the environment says.
         """
+        self._places = places
         self._make_environment = make_environment
         self._executor = executor
         self._max_turns = max_turns
@@ -110,7 +125,7 @@ class EnvironmentJudge:
         """Raises what the environment raises, ``GenerationError`` where it breaks the protocol."""
         limit = min(int(prompt.extras.get("max_turns") or self._max_turns), self._max_turns)
         environment = self._make_environment(prompt.env_class, {**deepcopy(prompt.extras), "max_turns": limit})
-        calls = EnvironmentCalls(environment, self._executor)
+        calls = EnvironmentCalls(environment, self._executor, self._places)
         try:
             await calls.init(deepcopy(list(prompt.messages)))
             reward = 0.0

@@ -4,6 +4,7 @@ Flows in: the values of ``generator.*``, the endpoint's addresses. Flows out: a 
 was found and what to change. Does not know the configuration's classes.
 """
 
+import asyncio
 import importlib
 import inspect
 import shlex
@@ -17,6 +18,7 @@ from skyrl_async.errors import ConfigError
 from skyrl_async.rollout.agent_command import SHELL, CommandHarness
 from skyrl_async.rollout.agent_generator import AgentGenerator
 from skyrl_async.rollout.agent_reward import EnvironmentJudge, FunctionJudge
+from skyrl_async.rollout.daemon_threads import DaemonThreads
 from skyrl_async.rollout.environment import EnvironmentFactory
 from skyrl_async.rollout.harness import FunctionHarness
 from skyrl_async.rollout.sessions import SessionPool
@@ -76,15 +78,15 @@ def make_agent_generator(
     check_agent_settings(command=command, entrypoint=entrypoint, reward=reward)
     if working_dir is not None:
         working_dir = _made_directory(working_dir)
-    executor = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="agent")
+    judging, places = DaemonThreads("reward"), asyncio.Semaphore(_MAX_THREADS)
     return AgentGenerator(
         SessionPool(urls, controller_key),
         CommandHarness(command) if command else FunctionHarness(_harness_function(str(entrypoint))),
-        FunctionJudge(_import("generator.reward", reward), executor)
+        FunctionJudge(_import("generator.reward", reward), judging, places)
         if reward
-        else EnvironmentJudge(make_environment, executor, max_turns=max_turns),
+        else EnvironmentJudge(make_environment, judging, places, max_turns=max_turns),
         agent_timeout_s=agent_timeout_s,
-        executor=executor,
+        executor=ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="agent"),
         max_concurrent_agents=max_concurrent_agents,
         working_dir=working_dir,
     )

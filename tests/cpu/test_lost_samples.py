@@ -8,6 +8,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
+from skyrl_async.rollout.agent_reward import AgentEpisode, FunctionJudge
 from skyrl_async.rollout.attempts import Attempts
 from skyrl_async.rollout.daemon_threads import DaemonThreads
 from skyrl_async.rollout.episode import derive_seed
@@ -540,6 +542,24 @@ async def test_calls_of_environments_that_never_return_take_no_place_from_others
     try:
         (row,) = await attempts.generate(request(1))
         assert row.reward == pytest.approx(0.2) and attempts.num_retries == 3
+    finally:
+        released.set()
+
+
+async def test_a_reward_function_that_never_returns_takes_no_place_from_others() -> None:
+    released = threading.Event()
+
+    def reward(prompt: Prompt, episode: AgentEpisode) -> float:
+        assert prompt.uid != "hangs" or released.wait(60)
+        return 1.0
+
+    judge = FunctionJudge(reward, DaemonThreads("reward"), asyncio.Semaphore(1))
+    episode = AgentEpisode(messages=(), last_text=None, output="", working_dir=Path(), num_turns=1, is_truncated=False)
+    try:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await judge.judge(replace(request().prompt, uid="hangs"), episode)
+        assert (await judge.judge(request().prompt, episode)).reward == 1.0
     finally:
         released.set()
 
