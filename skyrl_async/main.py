@@ -1,25 +1,28 @@
 """``python -m skyrl_async.main key=value ...``: one run, from its command line to its summary.
 
-Flows in: overrides. Flows out: a run directory, a summary on standard output, an exit code: 0 done, 1 failed, 2 a wrong command
-line, 130 interrupted. Knows what a run leaves behind, and nothing of how it is put together.
+Flows in: overrides. Flows out: a run directory, a summary on standard output, an exit code: 0 done, 1 failed, 2 refused before
+anything was started, 130 interrupted by Ctrl-C, 143 by SIGTERM. Knows what a run leaves behind, and nothing of how it is put together.
 """
 
 import asyncio
 import logging
 import os
-import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from skyrl_async.checkpoint import Checkpointer, read_state
+from skyrl_async.checkpoint import Checkpointer, Usable, read_state
+from skyrl_async.composition.closing import ClosingStack
+from skyrl_async.composition.interruption import Interruption, Phase
 from skyrl_async.composition.parts import LogGroups
 from skyrl_async.composition.processes import write_private
-from skyrl_async.composition.run import started_parts, trainer_of
+from skyrl_async.composition.run import Parts, started_parts, trainer_of
 from skyrl_async.concurrency import first_failure
 from skyrl_async.config.load import run_cli, to_yaml, without_secrets
 from skyrl_async.config.schema import Config, ResumeMode
@@ -32,11 +35,14 @@ from skyrl_async.metrics.trace import Trace, free_trace_path
 from skyrl_async.metrics.tracker import MetricsLog, Sink, Tracker
 from skyrl_async.metrics.trained_groups import TrainedGroupsLog
 from skyrl_async.metrics.wandb import WandbSink
+from skyrl_async.run_lock import only_run_in
 from skyrl_async.trainer import FullyAsyncTrainer
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("skyrl_async.main")
+_only_in_file = logging.getLogger("run")
+"""Not of this package's names, hence never on standard error."""
 
-_INTERRUPTED = 130
+_REFUSED = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,44 +54,97 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: Config, overrides: list[str]) -> int:
     """One run in its directory; an expected error is one line, an unexpected one its traceback."""
     started = time.monotonic()
-    try:
-        run_dir = _run_directory(config)
-        checkpoint = _checkpoint_to_resume(config, run_dir)
-    except SkyRLAsyncError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    with run_logging(run_dir / "run.log", config.logging.level):
-        logger.info("overrides: %s", " ".join(overrides))
-        write_private(run_dir / "config.yaml", to_yaml(config))
+    with ExitStack() as stack:
         try:
-            asyncio.run(_run(config, run_dir, checkpoint, started))
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            sys.stderr.write(f"interrupted; continue with trainer.resume_mode=latest trainer.output_dir={run_dir}\n")
-            return _INTERRUPTED
+            run_dir = _run_directory(config)
+            stack.enter_context(only_run_in(run_dir))
+            found = _checkpoint_to_resume(config, run_dir)
+        except SkyRLAsyncError as error:
+            sys.stderr.write(f"error: {error}\n")
+            return _REFUSED
+        stack.enter_context(run_logging(run_dir / "run.log", config.logging.level))
+        interruption = stack.enter_context(Interruption(config.trainer.shutdown_timeout_s))
+        logger.info("overrides: %s", " ".join(overrides))
+        for reason in found.refused if found is not None else ():
+            logger.warning("%s; %s is resumed instead", reason, found.path.name if found else None)
+        write_private(run_dir / "config.yaml", to_yaml(config))
+        left = _Left(run_dir)
+        try:
+            asyncio.run(_run(config, found, started, interruption, left))
+        except (KeyboardInterrupt, asyncio.CancelledError, _Stopped) as end:
+            if isinstance(end, asyncio.CancelledError) and interruption.signal is None:
+                return _fail(end, run_dir)
+            return _last_words(interruption, left, is_saved=isinstance(end, _Stopped))
         except BaseExceptionGroup as failures:
             return _fail(first_failure(failures), run_dir)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return _fail(error, run_dir)
-    return 0
+    return left.exit_code()
+
+
+class _Stopped(Exception):
+    """The run was asked to stop, and has saved what there is."""
+
+
+@dataclass(slots=True)
+class _Left:
+    """What a run leaves, complete or not."""
+
+    run_dir: Path
+    trainer: FullyAsyncTrainer | None = None
+    failures: list[str] = field(default_factory=list)
+    """Of what comes after training: none of it keeps the rest from being done."""
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Go on after a failure inside."""
+        try:
+            yield
+        except Exception as error:
+            _only_in_file.error("%s failed", what, exc_info=error)
+            self.failures.append(f"{what} failed: {type(error).__name__}: {error}")
+
+    def exit_code(self) -> int:
+        """Of a run that has come to its end; says what is missing."""
+        if self.trainer is not None and (failure := self.trainer.checkpoint_failure):
+            self.failures.insert(0, str(failure))
+        for reason in self.failures:
+            sys.stderr.write(f"error: {reason}\n")
+        return 1 if self.failures else 0
+
+
+def _last_words(interruption: Interruption, left: _Left, *, is_saved: bool) -> int:
+    """Say what an interrupted run has saved and how it goes on; returns the exit code."""
+    trainer, code = left.trainer, interruption.exit_code
+    saved = trainer.newest_checkpoint if trainer is not None else None
+    if trainer is not None and is_saved and trainer.checkpoint_failure is not None:
+        sys.stderr.write(f"error: step {trainer.step} is not saved: {trainer.checkpoint_failure}\n")
+        code = 1
+    elif trainer is not None and is_saved and saved is not None:
+        sys.stderr.write(f"stopped after step {trainer.step}, saved in {saved}\n")
+    else:
+        sys.stderr.write(f"ended at once, {f'the last checkpoint is {saved}' if saved else 'nothing is saved'}\n")
+    sys.stderr.write(f"interrupted; continue with trainer.resume_mode=latest trainer.output_dir={left.run_dir}\n")
+    return code
 
 
 def _fail(error: BaseException, run_dir: Path) -> int:
-    """Log the whole traceback; show it too unless the error explains itself."""
-    logger.error("the run failed", exc_info=error)
+    """The error with all that led to it goes to the log; people see one line, or its own traceback if it does not explain itself."""
+    _only_in_file.error("the run failed", exc_info=error)
     if isinstance(error, SkyRLAsyncError):
-        sys.stderr.write(f"error: {error}\n(see {run_dir / 'run.log'})\n")
-        return 1
-    raise error from None
+        sys.stderr.write(f"error: {error}\n")
+    else:
+        traceback.print_exception(error, chain=False)
+    sys.stderr.write(f"(see {run_dir / 'run.log'})\n")
+    return 1
 
 
-async def _run(config: Config, run_dir: Path, checkpoint: Path | None, started: float) -> None:
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    resume_step = read_state(checkpoint).step if checkpoint else None
+async def _run(config: Config, found: Usable | None, started: float, interruption: Interruption, left: _Left) -> None:
+    run_dir, ending = left.run_dir, ClosingStack()
     with ExitStack() as stack:
+        stack.enter_context(interruption.attached())
         console = stack.enter_context(Console(config.logging.console, config.trainer.num_steps))
-        tracker = stack.enter_context(Tracker(_sinks(config, run_dir, resume_step, console)))
+        tracker = stack.enter_context(Tracker(_sinks(config, run_dir, found.state.step if found else None, console)))
         trace_path = free_trace_path(run_dir) if config.logging.trace else None
         trace = stack.enter_context(Trace(trace_path, time.monotonic))
         console.message(f"run directory: {run_dir}")
@@ -93,12 +152,19 @@ async def _run(config: Config, run_dir: Path, checkpoint: Path | None, started: 
         def log(step: int, values: dict[str, float]) -> None:
             tracker.log(step, {"trainer/step": float(step), **values})
 
-        log_groups = _trained_groups_log(config, run_dir, resume_step, stack)
-        starting = started_parts(
-            config, run_dir, trace=trace, say=console.phase, announce=console.message, checkpoint=checkpoint
+        checkpoint = found.path if found is not None else None
+        log_groups = _trained_groups_log(config, run_dir, found.state.step if found else None, stack)
+        parts_of_run = started_parts(
+            config,
+            run_dir,
+            trace=trace,
+            say=console.phase,
+            announce=console.message,
+            checkpoint=checkpoint,
+            stack=ending,
         )
-        async with starting as parts:
-            trainer = trainer_of(
+        async with parts_of_run as parts:
+            trainer = left.trainer = trainer_of(
                 config,
                 parts,
                 run_dir=run_dir,
@@ -106,21 +172,43 @@ async def _run(config: Config, run_dir: Path, checkpoint: Path | None, started: 
                 log_groups=log_groups,
                 trace=trace,
                 show_stuck=console.stuck,
+                stop=interruption.stop,
             )
-            if parts.endpoint_url is not None:
-                console.message(f"endpoint: {parts.endpoint_url} (key in {run_dir / 'endpoint.json'})")
-            if checkpoint is not None:
-                console.phase(f"resuming {checkpoint.name}")
-                await trainer.resume(checkpoint)
-            booted = time.monotonic()
-            console.phase("training")
-            await trainer.run()
-            if config.trainer.export_hf:
-                console.phase("exporting the policy")
-                await parts.policy.export_hf(run_dir / "policy")
-    summary = _summary(trainer, run_dir, started, booted, config.trainer.export_hf)
-    write_summary(run_dir / "summary.json", summary)
-    console.summary(summary_table(summary))
+            with interruption.ending_afterwards():
+                booted = await _train(trainer, parts, checkpoint, console, interruption, run_dir)
+                if config.trainer.export_hf:
+                    console.phase("exporting the policy")
+                    with left.attempt("the export of the policy"):
+                        await parts.policy.export_hf(run_dir / "policy")
+        left.failures += ending.failures
+        with left.attempt("the summary"):
+            summary = _summary(left, run_dir, started, booted, config.trainer.export_hf)
+            console.summary(summary_table(summary))
+            write_summary(run_dir / "summary.json", summary)
+
+
+async def _train(
+    trainer: FullyAsyncTrainer,
+    parts: Parts,
+    checkpoint: Path | None,
+    console: Console,
+    interruption: Interruption,
+    run_dir: Path,
+) -> float:
+    """Train to the end; returns when training began (seconds). Raises ``_Stopped`` when a stop was asked for."""
+    if parts.endpoint_url is not None:
+        console.message(f"endpoint: {parts.endpoint_url} (key in {run_dir / 'endpoint.json'})")
+    if checkpoint is not None:
+        console.phase(f"resuming {checkpoint.name}")
+        await trainer.resume(checkpoint)
+    booted = time.monotonic()
+    console.phase("training")
+    interruption.enter(Phase.TRAINING)
+    await trainer.run()
+    if interruption.stop.is_asked:
+        raise _Stopped
+    interruption.enter(Phase.FINISHING)
+    return booted
 
 
 def _sinks(config: Config, run_dir: Path, resume_step: int | None, console: Console) -> list[Sink]:
@@ -143,13 +231,13 @@ def _trained_groups_log(config: Config, run_dir: Path, resume_step: int | None, 
     return groups_log.log
 
 
-def _summary(
-    trainer: FullyAsyncTrainer, run_dir: Path, started: float, booted: float, has_policy: bool
-) -> dict[str, Any]:
+def _summary(left: _Left, run_dir: Path, started: float, booted: float, has_policy: bool) -> dict[str, Any]:
     from skyrl_async.metrics.curves import draw_curves
 
-    now = time.monotonic()
-    draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png")
+    now, trainer = time.monotonic(), left.trainer
+    assert trainer is not None
+    with left.attempt("the drawing of curves"):
+        draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png")
     files = {
         "run_directory": run_dir,
         "curves": run_dir / "curves.png",
@@ -168,29 +256,32 @@ def _summary(
 
 
 def _run_directory(config: Config) -> Path:
-    """Make the run's directory. Raises ``ConfigError`` when another run is in it that is not to be continued."""
+    """Make the run's directory."""
     if config.trainer.output_dir is None:
         name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{config.task.name}_{os.getpid()}"
         directory = Path("outputs") / name
     else:
         directory = Path(config.trainer.output_dir).expanduser()
-    if config.trainer.resume_mode is ResumeMode.none and (directory / "metrics.jsonl").exists():
-        raise ConfigError(
-            f"trainer.output_dir={directory} already holds a run; choose another, or continue it with trainer.resume_mode=latest"
-        )
     directory.mkdir(parents=True, exist_ok=True)
     return directory.absolute()
 
 
-def _checkpoint_to_resume(config: Config, run_dir: Path) -> Path | None:
+def _checkpoint_to_resume(config: Config, run_dir: Path) -> Usable | None:
+    """Raises ``ConfigError`` when a run is in the directory that is not to be continued, ``CheckpointError`` for damage."""
     if config.trainer.resume_mode is ResumeMode.none:
+        if (run_dir / "metrics.jsonl").exists():
+            raise ConfigError(
+                f"trainer.output_dir={run_dir} already holds a run; choose another, or continue it with trainer.resume_mode=latest"
+            )
         return None
     if config.trainer.resume_mode is ResumeMode.latest:
-        return Checkpointer(run_dir / "checkpoints", max_to_keep=0).latest()
+        checkpointer = Checkpointer(run_dir / "checkpoints", max_to_keep=0)
+        with suppress(OSError):
+            checkpointer.tidy()
+        return checkpointer.usable()
     assert config.trainer.resume_path is not None
     path = Path(config.trainer.resume_path).expanduser()
-    read_state(path)
-    return path
+    return Usable(path=path, state=read_state(path), refused=())
 
 
 if __name__ == "__main__":

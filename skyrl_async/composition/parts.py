@@ -34,6 +34,7 @@ from skyrl_async.rollout.policies import staleness_policy
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.watchdog import Sources, Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
+from skyrl_async.stopping import StopRequest
 from skyrl_async.tasks.registry import make_environment
 from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
 from skyrl_async.training.protocol import Policy
@@ -188,6 +189,7 @@ def make_trainer(
     log_groups: LogGroups,
     trace: Trace,
     show_stuck: ShowStuck = lambda lines: None,
+    stop: StopRequest | None = None,
 ) -> FullyAsyncTrainer:
     """A trainer, with generation's side of it, over running parts; checkpoints go below ``run_dir``."""
     trainer = config.trainer
@@ -233,6 +235,7 @@ def make_trainer(
         log_groups=log_groups,
         trace=trace,
         watchdog=watchdog,
+        stop=stop,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.data import (
     Chat,
     PolicyFiles,
@@ -32,13 +33,14 @@ from skyrl_async.composition.parts import (
     make_publisher,
     make_trainer,
 )
-from skyrl_async.composition.processes import ray_session, serving_endpoint, start_engines_and_policy
+from skyrl_async.composition.processes import serving_endpoint, start_engines_and_policy, start_ray
 from skyrl_async.config.rules import DATASET_TASK
 from skyrl_async.config.schema import Config
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.fleet import Fleet
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.generator import Generator
+from skyrl_async.stopping import StopRequest
 from skyrl_async.trainer import FullyAsyncTrainer
 from skyrl_async.training.protocol import Policy
 from skyrl_async.weight_sync.publisher import WeightPublisher
@@ -68,6 +70,7 @@ async def started_parts(
     say: Say,
     announce: Say = lambda _: None,
     checkpoint: Path | None = None,
+    stack: ClosingStack | None = None,
 ) -> AsyncIterator[Parts]:
     """Start everything a run needs, engines and warm start side by side; on exit everything is gone again.
 
@@ -78,6 +81,7 @@ async def started_parts(
         say: takes one line about the phase.
         announce: takes one line about an event that people should see, such as the death of the last engine.
         checkpoint: what will be resumed; one of another model is refused before anything boots.
+        stack: ends the parts; it knows afterwards what did not end.
     """
     check_generator(config)
     prompts = prepare_prompts(config)
@@ -90,9 +94,9 @@ async def started_parts(
         # Somebody's own prompts may not fit: say so before anything boots. Built-in ones do, and loading takes seconds.
         chat = load_chat(initial, config.policy.trust_remote_code)
         prompts = fitting_prompts(prompts, chat.renderer, known_context(config, initial), say)
-    async with contextlib.AsyncExitStack() as stack:
+    async with stack or ClosingStack() as stack:
         say("starting Ray")
-        stack.enter_context(ray_session(config))
+        await start_ray(config, stack)
         say("booting engines, preparing the policy")
         engines, policy = await start_engines_and_policy(
             config, stack, files, initial, run_dir, num_planned_steps(config, prompts)
@@ -140,6 +144,7 @@ def trainer_of(
     trace: Trace,
     log_groups: LogGroups = lambda version, groups: None,
     show_stuck: ShowStuck = lambda lines: None,
+    stop: StopRequest | None = None,
 ) -> FullyAsyncTrainer:
     """A trainer over running parts; checkpoints go below ``run_dir``."""
 
@@ -158,4 +163,5 @@ def trainer_of(
         log_groups=log_groups,
         trace=trace,
         show_stuck=show_stuck,
+        stop=stop,
     )

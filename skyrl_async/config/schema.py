@@ -396,7 +396,9 @@ class TrainerConfig:
         "from_path continues trainer.resume_path.",
     )
     resume_path: str | None = doc(None, "Checkpoint directory for resume_mode=from_path.")
-    checkpoint_interval_steps: int = doc(20, "Steps between checkpoints, and one at the end; 0 writes none.")
+    checkpoint_interval_steps: int = doc(
+        20, "Steps between checkpoints, and one at the end; 0 writes none, but for that of a run that is asked to stop."
+    )
     max_checkpoints_to_keep: int = doc(2, "Older checkpoints are deleted; 0 keeps all.")
     eval_interval_steps: int = doc(
         20, "Steps between evaluations while training, beside those before and after; 0 leaves them out."
@@ -412,6 +414,11 @@ class TrainerConfig:
         "Largest difference in nats per token between engine and trainer before the run stops. "
         "float32 agrees to 1e-4, bfloat16 to 0.2; stale weights are off by more than 0.8.",
     )
+    shutdown_timeout_s: float = doc(
+        60.0,
+        "After Ctrl-C or SIGTERM: half of it for what the step in progress still lacks, a quarter to train and save, the rest to end "
+        "all processes. A second signal ends the run at once.",
+    )
     stall_warning_s: float = doc(
         60.0,
         "What does the same thing for longer than this (a sample that generates or is in its environment, a publish, a checkpoint, a wait "
@@ -424,6 +431,7 @@ class TrainerConfig:
         require(self.num_steps is None or self.num_steps >= 1, "trainer.num_steps", ">= 1 or null", self.num_steps)
         require(self.num_epochs >= 1, "trainer.num_epochs", ">= 1", self.num_epochs)
         require(self.stall_warning_s > 0, "trainer.stall_warning_s", "> 0", self.stall_warning_s)
+        require(self.shutdown_timeout_s > 0, "trainer.shutdown_timeout_s", "> 0", self.shutdown_timeout_s)
         for key in (
             "checkpoint_interval_steps",
             "max_checkpoints_to_keep",

@@ -38,9 +38,9 @@ def hold(directory: Path) -> subprocess.Popen[str]:
 
 def test_a_second_run_is_refused_with_the_process_of_the_first_until_that_is_killed(tmp_path: Path) -> None:
     with hold(tmp_path) as holder:
-        with pytest.raises(ConfigError, match=rf"in use by another run \(process {holder.pid} on \S+ since 20"):
-            with only_run_in(tmp_path):
-                pytest.fail("both are in it")
+        said = rf"in use by another run \(process {holder.pid} on \S+ since 20"
+        with pytest.raises(ConfigError, match=said), only_run_in(tmp_path):
+            pytest.fail("both are in it")
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         with only_run_in(tmp_path):

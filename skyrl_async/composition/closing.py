@@ -1,0 +1,80 @@
+"""Ends the parts of a run, each within a deadline: what hangs or fails is named and keeps nothing else from being ended.
+
+Flows in: what ends a part. Flows out: the names of those that did not end. Does not know what the parts are.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 15.0
+
+
+class ClosingStack(contextlib.AsyncExitStack):
+    """An exit stack whose callbacks cannot hide what ended the run: their errors and hangs are collected, not raised.
+
+    Args:
+        timeout_s: for each asynchronous callback.
+    """
+
+    def __init__(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        super().__init__()
+        self._timeout_s = timeout_s
+        self.failures: list[str] = []
+
+    def push_async_callback(  # type: ignore[override]
+        self, callback: Callable[..., Awaitable[Any]], /, *arguments: Any, **named: Any
+    ) -> None:
+        """Await ``callback`` at the end, within the deadline."""
+        self._push(callback.__qualname__, lambda: callback(*arguments, **named))
+
+    def callback_in_thread(self, name: str, callback: Callable[[], None]) -> None:
+        """The same for a call that blocks; one that hangs stays behind in a thread that ends with the process."""
+        self._push(name, lambda: _in_daemon_thread(name, callback))
+
+    def _push(self, name: str, end: Callable[[], Awaitable[Any]]) -> None:
+        async def end_in_time() -> None:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await end()
+            except TimeoutError:
+                self._fail(f"{name} did not end within {self._timeout_s:g} s")
+            except Exception as error:
+                self._fail(f"{name} failed: {type(error).__name__}: {error}")
+
+        super().push_async_callback(end_in_time)
+
+    def _fail(self, failure: str) -> None:
+        logger.error("while the run was ended: %s", failure)
+        self.failures.append(failure)
+
+
+async def _in_daemon_thread(name: str, function: Callable[[], None]) -> None:
+    """Wait for a call in a thread for which nobody waits when the process exits, unlike asyncio's own."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def tell(error: Exception | None) -> None:
+        if ended.done():
+            return
+        if error is None:
+            ended.set_result(None)
+        else:
+            ended.set_exception(error)
+
+    def run() -> None:
+        error: Exception | None = None
+        try:
+            function()
+        except Exception as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # nobody waits any more, and the loop is closed
+            loop.call_soon_threadsafe(tell, error)
+
+    threading.Thread(target=run, name=f"end-{name}", daemon=True).start()
+    await ended
