@@ -134,13 +134,18 @@ class Attempts:
         """One try, in a task of its own: whatever the generator makes of a cancellation, the caller is cancelled by it."""
         outcome: list[Sequence[Trajectory] | Exception] = []
 
+        uid = request.prompt.uid
+
         async def play() -> None:
             try:
                 outcome.append(await self._generator.generate(request))
             except Exception as error:
                 outcome.append(error)
+            except SystemExit as error:  # else the process would end here, and say that all is well
+                outcome.append(
+                    GenerationError(f"the generator called sys.exit({error.code!r}) in the rollout of {uid}")
+                )
 
-        uid = request.prompt.uid
         started = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as tasks:

@@ -208,10 +208,15 @@ def interrupted(killed: tuple[Path, Outcome], workplace: Path) -> tuple[Path, in
     run_dir, _ = killed
     first, trained = state(run_dir)[1]["step"], assert_ledger_is_exact(run_dir)
     resume = ["trainer.resume_mode=latest", f"trainer.output_dir={run_dir}"]
-    with Command([*SMALL, FOR_EVER, *resume], cwd=workplace) as command:
+    changed = ["server.enabled=true", "trainer.checkpoint_interval_steps=0"]
+    with Command([*SMALL, FOR_EVER, *resume, *changed], cwd=workplace) as command:
+        endpoint = command.read_until("endpoint: ").rsplit("endpoint: http://127.0.0.1:", 1)[1]
         command.wait_for_step(first + 2)
         command.process.send_signal(signal.SIGTERM)
-        return run_dir, first, trained, command.finish()
+        outcome = command.finish()
+    with socket.socket() as port:
+        assert port.connect_ex(("127.0.0.1", int(endpoint.partition("/")[0]))) != 0
+    return run_dir, first, trained, outcome
 
 
 @pytest.fixture(scope="module")
@@ -246,12 +251,14 @@ def test_a_killed_run_is_taken_up_and_ends_cleanly_when_asked_to(
     killed: tuple[Path, Outcome], interrupted: tuple[Path, int, list[str], Outcome]
 ) -> None:
     run_dir, first, trained, outcome = interrupted
-    assert outcome.code == 130
+    assert outcome.code == 143
     assert outcome.orphans == ()
+    directory, saved, _ = state(run_dir)
+    assert f"stopped after step {saved['step']}, saved in {directory}" in outcome.stderr
     assert f"interrupted; continue with trainer.resume_mode=latest trainer.output_dir={run_dir}" in outcome.stderr
     assert "Traceback" not in outcome.stderr
-    assert outcome.seconds < 30
-    assert state(run_dir)[1]["step"] >= first + 1
+    assert outcome.seconds < 60
+    assert saved["step"] >= first + 2, "no checkpoint was due, but for the stop"
     assert set(trained) < set(assert_ledger_is_exact(run_dir))
     for pid in (killed[1].pid, outcome.pid):
         assert not list(Path("/dev/shm").glob(f"skyrl_async-{pid}-*"))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_async.checkpoint import Checkpointer, read_state
-from skyrl_async.errors import CheckpointError
+from skyrl_async.errors import CheckpointError, GenerationError, NoEngineError
+from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator, ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
@@ -270,3 +272,75 @@ def test_a_wait_ends_when_its_patience_does_and_a_timeout_of_its_own_stays_one()
         assert await ended(stop, is_patient=True) == ("StopAsked", 15.0), "nothing new begins"
 
     run_in_virtual_time(main())
+
+
+class Failing(ModelledGenerator):
+    """Fails from the 20th call on, in training or in evaluation."""
+
+    def __init__(self, sampler: InferenceEngineClient, error: BaseException, *, is_evaluation: bool) -> None:
+        super().__init__(sampler)
+        self.error = error
+        self.is_evaluation = is_evaluation
+        self.num_calls = 0
+
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        self.num_calls += request.is_evaluation == self.is_evaluation
+        if request.is_evaluation == self.is_evaluation and self.num_calls > 20:
+            raise self.error
+        return await super().generate(request)
+
+
+CRASHES = ("worker", "exiting worker", "all engines", "evaluation", "publisher", "policy", "checkpointer")
+
+
+@pytest.mark.parametrize("kind", CRASHES)
+def test_contract_8_a_crash_of_any_task_ends_the_run_with_that_error_and_no_task_left(
+    tmp_path: Path, kind: str
+) -> None:
+    """And with every prompt that was running given back."""
+    root = NoEngineError("root") if kind == "all engines" else ZeroDivisionError("root")
+    is_evaluation = kind == "evaluation"
+    settings = replace(
+        LONG_TAILED,
+        num_eval_prompts=12,
+        eval_interval_steps=1,
+        checkpoint_interval_steps=3,
+        max_failed_fraction=0.1,
+        num_epochs=None,
+    )
+
+    async def fail(*arguments: object, **named: object) -> None:
+        raise root
+
+    def generator_over(client: InferenceEngineClient) -> ModelledGenerator:
+        if kind not in ("worker", "exiting worker", "all engines", "evaluation"):
+            return ModelledGenerator(client)
+        error = SystemExit(0) if kind == "exiting worker" else root
+        return Failing(client, error, is_evaluation=is_evaluation)
+
+    async def main() -> tuple[BaseException, Simulation]:
+        simulation = build_simulation(settings, checkpoint_dir=tmp_path, generator_over=generator_over)
+        loop = asyncio.get_running_loop()
+        if kind == "publisher":
+            loop.call_later(9.0, setattr, simulation.publisher, "publish", fail)
+        if kind == "policy":
+            loop.call_later(9.0, setattr, simulation.policy, "step", fail)
+        if kind == "checkpointer":
+            simulation.policy.save = fail  # type: ignore[method-assign]
+        try:
+            await simulation.trainer.run()
+        except Exception as error:
+            assert len(asyncio.all_tasks()) == 1
+            return error, simulation
+        raise AssertionError("the run went on")
+
+    error, simulation = run_in_virtual_time(main())
+    if kind in ("worker", "exiting worker"):
+        said = "ZeroDivisionError: root" if kind == "worker" else r"called sys.exit\(0\) in the rollout of p"
+        assert isinstance(error, GenerationError) and re.search(said, str(error))
+    elif kind == "evaluation":
+        assert isinstance(error, GenerationError) and "all 12 evaluation rollouts failed" in str(error)
+        assert error.__cause__ is root
+    else:
+        assert error is root
+    assert simulation.staleness.num_running == simulation.dataloader.statistics()["running"] == 0

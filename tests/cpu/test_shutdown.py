@@ -1,0 +1,97 @@
+"""Runs that end otherwise than they were meant to, as processes: by bugs, by signals, by damage on the disk.
+
+With the deterministic engine, which boots faster; ``test_main`` stops a run of the default one.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cpu.test_main import FOR_EVER, NO_VLLM, SMALL, Command, run, state
+
+GENERATORS = """
+import asyncio
+from skyrl_async.types import Trajectory
+
+class Generator:
+    def __init__(self, end):
+        self.end, self.num_played = end, 0
+
+    async def generate(self, request):
+        self.num_played += 1
+        if self.num_played > 6:
+            await self.end()
+        rows = dict(prompt_token_ids=(1,), response_token_ids=(2, 3), loss_mask=(1, 1), versions=(0, 0), logprobs=(-1.0, -1.0))
+        return tuple(Trajectory(reward=float(i), **rows) for i in range(request.num_samples))
+
+def make_broken(client, renderer, config):
+    return Generator(1 // 0)
+
+def make_hanging(client, renderer, config):
+    return Generator(asyncio.Event().wait)
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    (tmp_path / "my_generators.py").write_text(GENERATORS)
+    return tmp_path
+
+
+def shared_memory(pid: int) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"skyrl_async-{pid}-*"))
+
+
+@pytest.mark.slow
+def test_contract_8_a_bug_ends_the_run_with_one_traceback(workplace: Path) -> None:
+    entrypoint = "generator.entrypoint=my_generators:make_broken"
+    outcome = run(*SMALL, *NO_VLLM, FOR_EVER, entrypoint, "trainer.output_dir=out", cwd=workplace)
+    assert outcome.code == 1
+    assert outcome.stderr.count("Traceback") == 1, outcome.stderr
+    assert "return Generator(1 // 0)" in outcome.stderr and "ZeroDivisionError" in outcome.stderr
+    assert f"(see {workplace / 'out' / 'run.log'})" in outcome.stderr
+    assert "ZeroDivisionError" in (workplace / "out" / "run.log").read_text()
+    assert shared_memory(outcome.pid) == []
+
+
+@pytest.mark.slow
+def test_a_second_run_is_refused_a_second_ctrl_c_ends_at_once_and_a_damaged_checkpoint_is_passed_over(
+    workplace: Path,
+) -> None:
+    """Rollouts hang after three steps, so that the stop waits for a step whose groups do not come."""
+    out = workplace / "out"
+    small = [*SMALL, *NO_VLLM, "trainer.output_dir=out"]
+    entrypoint = "generator.entrypoint=my_generators:make_hanging"
+    with Command([*small, FOR_EVER, entrypoint, "server.enabled=true"], cwd=workplace) as command:
+        command.wait_for_step(1)
+        refused = run(*small, "trainer.resume_mode=latest", cwd=workplace)
+        assert refused.code == 2 and f"in use by another run (process {command.process.pid} on" in refused.stderr
+        os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
+        while "SIGINT: finishing the step (for at most 30 s)" not in command.stderr_path.read_text():
+            with pytest.raises(subprocess.TimeoutExpired):
+                command.process.wait(timeout=0.1)
+        command.process.send_signal(signal.SIGINT)
+        outcome = command.finish()
+    assert outcome.code == 130, outcome.stderr
+    assert outcome.orphans == () and shared_memory(outcome.pid) == []
+    assert "SIGINT: the run ends at once" in outcome.stderr and "Traceback" not in outcome.stderr
+    newest, _, _ = state(out)
+    assert f"ended at once, the last checkpoint is {newest}" in outcome.stderr
+    assert not (out / "endpoint.json").exists()
+    assert outcome.seconds < 60
+
+    shutil.copytree(newest, damaged := out / "checkpoints" / "global_step_9")
+    (damaged / "groups.json").write_text("[")
+    (out / "checkpoints" / "latest_ckpt_global_step.txt").write_text("9")
+    (out / "checkpoints" / ".partial-global_step_10").mkdir()
+    taken_up = run(*small, "trainer.num_steps=4", "trainer.resume_mode=latest", cwd=workplace)
+    assert taken_up.code == 0, taken_up.stderr
+    said = f"checkpoint {damaged} is damaged: groups.json has 1 bytes, expected"
+    assert said in taken_up.stderr and said in (out / "run.log").read_text()
+    assert f"{newest.name} is resumed instead" in taken_up.stderr
+    assert f"[resuming {newest.name}]" in taken_up.stdout
+    assert not (out / "checkpoints" / ".partial-global_step_10").exists()
