@@ -19,7 +19,8 @@ async def run_together(coroutines: Mapping[str, Coroutine[Any, Any, T]]) -> tupl
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine, name=name) for name, coroutine in coroutines.items()]
     except BaseExceptionGroup as failures:
-        raise first_failure(failures) from None
+        root = first_failure(failures)
+        raise root from root.__cause__
     return tuple(task.result() for task in tasks)
 
 

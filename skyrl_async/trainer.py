@@ -194,7 +194,7 @@ class FullyAsyncTrainer:
             failure = first_failure(failures)
             if isinstance(failure, NoEngineError | PublishError):
                 await self._save_what_is_trained()
-            raise failure from None
+            raise failure from failure.__cause__
         if self._stop.is_asked:
             return
         self._recorder.count_generation()
