@@ -7,7 +7,7 @@ standard error is looked up at each record, so that a live display can print abo
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -24,12 +24,34 @@ class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
         return sys.stderr
 
 
+class _LogFile(logging.FileHandler):
+    """Says once that lines are lost, where a full disk would have each of them answered by a traceback."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._has_lost_lines = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called while the error is being handled."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_lost_lines:
+            self._has_lost_lines = True
+            sys.stderr.write(f"WARNING {self.baseFilename} loses lines: {error}\n")
+
+    def close(self) -> None:
+        """Lines that the disk does not take are lost."""
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def run_logging(path: Path, level: str) -> Iterator[None]:
     """Log to ``path`` (appending) from ``level`` on, and this package's warnings to standard error, while inside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     root, previous_level = logging.getLogger(), logging.getLogger().level
-    to_file = logging.FileHandler(path, encoding="utf-8")
+    to_file = _LogFile(path)
     to_file.setFormatter(logging.Formatter(_FORMAT))
     to_stderr = _StandardError()
     to_stderr.setFormatter(logging.Formatter("%(levelname)s %(message)s"))

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from skyrl_async.metrics.record_file import RecordFile
+
 _open_span: ContextVar["_Span | None"] = ContextVar("open_span", default=None)
 
 
@@ -62,7 +64,9 @@ class Trace:
 
     def __init__(self, path: Path | None, clock: Callable[[], float]) -> None:
         """Begin the file (``None`` writes nothing and only keeps statistics). ``clock`` is in seconds."""
-        self._file = None if path is None else path.open("w", encoding="utf-8")
+        if path is not None:
+            path.write_text("")
+        self._file = None if path is None else RecordFile(path)
         self._clock = clock
         self._start = clock()
         self._lock = threading.Lock()
@@ -125,7 +129,7 @@ class Trace:
         """End the array. Idempotent; spans that end later are only counted."""
         with self._lock:
             if self._file is not None:
-                self._file.write("\n]\n" if self._num_events else "[]\n")
+                self._file.append("\n]\n" if self._num_events else "[]\n")
                 self._file.close()
                 self._file = None
 
@@ -207,9 +211,9 @@ class Trace:
             return
         event = {"ph": kind, "name": name, "pid": self._processes[_split(track)[0]], "tid": thread_id}
         event |= {"ts": self._micros(moment), **more, "args": args}
-        self._file.write(("[\n" if self._num_events == 0 else ",\n") + json.dumps(event, default=str))
-        self._file.flush()
-        self._num_events += 1
+        self._num_events += self._file.append(
+            ("[\n" if self._num_events == 0 else ",\n") + json.dumps(event, default=str)
+        )
 
 
 def free_trace_path(run_dir: Path) -> Path:

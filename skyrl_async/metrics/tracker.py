@@ -5,12 +5,17 @@ after a resume; the same to each sink. Knows no metric by name and no trainer.
 """
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
+
+from skyrl_async.metrics.record_file import RecordFile
+
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -31,7 +36,7 @@ class MetricsLog:
     def __init__(self, path: Path, resume_step: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin a new file; with ``resume_step``, keep the lines up to that step and let time go on after the last."""
         kept = begin_rows(path, resume_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = RecordFile(path)
         self._clock = clock
         self._start = clock() - (kept[-1]["time_s"] if kept else 0.0)
 
@@ -39,8 +44,7 @@ class MetricsLog:
         """Append one line."""
         row: dict[str, float | None] = {"step": step, "time_s": round(self._clock() - self._start, 3)}
         row |= {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._file.append(json.dumps(row) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -54,14 +58,20 @@ class Tracker:
         self._sinks = tuple(sinks)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of a step everywhere."""
+        """Record the values of a step everywhere. A disk that is full ends no run."""
         for sink in self._sinks:
-            sink.log(step, values)
+            try:
+                sink.log(step, values)
+            except OSError as error:
+                logger.warning("%s lost step %d: %s", type(sink).__name__, step, error)
 
     def close(self) -> None:
         """Close every sink."""
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except OSError as error:
+                logger.warning("%s lost its last lines: %s", type(sink).__name__, error)
 
     def __enter__(self) -> Self:
         return self

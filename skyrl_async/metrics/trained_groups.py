@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_async.metrics.record_file import RecordFile
 from skyrl_async.metrics.tracker import begin_rows
 from skyrl_async.types import Group, Trajectory
 from skyrl_async.version_spans import spans_of
@@ -27,13 +28,13 @@ class TrainedGroupsLog:
 
     def __init__(self, path: Path, resume_step: int | None = None, *, has_tokens: bool = False) -> None:
         begin_rows(path, resume_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = RecordFile(path)
         self._has_tokens = has_tokens
 
     def log(self, version: int, groups: Sequence[Group]) -> None:
         """Append the groups that were trained at policy ``version``: those of step ``version + 1``."""
-        self._file.writelines(json.dumps(self._line(version, group)) + "\n" for group in groups)
-        self._file.flush()
+        for group in groups:
+            self._file.append(json.dumps(self._line(version, group)) + "\n")
 
     def close(self) -> None:
         """Close the file. Idempotent."""

@@ -2,13 +2,15 @@
 
 import ast
 import asyncio
+import contextlib
 import json
 import logging
 import re
+import resource
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +343,53 @@ def test_every_metric_named_in_the_code_is_documented() -> None:
         if is_metric(node)
     }
     assert {(name, path) for name, path in used if name not in METRICS} == set()
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """The kernel writes what still fits of the last record, then refuses, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_lines_that_the_disk_does_not_take_are_lost_whole_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    log, trace = MetricsLog(tmp_path / "metrics.jsonl"), Trace(tmp_path / "trace.json", clock)
+    log.log(1, {"reward/mean": 1.0})
+    with trace.span("first", "a"):
+        pass
+    size = min(path.stat().st_size for path in tmp_path.iterdir())
+    caplog.clear()
+    with files_of_at_most(size + 20):
+        for step in (2, 3, 4):
+            log.log(step, {"reward/mean": 1.0, "reward/eval": 1.0})
+    with files_of_at_most((tmp_path / "trace.json").stat().st_size + 20), trace.span("lost", "a"):
+        pass
+    said = [record.getMessage() for record in caplog.records]
+    assert [message.partition(" cannot be written (File too large)")[0] for message in said] == [
+        str(tmp_path / "metrics.jsonl"),
+        str(tmp_path / "trace.json"),
+    ]
+    log.log(5, {"reward/mean": 0.5})
+    with trace.span("last", "a"):
+        pass
+    log.close()
+    trace.close()
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 5]
+    events = json.loads((tmp_path / "trace.json").read_text())
+    assert [event["name"] for event in events if event["ph"] == "X"] == ["first", "last"]
+
+
+def test_a_log_file_on_a_full_disk_is_said_once_and_is_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with run_logging(tmp_path / "run.log", "INFO"), files_of_at_most(0):
+        for number in range(3):
+            logging.getLogger("lost").info("line %d", number)
+    assert capsys.readouterr().err == f"WARNING {tmp_path / 'run.log'} loses lines: [Errno 27] File too large\n"
