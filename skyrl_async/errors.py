@@ -18,7 +18,8 @@ SkyRLAsyncError
 |-- PublishError            a weight publish failed; the old version serves everywhere
 |-- GenerationError         a generator broke its contract, or too many rollouts failed
 |-- TrainingError           a policy worker failed, or its numbers stopped being numbers
-|   `-- WeightsWriteError   weights cannot be written: shared memory or a disk is full, or refuses
+|   |-- WeightsWriteError   weights cannot be written: shared memory or a disk is full, or refuses
+|   `-- WorkerDiedError     a policy worker is gone, or lost the others; new ones can take up where it was
 `-- DeadlineError           a wait took longer than its deadline; says what is stuck
 """
 
@@ -108,6 +109,10 @@ class TrainingError(SkyRLAsyncError):
 
 class WeightsWriteError(TrainingError):
     """Weights cannot be written: shared memory or a disk is full, or refuses. The policy is as it was."""
+
+
+class WorkerDiedError(TrainingError):
+    """A policy worker is gone, or lost the others; new ones can take up where it was."""
 
 
 class DeadlineError(SkyRLAsyncError):

@@ -50,23 +50,21 @@ def write_buckets(
         is_synced: whether files must survive a crash of the machine.
 
     Raises:
-        WeightsWriteError: a file cannot be written; then none of them is left, and ``parameters`` is consumed all the same,
-            because other ranks take part in making them.
+        WeightsWriteError: a file cannot be written; then none of them is left.
     """
     paths: list[Path] = []
     names: list[tuple[str, ...]] = []
     manifest: dict[str, tuple[str, tuple[int, ...]]] = {}
     num_bytes = 0
-    remaining = iter(parameters)
-    for bucket in _buckets(remaining, dtype=dtype, bucket_bytes=bucket_bytes):
+    for left in directory.glob(f".{prefix}-*.tmp"):  # by a process that was killed while it wrote
+        left.unlink(missing_ok=True)
+    for bucket in _buckets(parameters, dtype=dtype, bucket_bytes=bucket_bytes):
         path = directory / f"{prefix}-{len(paths):04d}.safetensors"
         try:
             _write_file(bucket, path, is_synced=is_synced)
         except WeightsWriteError:
             for written in paths:
                 written.unlink(missing_ok=True)
-            for _ in remaining:
-                continue
             raise
         paths.append(path)
         names.append(tuple(bucket))

@@ -3,6 +3,7 @@
 Knows nothing of losses, tokens or trajectories, nor of what a checkpoint's directory holds beside its own files.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -133,14 +135,18 @@ class FSDPBackend:
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer and scheduler under ``directory``, synced to disk."""
-        dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(directory / STATE_DIRECTORY, sync_files=True))
+        writer = dcp.FileSystemWriter(directory / STATE_DIRECTORY, sync_files=True)
+        with _as_training_errors(f"write {directory / STATE_DIRECTORY}"):
+            dcp.save(self._state(), storage_writer=writer)
         if dist.get_rank() == 0:
             save_state(self._scheduler.state_dict(), directory / SCHEDULER_FILE)
 
     def load(self, directory: Path) -> None:
         """Restore what ``save`` wrote, on any number of ranks. Hyper-parameters stay those of this run."""
         state = self._state()
-        dcp.load(state, storage_reader=dcp.FileSystemReader(directory / STATE_DIRECTORY))
+        reader = dcp.FileSystemReader(directory / STATE_DIRECTORY)
+        with _as_training_errors(f"read {directory / STATE_DIRECTORY}"):
+            dcp.load(state, storage_reader=reader)
         kept = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         set_model_state_dict(self._model, state["model"])
         set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
@@ -208,3 +214,13 @@ class FSDPBackend:
             if not gradient.isfinite().all()
         ]
         return f"{', '.join(names[:3])} ({len(names)} of {len(self._parameters)} parameters)" if names else "none"
+
+
+@contextlib.contextmanager
+def _as_training_errors(what: str) -> Iterator[None]:
+    """torch tells every rank when one fails, but by what is no ``Exception``."""
+    try:
+        yield
+    except CheckpointException as error:
+        complaints = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
+        raise TrainingError(f"cannot {what}: {complaints}") from error

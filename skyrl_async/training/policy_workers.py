@@ -1,25 +1,36 @@
 """``Policy`` over Ray: one actor per rank, each call sent to all of them and awaited with a deadline.
 
-The only file here that knows Ray. Actors are never restarted: a rank without its optimizer state is of no use, so a
-dead one ends the run, which resumes from its checkpoint.
+The only file here that knows Ray. Ray restarts no actor: a rank without its optimizer state is of no use. One that dies or hangs
+makes the call fail with an error that says so; the whole group is closed then, and ``recovering`` starts another.
 """
 
 import asyncio
+import logging
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import NodeDiedError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from skyrl_async.algorithms.losses import merge_figures
-from skyrl_async.errors import DeadlineError, SkyRLAsyncError, TrainingError
+from skyrl_async.errors import DeadlineError, SkyRLAsyncError, TrainingError, WorkerDiedError
 from skyrl_async.training.dispatch import split_work
+from skyrl_async.training.process_group import is_lost_peer
 from skyrl_async.training.rank import PolicyRank
 from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.training.worker_process import ProcessPlace, WorkerProcess, open_if_here
 from skyrl_async.types import Trajectory, WeightUpdate
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 10.0
+"""A rank whose peer is gone says so at once; Ray, that the peer is gone, a moment later."""
+_END_TIMEOUT_S = 10.0
+"""The kernel ends a killed process in milliseconds, unless it hangs in a driver or on a dead file system."""
 
 
 class _RankActor(PolicyRank):
@@ -29,6 +40,14 @@ class _RankActor(PolicyRank):
         """Where the other ranks reach this one."""
         return str(ray.util.get_node_ip_address())
 
+    def place(self) -> ProcessPlace:
+        """Where this rank's process is."""
+        return _this_place()
+
+
+def _this_place() -> ProcessPlace:
+    return ProcessPlace.of_this_process(ray.get_runtime_context().get_node_id())
+
 
 class PolicyWorkers:
     """Implements ``training.protocol.Policy``. Made by ``start``; ``names`` are its actors' names in Ray, by rank."""
@@ -37,6 +56,7 @@ class PolicyWorkers:
         self._settings = settings
         self.names = tuple(actors)
         self._actors = list(actors.values())
+        self._processes: dict[str, WorkerProcess] = {}
         self._call_timeout_s = call_timeout_s
 
     @classmethod
@@ -48,6 +68,7 @@ class PolicyWorkers:
         num_cpus_per_worker: float = 0.0,
         num_gpus_per_worker: float = 0.0,
         call_timeout_s: float = 1800.0,
+        start_timeout_s: float | None = None,
         policy_path: Awaitable[Path] | None = None,
     ) -> "PolicyWorkers":
         """Start one actor per rank in the connected Ray, and load the policy on all of them.
@@ -59,12 +80,13 @@ class PolicyWorkers:
             num_workers: ranks, >= 1.
             num_cpus_per_worker: CPU slots Ray reserves for each.
             num_gpus_per_worker: GPUs Ray gives to each.
-            call_timeout_s: deadline of every call, this one included.
+            call_timeout_s: deadline of every call.
+            start_timeout_s: deadline of coming up, ``policy_path`` left out; the same where it is None.
 
         Raises:
             PolicyError: the policy directory cannot be used.
             TrainingError: a worker did not come up.
-            DeadlineError: the workers took longer than ``call_timeout_s``.
+            DeadlineError: the workers took longer than the deadline.
         """
         run_id = uuid.uuid4().hex[:8]
         env_vars = {"OMP_NUM_THREADS": "1"} if settings.device == "cpu" else {}
@@ -81,15 +103,21 @@ class PolicyWorkers:
             ).remote(settings, rank=rank, num_ranks=num_workers)
             for rank, name in enumerate(names)
         }
-        workers = cls(settings, actors, call_timeout_s=call_timeout_s)
+        workers = cls(settings, actors, call_timeout_s=call_timeout_s if start_timeout_s is None else start_timeout_s)
         try:
             await workers._rendezvous(await policy_path if policy_path is not None else None)
         except BaseException:
-            workers._kill()
+            await workers.close()
             raise
+        workers._call_timeout_s = call_timeout_s
         return workers
 
     async def _rendezvous(self, policy_path: Path | None) -> None:
+        """Every group meets at a port of its own: what a dead one left listening is never reached."""
+        here = _this_place()
+        for name, place in zip(self.names, await self._call("place"), strict=True):
+            if process := open_if_here(place, here):
+                self._processes[name] = process
         address = None
         if len(self._actors) > 1:
             first = self._actors[:1]
@@ -135,12 +163,28 @@ class PolicyWorkers:
         await self._call("export_hf", directory)
 
     async def close(self) -> None:
-        """End every worker. Idempotent."""
-        self._kill()
+        """End every worker, a frozen one too; those of this machine are gone on return, their memory and ports free. Idempotent.
 
-    def _kill(self) -> None:
+        On other machines Ray ends them: at once, or after 5 s where one is frozen.
+        """
         for actor in self._actors:
             ray.kill(actor)
+        processes, self._processes = self._processes, {}
+        try:
+            for process in processes.values():
+                process.kill()
+            async with asyncio.timeout(_END_TIMEOUT_S):
+                for process in processes.values():
+                    await process.ended()
+        except TimeoutError:
+            logger.warning(
+                "a policy worker of %s has not ended %g s after SIGKILL; what it holds on a GPU is still held",
+                ", ".join(processes),
+                _END_TIMEOUT_S,
+            )
+        finally:
+            for process in processes.values():
+                process.close()
 
     async def _call(self, method: str, *arguments: Any, actors: Sequence[ActorHandle] | None = None) -> list[Any]:
         actors = self._actors if actors is None else actors
@@ -152,26 +196,63 @@ class PolicyWorkers:
         """Call ``method`` on every actor with its own arguments; the first failure or the deadline ends the wait."""
         actors = self._actors if actors is None else actors
         references = [getattr(actor, method).remote(*own) for actor, own in zip(actors, arguments, strict=True)]
+        calls = {asyncio.wrap_future(r.future()): name for name, r in zip(self.names, references, strict=False)}
         try:
-            async with asyncio.timeout(self._call_timeout_s):
-                return list(await asyncio.gather(*references))
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"the policy workers did not finish {method} within training.step_timeout_s={self._call_timeout_s:g} "
-                "seconds; raise it, or look for a stuck worker in Ray's logs"
-            ) from error
-        except RayError as error:
-            raise _as_our_error(error, method) from error
+            await asyncio.wait(calls, timeout=self._call_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            if any(_is_lost_peer(error) for error in _failures(calls).values()):
+                await asyncio.wait(calls, timeout=_LAST_WORDS_S)
+            if failures := _failures(calls):
+                raise _as_our_error(failures, method)
+            if unfinished := [name for call, name in calls.items() if not call.done()]:
+                raise DeadlineError(
+                    f"{', '.join(unfinished)} did not finish {method} within training.step_timeout_s="
+                    f"{self._call_timeout_s:g} seconds; raise it, or look for a stuck worker in Ray's logs"
+                )
+            return [call.result() for call in calls]
+        finally:
+            for call in calls:
+                call.cancel()
 
 
-def _as_our_error(error: RayError, method: str) -> SkyRLAsyncError:
-    """The error a worker raised on purpose, or a ``TrainingError`` naming the call."""
-    if isinstance(error, RayTaskError):
-        if isinstance(error.cause, SkyRLAsyncError):
+def _failures(calls: Mapping["asyncio.Future[Any]", str]) -> dict[str, BaseException]:
+    """What the calls that are over failed with, by worker."""
+    failed = {name: call.exception() for call, name in calls.items() if call.done()}
+    return {name: error for name, error in failed.items() if error is not None}
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    return isinstance(error, RayTaskError) and is_lost_peer(error.cause)
+
+
+def _as_our_error(failures: Mapping[str, BaseException], method: str) -> BaseException:
+    """The error that explains the others: one raised on purpose, a death, a lost peer, anything else."""
+    for error in failures.values():
+        if isinstance(error, RayTaskError) and isinstance(error.cause, SkyRLAsyncError):
             return error.cause
-        return TrainingError(f"a policy worker failed in {method}: {error.cause!r}")
-    if isinstance(error, RayActorError):
-        return TrainingError(
-            f"a policy worker died in {method}: {str(error).splitlines()[0]}; resume with trainer.resume_mode=latest"
-        )
-    return TrainingError(f"Ray failed in {method} of the policy workers: {error}")
+    deaths = {n: e for n, e in failures.items() if isinstance(e, RayActorError | WorkerCrashedError | NodeDiedError)}
+    if deaths:
+        why = _cause_of_death(next(iter(deaths.values())))
+        return _caused(WorkerDiedError(f"{', '.join(deaths)} died in {method} ({why})"), deaths)
+    for name, error in failures.items():
+        if _is_lost_peer(error):
+            assert isinstance(error, RayTaskError)
+            return _caused(WorkerDiedError(f"{name} lost the other workers in {method}: {error.cause}"), failures)
+    name, error = next(iter(failures.items()))
+    if isinstance(error, RayTaskError):
+        if isinstance(error.cause, torch.AcceleratorError):  # every later call of that process would fail, too
+            return _caused(WorkerDiedError(f"the device of {name} failed in {method}: {error.cause}"), failures)
+        return _caused(TrainingError(f"{name} failed in {method}: {error.cause!r}"), failures)
+    if isinstance(error, RayError):
+        return _caused(TrainingError(f"Ray failed in {method} of {name}: {error}"), failures)
+    return error
+
+
+def _caused(error: SkyRLAsyncError, failures: Mapping[str, BaseException]) -> SkyRLAsyncError:
+    error.__cause__ = next(iter(failures.values()))
+    return error
+
+
+def _cause_of_death(error: BaseException) -> str:
+    """Of Ray's paragraph, the part that says why."""
+    said = [line for line in str(error).splitlines() if " is dead because " in line] or str(error).splitlines()
+    return said[0].partition(" Some common causes include")[0].rstrip(". ")

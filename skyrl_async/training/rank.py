@@ -177,13 +177,14 @@ class PolicyRank:
         if self._rank != 0:
             self._gather_only()
             return None
-        written = write_buckets(
-            self._backend.iter_full_params(),
-            dtype=self._settings.torch_serve_dtype,
-            directory=directory,
-            prefix=f"v{version:06d}",
-            bucket_bytes=bucket_bytes,
-        )
+        with self._gathering() as parameters:
+            written = write_buckets(
+                parameters,
+                dtype=self._settings.torch_serve_dtype,
+                directory=directory,
+                prefix=f"v{version:06d}",
+                bucket_bytes=bucket_bytes,
+            )
         return WeightUpdate(
             version=version,
             chunks=tuple({"path": str(path)} for path in written.paths),
@@ -196,15 +197,26 @@ class PolicyRank:
         if self._rank != 0:
             self._gather_only()
             return
-        export_hf_directory(
-            self._backend.iter_full_params(),
-            source=Path(self._settings.policy_path),
-            directory=directory,
-            dtype=self._settings.torch_serve_dtype,
-        )
+        with self._gathering() as parameters:
+            export_hf_directory(
+                parameters,
+                source=Path(self._settings.policy_path),
+                directory=directory,
+                dtype=self._settings.torch_serve_dtype,
+            )
+
+    @contextlib.contextmanager
+    def _gathering(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """The full parameters, gathered to the last one even where what is done with them fails: the others take part."""
+        parameters = self._backend.iter_full_params()
+        try:
+            yield parameters
+        finally:
+            for _ in parameters:
+                pass
 
     def _gather_only(self) -> None:
-        for _ in self._backend.iter_full_params():
+        with self._gathering():
             pass
 
     def save(self, directory: Path) -> None:

@@ -1,0 +1,259 @@
+"""``Policy`` whose workers may die: new ones are brought to the very state the dead ones had, and the call is made again.
+
+    trainer ──calls──> RecoveringPolicy ──calls──> workers ── die, hang, lose each other ──> new workers
+                            │  journal of calls since the last checkpoint                        │
+                            └──────────────── load that checkpoint, replay the journal ──────────┘
+
+Flows in: the trainer's calls, and what starts workers. Flows out: their answers, as if nothing had happened: engines, versions,
+groups and the ledger are not touched, and generation goes on meanwhile. Knows neither Ray nor torch, and publishes nothing.
+
+The state is the same to the last bit where a call's result depends on its arguments and the state alone: on CPU. On a GPU sums
+may be taken in another order.
+"""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from skyrl_async.errors import DeadlineError, SkyRLAsyncError, TrainingError, WorkerDiedError
+from skyrl_async.training.journal import CallJournal, GradientsCall
+from skyrl_async.training.protocol import Policy
+from skyrl_async.types import Trajectory, WeightUpdate
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOST = (WorkerDiedError, DeadlineError)
+"""What new workers can mend. Not: numbers that stopped being numbers, full disks, checkpoints of another model."""
+
+
+class RecoveringPolicy:
+    """Implements ``training.protocol.Policy``; made by ``start``, ended by ``close``."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        start: Callable[[], Awaitable[Policy]],
+        *,
+        max_restarts: int,
+        directory: Path,
+        max_journal_bytes: int,
+    ) -> None:
+        self._policy: Policy | None = policy
+        self._start = start
+        self._max_restarts = max_restarts
+        self._own = _OwnCheckpoints(directory)
+        self._max_journal_bytes = max_journal_bytes
+        self._base: Path | None = None
+        self._journal = CallJournal()
+        self._saved_position: int | None = None
+        self._why_not = "" if max_restarts else "trainer.max_restarts=0"
+        self.num_restarts = 0
+
+    @classmethod
+    async def start(
+        cls,
+        start: Callable[[], Awaitable[Policy]],
+        *,
+        max_restarts: int,
+        directory: Path,
+        max_journal_bytes: int = 1 << 30,
+    ) -> "RecoveringPolicy":
+        """Start the first workers; whatever keeps these from coming up is raised as it is.
+
+        Args:
+            start: starts workers with the initial policy. Called again for each restart, when the ones before are closed.
+            max_restarts: >= 0; over all calls. A restart that fails itself counts.
+            directory: for a checkpoint of the policy alone, where the journal outgrows ``max_journal_bytes`` before there is
+                another; removed by ``close``.
+            max_journal_bytes: about 16 per token trained.
+        """
+        policy = await start()
+        return cls(policy, start, max_restarts=max_restarts, directory=directory, max_journal_bytes=max_journal_bytes)
+
+    async def forward_backward(
+        self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
+    ) -> dict[str, float]:
+        """See ``Policy``."""
+        figures = await self._call("forward_backward", lambda p: p.forward_backward(trajectories, advantages, version))
+        if not self._why_not:
+            self._journal.add_gradients(trajectories, advantages, version)
+        return figures
+
+    async def step(self, num_tokens: float) -> dict[str, float]:
+        """See ``Policy``."""
+        figures = await self._call("step", lambda p: p.step(num_tokens))
+        if not self._why_not:
+            self._journal.add_step(num_tokens, figures["grad_norm"])
+            if self._journal.num_bytes > self._max_journal_bytes:
+                await self._replace_journal()
+        return figures
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """See ``Policy``."""
+        return await self._call("logprobs", lambda p: p.logprobs(token_ids))
+
+    async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        """See ``Policy``."""
+        return await self._call("export_weights", lambda p: p.export_weights(version, directory, bucket_bytes))
+
+    async def save(self, directory: Path) -> None:
+        """See ``Policy``. What was saved counts once ``checkpoint_written`` says where it is."""
+        position = await self._save(directory)
+        self._saved_position = position
+
+    async def load(self, directory: Path) -> None:
+        """See ``Policy``. From here on new workers begin with what is loaded."""
+        await self._call("load", lambda p: p.load(directory))
+        self._journal.clear()
+        self._begin_at(directory)
+
+    async def export_hf(self, directory: Path) -> None:
+        """See ``Policy``."""
+        await self._call("export_hf", lambda p: p.export_hf(directory))
+
+    def checkpoint_written(self, directory: Path) -> None:
+        """What the last ``save`` wrote is complete, and stays at ``directory`` until another one is."""
+        assert self._saved_position is not None, "nothing was saved"
+        self._journal.cut(self._saved_position)
+        self._begin_at(directory)
+
+    async def close(self) -> None:
+        """End every worker. Idempotent."""
+        policy, self._policy = self._policy, None
+        try:
+            if policy is not None:
+                await policy.close()
+        finally:
+            self._own.remove()
+
+    def _begin_at(self, base: Path) -> None:
+        self._base, self._saved_position = base, None
+        if self._max_restarts:
+            self._why_not = ""
+        self._own.remove(but=base)
+
+    async def _save(self, directory: Path) -> int:
+        """Save; returns the position of the journal up to which ``directory`` holds everything."""
+
+        def forget_the_half_done() -> None:
+            shutil.rmtree(directory, ignore_errors=True)
+
+        await self._call("save", lambda p: p.save(directory), before_repeating=forget_the_half_done)
+        return self._journal.last_step
+
+    async def _replace_journal(self) -> None:
+        """Save the policy in a place of our own, so that the journal can be emptied; where that fails, do without."""
+        directory, num_bytes = self._own.next(), self._journal.num_bytes
+        try:
+            position = await self._save(directory)
+        except LOST:
+            raise
+        except (TrainingError, OSError) as error:
+            self._why_not = f"no checkpoint was written since {directory} could not be"
+            self._journal.clear()
+            logger.warning(
+                "%d MB of calls since the last checkpoint are forgotten, because %s cannot be written (%s): until there is a "
+                "checkpoint, policy workers that die end the run; make room, or write checkpoints more often",
+                num_bytes >> 20,
+                directory,
+                error,
+            )
+            return
+        self._journal.cut(position)
+        self._begin_at(directory)
+        logger.info("wrote %s in place of %d MB of calls since the last checkpoint", directory, num_bytes >> 20)
+
+    async def _call(
+        self, name: str, call: Callable[[Policy], Awaitable[T]], *, before_repeating: Callable[[], None] | None = None
+    ) -> T:
+        """Make a call, with new workers as often as it takes."""
+        while True:
+            try:
+                assert self._policy is not None, "the policy is closed"
+                return await call(self._policy)
+            except LOST as error:
+                await self._recover(error, name)
+                if before_repeating is not None:
+                    before_repeating()
+
+    async def _recover(self, lost: SkyRLAsyncError, name: str) -> None:
+        """Start workers until some are where the lost ones were; raises ``lost`` when there have been too many."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        failure = lost
+        while True:
+            if self._why_not or self.num_restarts >= self._max_restarts:
+                raise self._given_up(lost) from failure
+            self.num_restarts += 1
+            attempt = f"restart {self.num_restarts} of at most trainer.max_restarts={self._max_restarts}"
+            origin = "the initial policy" if self._base is None else str(self._base)
+            num_steps, num_calls = self._journal.num_steps, len(self._journal)
+            logger.warning(
+                "%s; %s of the policy workers, from %s with %d steps to do again", failure, attempt, origin, num_steps
+            )
+            try:
+                difference = await self._restart()
+                break
+            except TrainingError as error:
+                failure = error
+            except DeadlineError as error:
+                failure = error
+        logger.warning(
+            "the policy workers are back in %s after %.1f s (%s; %d steps, %d calls done again, gradient norms differ by at most "
+            "%.2g)",
+            name,
+            loop.time() - started,
+            attempt,
+            num_steps,
+            num_calls,
+            difference,
+        )
+
+    def _given_up(self, lost: SkyRLAsyncError) -> SkyRLAsyncError:
+        why = self._why_not or f"trainer.max_restarts={self._max_restarts} are used up"
+        return type(lost)(f"{lost}; not restarted: {why}. Continue with trainer.resume_mode=latest")
+
+    async def _restart(self) -> float:
+        """New workers in the state of the lost ones; returns the largest relative difference of a step's gradient norm."""
+        lost, self._policy = self._policy, None
+        if lost is not None:
+            await lost.close()
+        self._policy = policy = await self._start()
+        if self._base is not None:
+            await policy.load(self._base)
+        difference = 0.0
+        for call in self._journal:
+            if isinstance(call, GradientsCall):
+                await policy.forward_backward(*call.arguments())
+            else:
+                grad_norm = (await policy.step(call.num_tokens))["grad_norm"]
+                difference = max(difference, abs(grad_norm - call.grad_norm) / max(abs(call.grad_norm), 1e-12))
+        return difference
+
+
+class _OwnCheckpoints:
+    """Directories for what is saved in between; at most one of them is kept."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._count = 0
+        self.remove()
+
+    def next(self) -> Path:
+        """A path where nothing is."""
+        self._count += 1
+        return self._directory / f"policy-{self._count}"
+
+    def remove(self, *, but: Path | None = None) -> None:
+        """Delete them all, ``but`` one."""
+        if but is None or but.parent != self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            return
+        for path in self._directory.iterdir():
+            if path != but:
+                shutil.rmtree(path, ignore_errors=True)
