@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,15 @@ class Checkpointer:
     Args:
         directory: ``<run>/checkpoints``.
         max_to_keep: older ones are deleted; 0 keeps all.
+        on_written: told where each is, when it is in place and those before it still are.
     """
 
-    def __init__(self, directory: Path, *, max_to_keep: int) -> None:
+    def __init__(
+        self, directory: Path, *, max_to_keep: int, on_written: Callable[[Path], None] = lambda path: None
+    ) -> None:
         self._directory = directory
         self._max_to_keep = max_to_keep
+        self._on_written = on_written
         self.num_failures = 0
         self.failure: CheckpointError | None = None
         """Of the last one; None when it was written."""
@@ -97,7 +102,7 @@ class Checkpointer:
         try:
             await asyncio.to_thread(self._begin, partial)
             await policy.save(partial / "policy")
-            return await asyncio.to_thread(self._complete, partial, state, is_given_up)
+            final = await asyncio.to_thread(self._complete, partial, state, is_given_up)
         except (OSError, CheckpointError) as error:
             await asyncio.to_thread(self._discard, partial)
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
@@ -107,6 +112,9 @@ class Checkpointer:
         except asyncio.CancelledError:
             is_given_up.set()  # a thread does not end by cancellation; what it leaves is removed by the next run
             raise
+        self._on_written(final)
+        await asyncio.to_thread(self._delete_old, state.step)
+        return final
 
     def _begin(self, partial: Path) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -128,10 +136,6 @@ class Checkpointer:
         final = self._move_into_place(partial)
         os.replace(pointer, self._directory / LATEST)
         sync(self._directory)
-        try:
-            self._delete_old(state.step)
-        except OSError as error:
-            logger.warning("old checkpoints in %s cannot be deleted: %s", self._directory, error)
         return final
 
     def _discard(self, partial: Path) -> None:
@@ -230,9 +234,12 @@ class Checkpointer:
     def _delete_old(self, newest: int) -> None:
         if not self._max_to_keep:
             return
-        for step in [s for s in self._steps() if s <= newest][: -self._max_to_keep]:
-            doomed = self._path(step)
-            shutil.rmtree(doomed.rename(doomed.with_name(f"{_PARTIAL}{doomed.name}")))
+        try:
+            for step in [s for s in self._steps() if s <= newest][: -self._max_to_keep]:
+                doomed = self._path(step)
+                shutil.rmtree(doomed.rename(doomed.with_name(f"{_PARTIAL}{doomed.name}")))
+        except OSError as error:
+            logger.warning("old checkpoints in %s cannot be deleted: %s", self._directory, error)
 
 
 def read_state(path: Path) -> TrainerState:

@@ -183,6 +183,8 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
         left.failures += ending.failures
         with left.attempt("the summary"):
             summary = _summary(left, run_dir, started, booted, config.trainer.export_hf)
+            if parts.policy.num_restarts:
+                summary["policy_restarts"] = parts.policy.num_restarts
             console.summary(summary_table(summary))
             write_summary(run_dir / "summary.json", summary)
 

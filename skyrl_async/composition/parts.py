@@ -38,6 +38,7 @@ from skyrl_async.stopping import StopRequest
 from skyrl_async.tasks.registry import make_environment
 from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
 from skyrl_async.training.protocol import Policy
+from skyrl_async.training.recovering import RecoveringPolicy
 from skyrl_async.types import Group, PauseMode, SamplingParams
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
@@ -181,7 +182,7 @@ def make_trainer(
     *,
     prompts: Prompts,
     client: InferenceEngineClient,
-    policy: Policy,
+    policy: RecoveringPolicy,
     publisher: WeightPublisher,
     generator: Generator,
     run_dir: Path,
@@ -229,9 +230,13 @@ def make_trainer(
         policy=policy,
         publisher=publisher,
         evaluator=evaluator,
-        checkpointer=Checkpointer(run_dir / "checkpoints", max_to_keep=trainer.max_checkpoints_to_keep),
+        checkpointer=Checkpointer(
+            run_dir / "checkpoints",
+            max_to_keep=trainer.max_checkpoints_to_keep,
+            on_written=lambda checkpoint: policy.checkpoint_written(checkpoint / "policy"),
+        ),
         advantages=functools.partial(estimator.compute, norm_by_std=trainer.algorithm.grpo_norm_by_std),
-        log=log,
+        log=lambda step, values: log(step, {"trainer/restarts": float(policy.num_restarts), **values}),
         log_groups=log_groups,
         trace=trace,
         watchdog=watchdog,

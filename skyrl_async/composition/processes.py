@@ -28,6 +28,7 @@ from skyrl_async.inference.sessions.rows import BranchPolicy
 from skyrl_async.inference.sessions.session import SessionLimits
 from skyrl_async.inference.sessions.settings import ReasoningPolicy, SessionSettings
 from skyrl_async.training.protocol import Policy
+from skyrl_async.training.recovering import RecoveringPolicy
 from skyrl_async.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def end_ray() -> None:
 
 async def start_engines_and_policy(
     config: Config, stack: contextlib.AsyncExitStack, files: PolicyFiles, initial: Path, run_dir: Path, num_steps: int
-) -> tuple[Sequence[InferenceEngine], Policy]:
+) -> tuple[Sequence[InferenceEngine], RecoveringPolicy]:
     """Boot engines while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run."""
 
     async def engines() -> Sequence[InferenceEngine]:
@@ -88,19 +89,8 @@ async def start_engines_and_policy(
             stack.push_async_callback(engine.close)
         return started
 
-    async def start_policy() -> Policy:
-        from skyrl_async.training.policy_workers import PolicyWorkers
-
-        placement, device = config.placement, training_device(config.training)
-        num_gpus = placement.num_gpus_per_worker
-        policy = await PolicyWorkers.start(
-            _training_settings(config, initial, num_steps),
-            policy_path=files.trained(),
-            num_workers=config.training.num_workers,
-            num_cpus_per_worker=placement.num_cpus_per_worker,
-            num_gpus_per_worker=(1.0 if device is Device.cuda else 0.0) if num_gpus is None else num_gpus,
-            call_timeout_s=config.training.step_timeout_s,
-        )
+    async def start_policy() -> RecoveringPolicy:
+        policy = await _start_policy(config, files, _training_settings(config, initial, num_steps), run_dir)
         stack.push_async_callback(policy.close)
         return policy
 
@@ -108,6 +98,33 @@ async def start_engines_and_policy(
         booting = tasks.create_task(engines(), name="engines")
         loading = tasks.create_task(start_policy(), name="policy")
     return booting.result(), loading.result()
+
+
+async def _start_policy(
+    config: Config, files: PolicyFiles, settings: TrainingSettings, run_dir: Path
+) -> RecoveringPolicy:
+    """Policy workers, and what replaces them when they die."""
+    from skyrl_async.training.policy_workers import PolicyWorkers
+
+    placement, device = config.placement, training_device(config.training)
+    num_gpus = placement.num_gpus_per_worker
+
+    async def start_workers() -> Policy:
+        return await PolicyWorkers.start(
+            settings,
+            policy_path=files.trained(),
+            num_workers=config.training.num_workers,
+            num_cpus_per_worker=placement.num_cpus_per_worker,
+            num_gpus_per_worker=(1.0 if device is Device.cuda else 0.0) if num_gpus is None else num_gpus,
+            call_timeout_s=config.training.step_timeout_s,
+        )
+
+    return await RecoveringPolicy.start(
+        start_workers,
+        max_restarts=config.trainer.max_restarts,
+        directory=run_dir / "recovery",
+        max_journal_bytes=config.trainer.restart_journal_mb << 20,
+    )
 
 
 def _warn_of_truncation(sampling: SamplingConfig) -> None:

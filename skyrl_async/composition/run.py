@@ -42,7 +42,7 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.stopping import StopRequest
 from skyrl_async.trainer import FullyAsyncTrainer
-from skyrl_async.training.protocol import Policy
+from skyrl_async.training.recovering import RecoveringPolicy
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 
@@ -53,7 +53,7 @@ class Parts:
     prompts: Prompts
     client: InferenceEngineClient
     generator: Generator
-    policy: Policy
+    policy: RecoveringPolicy
     publisher: WeightPublisher
     endpoint_url: str | None
     """Of the endpoint, with ``/v1``; None where none is served."""

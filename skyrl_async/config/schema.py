@@ -400,6 +400,16 @@ class TrainerConfig:
         20, "Steps between checkpoints, and one at the end; 0 writes none, but for that of a run that is asked to stop."
     )
     max_checkpoints_to_keep: int = doc(2, "Older checkpoints are deleted; 0 keeps all.")
+    max_restarts: int = doc(
+        3,
+        "How often a run replaces policy workers that died or hung, each time from its last checkpoint, doing again what was trained "
+        "since; 0 ends it with the first. The next one ends the run.",
+    )
+    restart_journal_mb: int = doc(
+        1024,
+        "Memory for what was trained since the last checkpoint, in case policy workers die (about 16 bytes per token); when it is full "
+        "the run saves the policy for itself, and deletes that at its end.",
+    )
     eval_interval_steps: int = doc(
         20, "Steps between evaluations while training, beside those before and after; 0 leaves them out."
     )
@@ -435,6 +445,8 @@ class TrainerConfig:
         for key in (
             "checkpoint_interval_steps",
             "max_checkpoints_to_keep",
+            "max_restarts",
+            "restart_journal_mb",
             "eval_interval_steps",
             "logprob_probe_interval_steps",
         ):
@@ -479,13 +491,17 @@ class TrainingConfig:
     )
     mixed_precision: bool = doc(False, "bfloat16 forward and backward over float32 weights.")
     activation_checkpointing: bool = doc(False, "Recompute activations in the backward pass.")
-    step_timeout_s: float = doc(1800.0, "Deadline of one call to the workers.")
+    step_timeout_s: float = doc(
+        1800.0,
+        "Deadline of one call to the workers, and of their start; past it they are replaced (see trainer.max_restarts).",
+    )
 
     def __post_init__(self) -> None:
         require(self.num_workers >= 1, "training.num_workers", ">= 1", self.num_workers)
         require(self.lr > 0, "training.lr", "> 0", self.lr)
         require(self.micro_batch_tokens >= 1, "training.micro_batch_tokens", ">= 1", self.micro_batch_tokens)
         require(self.max_grad_norm >= 0, "training.max_grad_norm", ">= 0", self.max_grad_norm)
+        require(self.step_timeout_s > 0, "training.step_timeout_s", "> 0", self.step_timeout_s)
         require(self.num_warmup_steps >= 0, "training.num_warmup_steps", ">= 0", self.num_warmup_steps)
 
 

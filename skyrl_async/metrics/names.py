@@ -121,6 +121,10 @@ METRICS: dict[str, Metric] = {
     ),
     "trainer/step": Metric("steps", "Optimizer steps completed."),
     "trainer/epoch": Metric("epochs", "Passes over the training prompts completed."),
+    "trainer/restarts": Metric(
+        "times",
+        "Policy workers replaced since this process began the run or took it up, attempts that failed included.",
+    ),
     "trainer/idle_share": Metric("share", "Of the step, spent waiting for generation."),
 }
 

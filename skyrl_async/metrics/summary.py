@@ -35,6 +35,7 @@ _LABELS = {
     "failed_groups": ("groups failed", "{:,.0f}"),
     "lost_samples": ("samples lost from other groups", "{:,.0f}"),
     "retries": ("rollouts tried again", "{:,.0f}"),
+    "policy_restarts": ("policy workers restarted", "{:,.0f} times"),
     "pause_seconds_median": ("generation paused per publish, median", "{:.3f} s"),
     "trainer_idle_share": ("trainer idle", "{:.0%}"),
 }

@@ -40,8 +40,8 @@ class _RankActor(PolicyRank):
         """Where the other ranks reach this one."""
         return str(ray.util.get_node_ip_address())
 
-    def place(self) -> ProcessPlace:
-        """Where this rank's process is."""
+    def boot(self) -> ProcessPlace:
+        """The process is up: where it is."""
         return _this_place()
 
 
@@ -115,7 +115,7 @@ class PolicyWorkers:
     async def _rendezvous(self, policy_path: Path | None) -> None:
         """Every group meets at a port of its own: what a dead one left listening is never reached."""
         here = _this_place()
-        for name, place in zip(self.names, await self._call("place"), strict=True):
+        for name, place in zip(self.names, await self._call("boot"), strict=True):
             if process := open_if_here(place, here):
                 self._processes[name] = process
         address = None

@@ -99,6 +99,12 @@ class Command:
         while int(self.read_until("step ").rsplit("step ", 1)[1].partition("/")[0]) < step:
             pass
 
+    def kill_policy_worker(self) -> None:
+        """The only one, by kill -9."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        (worker,) = (child for child in children if "ray::_RankActor" in "".join(child.cmdline()))
+        worker.kill()
+
     def finish(self, timeout_s: float = 100.0) -> "Outcome":
         """Wait for its end, and for that of all its processes."""
         started = time.monotonic()
@@ -494,3 +500,43 @@ def test_a_generator_that_returns_mismatched_lengths_ends_the_run_with_what_diff
     assert outcome.code == 1
     assert "trajectory.logprobs has 1 entries for 2 response tokens" in outcome.error
     assert "Traceback" not in outcome.stderr
+
+
+@pytest.mark.slow
+def test_a_policy_worker_that_is_killed_is_replaced_until_restarts_are_used_up_and_then_the_run_can_be_taken_up(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "out"
+    overrides = [*SMALL, *NO_VLLM, f"trainer.output_dir={run_dir}", "trainer.checkpoint_interval_steps=3"]
+    with Command([*overrides, FOR_EVER, "trainer.max_restarts=1"], cwd=tmp_path) as command:
+        command.wait_for_step(1)
+        command.kill_policy_worker()
+        command.wait_for_step(5)
+        command.kill_policy_worker()
+        ended = command.finish()
+    assert ended.code == 1 and ended.orphans == ()
+    assert re.match(r"error: policy-worker-0-\w+ died in \w+ \(The actor is dead because", ended.error), ended.error
+    assert "not restarted: trainer.max_restarts=1 are used up. Continue with trainer.resume_mode=latest" in ended.error
+    first, trained = state(run_dir)[1]["step"], assert_ledger_is_exact(run_dir)
+    last = first + 6
+    resume = [f"trainer.num_steps={last}", "trainer.resume_mode=latest"]
+    with Command([*overrides, *resume], cwd=tmp_path) as command:
+        command.wait_for_step(first + 2)
+        command.kill_policy_worker()
+        outcome = command.finish()
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.orphans == ()
+    assert set(trained) < set(assert_ledger_is_exact(run_dir))
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["policy_restarts"]) == (last, 1)
+    assert "policy workers restarted" in outcome.stdout
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "reward/mean" in row]
+    assert [row["step"] for row in rows] == list(range(1, last + 1))
+    assert (rows[0]["trainer/restarts"], rows[-1]["trainer/restarts"]) == (0, 1)
+    for told in (ended.stderr, outcome.stderr):
+        assert re.search(
+            r"WARNING policy-worker-0-\w+ died in \w+ .*; restart 1 of at most trainer.max_restarts=", told
+        )
+        assert re.search(r"the policy workers are back in \w+ after [\d.]+ s .* differ by at most 0\)", told)
+        assert "Traceback" not in told
+    assert not (run_dir / "recovery").exists()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from skyrl_async.errors import CheckpointError, DeadlineError, PolicyError, TrainingError
+from skyrl_async.errors import CheckpointError, DeadlineError, PolicyError, TrainingError, WorkerDiedError
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.policy_workers import PolicyWorkers
 from skyrl_async.training.protocol import Policy
@@ -65,10 +65,8 @@ def assert_close(here: dict[str, Tensor], there: dict[str, Tensor], *, atol: flo
         torch.testing.assert_close(tensor, there[name], atol=atol, rtol=0.0, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainingSettings:
+def write_policy(directory: Path) -> TrainingSettings:
     """Of a random two-layer Qwen3."""
-    directory = tmp_path_factory.mktemp("policy")
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -84,6 +82,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainingSettings:
     )
     Qwen3ForCausalLM(config).save_pretrained(directory)
     return TrainingSettings(policy_path=str(directory), lr=1e-3, num_warmup_steps=2)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainingSettings:
+    return write_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")
@@ -182,8 +185,31 @@ async def test_an_export_by_two_ranks_is_complete(two_ranks: PolicyWorkers, tmp_
     assert_close(load_file(tmp_path / "hf" / "model.safetensors"), await weights(two_ranks, tmp_path / "w"), atol=0.0)
 
 
+async def test_what_one_rank_cannot_write_fails_every_rank_and_none_is_left_waiting(
+    two_ranks: PolicyWorkers, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint" / "rng_1.pt").mkdir(parents=True)
+    (tmp_path / "other" / "scheduler.pt").mkdir(parents=True)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(TrainingError, match="rank 1 failed to write the checkpoint .*: Is a directory"):
+        await two_ranks.save(tmp_path / "checkpoint")
+    with pytest.raises(TrainingError, match="rank 0 failed to write .*scheduler.pt"):
+        await two_ranks.save(tmp_path / "other")
+    with pytest.raises(TrainingError, match="failed in export_weights: FileExistsError"):
+        await two_ranks.export_weights(0, tmp_path / "file", 1 << 30)
+    with pytest.raises(TrainingError, match="failed in export_hf: FileExistsError"):
+        await two_ranks.export_hf(tmp_path / "file")
+    await train(two_ranks, first_step=0, num_steps=1)
+    await two_ranks.save(tmp_path / "whole")
+    (shard,) = (tmp_path / "whole" / "state").glob("__1_*")
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"cannot be read: cannot read .*state: rank \d: "):
+        await two_ranks.load(tmp_path / "whole")
+    await two_ranks.logprobs([1, 2])
+
+
 async def test_a_call_past_its_deadline_is_named(ray_session: None, settings: TrainingSettings) -> None:
-    with pytest.raises(DeadlineError, match=r"did not finish start within training.step_timeout_s=0.01"):
+    with pytest.raises(DeadlineError, match=r"did not finish boot within training.step_timeout_s=0.01"):
         await PolicyWorkers.start(settings, num_workers=1, call_timeout_s=0.01)
 
 
@@ -191,7 +217,7 @@ async def test_a_worker_that_fails_or_dies_ends_the_call_by_name_and_close_still
     ray_session: None, settings: TrainingSettings
 ) -> None:
     workers = await PolicyWorkers.start(settings, num_workers=1, call_timeout_s=120.0)
-    with pytest.raises(TrainingError, match="a policy worker failed in logprobs: IndexError"):
+    with pytest.raises(TrainingError, match=r"policy-worker-0-\w+ failed in logprobs: IndexError"):
         await workers.logprobs([0, VOCABULARY + 1])
     ray.kill(ray.get_actor(workers.names[0]))
 
@@ -199,7 +225,7 @@ async def test_a_worker_that_fails_or_dies_ends_the_call_by_name_and_close_still
         while True:  # Ray kills when it gets to it: a call or two may still be answered
             await workers.step(1)
 
-    with pytest.raises(TrainingError, match="a policy worker died in step"):
+    with pytest.raises(WorkerDiedError, match=r"policy-worker-0-\w+ died in step \(The actor is dead because"):
         await step_until_it_is_dead()
     await workers.close()
     await workers.close()

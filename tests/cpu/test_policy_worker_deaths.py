@@ -1,0 +1,142 @@
+"""Two ranks as Ray actors over gloo, killed and frozen: their successors hold the weights of workers that were left alone."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from skyrl_async.errors import TrainingError, WorkerDiedError
+from skyrl_async.training.policy_workers import PolicyWorkers, _as_our_error
+from skyrl_async.training.recovering import RecoveringPolicy
+from skyrl_async.training.worker_process import ProcessPlace, open_if_here
+from tests.cpu.test_policy_workers import train, trajectories, weights, write_policy
+
+CALL_TIMEOUT_S = 6.0
+
+
+class Group:
+    """A policy over two ranks, and the processes of all that it ever had."""
+
+    def __init__(self) -> None:
+        self.policy: RecoveringPolicy
+        self.pids: list[int] = []
+        self.past: list[int] = []
+
+    @classmethod
+    async def start(cls, directory: Path) -> "Group":
+        group, settings = cls(), write_policy(directory / "initial")
+
+        async def start() -> PolicyWorkers:
+            assert not any(psutil.pid_exists(pid) for pid in group.pids), "the ones before must be gone"
+            group.past += group.pids
+            workers = await PolicyWorkers.start(
+                settings, num_workers=2, call_timeout_s=CALL_TIMEOUT_S, start_timeout_s=120.0
+            )
+            group.pids = [(await ray.get_actor(name).boot.remote()).pid for name in workers.names]
+            return workers
+
+        group.policy = await RecoveringPolicy.start(start, max_restarts=3, directory=directory / "recovery")
+        return group
+
+    async def killed_while_saving(self, directory: Path) -> None:
+        """Rank 1 dies writing its last file, while the other waits for it."""
+        os.mkdir(directory)
+        os.mkfifo(directory / "rng_1.pt")
+        reader, is_written = os.open(directory / "rng_1.pt", os.O_RDONLY | os.O_NONBLOCK), asyncio.Event()
+        asyncio.get_running_loop().add_reader(reader, is_written.set)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.policy.save(directory))
+            await is_written.wait()
+            asyncio.get_running_loop().remove_reader(reader)
+            os.kill(self.pids[1], signal.SIGKILL)
+        os.close(reader)
+
+
+@pytest.mark.slow
+async def test_ranks_that_are_killed_or_frozen_anywhere_change_no_bit_of_the_weights(
+    ray_session: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = await Group.start(tmp_path)
+    policy = group.policy
+    await policy.save(tmp_path / "first")
+    figures = await train(policy, first_step=0, num_steps=1)
+    expected_logprobs = await policy.logprobs([1, 2, 3])
+    figures += await train(policy, first_step=1, num_steps=2)
+    expected = await weights(policy, tmp_path / "expected")
+    await policy.load(tmp_path / "first")
+
+    assert await train(policy, first_step=0, num_steps=1) == figures[:4]
+    os.kill(group.pids[0], signal.SIGKILL)  # between two calls
+    assert await policy.logprobs([1, 2, 3]) == expected_logprobs
+    await group.killed_while_saving(tmp_path / "second")
+    policy.checkpoint_written(tmp_path / "second")
+    assert policy.num_restarts == 2
+    rows, values = trajectories(5, seed=1), torch.randn(5, generator=torch.Generator().manual_seed(1)).tolist()
+    assert await policy.forward_backward(rows[1:], values[1:], 1) == figures[4]
+    assert await policy.forward_backward(rows[:1], values[:1], 1) == figures[5]
+    os.kill(group.pids[0], signal.SIGSTOP)  # until the deadline
+    assert await policy.forward_backward(rows, [0.0] * 5, 1) == figures[6]
+    assert await policy.step(2 * sum(row.num_sampled_tokens for row in rows)) == figures[7]
+    assert await train(policy, first_step=2, num_steps=1) == figures[8:]
+    found = await weights(policy, tmp_path / "found")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert policy.num_restarts == 3
+
+    said = [record.message for record in caplog.records if "; restart" in record.message]
+    assert [message.partition("policy-worker-")[2][0] for message in said] == ["0", "1", "0"]
+    assert " did not finish forward_backward within training.step_timeout_s=6 seconds" in said[2]
+    assert said[2].endswith(f"from {tmp_path / 'second'} with 0 steps to do again")
+    assert sum("gradient norms differ by at most 0)" in record.message for record in caplog.records) == 3
+    assert len(group.past) == 6
+    await policy.close()
+    assert not any(psutil.pid_exists(pid) for pid in group.past + group.pids)
+
+
+def from_worker(cause: Exception) -> RayTaskError:
+    return RayTaskError("step", "Traceback", cause)
+
+
+def test_what_new_workers_can_mend_is_told_from_what_they_cannot() -> None:
+    gloo = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+    nccl = torch.distributed.DistBackendError("NCCL error: remote process exited")
+    device = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered", 214)
+    memory = torch.OutOfMemoryError("CUDA out of memory")
+    on_purpose = TrainingError("the gradient norm is nan")
+    died = ActorDiedError()
+
+    def error(**failures: Exception) -> BaseException:
+        return _as_our_error(failures, "step")
+
+    both = error(worker_0=from_worker(gloo), worker_1=died)
+    assert isinstance(both, WorkerDiedError) and str(both).startswith("worker_1 died in step (")
+    alone = error(worker_0=from_worker(gloo), worker_1=from_worker(gloo))
+    assert isinstance(alone, WorkerDiedError) and str(alone).startswith("worker_0 lost the other workers in step: ")
+    assert isinstance(error(worker_0=from_worker(nccl)), WorkerDiedError)
+    broken = error(worker_0=from_worker(device))
+    assert isinstance(broken, WorkerDiedError) and str(broken).startswith("the device of worker_0 failed in step: ")
+    for cause in (memory, IndexError("out of range"), RuntimeError("shapes differ")):
+        assert type(error(worker_0=from_worker(cause))) is TrainingError
+    assert error(worker_0=died, worker_1=from_worker(on_purpose)) is on_purpose
+
+
+async def test_a_process_of_another_machine_or_one_that_is_gone_is_left_alone() -> None:
+    here = ProcessPlace.of_this_process("node-1")
+    assert open_if_here(ProcessPlace(node_id="node-2", namespace=here.namespace, pid=here.pid), here) is None
+    assert open_if_here(ProcessPlace(node_id="node-1", namespace="pid:[1]", pid=here.pid), here) is None
+    child = await asyncio.create_subprocess_exec("sleep", "1000")
+    place = ProcessPlace(node_id="node-1", namespace=here.namespace, pid=child.pid)
+    process = open_if_here(place, here)
+    assert process is not None
+    os.kill(child.pid, signal.SIGSTOP)
+    process.kill()
+    await process.ended()
+    await child.wait()
+    process.kill()
+    process.close()
+    assert open_if_here(place, here) is None
