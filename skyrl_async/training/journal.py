@@ -34,9 +34,13 @@ class StepCall:
 
 
 class CallJournal:
-    """Grows by one entry per call; ``cut`` forgets what a checkpoint holds. Positions count from the first call ever."""
+    """Grows by one entry per call; ``cut`` forgets what a checkpoint holds. Positions count from the first call ever.
 
-    def __init__(self) -> None:
+    ``max_bytes`` is when it calls itself full; it goes on taking calls then, up to the next step.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._calls: list[GradientsCall | StepCall] = []
         self._num_forgotten = 0
         self.num_bytes = 0
@@ -52,6 +56,11 @@ class CallJournal:
     def num_steps(self) -> int:
         """Optimizer steps held."""
         return sum(isinstance(call, StepCall) for call in self._calls)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a checkpoint should take its place."""
+        return self.num_bytes > self._max_bytes
 
     @property
     def last_step(self) -> int:

@@ -45,11 +45,11 @@ class RecoveringPolicy:
     ) -> None:
         self._policy: Policy | None = policy
         self._start = start
+        self._turn = asyncio.Lock()
         self._max_restarts = max_restarts
         self._own = _OwnCheckpoints(directory)
-        self._max_journal_bytes = max_journal_bytes
         self._base: Path | None = None
-        self._journal = CallJournal()
+        self._journal = CallJournal(max_journal_bytes)
         self._saved_position: int | None = None
         self._why_not = "" if max_restarts else "trainer.max_restarts=0"
         self.num_restarts = 0
@@ -89,7 +89,7 @@ class RecoveringPolicy:
         figures = await self._call("step", lambda p: p.step(num_tokens))
         if not self._why_not:
             self._journal.add_step(num_tokens, figures["grad_norm"])
-            if self._journal.num_bytes > self._max_journal_bytes:
+            if self._journal.is_full:
                 await self._replace_journal()
         return figures
 
@@ -171,15 +171,16 @@ class RecoveringPolicy:
     async def _call(
         self, name: str, call: Callable[[Policy], Awaitable[T]], *, before_repeating: Callable[[], None] | None = None
     ) -> T:
-        """Make a call, with new workers as often as it takes."""
-        while True:
-            try:
-                assert self._policy is not None, "the policy is closed"
-                return await call(self._policy)
-            except LOST as error:
-                await self._recover(error, name)
-                if before_repeating is not None:
-                    before_repeating()
+        """Make a call, with new workers as often as it takes; other calls wait for their turn meanwhile."""
+        async with self._turn:
+            while True:
+                try:
+                    assert self._policy is not None, "the policy is closed"
+                    return await call(self._policy)
+                except LOST as error:
+                    await self._recover(error, name)
+                    if before_repeating is not None:
+                        before_repeating()
 
     async def _recover(self, lost: SkyRLAsyncError, name: str) -> None:
         """Start workers until some are where the lost ones were; raises ``lost`` when there have been too many."""

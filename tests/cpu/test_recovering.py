@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from skyrl_async.checkpoint import Checkpointer, TrainerState
 from skyrl_async.errors import CheckpointError, DeadlineError, TrainingError, WorkerDiedError
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.journal import CallJournal
@@ -206,7 +207,7 @@ def undisturbed(calls: Sequence[str]) -> list[Any]:
     hangs=st.booleans(),
     max_journal_bytes=st.sampled_from([0, 500, 1 << 20]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_calls_and_any_deaths_give_the_answers_and_weights_of_workers_that_live(
     calls: list[str], deaths: dict[int, bool], hangs: bool, max_journal_bytes: int
 ) -> None:
@@ -372,14 +373,15 @@ async def test_a_cancelled_restart_leaves_no_workers(tmp_path: Path) -> None:
 
 
 def test_a_journal_is_cut_where_a_checkpoint_begins_and_gives_calls_back_to_the_last_bit() -> None:
-    journal = CallJournal()
-    assert journal.last_step == 0
+    journal = CallJournal(max_bytes=300)
+    assert journal.last_step == 0 and not journal.is_full
     for number in range(3):
         journal.add_gradients(one_row(number), [1 / 3], number)
     journal.add_step(3, 0.5)
     position = journal.last_step
     journal.add_gradients(one_row(7), [-1 / 7], 1)
     assert (len(journal), journal.num_steps, position) == (5, 1, 4)
+    assert journal.num_bytes > 300 and journal.is_full
     journal.cut(position)
     (call,) = journal
     assert call.arguments() == (tuple(one_row(7)), (-1 / 7,), 1)
@@ -388,6 +390,52 @@ def test_a_journal_is_cut_where_a_checkpoint_begins_and_gives_calls_back_to_the_
     assert journal.last_step == position and len(journal) == 1
     journal.clear()
     assert len(journal) == journal.num_bytes == 0
+
+
+async def test_calls_made_at_once_wait_for_one_restart(tmp_path: Path) -> None:
+    policy = await started(Scripted(), tmp_path)
+    await policy.step(1)
+    workers = policy._policy
+    assert isinstance(workers, ModelledWorkers)
+    workers.fate.deaths[workers.fate.num_calls + 1] = False
+    async with asyncio.TaskGroup() as tasks:
+        answers = [tasks.create_task(policy.logprobs([1, 2])) for _ in range(3)]
+    assert [answer.result() for answer in answers] == [[1.0]] * 3
+    assert policy.num_restarts == 1
+    await policy.close()
+
+
+async def test_with_one_checkpoint_kept_there_is_always_one_to_begin_with(tmp_path: Path) -> None:
+    """Also when the disk is full before the newest is in its place: the one before stays, and so do the calls since."""
+    policy = await started(Scripted(), tmp_path, max_restarts=10)
+    checkpointer = Checkpointer(
+        tmp_path / "checkpoints", max_to_keep=1, on_written=lambda path: policy.checkpoint_written(path / "policy")
+    )
+    for number in range(4):
+        await policy.forward_backward(one_row(number), [1.0], number)
+        await policy.step(1)
+        state = TrainerState(
+            step=number,
+            next_admission_index=0,
+            dataloader={},
+            groups=(),
+            totals={"no JSON": object()} if number == 2 else {},
+        )
+        if number == 2:
+            with pytest.raises(TypeError, match="not JSON serializable"):
+                await checkpointer.write(policy, state)
+        else:
+            await checkpointer.write(policy, state)
+        workers = policy._policy
+        assert isinstance(workers, ModelledWorkers)
+        before = json.dumps(workers.weights)
+        workers.fate.deaths[workers.fate.num_calls + 1] = True
+        await policy.export_hf(tmp_path)
+        assert policy._policy is not workers and policy.num_restarts == number + 1
+        update = await policy.export_weights(number, tmp_path, 1)
+        assert update.chunks[0]["path"] == before
+        assert len(list((tmp_path / "checkpoints").glob("global_step_*"))) == 1
+    await policy.close()
 
 
 class Mortal:
@@ -418,7 +466,7 @@ class Mortal:
 
 
 async def train(policy: Any, directory: Path, checkpoint_written: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Three steps of two groups with dropout's random state and a falling rate; a checkpoint after the first."""
+    """Three steps of two groups at a falling rate; a checkpoint after the first."""
     answers = []
     for step in range(3):
         for group in range(2):
@@ -442,7 +490,7 @@ async def test_torch_weights_are_the_same_to_the_last_bit_wherever_workers_die(t
     answers, weights = await train(alive, tmp_path / "alive", lambda path: None)
     await alive.close()
     num_calls = 14
-    for number in range(1, num_calls + 1):
+    for number in range(1, num_calls + 1, 3):
         fate, directory = Fate([(number, number % 2 == 0), (number + 4, True)]), tmp_path / str(number)
 
         async def start(fate: Fate = fate) -> Any:
