@@ -407,7 +407,7 @@ class TrainerConfig:
     )
     restart_journal_mb: int = doc(
         1024,
-        "Memory for what was trained since the last checkpoint, in case policy workers die (about 16 bytes per token); when it is full "
+        "Memory for what was trained since the last checkpoint, in case policy workers die (about 20 bytes per token); when it is full "
         "the run saves the policy for itself, and deletes that at its end.",
     )
     eval_interval_steps: int = doc(

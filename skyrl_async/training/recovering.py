@@ -70,7 +70,7 @@ class RecoveringPolicy:
             max_restarts: >= 0; over all calls. A restart that fails itself counts.
             directory: for a checkpoint of the policy alone, where the journal outgrows ``max_journal_bytes`` before there is
                 another; removed by ``close``.
-            max_journal_bytes: about 16 per token trained.
+            max_journal_bytes: about 20 per token trained.
         """
         policy = await start()
         return cls(policy, start, max_restarts=max_restarts, directory=directory, max_journal_bytes=max_journal_bytes)
