@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from skyrl_async.inference.ray_engine import RayEngine
 from skyrl_async.inference.vllm_engine import VLLMEngine
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, SamplingParams, WeightUpdate
 
@@ -105,7 +106,7 @@ async def generate_with_retries(engine: VLLMEngine, request: EngineRequest) -> l
             return segments
 
 
-async def wait_for_blocks(engine: VLLMEngine, num_blocks: int) -> None:
+async def wait_for_blocks(engine: VLLMEngine | RayEngine, num_blocks: int) -> None:
     """Until a request of its own has been given so many blocks: tokens of the others have been sampled meanwhile."""
     async with contextlib.aclosing(engine.stream(make_request("metronome", max_tokens=500))) as blocks:
         async for _ in blocks:

@@ -35,7 +35,7 @@ _SPAN = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _OVERRIDE = re.compile(rf"^(?:(?:{'|'.join(GROUPS)})|(?:{'|'.join(sections())})\.[\w.]+|cache_dir)=\S+$")
 _PATH = re.compile(r"^(?:docs|examples|tests|benchmarks|skyrl_async|skyrl_gym_http)/[\w./-]+$")
-_METRIC = re.compile(r"^(?:reward|async|timing|policy|generate|trainer)/[\w<>]+$")
+_METRIC = re.compile(r"^(?:reward|async|timing|policy|generate|trainer|engines)/[\w<>]+$")
 
 
 class Block(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError, TrainingError
+from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError, TrainingError, WeightsWriteError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -58,15 +58,24 @@ class Troubled(ModelledEngine):
 
 
 class Setting:
-    def __init__(self, num_engines: int, policy: ModelledPolicy | None = None) -> None:
+    def __init__(
+        self,
+        num_engines: int,
+        policy: ModelledPolicy | None = None,
+        *,
+        max_retries: int = 0,
+        wait_s: float | None = 0.0,
+        directory: Path = Path("unused"),
+    ) -> None:
         clock = asyncio.get_running_loop().time
         self.engines = [Troubled(f"engine-{i}") for i in range(num_engines)]
-        self.client = InferenceEngineClient(self.engines, tokenizer=Letters(), max_model_len=100)
+        self.client = InferenceEngineClient(self.engines, tokenizer=Letters(), max_model_len=100, engine_wait_s=wait_s)
         self.policy = policy or ModelledPolicy(send_seconds=0.5)
         self.publisher = WeightPublisher(
             client=self.client,
             policy=self.policy,
-            directory=Path("unused"),
+            directory=directory,
+            max_retries=max_retries,
             bucket_bytes=1,
             pause_mode=PauseMode.ABORT,
             trace=Trace(None, clock),
@@ -194,6 +203,157 @@ def test_an_export_that_fails_pauses_no_engine_and_the_old_version_is_served() -
         with pytest.raises(TrainingError, match="disk is full"):
             await setting.publisher.publish(1)
         assert await setting.versions_served() == {0}
+
+    run_in_virtual_time(main())
+
+
+def written(path: Path) -> Path:
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"weights")
+    return path
+
+
+def files(directory: Path) -> set[Path]:
+    return set(directory.rglob("*"))
+
+
+class Full(ModelledPolicy):
+    """Finds no room for its weights, so many times; leaves what it had written."""
+
+    def __init__(self, *failures: Exception) -> None:
+        super().__init__(send_seconds=0.5)
+        self.failures = list(failures)
+
+    async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        await super().export_weights(version, directory, bucket_bytes)
+        path = written(directory / "v.safetensors")
+        if version and self.failures:
+            raise self.failures.pop(0)
+        return WeightUpdate(version=version, chunks=({"path": str(path)},), manifest={}, num_bytes=7)
+
+
+FULL = WeightsWriteError("cannot write: no space left on device")
+
+
+@pytest.mark.parametrize("failure", [FULL, OSError(28, "no space left on device")])
+def test_shared_memory_that_is_full_fails_a_publish_before_any_pause_and_what_was_written_is_gone(
+    failure: Exception, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        setting = Setting(2, Full(failure), directory=tmp_path)
+        await setting.publisher.publish(0)
+        before = files(tmp_path)
+        with pytest.raises(PublishError, match="version 1 cannot be sent .*no space left.*still serves version 0"):
+            await setting.publisher.publish(1)
+        assert await setting.versions_served() == {0}
+        assert files(tmp_path) == before
+        await setting.publisher.publish(1)
+        assert len(files(tmp_path)) == 2, "a directory and its file: those of the version before are gone"
+        setting.publisher.close()
+        assert files(tmp_path) == set()
+
+    run_in_virtual_time(main())
+
+
+def test_a_publish_that_fails_is_tried_again_as_often_as_was_said() -> None:
+    async def main() -> None:
+        setting = Setting(2, max_retries=2)
+        await setting.publisher.publish(0)
+        setting.engines[0].plan = {"load": ["refuse", "refuse"]}
+        await setting.publisher.publish(1)
+        assert await setting.versions_served() == {1}
+        setting.engines[0].plan = {"load": ["refuse", "refuse", "refuse"]}
+        with pytest.raises(PublishError, match="engine-0 refused version 2 .*still serves version 1"):
+            await setting.publisher.publish(2)
+        assert await setting.versions_served() == {1}
+
+    run_in_virtual_time(main())
+
+
+def test_a_failure_of_the_policy_is_no_failed_publish_and_is_not_tried_again() -> None:
+    async def main() -> None:
+        policy = Full(TrainingError("a worker died"), TrainingError("not reached"))
+        setting = Setting(2, policy, max_retries=2)
+        with pytest.raises(TrainingError, match="a worker died"):
+            await setting.publisher.publish(1)
+
+    run_in_virtual_time(main())
+
+
+@given(at=st.floats(0.0, 3.0), has_publish=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_contract_6_an_engine_that_joins_beside_a_publish_serves_what_the_others_serve(
+    at: float, has_publish: bool
+) -> None:
+    async def main() -> None:
+        setting = Setting(1)
+        await setting.publisher.publish(0)
+        joining = Troubled("engine-9")
+
+        async def join() -> None:
+            await asyncio.sleep(at)
+            await setting.client.add_engine(joining)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(join())
+            if has_publish:
+                tasks.create_task(setting.publisher.publish(1))
+        assert setting.client.engines == (setting.engines[0], joining)
+        assert await setting.versions_served() == {int(has_publish)}
+        assert not any(engine.is_paused for engine in (*setting.engines, joining))
+
+    run_in_virtual_time(main())
+
+
+def test_contract_6_an_engine_that_does_not_prove_its_weights_does_not_join() -> None:
+    async def main() -> None:
+        setting = Setting(1)
+        await setting.publisher.publish(3)
+
+        class Forgetful(Troubled):
+            async def version(self) -> int:
+                return 2
+
+        with pytest.raises(PublishError, match="engine-9 came up with version 2 .*expected version 3 and version-3"):
+            await setting.client.add_engine(Forgetful("engine-9"))
+        assert setting.client.engines == tuple(setting.engines)
+
+    run_in_virtual_time(main())
+
+
+def test_a_publish_without_engines_waits_for_one_which_then_serves_it() -> None:
+    async def main() -> None:
+        setting = Setting(1, wait_s=None)
+        await setting.publisher.publish(0)
+        setting.engines[0].plan = {"load": ["die"]}
+        late = Troubled("engine-9")
+
+        async def join() -> None:
+            await asyncio.sleep(100.0)
+            await setting.client.add_engine(late)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(join())
+            times = await setting.publisher.publish(1)
+        assert setting.client.engines == (late,) and await setting.versions_served() == {1}
+        assert times.pause < 5.0
+        assert await setting.publisher.check(1, is_first=True) == {"async/engine_logprob_gap": 0.0}
+
+    run_in_virtual_time(main())
+
+
+def test_an_engine_that_a_publish_gives_up_serves_nobody_else_either() -> None:
+    async def main() -> None:
+        setting = Setting(2)
+        await setting.publisher.publish(0)
+
+        async def too_late(update: WeightUpdate) -> None:
+            raise EngineDeadError("no answer to load_weights within 65 s")
+
+        setting.engines[0].load_weights = too_late  # type: ignore[method-assign]
+        await setting.publisher.publish(1)
+        assert setting.engines[0]._is_dead
+        assert setting.client.engines == (setting.engines[1],)
 
     run_in_virtual_time(main())
 

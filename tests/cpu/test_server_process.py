@@ -12,7 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 from ray.exceptions import RayActorError
 
-from skyrl_async.errors import ConfigError
+from skyrl_async.errors import ConfigError, InferenceError
 from skyrl_async.inference.server.process import EndpointSettings, endpoint_processes
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
 from tests.cpu.tiny_chat import END, TOKENIZER, spelled
@@ -26,7 +26,8 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 class OneAnswerEngine:
     """Says the same to everything, under version 3, and is aborted once after the first token."""
 
-    name = "engine-0"
+    def __init__(self, name: str = "engine-0") -> None:
+        self.name = name
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         rest = ANSWER[request.num_sampled_tokens :]
@@ -145,3 +146,44 @@ async def test_a_stream_that_is_open_when_the_endpoint_stops_is_finished(tmp_pat
         rest = [chunk async for chunk in stream]
     assert first.choices[0].delta.role == "assistant"
     assert rest[-1].choices[0].finish_reason == "stop"
+
+
+async def test_front_ends_follow_the_engines_that_they_are_told_of_and_hold_what_has_none(
+    tmp_path: Path, engine: Any
+) -> None:
+    async with (
+        endpoint_processes(settings(tmp_path, engine_wait_s=60.0), []) as (front_end,),
+        openai.AsyncOpenAI(base_url=f"{front_end.url}/v1", api_key="k", max_retries=0) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        waiting = tasks.create_task(ask(f"{front_end.url}/v1"))
+        stream = await client.chat.completions.create(model="policy", messages=HELLO, stream=True)
+        await front_end.follow([OneAnswerEngine("engine-1")])
+        assert (await waiting).choices[0].message.content == "hé"
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hé"
+        await front_end.follow([])
+        waiting = tasks.create_task(ask(f"{front_end.url}/v1"))
+        await front_end.follow([engine])
+        assert (await waiting).choices[0].message.content == "hé"
+
+
+async def test_without_engines_for_too_long_a_request_gets_503_and_when_to_come_back(
+    tmp_path: Path, engine: Any
+) -> None:
+    async with (
+        endpoint_processes(settings(tmp_path, engine_wait_s=0.2), []) as (front_end,),
+        openai.AsyncOpenAI(base_url=f"{front_end.url}/v1", api_key="k", max_retries=0) as client,
+    ):
+        with pytest.raises(openai.InternalServerError, match="no inference engine has been there for 0.2 s") as failure:
+            await client.chat.completions.create(model="policy", messages=HELLO)
+        assert (failure.value.status_code, failure.value.code, failure.value.type) == (503, "no_engine", "server_error")
+        assert failure.value.response.headers["retry-after"] == "10"
+        await front_end.follow([engine])
+        assert (await ask(f"{front_end.url}/v1")).choices[0].message.content == "hé"
+
+
+async def test_a_front_end_that_is_gone_is_an_error_for_who_tells_it_of_engines(tmp_path: Path, engine: Any) -> None:
+    async with endpoint_processes(settings(tmp_path), [engine]) as (front_end,):
+        pass
+    with pytest.raises(InferenceError, match=f"the front end on port {front_end.port} is gone"):
+        await front_end.follow([engine])

@@ -1,0 +1,145 @@
+"""A fleet of real engines: vLLM on CPU in Ray actors, one killed and one stopped under load."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.engine_life import LifeSettings
+from skyrl_async.inference.fleet import Fleet, FleetSettings
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.inference.ray_engine import RayEngine, start_ray_engines
+from skyrl_async.inference.vllm_boot import VLLMEngineConfig
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.simulator.models import ModelledPolicy
+from skyrl_async.types import PauseMode, SamplingParams, WeightUpdate
+from skyrl_async.weight_sync.publisher import WeightPublisher
+from tests.engine_checks import MAX_MODEL_LEN, PROMPTS, make_policy, make_update, wait_for_blocks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+GREEDY = SamplingParams(max_tokens=MAX_MODEL_LEN - 50, temperature=0.0, ignore_eos=True)
+LIFE = LifeSettings(heartbeat_interval_s=1.0, heartbeat_timeout_s=15.0, max_restarts=3, restart_backoff_s=0.1)
+
+
+class NoText:
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        return ""
+
+
+class Unchanging(ModelledPolicy):
+    """Sends the same weights as each version."""
+
+    def __init__(self, policy_dir: Path) -> None:
+        super().__init__()
+        self._policy_dir = policy_dir
+
+    async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        return make_update(self._policy_dir, directory, version)
+
+
+class Running:
+    def __init__(self, client: InferenceEngineClient, publisher: WeightPublisher, fleet: Fleet) -> None:
+        self.client, self.publisher, self.fleet = client, publisher, fleet
+        self.changed = asyncio.Event()
+
+    async def answers(self) -> list[tuple[int, ...]]:
+        """Greedy answers to twelve requests at once."""
+        async with asyncio.TaskGroup() as tasks:
+            prompts = PROMPTS * 2
+            played = [tasks.create_task(self.client.generate_tokens(prompt, GREEDY)) for prompt in prompts]
+        return [task.result().token_ids for task in played]
+
+    async def until_serving(self, name: str) -> RayEngine:
+        async with asyncio.timeout(300):
+            while True:
+                for engine in self.client.engines:
+                    if engine.name == name and isinstance(engine, RayEngine):
+                        return engine
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def follow(self, engines: object) -> None:
+        """As a front end it hears of changes."""
+        self.changed.set()
+
+
+@asynccontextmanager
+async def running(tmp_path: Path) -> AsyncIterator[Running]:
+    policy_dir = make_policy(tmp_path / "policy", seed=0, is_tied=False)
+
+    async def start(*names: str) -> list[RayEngine]:
+        configs = [VLLMEngineConfig(name=name, policy_dir=str(policy_dir)) for name in names]
+        return await start_ray_engines(configs, log_dir=tmp_path / "logs")
+
+    async def start_one(name: str) -> InferenceEngine:
+        return (await start(name))[0]
+
+    (tmp_path / "buckets").mkdir()
+    engines = await start("engine-0", "engine-1")
+    client = InferenceEngineClient(
+        engines, tokenizer=NoText(), max_model_len=MAX_MODEL_LEN, carries_tokens=True, engine_wait_s=None
+    )
+    publisher = WeightPublisher(
+        client=client,
+        policy=Unchanging(policy_dir),
+        directory=tmp_path / "buckets",
+        bucket_bytes=1,
+        pause_mode=PauseMode.ABORT,
+        trace=Trace(None, asyncio.get_running_loop().time),
+    )
+    settings = FleetSettings(life=LIFE, all_gone_timeout_s=300.0)
+    run = Running(client, publisher, Fleet(client, start=start_one, settings=settings, say=print))
+    run.fleet = Fleet(client, start=start_one, settings=settings, say=print, front_ends=[run])
+    async with run.fleet.supervising():
+        yield run
+    publisher.close()
+
+
+@pytest.mark.usefixtures("ray_session")
+async def test_a_killed_and_a_stopped_engine_cost_no_token_and_come_back_on_the_current_version(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        await run.publisher.publish(1)
+        undisturbed = await run.answers()
+        assert {len(answer) for answer in undisturbed} == {GREEDY.max_tokens}
+
+        killed, stopped = run.client.engines
+        assert isinstance(killed, RayEngine) and isinstance(stopped, RayEngine)
+        pids = [(await engine.statistics())["process_id"] for engine in (killed, stopped)]
+        async with asyncio.TaskGroup() as tasks:
+            answering = tasks.create_task(run.answers())
+            await wait_for_blocks(killed, 8)
+            psutil.Process(pids[0]).send_signal(signal.SIGKILL)
+        assert answering.result() == undisturbed
+        assert (await run.publisher.publish(2)).num_bytes > 0, "a publish goes on without the one that boots"
+
+        restarted = await run.until_serving("engine-0.1")
+        assert (await restarted.version(), await restarted.checksum()) == (2, await stopped.checksum())
+
+        async with asyncio.TaskGroup() as tasks:
+            answering = tasks.create_task(run.answers())
+            await wait_for_blocks(stopped, 8)
+            psutil.Process(pids[1]).send_signal(signal.SIGSTOP)
+        assert answering.result() == undisturbed
+        await run.publisher.publish(3)
+        again = await run.until_serving("engine-1.1")
+        assert (await again.version(), await again.checksum()) == (3, await restarted.checksum())
+        assert await run.answers() == undisturbed
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+        counts = run.client.statistics()
+        async with asyncio.TaskGroup() as tasks:
+            answering = tasks.create_task(run.answers())
+            await wait_for_blocks(restarted, 8)
+            await run.fleet.remove_engine("engine-0.1")
+            assert not answering.done()
+        assert answering.result() == undisturbed
+        now = run.client.statistics()
+        assert now["aborts_total"] - counts["aborts_total"] == 6, "each of its requests went on in the other"
+        assert now["engine_failures_total"] == counts["engine_failures_total"] == 2
+        assert now["abandoned_tokens_total"] == 0
