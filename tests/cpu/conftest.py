@@ -1,5 +1,7 @@
 """Fixtures shared by the CPU tests: one Ray for the whole session."""
 
+import atexit
+import gc
 import os
 from collections.abc import Iterator
 
@@ -13,6 +15,13 @@ os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
 from skyrl_async.config.wheel_tag import correct_wheel_tag
 
 correct_wheel_tag()
+gc.disable()  # until all is imported: nothing of that is garbage, and looking through it takes as long as importing
+atexit.register(gc.unfreeze)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
