@@ -14,7 +14,7 @@ from skyrl_async.errors import EngineDeadError, EngineStartError, PromptTooLongE
 from skyrl_async.inference.ray_engine import RayEngine, start_ray_engines
 from skyrl_async.inference.vllm_engine import VLLMEngineConfig
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, SamplingParams, WeightUpdate
-from tests.engine_checks import MAX_MODEL_LEN, make_policy, make_request
+from tests.engine_checks import MAX_MODEL_LEN, make_policy, make_request, wait_for_blocks
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -121,6 +121,29 @@ async def test_a_resume_comes_after_the_pauses_that_were_cancelled_before_it(eng
         await resume
         output = await engine.generate(make_request("a", max_tokens=5))
         assert (output.finish_reason, output.num_aborts) == (FinishReason.LENGTH, 0)
+
+
+async def test_an_eviction_hands_back_what_can_go_on_elsewhere_and_waits_for_the_rest(engines: list[RayEngine]) -> None:
+    engine, length = engines[0], MAX_MODEL_LEN - 10
+    await engine.ping()
+    expected = (await engines[1].generate(make_request("expected", max_tokens=length))).token_ids
+    calls = [asyncio.ensure_future(engine.generate(make_request(str(i), max_tokens=length))) for i in range(3)]
+    streaming = asyncio.ensure_future(collect(engine, make_request("stream", max_tokens=length)))
+    stubborn = asyncio.ensure_future(engine.generate(make_request("stubborn", max_tokens=100, presence_penalty=0.1)))
+    await wait_for_blocks(engine, 5)
+    await engine.evict()
+    assert (await stubborn).finish_reason is FinishReason.LENGTH
+    assert (await engine.statistics())["num_requests"] == 0
+    for output in [await call for call in calls]:
+        assert (output.finish_reason, output.num_aborts) == (FinishReason.ABORT, 0)
+        assert 5 <= len(output.token_ids) < length and output.token_ids == expected[: len(output.token_ids)]
+        assert len(output.logprobs) == len(output.versions) == len(output.token_ids)
+    blocks = await streaming
+    assert [block.finish_reason for block in blocks] == [None] * (len(blocks) - 1) + [FinishReason.ABORT]
+    tokens = tuple(token for block in blocks for token in block.token_ids)
+    assert len(tokens) >= 5 and tokens == expected[: len(tokens)]
+    await engine.evict()
+    assert (await engine.generate(make_request("later", max_tokens=5))).token_ids == expected[:5]
 
 
 async def test_our_errors_cross_ray_as_themselves(engines: list[RayEngine]) -> None:
