@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# No test speaks TLS, and each HTTP client made would read all the authorities' certificates: more work than most tests do.
-os.environ.pop("SSL_CERT_FILE", None)
+# Each HTTP client made would read all the authorities' certificates, more work than most tests do: only uv speaks TLS.
+AUTHORITIES = {name: os.environ.pop(name, None) for name in ("SSL_CERT_FILE", "SSL_CERT_DIR")}
 os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
 
 from skyrl_async.config.wheel_tag import correct_wheel_tag
@@ -22,6 +22,16 @@ atexit.register(gc.unfreeze)
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def authorities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes may reach the registry: they find the certificates that this machine trusts."""
+    for name, value in AUTHORITIES.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")

@@ -100,7 +100,7 @@ async def play_first(
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def installed(authorities: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Makes the environment of an example's harness; skips where that cannot be. Returns the example's command."""
     uv = shutil.which("uv") or os.environ.get("UV")
     if uv is None:
