@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_async.checkpoint import Checkpointer, Usable, read_state
-from skyrl_async.composition.closing import ClosingStack
+from skyrl_async.composition.closing import ClosingStack, leave_process
 from skyrl_async.composition.interruption import Interruption, Phase
 from skyrl_async.composition.parts import LogGroups
 from skyrl_async.composition.processes import write_private
@@ -69,16 +69,24 @@ def run(config: Config, overrides: list[str]) -> int:
             logger.warning("%s; %s is resumed instead", reason, found.path.name if found else None)
         write_private(run_dir / "config.yaml", to_yaml(config))
         left = _Left(run_dir)
-        try:
-            asyncio.run(_run(config, found, started, interruption, left))
-        except (KeyboardInterrupt, asyncio.CancelledError, _Stopped) as end:
-            if isinstance(end, asyncio.CancelledError) and interruption.signal is None:
-                return _fail(end, run_dir)
-            return _last_words(interruption, left, is_saved=isinstance(end, _Stopped))
-        except BaseExceptionGroup as failures:
-            return _fail(first_failure(failures), run_dir)
-        except (Exception, SystemExit) as error:
-            return _fail(error, run_dir)
+        code = _exit_code(_run(config, found, started, interruption, left), interruption, left)
+    if left.ending.has_stuck_thread:
+        leave_process(code)
+    return code
+
+
+def _exit_code(running: Coroutine[Any, Any, None], interruption: Interruption, left: "_Left") -> int:
+    """Run to the end, and explain on standard error what that is."""
+    try:
+        asyncio.run(running)
+    except (KeyboardInterrupt, asyncio.CancelledError, _Stopped) as end:
+        if isinstance(end, asyncio.CancelledError) and interruption.signal is None:
+            return _fail(end, left.run_dir)
+        return _last_words(interruption, left, is_saved=isinstance(end, _Stopped))
+    except BaseExceptionGroup as failures:
+        return _fail(first_failure(failures), left.run_dir)
+    except (Exception, SystemExit) as error:
+        return _fail(error, left.run_dir)
     return left.exit_code()
 
 
@@ -91,6 +99,7 @@ class _Left:
     """What a run leaves, complete or not."""
 
     run_dir: Path
+    ending: ClosingStack = field(default_factory=ClosingStack)
     trainer: FullyAsyncTrainer | None = None
     failures: list[str] = field(default_factory=list)
     """Of what comes after training: none of it keeps the rest from being done."""
@@ -140,7 +149,7 @@ def _fail(error: BaseException, run_dir: Path) -> int:
 
 
 async def _run(config: Config, found: Usable | None, started: float, interruption: Interruption, left: _Left) -> None:
-    run_dir, ending = left.run_dir, ClosingStack()
+    run_dir = left.run_dir
     with ExitStack() as stack:
         stack.enter_context(interruption.attached())
         console = stack.enter_context(Console(config.logging.console, config.trainer.num_steps))
@@ -161,7 +170,7 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
             say=console.phase,
             announce=console.message,
             checkpoint=checkpoint,
-            stack=ending,
+            stack=left.ending,
         )
         async with parts_of_run as parts:
             trainer = left.trainer = trainer_of(
@@ -180,7 +189,7 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
                     console.phase("exporting the policy")
                     with left.attempt("the export of the policy"):
                         await parts.policy.export_hf(run_dir / "policy")
-        left.failures += ending.failures
+        left.failures += left.ending.failures
         with left.attempt("the summary"):
             summary = _summary(left, run_dir, started, booted, config.trainer.export_hf)
             if parts.policy.num_restarts:

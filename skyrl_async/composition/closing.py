@@ -6,6 +6,8 @@ Flows in: what ends a part. Flows out: the names of those that did not end. Does
 import asyncio
 import contextlib
 import logging
+import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -26,6 +28,12 @@ class ClosingStack(contextlib.AsyncExitStack):
         super().__init__()
         self._timeout_s = timeout_s
         self.failures: list[str] = []
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def has_stuck_thread(self) -> bool:
+        """Whether a call has not come back from a thread."""
+        return any(thread.is_alive() for thread in self._threads)
 
     def push_async_callback(  # type: ignore[override]
         self, callback: Callable[..., Awaitable[Any]], /, *arguments: Any, **named: Any
@@ -35,7 +43,7 @@ class ClosingStack(contextlib.AsyncExitStack):
 
     def callback_in_thread(self, name: str, callback: Callable[[], None]) -> None:
         """The same for a call that blocks; one that hangs stays behind in a thread that ends with the process."""
-        self._push(name, lambda: _in_daemon_thread(name, callback))
+        self._push(name, lambda: self._in_daemon_thread(name, callback))
 
     def _push(self, name: str, end: Callable[[], Awaitable[Any]]) -> None:
         async def end_in_time() -> None:
@@ -53,28 +61,39 @@ class ClosingStack(contextlib.AsyncExitStack):
         logger.error("while the run was ended: %s", failure)
         self.failures.append(failure)
 
+    async def _in_daemon_thread(self, name: str, function: Callable[[], None]) -> None:
+        """Wait for a call in a thread for which nobody waits when the process exits, unlike asyncio's own."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
 
-async def _in_daemon_thread(name: str, function: Callable[[], None]) -> None:
-    """Wait for a call in a thread for which nobody waits when the process exits, unlike asyncio's own."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
+        def tell(error: Exception | None) -> None:
+            if ended.done():
+                return
+            if error is None:
+                ended.set_result(None)
+            else:
+                ended.set_exception(error)
 
-    def tell(error: Exception | None) -> None:
-        if ended.done():
-            return
-        if error is None:
-            ended.set_result(None)
-        else:
-            ended.set_exception(error)
+        def run() -> None:
+            error: Exception | None = None
+            try:
+                function()
+            except Exception as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # nobody waits any more, and the loop is closed
+                loop.call_soon_threadsafe(tell, error)
 
-    def run() -> None:
-        error: Exception | None = None
-        try:
-            function()
-        except Exception as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # nobody waits any more, and the loop is closed
-            loop.call_soon_threadsafe(tell, error)
+        thread = threading.Thread(target=run, name=f"end-{name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        await ended
 
-    threading.Thread(target=run, name=f"end-{name}", daemon=True).start()
-    await ended
+
+def leave_process(code: int) -> None:
+    """The last resort, for a process with a thread that is stuck in foreign code.
+
+    An interpreter that ends under such a thread crashes (Ray's, waiting for a frozen process: exit code 139 instead of the run's).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

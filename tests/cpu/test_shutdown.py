@@ -9,6 +9,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cpu.test_main import FOR_EVER, NO_VLLM, SMALL, Command, run, state
@@ -95,3 +96,16 @@ def test_a_second_run_is_refused_a_second_ctrl_c_ends_at_once_and_a_damaged_chec
     assert f"{newest.name} is resumed instead" in taken_up.stderr
     assert f"[resuming {newest.name}]" in taken_up.stdout
     assert not (out / "checkpoints" / ".partial-global_step_10").exists()
+
+
+@pytest.mark.slow
+def test_a_ray_that_hangs_is_named_and_keeps_no_process(workplace: Path) -> None:
+    with Command([*SMALL, *NO_VLLM, FOR_EVER, "trainer.output_dir=out"], cwd=workplace) as command:
+        command.wait_for_step(1)
+        (frozen,) = [p for p in psutil.Process(command.process.pid).children() if p.name() == "gcs_server"]
+        frozen.suspend()
+        command.process.send_signal(signal.SIGTERM)
+        outcome = command.finish()
+    assert outcome.code == 143, outcome.stderr
+    assert "Ray did not end within 15 s" in outcome.stderr and "stopped after step" in outcome.stderr
+    assert outcome.orphans == () and shared_memory(outcome.pid) == []
