@@ -27,7 +27,8 @@ from skyrl_async.inference.vllm_boot import VLLMEngineConfig
 from skyrl_async.inference.vllm_engine import VLLMEngine
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, SamplingParams, WeightUpdate
 
-_MAX_CONCURRENT_CALLS = 4096
+_MAX_CONCURRENT_CALLS = 1_000_000
+"""More than there will be: Ray lets further calls wait in line, and what a paused engine holds would keep its resumption there."""
 _NUM_LOG_LINES_SHOWN = 20
 _RAY_GRACE_S = 5.0
 """An engine misses its own deadline first and says why; Ray's side waits this much longer."""
