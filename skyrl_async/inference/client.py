@@ -108,9 +108,10 @@ class InferenceEngineClient:
 
     def drop_engine(self, engine: InferenceEngine, reason: BaseException) -> None:
         """Send nothing more to a dead or wedged engine; what it has in flight goes on elsewhere."""
-        if self.pool.drop(engine, str(reason)):
+        if engine in self.pool.engines:
             logger.warning("%s is dead, its requests continue elsewhere: %s", engine.name, reason)
             self._counts["engine_failures"] += 1
+            self.pool.drop(engine, str(reason))
 
     async def generate(
         self,

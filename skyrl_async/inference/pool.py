@@ -110,7 +110,8 @@ class EnginePool:
         self._router = Router(tuple(self._seats))
         self._wait_s = wait_s
         self._news = asyncio.Event()
-        self._verdict: str | None = None
+        self.verdict: str | None = None
+        """Why no engine is to be waited for."""
         self.admission: Admission = _let_in
         self.listener: EngineListener | None = None
 
@@ -122,7 +123,7 @@ class EnginePool:
     @property
     def is_expecting(self) -> bool:
         """Whether it is worth waiting for an engine when there is none."""
-        return self._wait_s != 0 and self._verdict is None
+        return self._wait_s != 0 and self.verdict is None
 
     @asynccontextmanager
     async def seat(self, session_id: str | None) -> AsyncIterator[Seat]:
@@ -157,7 +158,7 @@ class EnginePool:
 
     def give_up(self, reason: str) -> None:
         """Let everybody who waits for an engine fail, now and from now on, until one is added."""
-        self._verdict = reason
+        self.verdict = reason
         self._news.set()
 
     async def add(self, engine: InferenceEngine) -> None:
@@ -194,17 +195,16 @@ class EnginePool:
         self._forget(name)
         return seat.engine
 
-    def drop(self, engine: InferenceEngine, reason: str) -> bool:
-        """Send nothing more to a dead engine and cut off its calls; False when it was gone already."""
+    def drop(self, engine: InferenceEngine, reason: str) -> None:
+        """Send nothing more to a dead engine, and cut off its calls. Idempotent."""
         name = engine.name
-        if name not in self._router.engine_names or self._seats[name].engine is not engine:
-            return False
+        if engine not in self.engines:
+            return
         self._router.remove(name)
         self._seats[name].cut_off(reason)
         self._forget(name)
         if self.listener is not None:
             self.listener.engine_died(name, reason)
-        return True
 
     def follow(self, engines: Sequence[InferenceEngine]) -> None:
         """Use these engines, which somebody else looks after. Calls in others go on until these end them."""
@@ -224,12 +224,12 @@ class EnginePool:
     def _require_expected(self) -> None:
         if not self.is_expecting:
             reason = "no inference engine is left: every one has died; see the run's log for the first failure"
-            raise NoEngineError(self._verdict or reason)
+            raise NoEngineError(self.verdict or reason)
 
     def _take_in(self, engine: InferenceEngine) -> None:
         self._router.add(engine.name)
         self._seats[engine.name] = Seat(engine)
-        self._verdict = None
+        self.verdict = None
         self._news.set()
 
     def _forget(self, name: str) -> None:

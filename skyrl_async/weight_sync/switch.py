@@ -127,7 +127,8 @@ class EngineSwitch:
 
     def _require(self, engines: Collection[InferenceEngine], what: str) -> None:
         if not engines and not self._client.pool.is_expecting:
-            raise NoEngineError(f"no inference engine survived '{what}'; see the run's log for the first failure")
+            reason = f"no inference engine survived '{what}'; see the run's log for the first failure"
+            raise NoEngineError(self._client.pool.verdict or reason)
 
 
 def what_serves(update: WeightUpdate | None) -> str:

@@ -219,7 +219,7 @@ def test_a_version_that_no_engine_is_left_to_serve_is_in_the_checkpoint(tmp_path
             return await publish(version)
 
         publisher.publish = without_engines  # type: ignore[method-assign,assignment]
-        with pytest.raises(NoEngineError, match="came back within"):
+        with pytest.raises(NoEngineError, match="came back within engine.all_gone_timeout_s=5"):
             await setting.run()
         latest = Checkpointer(tmp_path, max_to_keep=0).latest()
         assert latest is not None and read_state(latest).step == 9
@@ -477,3 +477,20 @@ class LifeMachine(RuleBasedStateMachine):
 
 TestLifeMachine = LifeMachine.TestCase
 TestLifeMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+
+
+def test_the_error_of_a_publish_in_which_the_last_engine_died_says_that_none_may_be_started() -> None:
+    async def main() -> None:
+        setting = Setting(RUN, replace(FLEET, life=replace(LIFE, max_restarts=0)))
+        model = setting.simulation.engines[1]
+
+        async def kill() -> None:
+            await setting.at(20.0, setting["engine-0"].kill)
+            model.fails_next_load = RuntimeError
+
+        with pytest.raises(
+            NoEngineError, match="engine.max_restarts=0 are used up; the last failure: engine-1 was killed"
+        ):
+            await setting.run(kill())
+
+    run_in_virtual_time(main())
