@@ -18,7 +18,8 @@ _CHILD = """
 import sys
 for line in sys.stdin:
     word, _, action = line.rstrip("\\n").partition("\\t")
-    print(sum(letter in action for letter in word) / len(word), flush=True)
+    sys.stdout.write(f"{sum(letter in action for letter in word) / len(word)}\\n")
+    sys.stdout.flush()
 """
 
 
