@@ -187,7 +187,7 @@ async def serving_endpoint(
     config: Config, policy_dir: Path, engines: Sequence[InferenceEngine], max_model_len: int, run_dir: Path
 ) -> AsyncIterator[Endpoint]:
     """The endpoint's processes; their address and keys are in ``endpoint.json``, readable by its owner only, while they run."""
-    from skyrl_async.inference.server.process import endpoint_processes
+    from skyrl_async.inference.server.front_ends import endpoint_processes
 
     api_key = config.server.api_key or f"sk-{secrets.token_urlsafe(24)}"
     controller_key = f"ck-{secrets.token_urlsafe(24)}"
@@ -235,6 +235,9 @@ def _endpoint_settings(
         tool_call_parser=server.tool_call_parser,
         reasoning_parser=server.reasoning_parser,
         max_concurrent_requests=server.max_concurrent_requests,
+        heartbeat_interval_s=server.heartbeat_interval_s,
+        heartbeat_timeout_s=server.heartbeat_timeout_s,
+        max_restarts=server.max_restarts,
         engine_wait_s=server.engine_wait_s if is_supervised(config) else 0.0,
         sessions=SessionSettings(
             limits=SessionLimits(

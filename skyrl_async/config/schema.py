@@ -557,6 +557,13 @@ class ServerConfig:
     engine_wait_s: float = doc(
         120.0, "With no engine left, requests are held for so long; then they get 503, with a Retry-After."
     )
+    heartbeat_interval_s: float = doc(5.0, "Seconds between the heartbeats asked of a front end.")
+    heartbeat_timeout_s: float = doc(
+        60.0,
+        "A front end that leaves a heartbeat unanswered for so long is replaced, on the same port. Its sessions are lost with it: their "
+        "samples are played again.",
+    )
+    max_restarts: int = doc(10, "Times each front end is replaced, because it died or did not answer.")
     tool_call_parser: str = doc(
         "auto", "vLLM's parser of tool calls by name; auto takes what the chat template calls for, none parses nothing."
     )
@@ -586,7 +593,8 @@ class ServerConfig:
         ):
             require(getattr(self, key) >= 1, f"server.{key}", ">= 1", getattr(self, key))
         require(self.engine_wait_s >= 0, "server.engine_wait_s", ">= 0", self.engine_wait_s)
-        for key in ("session_idle_timeout_s", "session_lifetime_s"):
+        require(self.max_restarts >= 0, "server.max_restarts", ">= 0", self.max_restarts)
+        for key in ("session_idle_timeout_s", "session_lifetime_s", "heartbeat_interval_s", "heartbeat_timeout_s"):
             require(getattr(self, key) > 0, f"server.{key}", "> 0", getattr(self, key))
         require(self.shutdown_timeout_s >= 0, "server.shutdown_timeout_s", ">= 0", self.shutdown_timeout_s)
         loopback = self.host in ("127.0.0.1", "localhost", "::1")

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from skyrl_async.config.wheel_tag import correct_wheel_tag
+
 # Each HTTP client made would read all the authorities' certificates, more work than most tests do: only uv speaks TLS.
 AUTHORITIES = {name: os.environ.pop(name, None) for name in ("SSL_CERT_FILE", "SSL_CERT_DIR")}
 os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
-
-from skyrl_async.config.wheel_tag import correct_wheel_tag
 
 correct_wheel_tag()
 gc.disable()  # until all is imported: nothing of that is garbage, and looking through it takes as long as importing

@@ -55,7 +55,7 @@ ALLOWED = {
     "ray": (
         "skyrl_async/composition/processes.py",
         "skyrl_async/inference/ray_*.py",
-        "skyrl_async/inference/server/process.py",
+        "skyrl_async/inference/server/front_ends.py",
         "skyrl_async/training/policy_workers.py",
     ),
     "deepspeed": ("skyrl_async/training/deepspeed*.py",),

@@ -1,6 +1,8 @@
 """The endpoint in a Ray actor: real Ray, real uvicorn, the real client and openai; only the engine is scripted."""
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +15,8 @@ from openai.types.chat import ChatCompletion
 from ray.exceptions import RayActorError
 
 from skyrl_async.errors import ConfigError, InferenceError
-from skyrl_async.inference.server.process import EndpointSettings, endpoint_processes
+from skyrl_async.inference.server.front_ends import endpoint_processes
+from skyrl_async.inference.server.process import EndpointSettings
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
 from tests.cpu.tiny_chat import END, TOKENIZER, spelled
 
@@ -180,6 +183,42 @@ async def test_without_engines_for_too_long_a_request_gets_503_and_when_to_come_
         assert failure.value.response.headers["retry-after"] == "10"
         await front_end.follow([engine])
         assert (await ask(f"{front_end.url}/v1")).choices[0].message.content == "hé"
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+async def test_a_front_end_that_is_killed_or_frozen_is_replaced_on_its_port(
+    tmp_path: Path, engine: Any, sign: signal.Signals
+) -> None:
+    quick = settings(tmp_path, heartbeat_interval_s=0.2, heartbeat_timeout_s=2.0)
+    async with (
+        endpoint_processes(quick, [], num_front_ends=2) as (first, second),
+        httpx.AsyncClient(headers={"Authorization": "Bearer c"}) as controller,
+    ):
+        for front_end in (first, second):
+            await front_end.follow([engine])
+        made = (await controller.post(f"{first.url}/sessions")).json()
+        replaced = first.actor
+        os.kill(await replaced.__ray_call__.remote(lambda self: os.getpid()), sign)
+        while first.actor is replaced:  # noqa: ASYNC110 - what is tested is that nobody is told
+            await asyncio.sleep(0.05)
+        async with openai.AsyncOpenAI(base_url=f"{first.url}/v1", api_key="k", max_retries=20) as client:
+            reply = await client.chat.completions.create(model="policy", messages=HELLO)
+        assert reply.choices[0].message.content == "hé"
+        for front_end in (first, second):
+            with pytest.raises(openai.AuthenticationError):
+                await ask(f"{front_end.url}/v1", made["api_key"])
+        again = (await controller.post(f"{first.url}/sessions")).json()
+        assert (await ask(f"{second.url}/v1", again["api_key"])).choices[0].message.content == "hé"
+
+
+async def test_a_front_end_that_dies_too_often_ends_the_run(tmp_path: Path, engine: Any) -> None:
+    async def serve() -> None:
+        async with endpoint_processes(settings(tmp_path, max_restarts=0), [engine]) as (front_end,):
+            os.kill(await front_end.actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
+            await asyncio.Event().wait()
+
+    with pytest.raises(InferenceError, match=r"has ended \(.*server.max_restarts=0 are used up"):
+        await serve()
 
 
 async def test_a_front_end_that_is_gone_is_an_error_for_who_tells_it_of_engines(tmp_path: Path, engine: Any) -> None:

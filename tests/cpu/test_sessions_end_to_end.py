@@ -22,7 +22,8 @@ from openai import AsyncOpenAI
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.ray_engine import RayEngine, start_ray_engines
-from skyrl_async.inference.server.process import EndpointSettings, FrontEnd, endpoint_processes
+from skyrl_async.inference.server.front_ends import FrontEnd, endpoint_processes
+from skyrl_async.inference.server.process import EndpointSettings
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.sessions import SessionPool

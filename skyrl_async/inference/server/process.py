@@ -1,22 +1,15 @@
-"""The endpoint in a process of its own: a Ray actor that serves the application over its own client of the engines.
+"""What runs in a front end's process: a Ray actor that serves the application over its own client of the engines.
 
 Flows in: picklable engine adapters, a policy directory, settings. Flows out: an address. The driver's event loop never
 waits for a request, and a request never waits for the driver.
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import ray
-from ray.exceptions import RayError, RayTaskError
-
-from skyrl_async.concurrency import run_together
-from skyrl_async.errors import InferenceError
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.server.forwarding import Forwarding
 from skyrl_async.inference.server.sweeping import sweep_sessions
@@ -51,6 +44,12 @@ class EndpointSettings:
     reasoning_parser: str = "auto"
     max_concurrent_requests: int = 4096
     engine_wait_s: float = 0.0
+    heartbeat_interval_s: float = 5.0
+    """Between two heartbeats asked of a front end."""
+    heartbeat_timeout_s: float = 60.0
+    """One that leaves a heartbeat unanswered for so long is replaced."""
+    max_restarts: int = 10
+    """Times each front end is replaced."""
     sessions: SessionSettings = field(default_factory=SessionSettings)
 
 
@@ -84,6 +83,9 @@ class EndpointServer:
     async def follow(self, engines: Sequence[InferenceEngine]) -> None:
         """Send requests to these engines from now on; see ``EnginePool.follow``."""
         self._client.pool.follow(engines)
+
+    async def ping(self) -> None:
+        """Its loop is running."""
 
     async def wait(self) -> None:
         """Return when the server has stopped; raise what it failed of."""
@@ -153,69 +155,3 @@ class EndpointServer:
             max_body_bytes=settings.max_body_bytes,
             statistics=client.statistics,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrontEnd:
-    """One running server."""
-
-    host: str
-    port: int
-    actor: Any
-
-    @property
-    def url(self) -> str:
-        """Its root, without ``/v1``."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
-
-    async def follow(self, engines: Sequence[InferenceEngine]) -> None:
-        """See ``FrontEndPool.follow``."""
-        try:
-            await _own_errors(self.actor.follow.remote(tuple(engines)))
-        except RayError as error:
-            raise InferenceError(f"the front end on port {self.port} is gone: {error}") from error
-
-
-@asynccontextmanager
-async def endpoint_processes(
-    settings: EndpointSettings,
-    engines: Sequence[InferenceEngine],
-    *,
-    num_front_ends: int = 1,
-    max_concurrency: int = 1000,
-) -> AsyncIterator[tuple[FrontEnd, ...]]:
-    """``EndpointServer`` actors while the block runs, each with its own process, client of the engines and sessions.
-
-    Errors raised inside an actor arrive as themselves. Whoever supervises the run awaits their ``wait``. When the block ends well
-    open requests are finished first.
-    """
-    server = ray.remote(EndpointServer).options(num_cpus=0, max_concurrency=max_concurrency, max_restarts=0)
-    actors = [server.remote(settings, engines, index) for index in range(num_front_ends)]
-    try:
-        addresses = await run_together(
-            {f"start-front-end-{i}": _own_errors(actor.start.remote()) for i, actor in enumerate(actors)}
-        )
-        front_ends = tuple(
-            FrontEnd(host=host, port=port, actor=actor) for (host, port), actor in zip(addresses, actors, strict=True)
-        )
-        peers = tuple(front_end.url for front_end in front_ends)
-        await run_together(
-            {f"connect-front-end-{i}": _own_errors(actor.connect.remote(peers)) for i, actor in enumerate(actors)}
-        )
-        yield front_ends
-        with contextlib.suppress(RayError, TimeoutError):
-            async with asyncio.timeout(settings.shutdown_timeout_s + _SHUTDOWN_GRACE_S):
-                await run_together(
-                    {f"stop-front-end-{i}": _own_errors(actor.stop.remote()) for i, actor in enumerate(actors)}
-                )
-    finally:
-        for actor in actors:
-            ray.kill(actor)
-
-
-async def _own_errors(call: Awaitable[Any]) -> Any:
-    try:
-        return await call
-    except RayTaskError as error:
-        raise error.cause from error

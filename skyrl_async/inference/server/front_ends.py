@@ -1,0 +1,190 @@
+"""The front ends of the endpoint: each a process of its own, replaced on its port when it dies or does not answer.
+
+    start ──> serves ──death, silence──> killed ──> another one on the same port, with the same keys and today's engines
+
+Flows in: settings and engines. Flows out: addresses that stay. A session lives in its front end's process and is lost with it: who
+plays it is told so (404), and plays its sample again. Does not know what is served.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from skyrl_async.concurrency import first_failure, run_together
+from skyrl_async.errors import ConfigError, InferenceError
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.inference.server.process import EndpointServer, EndpointSettings
+
+logger = logging.getLogger(__name__)
+
+_SHUTDOWN_GRACE_S = 5.0
+_PORT_TIMEOUT_S = 60.0
+"""A killed process gives its port up at once, a frozen one when Ray's node kills it, some five seconds later."""
+_PORT_RETRY_S = 0.5
+
+
+class FrontEnd:
+    """One address, and the process that serves there now.
+
+    Args:
+        settings: of every front end.
+        index: of this one.
+        engines: to begin with.
+        max_concurrency: calls running at once in the actor.
+    """
+
+    def __init__(
+        self, settings: EndpointSettings, index: int, engines: Sequence[InferenceEngine], *, max_concurrency: int
+    ) -> None:
+        self._settings = settings
+        self._index = index
+        self._engines = tuple(engines)
+        self._max_concurrency = max_concurrency
+        self._num_restarts = 0
+        self.host = settings.host
+        self.port = settings.port
+        self.actor: Any = None
+
+    @property
+    def url(self) -> str:
+        """Its root, without ``/v1``."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    async def start(self) -> None:
+        """Serve. Errors raised inside the process arrive as themselves."""
+        server = ray.remote(EndpointServer).options(num_cpus=0, max_concurrency=self._max_concurrency, max_restarts=0)
+        self.actor = server.remote(self._settings, self._engines, self._index)
+        self.host, self.port = await _own_errors(self.actor.start.remote())
+
+    async def connect(self, peers: tuple[str, ...]) -> None:
+        """Tell it where the front ends are."""
+        await _own_errors(self.actor.connect.remote(peers))
+
+    async def follow(self, engines: Sequence[InferenceEngine]) -> None:
+        """See ``FrontEndPool.follow``."""
+        self._engines = tuple(engines)
+        try:
+            await _own_errors(self.actor.follow.remote(self._engines))
+        except RayError as error:
+            raise InferenceError(f"the front end on port {self.port} is gone: {error}") from error
+
+    async def stop(self) -> None:
+        """Let open requests finish."""
+        await _own_errors(self.actor.stop.remote())
+
+    def kill(self) -> None:
+        """End its process, if it was started."""
+        if self.actor is not None:
+            ray.kill(self.actor)
+
+    async def keep_up(self, peers: tuple[str, ...]) -> None:
+        """Waits for the process to die or fall silent, and puts another in its place; returns when the server was stopped.
+
+        Raises ``InferenceError`` when ``max_restarts`` are used up.
+        """
+        while (reason := await self._fate()) is not None:
+            if self._num_restarts == self._settings.max_restarts:
+                raise InferenceError(
+                    f"the front end on port {self.port} {reason}, and server.max_restarts={self._num_restarts} are used up"
+                )
+            self._num_restarts += 1
+            logger.warning("the front end on port %d %s: another takes its place", self.port, reason)
+            self.kill()
+            await self._start_again()
+            await self.connect(peers)
+            logger.info("a front end serves on port %d again", self.port)
+
+    async def _fate(self) -> str | None:
+        """Wait until the process serves no more; why, or None when it was told to stop."""
+        async with asyncio.TaskGroup() as tasks:
+            ending = tasks.create_task(self._end(), name=f"front-end-{self._index}-end")
+            silence = tasks.create_task(self._silence(), name=f"front-end-{self._index}-heartbeat")
+            done, pending = await asyncio.wait({ending, silence}, return_when=asyncio.FIRST_COMPLETED)
+            for task in pending:
+                task.cancel()
+        return ending.result() if ending in done else silence.result()
+
+    async def _end(self) -> str | None:
+        try:
+            await _own_errors(self.actor.wait.remote())
+        except Exception as error:  # whatever ended the server: another one is started
+            return f"has ended ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+        return None
+
+    async def _silence(self) -> str:
+        settings = self._settings
+        while True:
+            await asyncio.sleep(settings.heartbeat_interval_s)
+            try:
+                async with asyncio.timeout(settings.heartbeat_timeout_s):
+                    await self.actor.ping.remote()
+            except TimeoutError:
+                return f"does not answer within {settings.heartbeat_timeout_s:g} s"
+            except RayError as error:
+                return f"has ended ({type(error).__name__})"
+
+    async def _start_again(self) -> None:
+        """On the same port, once it is free."""
+        self._settings = replace(self._settings, host=self.host, port=self.port - self._index)
+        deadline = asyncio.get_running_loop().time() + _PORT_TIMEOUT_S
+        while True:
+            try:
+                return await self.start()
+            except ConfigError:
+                self.kill()
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(_PORT_RETRY_S)
+
+
+@asynccontextmanager
+async def endpoint_processes(
+    settings: EndpointSettings,
+    engines: Sequence[InferenceEngine],
+    *,
+    num_front_ends: int = 1,
+    max_concurrency: int = 1000,
+) -> AsyncIterator[tuple[FrontEnd, ...]]:
+    """Front ends while the block runs, each with its own process, client of the engines and sessions.
+
+    What dies or wedges is replaced; where that fails, the block is cancelled and the reason raised. When the block ends well open
+    requests are finished first.
+    """
+    front_ends = tuple(
+        FrontEnd(settings, index, engines, max_concurrency=max_concurrency) for index in range(num_front_ends)
+    )
+    try:
+        await run_together({f"start-front-end-{i}": one.start() for i, one in enumerate(front_ends)})
+        peers = tuple(one.url for one in front_ends)
+        await run_together({f"connect-front-end-{i}": one.connect(peers) for i, one in enumerate(front_ends)})
+        async with asyncio.TaskGroup() as tasks:
+            keeping = [tasks.create_task(one.keep_up(peers), name=f"front-end-{one.port}") for one in front_ends]
+            try:
+                yield front_ends
+            finally:
+                for task in keeping:
+                    task.cancel()
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(settings.shutdown_timeout_s + _SHUTDOWN_GRACE_S):
+                await run_together({f"stop-front-end-{i}": one.stop() for i, one in enumerate(front_ends)})
+    except BaseExceptionGroup as failures:
+        root = first_failure(failures)
+        raise root from root.__cause__
+    finally:
+        for one in front_ends:
+            one.kill()
+
+
+async def _own_errors(call: Awaitable[Any]) -> Any:
+    try:
+        return await call
+    except RayTaskError as error:
+        raise error.cause from error
