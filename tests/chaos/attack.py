@@ -31,8 +31,8 @@ _RECOVERY_TIMEOUT_S = 240.0
 _GONE_TIMEOUT_S = 60.0
 _MAX_DELAY_S = 3.0
 _TRAINER_FROZEN_S = 3.0
-_STEPS_AFTER = 2
-"""Steps that a run must complete after a fault to have survived it."""
+_STEPS_AFTER = MAX_STALENESS_STEPS + 3
+"""Steps that a run must complete after a fault to have survived it: more than it has groups for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
