@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 
 from skyrl_async.errors import ConfigError, InferenceError
 from skyrl_async.inference.server.front_ends import endpoint_processes
-from skyrl_async.inference.server.process import EndpointSettings
+from skyrl_async.inference.server.process import EndpointServer, EndpointSettings
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
 from tests.cpu.tiny_chat import END, TOKENIZER, spelled
 
@@ -209,6 +209,14 @@ async def test_a_front_end_that_is_killed_or_frozen_is_replaced_on_its_port(
                 await ask(f"{front_end.url}/v1", made["api_key"])
         again = (await controller.post(f"{first.url}/sessions")).json()
         assert (await ask(f"{second.url}/v1", again["api_key"])).choices[0].message.content == "hé"
+
+
+async def test_a_front_end_may_be_told_of_engines_before_it_serves(tmp_path: Path, engine: Any) -> None:
+    server = EndpointServer(settings(tmp_path), [])
+    await server.follow([engine])
+    host, port = await server.start()
+    assert (await ask(f"http://{host}:{port}/v1")).choices[0].message.content == "hé"
+    await server.stop()
 
 
 async def test_a_front_end_that_dies_too_often_ends_the_run(tmp_path: Path, engine: Any) -> None:

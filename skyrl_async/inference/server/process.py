@@ -63,7 +63,7 @@ class EndpointServer:
         self._stopping = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
         self._forwarding: Forwarding
-        self._client: InferenceEngineClient
+        self._client: InferenceEngineClient | None = None
 
     async def start(self) -> tuple[str, int]:
         """Serve, and return (host, port). ``ConfigError`` for a port in use or a tokenizer without a template."""
@@ -81,8 +81,10 @@ class EndpointServer:
         self._forwarding.connect(peers)
 
     async def follow(self, engines: Sequence[InferenceEngine]) -> None:
-        """Send requests to these engines from now on; see ``EnginePool.follow``."""
-        self._client.pool.follow(engines)
+        """Send requests to these engines from now on, or once it serves; see ``EnginePool.follow``."""
+        self._engines = engines
+        if self._client is not None:
+            self._client.pool.follow(engines)
 
     async def ping(self) -> None:
         """Its loop is running."""
