@@ -65,6 +65,7 @@ class SimulationSettings:
     engine_wait_s: float | None = 0.0
     """How long requests wait when there is no engine; None: until one comes."""
     send_seconds: float = 0.0
+    max_publish_retries: int = 0
     stream_mini_batch: bool = True
     deterministic: bool = False
     pause_mode: PauseMode = PauseMode.ABORT
@@ -174,6 +175,7 @@ def build_simulation(
         directory=Path("unused"),
         bucket_bytes=1,
         pause_mode=settings.pause_mode,
+        max_retries=settings.max_publish_retries,
         trace=trace,
         clock=loop.time,
     )

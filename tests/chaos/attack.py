@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 MINI_BATCH_SIZE = 2
 MAX_STALENESS_STEPS = 2
+KINDS = ("killed", "frozen")
 NUM_PROMPTS = 24
 _BOOT_TIMEOUT_S = 300.0
 _RECOVERY_TIMEOUT_S = 240.0
@@ -58,14 +59,21 @@ class Attack:
         directory: an empty one.
         seed: of the choice of victims and moments.
         roles: to choose from.
+        kinds: of faults: killed, frozen, or both.
         overrides: further ones for the run.
     """
 
     def __init__(
-        self, directory: Path, *, seed: int, roles: Sequence[Role] = tuple(Role), overrides: Sequence[str] = ()
+        self,
+        directory: Path,
+        *,
+        seed: int,
+        roles: Sequence[Role] = tuple(Role),
+        kinds: Sequence[str] = KINDS,
+        overrides: Sequence[str] = (),
     ) -> None:
         self._rng = random.Random(seed)
-        self._roles = tuple(roles)
+        self._kinds = [(role, kind == "frozen") for role in roles for kind in kinds]
         self._run_dir = directory / "run"
         self._uids = write_workplace(directory)
         self._run = AttackedRun([*overrides_of(directory), *overrides], self._run_dir)
@@ -76,8 +84,7 @@ class Attack:
         try:
             if not self._run.wait(lambda: self._run.step >= _STEPS_AFTER, _BOOT_TIMEOUT_S):
                 raise RuntimeError(f"the run did not begin, see {self._run.output_path}")
-            kinds = self._kinds(num_faults)
-            for role, is_freeze in kinds:
+            for role, is_freeze in self._sequence(num_faults):
                 yield self._attack(role, is_freeze)
         finally:
             self._run.close()
@@ -88,23 +95,18 @@ class Attack:
             self._run_dir, uids=self._uids, mini_batch_size=MINI_BATCH_SIZE, max_staleness_steps=MAX_STALENESS_STEPS
         )
 
-    def _kinds(self, num_faults: int) -> list[tuple[Role, bool]]:
+    def _sequence(self, num_faults: int) -> list[tuple[Role, bool]]:
         """Every kind of fault about equally often, in random order."""
-        kinds = [(role, is_freeze) for role in self._roles for is_freeze in (False, True)]
         chosen: list[tuple[Role, bool]] = []
         while len(chosen) < num_faults:
-            chosen += self._rng.sample(kinds, k=len(kinds))
+            chosen += self._rng.sample(self._kinds, k=len(self._kinds))
         return chosen[:num_faults]
 
     def _attack(self, role: Role, is_freeze: bool) -> Fault:
         time.sleep(self._rng.uniform(0, _MAX_DELAY_S))
-        self._run.wait(lambda: self._run.find(role, random.Random(0)) is not None, _RECOVERY_TIMEOUT_S)
-        victim = self._run.find(role, self._rng)
+        victim = self._strike(role, signal.SIGSTOP if is_freeze else signal.SIGKILL)
         step, started = self._run.step, time.monotonic()
-        if victim is not None:
-            logger.info("step %d: %s %s %d", step, "freeze" if is_freeze else "kill", role, victim.pid)
-            with contextlib.suppress(psutil.NoSuchProcess):
-                victim.send_signal(signal.SIGSTOP if is_freeze else signal.SIGKILL)
+        logger.info("step %d: %s %s %s", step, "freeze" if is_freeze else "kill", role, victim)
         left: list[str] = []
         if role is Role.trainer and is_freeze:
             time.sleep(_TRAINER_FROZEN_S)
@@ -122,6 +124,20 @@ class Attack:
         return Fault(
             role=role, is_freeze=is_freeze, at_step=step, survived=survived, seconds=seconds, problems=problems
         )
+
+    def _strike(self, role: Role, sign: signal.Signals) -> int | None:
+        """Send a signal to one of the processes of a role, once there is one; its id, None when none appears."""
+        struck: list[int] = []
+
+        def try_once() -> bool:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if (victim := self._run.find(role, self._rng)) is not None:
+                    victim.send_signal(sign)
+                    struck.append(victim.pid)
+            return bool(struck)
+
+        self._run.wait(try_once, _RECOVERY_TIMEOUT_S)
+        return struck[0] if struck else None
 
     def _start_over(self) -> None:
         """Take up a run that did not survive, so that the next fault finds one."""

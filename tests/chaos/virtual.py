@@ -1,0 +1,239 @@
+"""The same in virtual time: the real loop, fleet, checkpoints and audit over modelled engines, under tens of thousands of faults.
+
+Flows in: faults, and how long to go on after each. Flows out: the files of a run, for the audit. No processes: a fault is a call.
+"""
+
+import asyncio
+import contextlib
+import random
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+
+from skyrl_async.checkpoint import Checkpointer
+from skyrl_async.errors import PublishError
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.engine_life import LifeSettings
+from skyrl_async.inference.fleet import Fleet, FleetSettings
+from skyrl_async.metrics.trained_groups import TrainedGroupsLog
+from skyrl_async.rollout.lost_samples import Backoff, OnLostSamples
+from skyrl_async.simulator.clock import VirtualTimeLoop
+from skyrl_async.simulator.faults import FaultyEngine
+from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator
+from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation, lognormal_length
+from skyrl_async.types import GroupRequest, Trajectory
+from tests.chaos.audit import Audit, audit
+
+_BOOT_SECONDS = 10.0
+_FLEET = FleetSettings(
+    life=LifeSettings(heartbeat_interval_s=2.0, heartbeat_timeout_s=6.0, max_restarts=1 << 30, restart_backoff_s=0.5),
+    all_gone_timeout_s=1e6,
+)
+SETTINGS = SimulationSettings(
+    mini_batch_size=3,
+    group_size=2,
+    max_staleness_steps=2,
+    num_steps=None,
+    num_prompts=16,
+    num_engines=3,
+    mean_tokens=150.0,
+    block_tokens=64,
+    seconds_per_token=0.0005,
+    step_seconds=0.2,
+    load_seconds=0.1,
+    send_seconds=0.1,
+    max_publish_retries=10,
+    engine_wait_s=None,
+    checkpoint_interval_steps=2,
+    rollout_timeout_s=60.0,
+    max_retries=1000,
+    max_failed_fraction=1.0,
+    on_lost_samples=OnLostSamples.FILL,
+    backoff=Backoff(base_s=0.5, max_s=5.0),
+)
+
+
+class VirtualFault(StrEnum):
+    """What can happen."""
+
+    kill_engine = "an engine is killed"
+    freeze_engine = "an engine is frozen"
+    refuse_load = "an engine refuses the next weights"
+    die_in_load = "an engine dies while it loads the next weights"
+    fail_sample = "a sample fails"
+    hang_sample = "a sample hangs"
+    fill_disk = "the disk is full until something else happens"
+    kill_trainer = "the trainer is killed and taken up"
+
+
+class _UnluckyGenerator(ModelledGenerator):
+    """Does to the next samples what it is told to."""
+
+    def __init__(self, sampler: InferenceEngineClient) -> None:
+        super().__init__(sampler)
+        self.fates: list[VirtualFault] = []
+
+    async def _one(self, request: GroupRequest, index: int, seed: int) -> Trajectory:
+        fate = self.fates.pop() if self.fates else None
+        if fate is VirtualFault.hang_sample:
+            await asyncio.Event().wait()
+        trajectory = await super()._one(request, index, seed)
+        if fate is VirtualFault.fail_sample:
+            raise RuntimeError("the environment broke at the end")
+        return trajectory
+
+
+class VirtualRun:
+    """A run on a virtual clock of its own, which stands still between calls.
+
+    Args:
+        directory: an empty one.
+        settings: of the run; its seed is also that of the choice of engines.
+    """
+
+    def __init__(self, directory: Path, settings: SimulationSettings = SETTINGS) -> None:
+        self._settings = settings
+        self._run_dir = directory
+        self._checkpoints = directory / "checkpoints"
+        self._rng = random.Random(settings.seed)
+        self._runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
+        self._engines: dict[str, FaultyEngine] = {}
+        self._models: dict[str, ModelledEngine] = {}
+        self._simulation: Simulation
+        self._generator: _UnluckyGenerator
+        self._record: TrainedGroupsLog
+        self._life: asyncio.Task[None]
+        self._runner.run(self._start())
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps completed."""
+        return self._simulation.trainer.step
+
+    def go_on(self, seconds: float) -> None:
+        """Let virtual time pass. Raises what ended the run."""
+
+        async def wait() -> None:
+            done, _ = await asyncio.wait({self._life}, timeout=seconds)
+            if done:
+                self._life.result()
+                raise AssertionError("a run without an end has ended")
+
+        self._runner.run(wait())
+
+    def happen(self, fault: VirtualFault) -> None:
+        """Let something happen now."""
+        self._runner.run(self._happen(fault))
+
+    async def _happen(self, fault: VirtualFault) -> None:
+        self._repair_disk()
+        match fault:
+            case VirtualFault.kill_engine:
+                self._some_engine().kill()
+            case VirtualFault.freeze_engine:
+                self._some_engine().freeze()
+            case VirtualFault.refuse_load:
+                self._models[self._some_engine().name].fails_next_load = PublishError
+            case VirtualFault.die_in_load:
+                self._models[self._some_engine().name].fails_next_load = RuntimeError
+            case VirtualFault.fail_sample | VirtualFault.hang_sample:
+                self._generator.fates.append(fault)
+            case VirtualFault.fill_disk:
+                self._fill_disk()
+            case VirtualFault.kill_trainer:
+                await self._kill()
+                await self._start()
+
+    def audit(self) -> Audit:
+        """Of the files as they are, after one more checkpoint's time."""
+        settings = self._settings
+        return audit(
+            self._run_dir,
+            uids={f"p{i}" for i in range(settings.num_prompts)},
+            mini_batch_size=settings.mini_batch_size,
+            max_staleness_steps=settings.max_staleness_steps,
+        )
+
+    def close(self) -> None:
+        """End it."""
+        self._runner.run(self._kill())
+        self._runner.close()
+
+    async def _start(self) -> None:
+        usable = Checkpointer(self._checkpoints, max_to_keep=0).usable()
+        self._record = TrainedGroupsLog(self._run_dir / "trained_groups.jsonl", usable.state.step if usable else None)
+        self._engines.clear()
+        self._models.clear()
+        self._simulation = build_simulation(
+            self._settings,
+            checkpoint_dir=self._checkpoints,
+            generator_over=self._new_generator,
+            log_groups=self._record.log,
+            engine_around=self._process_of,
+        )
+        self._life = asyncio.create_task(self._live(usable.path if usable else None), name="life")
+
+    async def _live(self, checkpoint: Path | None) -> None:
+        fleet = Fleet(self._simulation.client, start=self._boot, settings=_FLEET, say=lambda line: None)
+        if checkpoint is not None:
+            await self._simulation.trainer.resume(checkpoint)
+        async with fleet.supervising():
+            await self._simulation.trainer.run()
+
+    async def _kill(self) -> None:
+        """Who is killed writes nothing any more."""
+        self._simulation.trainer._checkpointer = None
+        self._record.close()
+        self._life.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._life
+
+    def _new_generator(self, client: InferenceEngineClient) -> _UnluckyGenerator:
+        self._generator = _UnluckyGenerator(client)
+        return self._generator
+
+    def _process_of(self, model: ModelledEngine) -> FaultyEngine:
+        self._models[model.name] = model
+        self._engines[model.name] = FaultyEngine(model)
+        return self._engines[model.name]
+
+    async def _boot(self, name: str) -> FaultyEngine:
+        await asyncio.sleep(_BOOT_SECONDS)
+        settings = self._settings
+        length = lognormal_length(settings.mean_tokens, settings.sigma, settings.seed)
+        return self._process_of(
+            ModelledEngine(
+                name, num_tokens_of=length, load_seconds=settings.load_seconds, block_tokens=settings.block_tokens
+            )
+        )
+
+    def _some_engine(self) -> FaultyEngine:
+        alive = [engine for engine in self._engines.values() if not engine.is_dead]
+        return self._rng.choice(alive or list(self._engines.values()))
+
+    @property
+    def _obstacle(self) -> Path:
+        return self._checkpoints / ".partial-global_step_full"
+
+    def _fill_disk(self) -> None:
+        """No checkpoint can be begun: where a directory would be removed is a file."""
+        self._checkpoints.mkdir(exist_ok=True)
+        self._obstacle.touch()
+
+    def _repair_disk(self) -> None:
+        self._obstacle.unlink(missing_ok=True)
+
+
+def attack_virtually(directory: Path, *, num_faults: int, seed: int) -> Audit:
+    """A run under ``num_faults`` random faults, audited at the end. Raises what ended it."""
+    rng = random.Random(seed)
+    run = VirtualRun(directory, replace(SETTINGS, seed=seed))
+    run.go_on(30.0)
+    for _ in range(num_faults):
+        run.happen(rng.choice(list(VirtualFault)))
+        run.go_on(rng.expovariate(1 / 5.0))
+    run.happen(VirtualFault.fail_sample)
+    run.go_on(300.0)
+    found = run.audit()
+    run.close()
+    return found
