@@ -1,6 +1,7 @@
 """Writes and reads a run's checkpoints: complete or not there at all (contract 7).
 
-    <run>/checkpoints/global_step_40/{policy/, trainer_state.json, groups.json, manifest.json}
+    <run>/checkpoints/global_step_40/{policy/, trainer_state.json, groups.json, running_groups.json,
+                                           manifest.json}
     <run>/checkpoints/latest_ckpt_global_step.txt        written last
 
 Flows in: the policy and the trainer's state as JSON. Flows out: directories that appear by one rename, after everything in them
@@ -22,13 +23,24 @@ from typing import Any
 
 from skyrl_async.checkpoint_files import attest, read_json, sync, verify, write_json
 from skyrl_async.errors import CheckpointError
+from skyrl_async.rollout.saved import (
+    RunningGroup,
+    group_from_json,
+    group_to_json,
+    running_from_json,
+    running_to_json,
+)
 from skyrl_async.training.protocol import Policy
-from skyrl_async.types import Group, Trajectory
+from skyrl_async.types import Group
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
+_FORMAT_WITHOUT_RUNNING_GROUPS = 2
+"""Its running groups are new prompts."""
 LATEST = "latest_ckpt_global_step.txt"
+_FILES = ("groups", "running")
+"""Fields of the state with a file of their own."""
 _PREFIX = "global_step_"
 _PARTIAL = ".partial-"
 _REPLACED = ".replaced-"
@@ -44,10 +56,12 @@ class TrainerState:
     """Groups admitted so far."""
     dataloader: dict[str, Any]
     """State of the dataloader and its ledger."""
-    groups: tuple[Group, ...]
-    """Finished groups that are not trained yet, oldest admitted first."""
     totals: dict[str, Any]
     """Running totals that the summary reports over the whole run."""
+    groups: tuple[Group, ...]
+    """Finished groups that are not trained yet, oldest admitted first."""
+    running: tuple[RunningGroup, ...] = ()
+    """Admitted groups that are not finished, oldest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +141,10 @@ class Checkpointer:
             if is_given_up.is_set():
                 raise CheckpointError("it was given up")
 
-        fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name != "groups"}
+        fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in _FILES}
         write_json(partial / "trainer_state.json", {"format": FORMAT, **fields})
-        write_json(partial / "groups.json", [dataclasses.asdict(group) for group in state.groups])
+        write_json(partial / "groups.json", [group_to_json(group) for group in state.groups])
+        write_json(partial / "running_groups.json", [running_to_json(group) for group in state.running])
         attest(partial, check=check)
         check()
         pointer = self._prepare_pointer(state.step)  # all that needs room on the disk comes before the renames
@@ -247,13 +262,14 @@ def read_state(path: Path) -> TrainerState:
 
     Raises ``CheckpointError`` naming what is missing or differs, or the format when it is not this one.
     """
-    state = _state_of_this_format(path)
+    format_, state = _known_format_and_state(path)
     verify(path)
-    groups = tuple(_group(row) for row in read_json(path, "groups.json"))
-    return TrainerState(groups=groups, **state)
+    groups = tuple(group_from_json(row) for row in read_json(path, "groups.json"))
+    saved = [] if format_ == _FORMAT_WITHOUT_RUNNING_GROUPS else read_json(path, "running_groups.json")
+    return TrainerState(groups=groups, running=tuple(running_from_json(row) for row in saved), **state)
 
 
-def _state_of_this_format(path: Path) -> dict[str, Any]:
+def _known_format_and_state(path: Path) -> tuple[int, dict[str, Any]]:
     """The format comes first: another one's files may be listed otherwise."""
     try:
         state = read_json(path, "trainer_state.json")
@@ -261,19 +277,8 @@ def _state_of_this_format(path: Path) -> dict[str, Any]:
     except (CheckpointError, AttributeError):
         verify(path)
         raise
-    if found != FORMAT:
+    if found not in (FORMAT, _FORMAT_WITHOUT_RUNNING_GROUPS):
         raise CheckpointError(
             f"checkpoint {path} has format {found}, expected {FORMAT}: it was written by another version of skyrl_async"
         )
-    return dict(state)
-
-
-def _group(row: dict[str, Any]) -> Group:
-    rows = tuple(_trajectory(fields) for fields in row["trajectories"])
-    return Group(**{**row, "trajectories": rows})
-
-
-def _trajectory(fields: dict[str, Any]) -> Trajectory:
-    """JSON has no tuples."""
-    values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in fields.items()}
-    return Trajectory(**values)
+    return found, dict(state)

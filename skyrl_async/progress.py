@@ -1,18 +1,14 @@
-"""What a rollout is doing, said by whoever plays it: for people who wonder why it takes so long, and for the next try.
+"""What a rollout is doing, said by whoever plays it: for people who wonder why it takes so long.
 
-Flows in: phases ("generating", "in environment step"), engines' names, finished samples. Flows out: a status per rollout, and
-the rows of samples that need not be played again. Everything is optional: a generator that says nothing is "generating".
+Flows in: phases ("generating", "in environment step"), engines' names. Flows out: a status per rollout. Everything is optional: a
+generator that says nothing is "generating".
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from skyrl_async.types import Trajectory
 
 _PLAYING: ContextVar["SampleProgress | None"] = ContextVar("sample_being_played", default=None)
 
@@ -67,10 +63,9 @@ class SampleProgress:
 
 
 class GroupProgress:
-    """What is known of one group's samples while they are played. Not safe to use from other threads."""
+    """What one group's samples do while they are played. Not safe to use from other threads."""
 
     def __init__(self) -> None:
-        self.kept: dict[int, tuple[Trajectory, ...]] = {}
         self._phase = "generating"
         self._since: float | None = None
         self._samples: dict[int, SampleProgress] = {}
@@ -95,15 +90,6 @@ class GroupProgress:
             self._samples.pop(sample_index, None)
         finally:
             _PLAYING.reset(token)
-
-    def keep(self, sample_index: int, rows: "Sequence[Trajectory]") -> None:
-        """The sample is finished: whatever becomes of the others, it is not played again.
-
-        Args:
-            sample_index: in ``request.indices``.
-            rows: as ``generate`` would return them; none where nothing was sampled.
-        """
-        self.kept[sample_index] = tuple(rows)
 
     def enter(self, phase: str) -> None:
         """The group as a whole begins a phase now: what its samples did is over."""

@@ -11,12 +11,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from skyrl_async.algorithms.advantages import row_advantages
-from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
+from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.concurrency import first_failure
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.errors import CheckpointError, NoEngineError, PublishError, SkyRLAsyncError
@@ -26,9 +26,10 @@ from skyrl_async.metrics.step import RunTotals, StepFigures
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.policies import StalenessPolicy
-from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
+from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.watchdog import Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers
+from skyrl_async.saving import RunSaver
 from skyrl_async.stopping import StopAsked, StopRequest
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Group
@@ -110,17 +111,21 @@ class FullyAsyncTrainer:
         self._policy = policy
         self._publisher = publisher
         self._evaluator = evaluator
-        self._checkpointer = checkpointer
         self._advantages = advantages
         self._trace = trace
         self._watchdog = watchdog
         self._recorder = Recorder(log=log, trace=trace, log_groups=log_groups, generation_counts=lambda: workers.counts)
+        self._saver = RunSaver(
+            dataloader=dataloader,
+            staleness=staleness,
+            buffer=buffer,
+            workers=workers,
+            recorder=self._recorder,
+            checkpointer=checkpointer,
+        )
         self._evaluating: asyncio.Task[None] | None = None
         self._stop = stop or StopRequest()
         self._taken: list[Group] = []
-        self._checkpointed_step: int | None = None
-        self._num_checkpointed_groups = 0
-        self.newest_checkpoint: Path | None = None
         self._policy_step: int | None = 0
         """Optimizer steps that the policy holds; None in the midst of one."""
         self.reward_after: float | None = None
@@ -133,7 +138,12 @@ class FullyAsyncTrainer:
     @property
     def checkpoint_failure(self) -> CheckpointError | None:
         """Why the last checkpoint was not written; None when it was."""
-        return self._checkpointer.failure if self._checkpointer is not None else None
+        return self._saver.failure
+
+    @property
+    def newest_checkpoint(self) -> Path | None:
+        """The one written or taken up last."""
+        return self._saver.newest
 
     @property
     def step(self) -> int:
@@ -141,29 +151,9 @@ class FullyAsyncTrainer:
         return self._staleness.version
 
     async def resume(self, checkpoint: Path) -> None:
-        """Take up a checkpoint, before ``run``. Raises ``CheckpointError``.
-
-        With another mini-batch size or staleness bound than the checkpoint's, finished groups that no longer fit are drawn again.
-        """
-        state = await asyncio.to_thread(read_state, checkpoint)
-        await self._policy.load(checkpoint / "policy")
-        await self._dataloader.load_state_from_checkpoint(state.dataloader)
-        self._recorder.totals = RunTotals(**state.totals)
-        finished = [Admission(index=g.admission_index, scheduled_version=g.scheduled_version) for g in state.groups]
-        taken_up = await self._staleness.load_state_from_checkpoint(
-            state.step, state.next_admission_index, finished, holds_bound=self._settings.staleness_policy.bounds_groups
-        )
-        indices = {admission.index for admission in taken_up}
-        for group in reversed(state.groups):
-            if group.admission_index in indices:
-                self._buffer.put(group)
-            else:
-                await self._dataloader.give_back((group.epoch, group.uid))
-                self.totals.wasted_tokens += group.num_sampled_tokens
-        self._checkpointed_step = self._policy_step = state.step
-        self.newest_checkpoint = checkpoint
-        num_groups = len(state.groups)
-        logger.info("resumed %s, with %d of its %d finished groups", checkpoint.name, len(taken_up), num_groups)
+        """Take up a checkpoint, before ``run``. Raises ``CheckpointError``; see ``RunSaver.take_up``."""
+        await self._saver.take_up(self._policy, checkpoint, holds_bound=self._settings.staleness_policy.bounds_groups)
+        self._policy_step = self._saver.step
 
     async def run(self) -> None:
         """Publish, evaluate, train to the end, evaluate again.
@@ -187,8 +177,7 @@ class FullyAsyncTrainer:
                 generating = tasks.create_task(self._workers.run(), name="generation")
                 while not self._is_done() and not self._stop.is_asked and await self._train_step(tasks):
                     pass
-                if self._stop.is_asked:
-                    await self._save_before_stopping()
+                await self._save_at_the_end()
                 generating.cancel()
         except BaseExceptionGroup as failures:
             failure = first_failure(failures)
@@ -198,9 +187,6 @@ class FullyAsyncTrainer:
         if self._stop.is_asked:
             return
         self._recorder.count_generation()
-        if self._settings.checkpoint_interval_steps and self._checkpointed_step != self.step:
-            with self._trace.span("checkpoint", track="training", step=self.step):
-                await self._write_checkpoint(self.step)
         self.totals.wasted_tokens += sum(group.num_sampled_tokens for group in self._buffer.snapshot())
         if after := await self._evaluate(self._settings.num_eval_prompts):
             self.reward_after = after.reward
@@ -237,10 +223,11 @@ class FullyAsyncTrainer:
         finally:
             figures.add_seconds("step", loop.time() - started)
             self.totals.add_step(figures)
-        generated = self._recorder.count_generation()
         if self._is_due(self._settings.checkpoint_interval_steps, version):
             with self._recorder.timed(figures, "checkpoint", track="training"):
-                await self._write_checkpoint(version)
+                generated = await self._saver.write(self._policy, version, self._taken)
+        else:
+            generated = self._recorder.count_generation()
         await self._staleness.notify_capacity_change(version)
         await self._workers.redraw(lambda admission: self._is_given_up(admission.scheduled_version))
         self._recorder.log_step(figures, stepped, checked | generated | self._state_values(figures))
@@ -333,40 +320,19 @@ class FullyAsyncTrainer:
 
         self._evaluating = tasks.create_task(evaluate(), name=f"evaluation-{version}")
 
-    async def _save_before_stopping(self) -> None:
-        """Write a checkpoint, whatever the interval, unless the last one holds all there is."""
-        self._recorder.count_generation()
-        num_new_groups = self._workers.counts["groups"] - self._num_checkpointed_groups
-        if self.step != (self._checkpointed_step or 0) or num_new_groups:
-            await self._write_checkpoint(self.step)
-
-    async def _write_checkpoint(self, step: int) -> None:
-        """Write the state after ``step`` steps, of which the engines have acknowledged the last one.
-
-        Groups of a step in progress are finished and untrained in it. A disk that cannot take it does not end the run.
-        """
-        if self._checkpointer is None:
-            return
-        state = TrainerState(
-            step=step,
-            next_admission_index=self._staleness.next_index,
-            dataloader=self._dataloader.state_for_checkpoint(),
-            groups=tuple(sorted((*self._taken, *self._buffer.snapshot()), key=lambda g: g.admission_index)),
-            totals=asdict(self.totals),
-        )
-        num_groups = self._workers.counts["groups"]
-        path = await self._checkpointer.try_write(self._policy, state)
-        if path is None:
-            return
-        self._checkpointed_step, self._num_checkpointed_groups, self.newest_checkpoint = step, num_groups, path
-        logger.info("wrote %s", path)
+    async def _save_at_the_end(self) -> None:
+        """Write a last checkpoint with what is still being generated; of a run that is stopped, whatever the interval."""
+        is_due = self._settings.checkpoint_interval_steps and self._saver.step != self.step
+        if self._stop.is_asked or is_due:
+            with self._trace.span("checkpoint", track="training", step=self.step):
+                await self._saver.write(self._policy, self.step, self._taken, unless_known=self._stop.is_asked)
 
     async def _save_what_is_trained(self) -> None:
         """Write a checkpoint where engines failed and not the training, unless an optimizer step was cut off by that."""
-        if not self._settings.checkpoint_interval_steps or self._policy_step in (None, self._checkpointed_step):
+        if not self._settings.checkpoint_interval_steps or self._policy_step in (None, self._saver.step):
             return
         try:
-            await self._write_checkpoint(self._policy_step)
+            await self._saver.write(self._policy, self._policy_step, self._taken)
         except SkyRLAsyncError:
             logger.exception("no checkpoint was written of step %d", self._policy_step)
 
@@ -377,7 +343,7 @@ class FullyAsyncTrainer:
         return {
             "async/buffer_groups": float(len(self._buffer)),
             "async/running_groups": float(self._staleness.num_running),
-            "checkpoint/failures": float(self._checkpointer.num_failures if self._checkpointer is not None else 0),
+            "checkpoint/failures": float(self._saver.num_failures),
             "trainer/epoch": float(self._dataloader.epoch),
             **(self._watchdog.values() if self._watchdog else {}),
             "trainer/idle_share": figures.seconds.get("wait_for_groups", 0.0) / max(figures.seconds["step"], 1e-9),

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from skyrl_async.progress import GroupProgress
+from skyrl_async.resumption import SavedSamples
 
 Message = dict[str, Any]
 """One chat message in OpenAI form: at least ``role`` and ``content``."""
@@ -218,7 +219,9 @@ class GroupRequest:
     sample_indices: tuple[int, ...] | None = None
     """The samples asked for; None: all of them. The others were finished by an earlier try."""
     progress: GroupProgress = field(default_factory=GroupProgress, repr=False, compare=False)
-    """Where a generator may say what its samples do, and leave those that are finished."""
+    """Where a generator may say what its samples do."""
+    saved: SavedSamples = field(default_factory=SavedSamples, repr=False, compare=False)
+    """Where its samples stand: what a generator goes on from, and what it leaves for the next try and for checkpoints."""
 
     @property
     def indices(self) -> tuple[int, ...]:

@@ -12,8 +12,9 @@ from openai.types.chat import ChatCompletion
 
 from skyrl_async.errors import GenerationError, PromptTooLongError
 from skyrl_async.rollout.environment import EnvironmentFactory
-from skyrl_async.rollout.episode import EpisodePlayer, Turn, TurnRequest
+from skyrl_async.rollout.episode import EpisodePlayer
 from skyrl_async.rollout.generator import keeps_samples
+from skyrl_async.rollout.turn import Turn, TurnRequest
 from skyrl_async.types import Completion, FinishReason, GroupRequest, SamplingParams, Trajectory
 from skyrl_async.version_spans import versions_of
 

@@ -212,6 +212,7 @@ def make_trainer(
         settings=_rollout_settings(config),
         trace=trace,
         num_abandoned_tokens=lambda: client.num_abandoned_tokens,
+        collect_open_tokens=client.collect_open_tokens,
     )
     evaluator = _evaluator(config, generator, prompts)
     watchdog = Watchdog(

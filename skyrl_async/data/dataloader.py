@@ -6,7 +6,7 @@ contents, versions or the trainer.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from skyrl_async.data.ledger import Key, UidLedger, UidState
@@ -39,6 +39,19 @@ class _AsyncDataloader:
         """The next prompt of the seeded order with its (epoch, uid); None after the last epoch."""
         key = self._ledger.draw()
         return None if key is None else (key, self._prompts[key[1]])
+
+    def prompt_of(self, key: Key) -> Prompt:
+        """The prompt of an (epoch, uid)."""
+        return self._prompts[key[1]]
+
+    def check_running(self, keys: Collection[Key]) -> None:
+        """Raise ``CheckpointError`` unless exactly these are being generated."""
+        running = set(self._ledger.running())
+        if different := sorted(running ^ set(keys)):
+            raise CheckpointError(
+                f"the checkpoint's ledger and its running groups do not agree on {different[0]}, and {len(different)} in all: "
+                "resume from another one"
+            )
 
     async def mark_finished_uid(self, key: Key) -> None:
         """Its group is generated and waits to be trained."""

@@ -110,6 +110,10 @@ class UidLedger:
         """The uids of an open epoch in one state, in dataset order."""
         return [uid for uid, s in self._states.get(epoch, {}).items() if s is state]
 
+    def running(self) -> list[Key]:
+        """Every (epoch, uid) that is being generated."""
+        return [(epoch, uid) for epoch in self._states for uid in self.uids(epoch, UidState.RUNNING)]
+
     @property
     def open_epochs(self) -> tuple[int, ...]:
         """Epochs begun in which some uid is not trained, filtered or failed."""
@@ -121,14 +125,14 @@ class UidLedger:
         return counts | {f"{state.value}_total": self._totals[state] for state in _CLOSED}
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps; running uids are written as new (their groups start again)."""
-        kept = (*_CLOSED, UidState.FINISHED)
+        """What a checkpoint keeps; uids in none of its lists are new."""
+        kept = (*_CLOSED, UidState.FINISHED, UidState.RUNNING)
         epochs = {str(epoch): {state.value: self.uids(epoch, state) for state in kept} for epoch in self._states}
         totals = {state.value: self._totals[state] for state in _CLOSED}
         return {"seed": self._seed, "next_epoch": self._next_epoch, "epochs": epochs, "totals": totals}
 
     def load_json(self, saved: dict[str, Any]) -> None:
-        """Continue from ``to_json``. Raises ``StateError`` for other uids or another seed, naming them."""
+        """Continue from ``to_json``, with the same uids running. Raises ``StateError`` for other uids or another seed, naming them."""
         if saved["seed"] != self._seed:
             raise StateError(
                 f"the checkpoint was shuffled with trainer.seed={saved['seed']}, this run has {self._seed}"

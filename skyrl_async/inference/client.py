@@ -22,12 +22,14 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.concurrency import run_together
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError
 from skyrl_async.inference.continuing import blocks_of, continued, whole_of
+from skyrl_async.inference.followed import FollowedGenerations
 from skyrl_async.inference.joined import Joined, head_of
 from skyrl_async.inference.pool import EnginePool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.text import CompletionText, Tokenizer
 from skyrl_async.progress import report_engine
 from skyrl_async.rollout.metering import charge
+from skyrl_async.rollout.sampler import OpenGeneration
 from skyrl_async.types import (
     Completion,
     CompletionDelta,
@@ -77,6 +79,7 @@ class InferenceEngineClient:
         self._carries_tokens = carries_tokens
         self._name = f"{name}-{next(_client_ids)}"
         self._request_numbers = itertools.count()
+        self._followed = FollowedGenerations()
         self.policy_version = 0
         self._counts = {"requests": 0, "tokens": 0, "abandoned_tokens": 0, "aborts": 0, "engine_failures": 0}
 
@@ -148,6 +151,7 @@ class InferenceEngineClient:
         *,
         session_id: str | None = None,
         priority: int = 0,
+        generation: OpenGeneration | None = None,
     ) -> Completion:
         """Sample one completion; see ``rollout.sampler.Sampler``."""
         request = self._request(prompt_token_ids, sampling, priority)
@@ -157,8 +161,11 @@ class InferenceEngineClient:
         while True:
             joined = Joined(has_logprobs=sampling.reports_logprobs)
             text = CompletionText.of(self._tokenizer, sampling)
-            async with aclosing(self._blocks(request, joined, session_id, streams=streams)) as blocks:
-                is_stopped = await _read(blocks, joined, text)
+            blocks = self._blocks(request, joined, session_id, streams=streams)
+            with self._followed.following(generation if sampling.is_resumable else None, joined) as begin:
+                is_stopped = _add(begin, joined, text)
+                async with aclosing(blocks):
+                    is_stopped = is_stopped or await _read(blocks, joined, text)
             if joined.has_ended:
                 break
             num_restarts += 1
@@ -173,6 +180,10 @@ class InferenceEngineClient:
             num_aborts=joined.num_aborts + num_restarts,
             top_logprobs=tuple(joined.top_logprobs),
         )
+
+    async def collect_open_tokens(self) -> None:
+        """Have the generations that a checkpoint follows know what is in the engines; one that dies meanwhile is dropped."""
+        await self._followed.collect(self.engines, self.drop_engine)
 
     async def stream_tokens(
         self,
@@ -281,11 +292,22 @@ class InferenceEngineClient:
 async def _read(blocks: AsyncIterator[EngineOutput], joined: Joined, text: CompletionText) -> bool:
     """Read to the end, or to where a stop string ends the text: then return True."""
     async for block in blocks:
-        num_kept = text.push(_shown_tokens(block))
-        if num_kept is not None:
-            joined.end_at(num_kept)
+        if _push(block, joined, text):
             return True
     return False
+
+
+def _add(begin: EngineOutput, joined: Joined, text: CompletionText) -> bool:
+    """Begin with tokens sampled before; True where a stop string is among them."""
+    joined.add(begin)
+    return bool(begin.token_ids) and _push(begin, joined, text)
+
+
+def _push(block: EngineOutput, joined: Joined, text: CompletionText) -> bool:
+    num_kept = text.push(_shown_tokens(block))
+    if num_kept is not None:
+        joined.end_at(num_kept)
+    return num_kept is not None
 
 
 def _shown_tokens(block: EngineOutput) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ also goes from a dead engine to another. It knows neither routing nor pauses: a 
 """
 
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing
 
 from skyrl_async.errors import InferenceError
@@ -38,6 +38,7 @@ async def continued(
             yield end
             return
         rest = joined.rest_of(request, f"{request.request_id}.{number}" if number else request.request_id)
+        joined.begin_call(rest.request_id)
         goes_on = True
         async with aclosing(segment(rest)) as blocks:
             async for block in blocks:
@@ -73,20 +74,33 @@ async def whole_of(engine: InferenceEngine, request: EngineRequest) -> AsyncGene
 
 
 def stream_to_end(
-    engine: InferenceEngine, request: EngineRequest, may_go_on: Callable[[], bool] = _always
+    engine: InferenceEngine, request: EngineRequest, joined: Joined, may_go_on: Callable[[], bool] = _always
 ) -> AsyncGenerator[EngineOutput, None]:
-    """Like ``engine.stream``, across aborts."""
-    joined = Joined(has_logprobs=request.sampling.reports_logprobs)
+    """Like ``engine.stream``, across aborts; ``joined`` follows."""
     return continued(request, joined, lambda rest: blocks_of(engine, rest), may_go_on)
 
 
 async def generate_to_end(
-    engine: InferenceEngine, request: EngineRequest, may_go_on: Callable[[], bool] = _always
+    engine: InferenceEngine, request: EngineRequest, joined: Joined, may_go_on: Callable[[], bool] = _always
 ) -> EngineOutput:
-    """Like ``engine.generate``, across aborts."""
-    joined = Joined(has_logprobs=request.sampling.reports_logprobs)
+    """Like ``engine.generate``, across aborts; ``joined`` follows."""
     blocks = continued(request, joined, lambda rest: whole_of(engine, rest), may_go_on)
     async with aclosing(blocks):
         async for _ in blocks:
             pass
     return joined.output()
+
+
+def joined_for(request: EngineRequest) -> Joined:
+    """Where the segments of ``request`` are joined."""
+    return Joined(has_logprobs=request.sampling.reports_logprobs)
+
+
+async def hold_partial_outputs(engine: InferenceEngine, generations: Collection[Joined]) -> None:
+    """Have generations know what the engine has sampled of them and not handed over yet. Raises what the engine raises."""
+    calls = [joined.call_id for joined in generations if joined.call_id is not None]
+    if not calls:
+        return
+    held = await engine.partial_outputs(calls)
+    for joined in generations:
+        joined.hold(held)

@@ -6,9 +6,10 @@ continued. There are no threads and no clock, so it runs on a virtual-time event
 """
 
 import asyncio
+import contextlib
 import hashlib
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from skyrl_async.errors import EngineDeadError, PromptTooLongError, PublishError, RequestRefusedError
+from skyrl_async.inference.joined import OpenCalls
 from skyrl_async.inference.policy_files import UpdateValidator, eos_token_ids
 from skyrl_async.types import (
     EngineOutput,
@@ -59,6 +61,7 @@ class DeterministicEngine:
         self._max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
         self._seconds_per_token = seconds_per_token
         self._gate = _Gate(name)
+        self._calls = OpenCalls()
 
     @property
     def name(self) -> str:
@@ -94,10 +97,17 @@ class DeterministicEngine:
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens >= self._max_model_len:
             raise PromptTooLongError(num_prompt_tokens, self._max_model_len)
+        with self._calls.following(request) as joined:
+            async with contextlib.aclosing(self._tokens(request)) as blocks:
+                async for block in blocks:
+                    joined.add(block)
+                    yield block
+
+    async def _tokens(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         sequence = _Sequence(self._model, request)
         num_aborts = self._gate.num_aborts
         while True:
-            await asyncio.sleep(self._seconds_per_token)
+            await self._gate.pass_time(self._seconds_per_token, num_aborts)
             if not await self._gate.may_sample(num_aborts):
                 yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
                 return
@@ -120,6 +130,11 @@ class DeterministicEngine:
         if num_new_tokens >= request.sampling.max_tokens or len(sequence.token_ids) >= self._max_model_len:
             return FinishReason.LENGTH
         return None
+
+    async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
+        """See ``InferenceEngine.partial_outputs``."""
+        self._gate.raise_if_dead()
+        return self._calls.so_far(request_ids)
 
     async def pause(self, mode: PauseMode) -> None:
         """See ``InferenceEngine.pause``. Sampling a token awaits nothing, so none is half done."""
@@ -209,6 +224,14 @@ class _Gate:
     def raise_if_dead(self) -> None:
         if self._is_dead:
             raise EngineDeadError(f"engine {self._name} is gone: closed")
+
+    async def pass_time(self, seconds: float, num_aborts: int) -> None:
+        """Wait for so long, or until a pause after ``num_aborts`` has aborted the caller: what it began at a token is lost."""
+        until = asyncio.get_running_loop().time() + seconds
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                while self.num_aborts == num_aborts and not self._is_dead:
+                    await self._changed.wait()
 
     async def may_sample(self, num_aborts: int) -> bool:
         """Wait until the gate is open; False when a pause after ``num_aborts`` has aborted the caller.

@@ -4,6 +4,8 @@ Flows in: what engines sampled, block by block. Flows out: token ids, log-probs 
 Does not know engines, text or routing.
 """
 
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from skyrl_async.errors import InferenceError
@@ -27,6 +29,10 @@ class Joined:
         self.finish_reason: FinishReason | None = None
         """``stop`` or ``length`` once the generation has ended."""
         self.num_aborts = 0
+        self.call_id: str | None = None
+        """Request id of the engine call that goes on."""
+        self._num_before_call = 0
+        self._held: EngineOutput | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -52,6 +58,26 @@ class Joined:
             self.num_aborts += 1
         else:
             self.finish_reason = output.finish_reason
+
+    def begin_call(self, request_id: str) -> None:
+        """An engine call begins that samples what is missing."""
+        self.call_id = request_id
+        self._num_before_call = len(self.token_ids)
+        self._held = None
+
+    def hold(self, held: Mapping[str, EngineOutput]) -> None:
+        """Remember what engines, by request id, have sampled in calls that go on and not handed over yet."""
+        if self.call_id is not None and self.call_id in held:
+            self._held = held[self.call_id]
+
+    def so_far(self) -> EngineOutput:
+        """All tokens known, with those that the open call's engine still holds; without a finish reason."""
+        known = replace(self.output(), finish_reason=None)
+        if self._held is None or self._num_before_call + len(self._held.token_ids) <= len(self.token_ids):
+            return known
+        held = self._held if self._has_logprobs else replace(self._held, logprobs=())
+        before = head_of(known, self._num_before_call)
+        return replace(merged(before, held), finish_reason=None)
 
     def end_at(self, num_tokens: int) -> None:
         """A stop string has ended the generation."""
@@ -85,6 +111,27 @@ class Joined:
             top_logprobs=tuple(self.top_logprobs),
             num_aborts=self.num_aborts if self.has_ended else max(0, self.num_aborts - 1),
         )
+
+
+class OpenCalls:
+    """The tokens so far of the calls that an engine in this process is working on."""
+
+    def __init__(self) -> None:
+        self._joined: dict[str, Joined] = {}
+
+    @contextmanager
+    def following(self, request: EngineRequest) -> Iterator[Joined]:
+        """What the call yields is to be added to the one this gives."""
+        joined = Joined(has_logprobs=request.sampling.reports_logprobs)
+        self._joined[request.request_id] = joined
+        try:
+            yield joined
+        finally:
+            self._joined.pop(request.request_id, None)
+
+    def so_far(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
+        """By request id, of those that are known."""
+        return {i: self._joined[i].so_far() for i in request_ids if i in self._joined}
 
 
 def head_of(output: EngineOutput, num_tokens: int) -> EngineOutput:

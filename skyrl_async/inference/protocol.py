@@ -3,7 +3,7 @@
 An engine does not know retries, text, chat or other engines: tokens in, tokens with provenance out.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Protocol
 
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
@@ -36,6 +36,11 @@ class InferenceEngine(Protocol):
 
     def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """Like ``generate``, in blocks of new tokens as they are sampled; only the last block has a ``finish_reason``."""
+        ...
+
+    async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
+        """What is sampled so far of those of the requests that are in the engine, by id, from their first token on and without a
+        finish reason. Nothing is taken from them; one that is ending may be missing."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from skyrl_async.errors import EngineDeadError, EngineStartError
-from skyrl_async.inference.continuing import generate_to_end, stream_to_end
+from skyrl_async.inference.continuing import generate_to_end, hold_partial_outputs, joined_for, stream_to_end
+from skyrl_async.inference.joined import Joined
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig
 from skyrl_async.inference.vllm_engine import VLLMEngine
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, SamplingParams, WeightUpdate
@@ -43,6 +44,7 @@ class _EngineActor:
         self._engine: VLLMEngine
         self._requests: dict[str, asyncio.Task[Any]] = {}
         self._num_evictions = 0
+        self._joined: dict[str, Joined] = {}
 
     async def start(self) -> int:
         """Boot; return the longest prompt plus answer in tokens.
@@ -59,14 +61,21 @@ class _EngineActor:
         return self._engine.max_model_len
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
-        with self._registered(request.request_id):
-            return await generate_to_end(self._engine, request, self._until_eviction())
+        with self._registered(request) as joined:
+            return await generate_to_end(self._engine, request, joined, self._until_eviction())
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        with self._registered(request.request_id):
-            async with contextlib.aclosing(stream_to_end(self._engine, request, self._until_eviction())) as blocks:
+        with self._registered(request) as joined:
+            blocks = stream_to_end(self._engine, request, joined, self._until_eviction())
+            async with contextlib.aclosing(blocks):
                 async for block in blocks:
                     yield block
+
+    async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
+        """See ``InferenceEngine.partial_outputs``: of all the engine's calls that a request took."""
+        found = {i: self._joined[i] for i in request_ids if i in self._joined}
+        await hold_partial_outputs(self._engine, found.values())
+        return {request_id: joined.so_far() for request_id, joined in found.items()}
 
     async def cancel(self, request_id: str) -> None:
         """End a request whose caller has gone."""
@@ -91,14 +100,15 @@ class _EngineActor:
         return lambda: self._num_evictions == num_before
 
     @contextlib.contextmanager
-    def _registered(self, request_id: str) -> Iterator[None]:
+    def _registered(self, request: EngineRequest) -> Iterator[Joined]:
         task = asyncio.current_task()
         assert task is not None
-        self._requests[request_id] = task
+        self._requests[request.request_id] = task
+        self._joined[request.request_id] = joined = joined_for(request)
         try:
-            yield
+            yield joined
         finally:
-            del self._requests[request_id]
+            del self._requests[request.request_id], self._joined[request.request_id]
 
 
 def _redirect_output(log_path: str) -> None:
@@ -143,6 +153,12 @@ class RayEngine:
         with self._ending_on_exit(request.request_id), self._own_errors():
             async for reference in self._actor.stream.options(num_returns="streaming").remote(request):
                 yield await reference
+
+    async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
+        """See ``InferenceEngine.partial_outputs``."""
+        call = self._actor.partial_outputs.remote(tuple(request_ids))
+        outputs: dict[str, EngineOutput] = await self._answer("partial_outputs", call)
+        return outputs
 
     async def pause(self, mode: PauseMode) -> None:
         """See ``InferenceEngine.pause``."""

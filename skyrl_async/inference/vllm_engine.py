@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -26,7 +26,7 @@ from skyrl_async.errors import (
 from skyrl_async.inference.joined import merged
 from skyrl_async.inference.policy_files import TOKENIZER_FILES, UpdateValidator, eos_token_ids
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig, boot
-from skyrl_async.inference.vllm_requests import engine_output, versions_of, vllm_sampling_params
+from skyrl_async.inference.vllm_requests import engine_output, partial_output, versions_of, vllm_sampling_params
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
 
 if TYPE_CHECKING:
@@ -124,6 +124,12 @@ class VLLMEngine:
                     yield block if held is None else merged(held, block)
                     held = None
                 num_sent = num_total
+
+    async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
+        """See ``InferenceEngine.partial_outputs``: what the core has handed to the frontend."""
+        self._raise_if_dead()
+        open_ids = self._llm.output_processor.external_req_ids
+        return {i: partial_output(self._request_state(i)) for i in request_ids if i in open_ids}
 
     async def pause(self, mode: PauseMode) -> None:
         """See ``InferenceEngine.pause``. While a request that cannot be continued is in the engine, all are kept."""

@@ -77,6 +77,13 @@ def engine_output(completion: "CompletionOutput", versions: Sequence[int], num_t
     )
 
 
+def partial_output(state: Any) -> EngineOutput:
+    """All tokens so far of a request that goes on, from the frontend's record of it."""
+    completion = state._new_completion_output(list(state.detokenizer.output_token_ids), None, None)
+    num_top_logprobs = state.logprobs_processor.num_logprobs or 0
+    return engine_output(completion, versions_of(state._weight_version_spans()), num_top_logprobs)
+
+
 def _top_logprobs(flat: "FlatLogprobs", num_top_logprobs: int) -> tuple[TopLogprobs, ...]:
     """Per position the likeliest tokens; those that truncation or a grammar has excluded are left out.
 

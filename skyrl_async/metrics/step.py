@@ -147,13 +147,17 @@ class RunTotals:
     generated_trajectories: int = 0
     """In finished groups."""
     wasted_tokens: int = 0
-    """Sampled and thrown away: of finished groups never trained, of finished samples of failed groups, and of cut off generations
-    where it is known."""
+    """Sampled and thrown away: of finished groups never trained, of finished samples of failed groups, and of cut off or restarted
+    generations where it is known."""
     failed_groups: int = 0
     lost_samples: int = 0
     """That their groups were trained without."""
     retries: int = 0
     """Times a group was tried again, for all of its samples or for some."""
+    resumed_trajectories: int = 0
+    """Running ones of a checkpoint that went on where they stood."""
+    restarted_trajectories: int = 0
+    """Running ones of a checkpoint that began anew."""
     evaluation_tokens: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
@@ -203,8 +207,10 @@ class RunTotals:
         self.failed_groups += new["failed_groups"]
         self.lost_samples += new["lost_samples"]
         self.retries += new["retries"]
-        self.wasted_tokens += new["abandoned_tokens"]
+        self.wasted_tokens += new["abandoned_tokens"] + new["lost_tokens"]
         self.redrawn_groups += new["redrawn_groups"]
+        self.resumed_trajectories += new["resumed_trajectories"]
+        self.restarted_trajectories += new["restarted_trajectories"]
 
     @property
     def length_ratio(self) -> float:
@@ -244,6 +250,8 @@ class RunTotals:
             "failed_groups": self.failed_groups,
             "lost_samples": self.lost_samples,
             "retries": self.retries,
+            "resumed_trajectories": self.resumed_trajectories,
+            "restarted_trajectories": self.restarted_trajectories,
             "pause_seconds_median": median(self.pauses) if self.pauses else None,
             "training_seconds": self.training_seconds,
             "train_seconds": self.train_seconds,

@@ -36,6 +36,8 @@ _LABELS = {
     "lost_samples": ("samples lost from other groups", "{:,.0f}"),
     "retries": ("rollouts tried again", "{:,.0f}"),
     "policy_restarts": ("policy workers restarted", "{:,.0f} times"),
+    "resumed_trajectories": ("running trajectories resumed", "{:,.0f}"),
+    "restarted_trajectories": ("  begun anew instead", "{:,.0f}"),
     "pause_seconds_median": ("generation paused per publish, median", "{:.3f} s"),
     "trainer_idle_share": ("trainer idle", "{:.0%}"),
 }

@@ -110,6 +110,7 @@ class AgentGenerator:
             "agent",
             lambda index: self._play(request, index),
             lambda sample: None if sample.failure and not request.is_evaluation else sample.rows,
+            lambda rows: _Sample(rows=rows, reward=rows[0].reward if rows else 0.0, failure=None),
         )
         failures = [sample.failure for sample in samples if sample.failure]
         num_finished = request.num_samples - len(failures)  # those that were not asked for again among them

@@ -120,15 +120,15 @@ class Attempts:
     async def _try_into(self, group: CollectedGroup) -> None:
         """One try at what is missing; what became of it is in ``group``."""
         request = group.next_request()
-        request.progress.kept.clear()
         try:
             trajectories = await self._try(request)
         except NoEngineError:
             raise
         except Exception as error:
-            group.add_failure(error, request.progress.kept if does_keep_samples(self._generator) else {})
+            group.add_failure(error, request.saved.finished if does_keep_samples(self._generator) else {})
         else:
             group.add_returned(trajectories)
+        request.saved.forget(group.missing)
 
     async def _try(self, request: GroupRequest) -> Sequence[Trajectory]:
         """One try, in a task of its own: whatever the generator makes of a cancellation, the caller is cancelled by it."""

@@ -6,11 +6,12 @@ Flows in: an environment and what is said to it. Flows out: its answers, checked
 import asyncio
 import concurrent.futures
 import contextlib
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from skyrl_async.errors import GenerationError
 from skyrl_async.progress import report
@@ -45,6 +46,19 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
+class RestorableEnvironment(Protocol):
+    """What an environment has besides, where an episode can go on in a resumed run after it has taken steps."""
+
+    def snapshot(self) -> Any:
+        """All that ``restore`` needs, as JSON. Called after ``init`` and after every step but the last, so it should be quick."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Stand where ``snapshot`` was taken; called on a fresh environment instead of ``init``."""
+        ...
+
+
 EnvironmentFactory = Callable[[str, dict[str, Any]], Environment]
 """Makes a fresh environment of a name and of a prompt's extras."""
 
@@ -58,6 +72,8 @@ class StepOutcome:
     is_done: bool
     postprocessed_action: str | None
     """The action as the environment wants it remembered, where it says so."""
+    snapshot: str | None = None
+    """Of the environment after it, as JSON text; None where it takes none or the episode is over."""
 
 
 class EnvironmentCalls:
@@ -76,16 +92,23 @@ class EnvironmentCalls:
         self._is_fast = bool(getattr(environment, "is_fast", False))
         self._in_flight: concurrent.futures.Future[Any] | None = None
 
-    async def init(self, messages: list[Message]) -> list[Message]:
-        """The first messages for the policy."""
+    async def init(self, messages: list[Message]) -> tuple[list[Message], str | None]:
+        """The first messages for the policy, and the environment's snapshot."""
         report("in environment init")
-        opening, _ = await self._call(self._environment.init, messages)
-        return list(opening)
+        (opening, _), snapshot = await self._call(self._with_snapshot, self._environment.init, messages)
+        return list(opening), snapshot
+
+    async def restore(self, snapshot: str) -> None:
+        """Instead of ``init``: stand where the snapshot was taken. ``GenerationError`` when the environment cannot."""
+        report("in environment restore")
+        if not isinstance(self._environment, RestorableEnvironment):
+            raise GenerationError(f"{type(self._environment).__name__} has no restore any more")
+        await self._call(self._environment.restore, json.loads(snapshot))
 
     async def step(self, action: str) -> StepOutcome:
         """Hand over an action; ``GenerationError`` when the answer lacks what the protocol asks."""
         report("in environment step")
-        output = await self._call(self._environment.step, action)
+        output, snapshot = await self._call(self._with_snapshot, self._environment.step, action)
         try:
             reward = float(output["reward"])
             outcome = StepOutcome(
@@ -93,6 +116,7 @@ class EnvironmentCalls:
                 reward=reward,
                 is_done=bool(output["done"]),
                 postprocessed_action=output.get("postprocessed_action"),
+                snapshot=snapshot,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise GenerationError(
@@ -101,6 +125,18 @@ class EnvironmentCalls:
         if not math.isfinite(reward):
             raise GenerationError(f"{type(self._environment).__name__}.step must return a finite reward, got {reward}")
         return outcome
+
+    def _with_snapshot(self, method: Callable[..., T], *args: Any) -> tuple[T, str | None]:
+        """What ``method`` returns, and the snapshot after it: text, so that nothing in it changes later."""
+        output = method(*args)
+        is_over = isinstance(output, Mapping) and output.get("done")
+        if is_over or not isinstance(self._environment, RestorableEnvironment):
+            return output, None
+        state = self._environment.snapshot()
+        try:
+            return output, json.dumps(state)
+        except (TypeError, ValueError) as error:
+            raise GenerationError(f"{type(self._environment).__name__}.snapshot must return JSON: {error}") from error
 
     async def metrics(self) -> dict[str, float]:
         """The episode's figures that are numbers."""

@@ -8,140 +8,22 @@ is sampled (in process or over HTTP), nor tokenizers.
 import asyncio
 import hashlib
 import logging
-from bisect import bisect_left
-from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
-from skyrl_async.errors import GenerationError, PromptTooLongError
+from skyrl_async.errors import PromptTooLongError
 from skyrl_async.progress import report
+from skyrl_async.resumption import SampleState
 from skyrl_async.rollout.daemon_threads import DaemonThreads
 from skyrl_async.rollout.environment import EnvironmentCalls, EnvironmentFactory
+from skyrl_async.rollout.episode_state import EpisodeState
 from skyrl_async.rollout.members import play_members
-from skyrl_async.types import (
-    ENVIRONMENT_VERSION,
-    Completion,
-    FinishReason,
-    GroupRequest,
-    Message,
-    SamplingParams,
-    Trajectory,
-)
+from skyrl_async.rollout.metering import charge
+from skyrl_async.rollout.turn import Speaker, Turn, TurnRequest
+from skyrl_async.types import FinishReason, GroupRequest, Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnRequest:
-    """One turn of the policy, asked of a speaker."""
-
-    messages: tuple[Message, ...]
-    """The conversation so far."""
-    context_token_ids: tuple[int, ...]
-    """Exact ids up to and including the last assistant message; empty before the first turn."""
-    sampling: SamplingParams
-    max_total_tokens: int | None
-    """Most tokens of prompt and completion together; None is bounded by the model's context only."""
-    session_id: str
-    priority: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One sampled turn."""
-
-    completion: Completion
-    stop_string: str
-    """The stop string that ended it (environments look for it, the completion's text lacks it), or empty."""
-    text_ends: tuple[int, ...]
-    """(T,) UTF-8 bytes of text up to and including each token."""
-
-    @property
-    def text(self) -> str:
-        """What the policy said, its stop string included."""
-        return self.completion.text + self.stop_string
-
-    def num_tokens_covering(self, text: str) -> int | None:
-        """Fewest leading tokens that spell ``text``, or None when the turn does not begin with it."""
-        if not text or not self.text.startswith(text):
-            return None
-        position = bisect_left(self.text_ends, len(text.encode()))
-        return position + 1 if position < len(self.text_ends) else None
-
-
-class Speaker(Protocol):
-    """Samples the policy's next turn."""
-
-    async def speak(self, request: TurnRequest) -> Turn:
-        """The turn's prompt begins with ``request.context_token_ids``. Raises ``PromptTooLongError`` without room."""
-        ...
-
-
-class TrajectoryBuilder:
-    """The tokens of an episode so far. No I/O; ``GenerationError`` when a turn does not continue the one before it."""
-
-    def __init__(self) -> None:
-        self.prompt_token_ids: tuple[int, ...] = ()
-        self.response_token_ids: list[int] = []
-        self._loss_mask: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
-        self._num_turns = 0
-        self._num_aborts = 0
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Prompt and response: what the next turn's prompt must begin with."""
-        return (*self.prompt_token_ids, *self.response_token_ids)
-
-    def add_turn(self, completion: Completion, num_kept: int | None = None) -> None:
-        """Append a turn: what its prompt adds as the environment's tokens, then its own (the first ``num_kept``)."""
-        _check_lengths(completion)
-        if self._num_turns == 0:
-            self.prompt_token_ids = completion.prompt_token_ids
-        context = self.token_ids
-        if completion.prompt_token_ids[: len(context)] != context:
-            raise GenerationError(
-                f"the prompt of turn {self._num_turns + 1} must begin with the {len(context)} tokens before it, "
-                "but does not"
-            )
-        between = completion.prompt_token_ids[len(context) :]
-        self._extend(between, 0, (0.0,) * len(between), (ENVIRONMENT_VERSION,) * len(between))
-        kept = slice(0, num_kept)
-        self._extend(completion.token_ids[kept], 1, completion.logprobs[kept], completion.versions[kept])
-        self._num_turns += 1
-        self._num_aborts += completion.num_aborts
-
-    def _extend(self, ids: Sequence[int], mask: int, logprobs: Sequence[float], versions: Sequence[int]) -> None:
-        self.response_token_ids.extend(ids)
-        self._loss_mask.extend([mask] * len(ids))
-        self._logprobs.extend(logprobs)
-        self._versions.extend(versions)
-
-    def build(self, *, reward: float, is_truncated: bool, metrics: dict[str, float]) -> Trajectory:
-        return Trajectory(
-            prompt_token_ids=self.prompt_token_ids,
-            response_token_ids=tuple(self.response_token_ids),
-            loss_mask=tuple(self._loss_mask),
-            logprobs=tuple(self._logprobs),
-            versions=tuple(self._versions),
-            reward=reward,
-            num_turns=self._num_turns,
-            is_truncated=is_truncated,
-            num_aborts=self._num_aborts,
-            metrics=metrics,
-        )
-
-
-def _check_lengths(completion: Completion) -> None:
-    num_tokens = len(completion.token_ids)
-    if not num_tokens:
-        raise GenerationError("a completion must hold at least one token, got none")
-    for name in ("logprobs", "versions"):
-        found = len(getattr(completion, name))
-        if found != num_tokens:
-            raise GenerationError(f"a completion of {num_tokens} tokens must have as many {name}, got {found}")
 
 
 class EpisodePlayer:
@@ -167,20 +49,51 @@ class EpisodePlayer:
     async def play_group(self, request: GroupRequest) -> tuple[Trajectory, ...]:
         """Return one trajectory per sample asked for; the first failure is raised as it is, once the others are finished."""
         return await play_members(
-            request, "episode", lambda i: self._play(request, i), lambda trajectory: (trajectory,)
+            request,
+            "episode",
+            lambda index: self._play(request, index),
+            lambda trajectory: (trajectory,),
+            lambda rows: rows[0],
         )
 
     async def _play(self, request: GroupRequest, sample_index: int) -> Trajectory:
         prompt = request.prompt
-        environment = self._make_environment(prompt.env_class, self._extras(prompt.extras))
-        calls = EnvironmentCalls(environment, self._executor, self._places)
+        saved = request.saved.take(sample_index)
+        calls, state = self._calls(prompt), EpisodeState()
         try:
-            return await self._take_turns(request, sample_index, calls)
+            if saved is not None:
+                calls, state = await self._restored(request, sample_index, saved, calls)
+            request.saved.follow(sample_index, state.sample_state)
+            return await self._take_turns(request, sample_index, calls, state)
         except Exception as error:
             error.add_note(f"in environment {prompt.env_class!r}, prompt {prompt.uid!r}, sample {sample_index}")
             raise
         finally:
             calls.close()
+
+    async def _restored(
+        self, request: GroupRequest, sample_index: int, saved: SampleState, calls: EnvironmentCalls
+    ) -> tuple[EnvironmentCalls, EpisodeState]:
+        """The episode of a checkpoint in the environment given; where it cannot go on, one that begins in another."""
+        try:
+            state = EpisodeState.from_json(saved.state or {})
+            if state.environment is not None:
+                await calls.restore(state.environment)
+            else:
+                opening, _ = await calls.init(deepcopy(list(request.prompt.messages)))
+                state.check_opening(opening)
+        except Exception as error:  # the environment is somebody else's: the episode begins anew, which is counted
+            logger.warning("sample %d of %s begins anew: %r", sample_index, request.prompt.uid, error)
+            request.saved.discard(sample_index)
+            calls.close()
+            return self._calls(request.prompt), EpisodeState()
+        charge(state.num_delivered_tokens)
+        return calls, state
+
+    def _calls(self, prompt: Prompt) -> EnvironmentCalls:
+        """Of a fresh environment."""
+        environment = self._make_environment(prompt.env_class, self._extras(prompt.extras))
+        return EnvironmentCalls(environment, self._executor, self._places)
 
     def _extras(self, extras: dict[str, Any]) -> dict[str, Any]:
         """A copy for one environment, which also learns the most turns it will get."""
@@ -188,60 +101,58 @@ class EpisodePlayer:
         limit = self._max_turns if max_turns is None else min(int(max_turns), self._max_turns)
         return {**deepcopy(extras), "max_turns": limit}
 
-    async def _take_turns(self, request: GroupRequest, sample_index: int, calls: EnvironmentCalls) -> Trajectory:
-        messages = await calls.init(deepcopy(list(request.prompt.messages)))
-        builder = TrajectoryBuilder()
-        reward = 0.0
-        is_truncated = False
-        for turn_index in range(self._max_turns):
-            turn = await self._speak(request, sample_index, turn_index, messages, builder)
+    async def _take_turns(
+        self, request: GroupRequest, sample_index: int, calls: EnvironmentCalls, state: EpisodeState
+    ) -> Trajectory:
+        """Play to the end. ``state`` follows; whatever the environment does is in it only once all of it is known."""
+        if state.messages is None:
+            state.open(*await calls.init(deepcopy(list(request.prompt.messages))))
+        while state.num_steps < self._max_turns:
+            turn = state.turn or await self._speak(request, sample_index, state)
             if turn is None:
-                is_truncated = True
-                break
+                return state.builder.build(reward=state.reward, is_truncated=True, metrics=await calls.metrics())
+            state.turn = turn
             outcome = await calls.step(turn.text)
+            is_last = outcome.is_done or state.num_steps + 1 == self._max_turns
+            metrics = await calls.metrics() if is_last else {}
             action, num_kept = self._remembered(turn, outcome.postprocessed_action)
-            builder.add_turn(turn.completion, num_kept)
-            reward += outcome.reward
-            is_truncated = num_kept is None and turn.completion.finish_reason is FinishReason.LENGTH
-            if outcome.is_done:
-                break
-            messages = [*messages, {"role": "assistant", "content": action}, *outcome.observations]
-        return builder.build(reward=reward, is_truncated=is_truncated, metrics=await calls.metrics())
+            state.add_turn(turn, num_kept, action, outcome)
+            if is_last:
+                is_truncated = num_kept is None and turn.completion.finish_reason is FinishReason.LENGTH
+                return state.builder.build(reward=state.reward, is_truncated=is_truncated, metrics=metrics)
+        # Only an episode of a checkpoint comes here, when generator.max_turns was lowered.
+        return state.builder.build(reward=state.reward, is_truncated=False, metrics=await calls.metrics())
 
-    async def _speak(
-        self,
-        request: GroupRequest,
-        sample_index: int,
-        turn_index: int,
-        messages: list[Message],
-        builder: TrajectoryBuilder,
-    ) -> Turn | None:
+    async def _speak(self, request: GroupRequest, sample_index: int, state: EpisodeState) -> Turn | None:
         """Sample a turn; None when a later turn finds no room."""
-        max_tokens, budget = request.sampling.max_tokens, self._max_trajectory_tokens
+        max_tokens, budget, builder = request.sampling.max_tokens, self._max_trajectory_tokens, state.builder
         if budget is not None:
             max_tokens = min(max_tokens, budget - len(builder.response_token_ids))
         if max_tokens < 1:
             return None
-        report("generating", turn=turn_index + 1)
-        is_first = turn_index == 0
+        report("generating", turn=state.num_steps + 1)
+        is_first = state.num_steps == 0
         turn_request = TurnRequest(
-            messages=tuple(messages),
+            messages=tuple(state.messages or ()),
             context_token_ids=builder.token_ids,
             sampling=replace(
                 request.sampling,
                 max_tokens=max_tokens,
-                seed=derive_seed(request.seed, sample_index, turn_index),
+                seed=derive_seed(request.seed, sample_index, state.num_steps),
             ),
             max_total_tokens=None if is_first or budget is None else len(builder.prompt_token_ids) + budget,
             session_id=f"{request.prompt.uid}/{request.seed}/{sample_index}",
             priority=request.priority,
+            generation=None if request.is_evaluation else state.generation,
         )
         try:
-            return await self._speaker.speak(turn_request)
+            turn = await self._speaker.speak(turn_request)
         except PromptTooLongError:
             if is_first:
                 raise
             return None
+        request.saved.lose(state.num_tokens_lost(turn.completion))
+        return turn
 
     def _remembered(self, turn: Turn, postprocessed: str | None) -> tuple[str, int | None]:
         """The action as the conversation keeps it, and how many of its tokens.

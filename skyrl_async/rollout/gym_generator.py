@@ -8,9 +8,10 @@ from dataclasses import replace
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.errors import PromptTooLongError
 from skyrl_async.rollout.environment import EnvironmentFactory
-from skyrl_async.rollout.episode import EpisodePlayer, Turn, TurnRequest
+from skyrl_async.rollout.episode import EpisodePlayer
 from skyrl_async.rollout.generator import keeps_samples
 from skyrl_async.rollout.sampler import Sampler
+from skyrl_async.rollout.turn import Turn, TurnRequest
 from skyrl_async.types import GroupRequest, Trajectory
 
 
@@ -77,6 +78,7 @@ class _TokenSpeaker:
             replace(request.sampling, max_tokens=min(request.sampling.max_tokens, room)),
             session_id=request.session_id,
             priority=request.priority,
+            generation=request.generation,
         )
         stop_string = self._renderer.stop_string(completion.token_ids, completion.text, request.sampling.stop)
         return Turn(

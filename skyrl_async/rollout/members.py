@@ -1,7 +1,7 @@
 """Plays the samples of a group side by side, so that each can fail alone.
 
-Flows in: a request, and a way to play one sample. Flows out: what each became; on the request's progress, the rows of those that
-finished, for the next try. Does not know how a sample is played.
+Flows in: a request, and a way to play one sample. Flows out: what each became; in ``request.saved``, the rows of those that
+finished, for the next try and for checkpoints. Does not know how a sample is played.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from skyrl_async.concurrency import run_together
 from skyrl_async.errors import NoEngineError
+from skyrl_async.rollout.metering import charge
 from skyrl_async.types import GroupRequest, Trajectory
 
 T = TypeVar("T")
@@ -19,6 +20,7 @@ async def play_members(
     name: str,
     play: Callable[[int], Awaitable[T]],
     rows_of: Callable[[T], Sequence[Trajectory] | None],
+    of_rows: Callable[[tuple[Trajectory, ...]], T],
 ) -> tuple[T, ...]:
     """Play the samples asked for at once, and return what they became, in order.
 
@@ -30,11 +32,16 @@ async def play_members(
         name: of the tasks.
         play: sample index -> what it became.
         rows_of: what it became -> its training rows; None where it has to be played again.
+        of_rows: training rows -> what it became: of a sample that had finished in the run that is resumed, and is not played.
     """
     played: dict[int, T] = {}
     failures: dict[int, Exception] = {}
 
     async def play_one(index: int) -> None:
+        if (rows := request.saved.finish_as_saved(index)) is not None:
+            played[index] = of_rows(rows)
+            charge(sum(row.num_sampled_tokens for row in rows))
+            return
         try:
             with request.progress.playing(index):
                 played[index] = await play(index)
@@ -42,10 +49,11 @@ async def play_members(
             raise
         except Exception as error:  # a sample may fail in any way: raised once the others are done
             failures[index] = error
+            request.saved.forget([index])
         else:
-            rows = rows_of(played[index])
-            if rows is not None:
-                request.progress.keep(index, rows)
+            finished = rows_of(played[index])
+            if finished is not None:
+                request.saved.finish(index, finished)
 
     await run_together({f"{name}-{request.prompt.uid}-{index}": play_one(index) for index in request.indices})
     for failure in failures.values():

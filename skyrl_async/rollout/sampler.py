@@ -1,9 +1,31 @@
 """What a generator or the endpoint needs of inference: completions by token ids, exact across weight updates."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
-from skyrl_async.types import Completion, CompletionDelta, SamplingParams
+from skyrl_async.types import Completion, CompletionDelta, EngineOutput, SamplingParams
+
+NOTHING_SAMPLED = EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=None)
+
+
+class OpenGeneration:
+    """One generation in flight, as a checkpoint sees it.
+
+    Args:
+        begin: what was sampled of it in the run that is resumed.
+    """
+
+    def __init__(self, begin: EngineOutput = NOTHING_SAMPLED) -> None:
+        self.begin = begin
+        self._read: Callable[[], EngineOutput] = lambda: begin
+
+    def follow(self, read: Callable[[], EngineOutput]) -> None:
+        """From now on ``read`` returns what is sampled so far."""
+        self._read = read
+
+    def so_far(self) -> EngineOutput:
+        """What is known to be sampled, without a finish reason."""
+        return self._read()
 
 
 class Sampler(Protocol):
@@ -21,8 +43,12 @@ class Sampler(Protocol):
         *,
         session_id: str | None = None,
         priority: int = 0,
+        generation: OpenGeneration | None = None,
     ) -> Completion:
         """Sample one completion; ``max_tokens`` is cut to what the context has left.
+
+        ``generation`` lets a checkpoint read what is sampled so far. It may hold tokens of the same generation that were sampled
+        before: they are the first of the completion and of ``max_tokens``, unless ``sampling`` is not ``is_resumable``.
 
         Requests with the same ``session_id`` go to the same engine while it lives. Raises ``PromptTooLongError`` when no
         room is left for one token, ``NoEngineError`` when no engine is left, ``RequestRefusedError`` when engines cannot do it.

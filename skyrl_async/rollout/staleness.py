@@ -172,13 +172,20 @@ class _AsyncStalenessManager:
         return self._open.first_index()
 
     async def load_state_from_checkpoint(
-        self, version: int, next_index: int, finished: Sequence[Admission] = (), *, holds_bound: bool = True
+        self,
+        version: int,
+        next_index: int,
+        finished: Sequence[Admission] = (),
+        *,
+        running: Sequence[Admission] = (),
+        holds_bound: bool = True,
     ) -> tuple[Admission, ...]:
         """Continue after ``version`` steps, which count as whole mini-batches of the size given here.
 
-        The next admission gets ``next_index``. Returns which of the ``finished`` but untrained groups are taken up, oldest
-        admitted first: all of them, unless the checkpoint had another mini-batch size or bound and they are more than the
-        credits, or (``holds_bound``) would be past the bound at their turn. The others have to be generated again. Raises
+        The next admission gets ``next_index``. Returns which of the ``finished`` but untrained and of the ``running`` groups are
+        taken up, oldest admitted first: all of them, unless the checkpoint had another mini-batch size or bound and they are more
+        than the credits, or (``holds_bound``) would be past the bound at their turn. The others have to be generated again.
+        Running ones may be more than ``max_concurrent_generation_groups``; none is admitted then until enough have ended. Raises
         ``StateError`` on a manager that was used.
         """
         if self._next_index or self._version:
@@ -186,13 +193,17 @@ class _AsyncStalenessManager:
         self._version = version
         self._num_trained = version * self._mini_batch_size
         self._next_index = next_index
-        for admission in sorted(finished, key=lambda a: a.index):
-            num_steps_before = len(self._finished) // self._mini_batch_size
+        taken_up: list[Admission] = []
+        for admission in sorted((*finished, *running), key=lambda a: a.index):
+            num_steps_before = len(taken_up) // self._mini_batch_size
             staleness = version + num_steps_before - (admission.scheduled_version if holds_bound else version)
             if staleness <= self._max_staleness_steps:
-                self._finished[admission.index] = admission
+                taken_up.append(admission)
                 self._open.add(admission.index, admission.scheduled_version)
-        return tuple(self._finished.values())
+        is_running = {admission.index for admission in running}
+        self._running = {a.index: a for a in taken_up if a.index in is_running}
+        self._finished = {a.index: a for a in taken_up if a.index not in is_running}
+        return tuple(taken_up)
 
     async def validate_state_at_epoch_end(self, num_trained_groups: int) -> None:
         """Raise ``StateError`` unless as many groups were trained as the caller counted."""

@@ -6,30 +6,28 @@ samples. A rollout that fails is tried again, then counted; too many failures, a
 
 import asyncio
 import logging
-import math
 import random
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
 
 from skyrl_async.data.dataloader import _AsyncDataloader
-from skyrl_async.data.ledger import Key
-from skyrl_async.errors import GenerationError, NoEngineError
+from skyrl_async.errors import NoEngineError
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.progress import RolloutStatus
+from skyrl_async.resumption import ResumeCounts, SavedSamples
 from skyrl_async.rollout.attempts import Attempts
 from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.failure_watch import FailureWatch
 from skyrl_async.rollout.generator import Generator
+from skyrl_async.rollout.in_flight import GroupInFlight
 from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff, OnLostSamples, PlayedGroup
-from skyrl_async.rollout.metering import TokenAccount, charged_to
+from skyrl_async.rollout.metering import charged_to
+from skyrl_async.rollout.saved import RunningGroup
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
 from skyrl_async.samples import live_samples_of
 from skyrl_async.types import Group, GroupRequest, Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
-
-_FAILURE_WINDOW = 100
-_MIN_GROUPS_BEFORE_STOP = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +52,8 @@ class RolloutSettings:
     """Before a failed rollout is tried again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _InFlight:
-    """One group being generated."""
-
-    admission: Admission
-    key: Key
-    prompt: Prompt
-    started: float
-    """Seconds on the loop's clock."""
-    account: TokenAccount = field(default_factory=TokenAccount)
-    """Of what its members were delivered."""
+async def _nothing_to_collect() -> None:
+    pass
 
 
 class GenerationWorkers:
@@ -78,6 +67,7 @@ class GenerationWorkers:
         settings: see ``RolloutSettings``.
         trace: one span per group.
         num_abandoned_tokens: says how many tokens were sampled for generations that were cut off, where that is known.
+        collect_open_tokens: has open generations know all of their tokens, before ``running_groups`` looks at them.
     """
 
     def __init__(
@@ -90,6 +80,7 @@ class GenerationWorkers:
         settings: RolloutSettings,
         trace: Trace,
         num_abandoned_tokens: Callable[[], int] = lambda: 0,
+        collect_open_tokens: Callable[[], Awaitable[None]] = _nothing_to_collect,
     ) -> None:
         self._dataloader = dataloader
         self._staleness = staleness
@@ -104,8 +95,10 @@ class GenerationWorkers:
         self._settings = settings
         self._trace = trace
         self._num_abandoned_tokens = num_abandoned_tokens
-        self._failures = _FailureWatch(settings.max_failed_fraction)
-        self._in_flight: dict[int, _InFlight] = {}
+        self.collect_open_tokens = collect_open_tokens
+        self._failures = FailureWatch(settings.max_failed_fraction)
+        self._resume_counts = ResumeCounts()
+        self._in_flight: dict[int, GroupInFlight] = {}
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._is_drawing = False
@@ -114,10 +107,11 @@ class GenerationWorkers:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of finished groups (trajectories, tokens, aborts, samples they lack), failures, retries, redrawn groups and tokens thrown
-        away so far."""
+        """Of finished groups (trajectories, tokens, aborts, samples they lack), failures, retries, redrawn groups, tokens thrown away,
+        and what became of a checkpoint's samples, so far."""
         return {
             **self._counts,
+            **asdict(self._resume_counts),
             "retries": self._attempts.num_retries,
             "abandoned_tokens": self._num_abandoned_tokens()
             + self._counts["redrawn_tokens"]
@@ -132,11 +126,35 @@ class GenerationWorkers:
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
+                for taken_up in self._in_flight.values():
+                    self._start(taken_up, self._tasks)
                 await self._start_groups(self._tasks)
         finally:
             await self._give_back_all()
         self._failures.raise_if_too_many(has_ended=True)
         self._buffer.close()
+
+    def take_up(self, groups: Sequence[RunningGroup]) -> None:
+        """Have ``run`` go on with groups of a checkpoint before it draws anything, in this order.
+
+        Those that were asked for with another group size or other sampling begin anew.
+        """
+        settings = self._settings
+        if others := [g.uid for g in groups if not g.has_settings(settings.num_samples, settings.sampling)]:
+            logger.warning(
+                "generator.n_samples_per_prompt or generator.sampling differ from the checkpoint's: its %d running groups begin anew",
+                len(others),
+            )
+        for group in groups:
+            prompt = self._dataloader.prompt_of((group.epoch, group.uid))
+            self._in_flight[group.admission_index] = GroupInFlight.of_checkpoint(
+                group, prompt, settings.num_samples, settings.sampling, self._resume_counts
+            )
+
+    def running_groups(self) -> tuple[RunningGroup, ...]:
+        """The groups in flight, oldest admitted first, for a checkpoint."""
+        num_samples, sampling = self._settings.num_samples, self._settings.sampling
+        return tuple(group.for_checkpoint(num_samples, sampling) for _, group in sorted(self._in_flight.items()))
 
     async def redraw(self, is_given_up: Callable[[Admission], bool]) -> None:
         """Abort the groups in flight of which ``is_given_up`` says so; their prompts are the next to be drawn, oldest first.
@@ -146,7 +164,8 @@ class GenerationWorkers:
         given_up = [group for group in self._in_flight.values() if is_given_up(group.admission)]
         for group in sorted(given_up, key=lambda g: -g.admission.index):
             del self._in_flight[group.admission.index]
-            self._playing.pop(group.admission.index).cancel()
+            if task := self._playing.pop(group.admission.index, None):
+                task.cancel()
             self._counts["redrawn_tokens"] += group.account.num_tokens
             await self._dataloader.give_back(group.key)
             await self._staleness.on_rollout_rejected(group.admission)
@@ -180,9 +199,9 @@ class GenerationWorkers:
 
     async def generate(self, admission: Admission, prompt: Prompt) -> tuple[Trajectory, ...]:
         """The trajectories of one group. Raises its last try's error."""
-        return (await self._generate(admission, prompt)).trajectories
+        return (await self._generate(admission, prompt, SavedSamples())).trajectories
 
-    async def _generate(self, admission: Admission, prompt: Prompt) -> PlayedGroup:
+    async def _generate(self, admission: Admission, prompt: Prompt, saved: SavedSamples) -> PlayedGroup:
         settings = self._settings
         request = GroupRequest(
             prompt=prompt,
@@ -190,6 +209,7 @@ class GenerationWorkers:
             sampling=settings.sampling,
             seed=random.Random(f"{settings.seed}-{admission.index}").getrandbits(31),
             priority=admission.index,
+            saved=saved,
         )
         with self._trace.span("group", track="generation", uid=prompt.uid, version=admission.scheduled_version):
             return await self._attempts.play(request)
@@ -199,12 +219,15 @@ class GenerationWorkers:
         self._is_drawing = True
         try:
             while group := await self._start_next():
-                index = group.admission.index
-                self._playing[index] = tasks.create_task(self._play(group), name=f"group-{index}-{group.prompt.uid}")
+                self._start(group, tasks)
         finally:
             self._is_drawing = False
 
-    async def _start_next(self) -> _InFlight | None:
+    def _start(self, group: GroupInFlight, tasks: asyncio.TaskGroup) -> None:
+        index = group.admission.index
+        self._playing[index] = tasks.create_task(self._play(group), name=group.name)
+
+    async def _start_next(self) -> GroupInFlight | None:
         """Wait for admission and draw a prompt; None when the data has ended."""
         admission = await self._staleness.acquire_submission_slot()
         drawn = await self._dataloader.get_next_non_consumed_data()
@@ -213,15 +236,15 @@ class GenerationWorkers:
             return None
         key, prompt = drawn
         started = asyncio.get_running_loop().time()
-        group = _InFlight(admission=admission, key=key, prompt=prompt, started=started)
+        group = GroupInFlight(admission=admission, epoch=key[0], prompt=prompt, started=started)
         self._in_flight[admission.index] = group
         return group
 
-    async def _play(self, group: _InFlight) -> None:
+    async def _play(self, group: GroupInFlight) -> None:
         """Generate one group and say what became of it; a cancelled one stays in flight, for ``run`` to give back."""
         try:
             with charged_to(group.account):
-                played = await self._generate(group.admission, group.prompt)
+                played = await self._generate(group.admission, group.prompt, group.saved)
         except NoEngineError:
             raise
         except Exception as error:
@@ -231,15 +254,16 @@ class GenerationWorkers:
         finally:
             self._playing.pop(group.admission.index, None)
 
-    async def _finish(self, group: _InFlight, played: PlayedGroup) -> None:
+    async def _finish(self, group: GroupInFlight, played: PlayedGroup) -> None:
         trajectories = played.trajectories
         del self._in_flight[group.admission.index]
+        group.saved.close()
         await self._dataloader.mark_finished_uid(group.key)
         await self._staleness.on_rollout_accepted(group.admission)
         self._buffer.put(
             Group(
                 uid=group.prompt.uid,
-                epoch=group.key[0],
+                epoch=group.epoch,
                 admission_index=group.admission.index,
                 scheduled_version=group.admission.scheduled_version,
                 trajectories=trajectories,
@@ -256,15 +280,16 @@ class GenerationWorkers:
         else:
             self._failures.count_success()
 
-    def _lose(self, group: _InFlight, num_lost: int, error: Exception) -> None:
+    def _lose(self, group: GroupInFlight, num_lost: int, error: Exception) -> None:
         """The group is trained without some of its samples."""
         num_samples, uid = self._settings.num_samples, group.prompt.uid
         logger.error("rollout of %s goes on without %d of its %d samples: %r", uid, num_lost, num_samples, error)
         self._failures.count_failure(uid, error, share=num_lost / num_samples)
         self._failures.raise_if_too_many()
 
-    async def _fail(self, group: _InFlight, error: Exception) -> None:
+    async def _fail(self, group: GroupInFlight, error: Exception) -> None:
         del self._in_flight[group.admission.index]
+        group.saved.close()
         await self._dataloader.mark_failed_uid(group.key)
         await self._staleness.on_rollout_rejected(group.admission)
         self._buffer.notify()
@@ -279,36 +304,3 @@ class GenerationWorkers:
             await self._dataloader.give_back(group.key)
             await self._staleness.on_rollout_rejected(group.admission)
         self._in_flight.clear()
-
-
-class _FailureWatch:
-    """Whether so many of the last 100 groups failed that the run has to stop; one that lost samples counts by their share."""
-
-    def __init__(self, max_failed_fraction: float) -> None:
-        self._limit = max_failed_fraction
-        self._lost_shares: deque[float] = deque(maxlen=_FAILURE_WINDOW)
-        self._last: tuple[str, Exception] | None = None
-
-    def count_success(self) -> None:
-        self._lost_shares.append(0.0)
-
-    def count_failure(self, uid: str, error: Exception, *, share: float = 1.0) -> None:
-        self._lost_shares.append(share)
-        self._last = uid, error
-
-    def raise_if_too_many(self, *, has_ended: bool = False) -> None:
-        """Raise ``GenerationError`` with the last failure.
-
-        Before 10 groups have ended, those to come count as successes, unless none will come. That no group at all was
-        generated is an error whatever the limit.
-        """
-        num_failed, num_recent = math.fsum(self._lost_shares), len(self._lost_shares)
-        num_counted = num_recent if has_ended else max(num_recent, _MIN_GROUPS_BEFORE_STOP)
-        is_fine = num_failed <= self._limit * num_counted and not (has_ended and num_failed == num_recent)
-        if self._last is None or is_fine:
-            return
-        uid, error = self._last
-        raise GenerationError(
-            f"{num_failed:.4g} of the last {num_recent} groups failed, more than generator.max_failed_fraction={self._limit:g}; "
-            f"the last one ({uid}): {type(error).__name__}: {error}"
-        ) from error

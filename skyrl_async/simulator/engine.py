@@ -6,7 +6,7 @@ under which version is not, to the token.
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 
 from skyrl_async.errors import EngineDeadError, PublishError
 from skyrl_async.simulator.sharing import Job, SharedSpeed
@@ -94,6 +94,12 @@ class ModelledEngine:
         finally:
             self._end(call)
 
+    async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
+        """Every token that is complete by now."""
+        self._check_alive()
+        calls = {call.request.request_id: call for call in self._calls}
+        return {i: self._output(calls[i], 0, self._num_sampled(calls[i]), None) for i in request_ids if i in calls}
+
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling; in abort mode every request in flight ends."""
         self._check_alive()
@@ -171,7 +177,7 @@ class ModelledEngine:
         return call
 
     def _end(self, call: _Call) -> None:
-        self.num_sampled_tokens += max(call.num_taken, min(call.num_tokens, self._shared.tokens_of(call)))
+        self.num_sampled_tokens += self._num_sampled(call)
         self._calls.remove(call)
         self._shared.leave(call)
 
@@ -185,12 +191,20 @@ class ModelledEngine:
         if call.is_aborted:
             end = min(num_tokens, max(start, self._shared.tokens_of(call)))
         call.num_taken = end
+        return self._output(call, start, end, self._finish_reason(call))
+
+    def _num_sampled(self, call: _Call) -> int:
+        """Tokens of the call so far."""
+        return max(call.num_taken, min(call.num_tokens, self._shared.tokens_of(call)))
+
+    def _output(self, call: _Call, start: int, end: int, finish_reason: FinishReason | None) -> EngineOutput:
+        """Tokens ``start`` to ``end`` of a call."""
         first = call.request.num_sampled_tokens + start
         return EngineOutput(
             token_ids=(_CYCLE * ((end - start) // 100 + 2))[first % 100 : first % 100 + end - start],
             logprobs=(-1.0,) * (end - start),
             versions=self._versions(call, start, end),
-            finish_reason=self._finish_reason(call),
+            finish_reason=finish_reason,
         )
 
     def _finish_reason(self, call: _Call) -> FinishReason | None:

@@ -5,7 +5,7 @@ engine within does.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -71,6 +71,10 @@ class FaultyEngine:
         async with aclosing(blocks_of(self._engine, request)) as blocks:
             while (block := await self._answer(lambda: anext(blocks, None))) is not None:
                 yield block
+
+    async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
+        """See ``InferenceEngine.partial_outputs``."""
+        return await self._answer(lambda: self._engine.partial_outputs(request_ids))
 
     async def pause(self, mode: PauseMode) -> None:
         """See ``InferenceEngine.pause``."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from skyrl_async.rollout.episode_state import EpisodeState
 from skyrl_async.rollout.generator import keeps_samples
 from skyrl_async.rollout.members import play_members
 from skyrl_async.rollout.sampler import Sampler
@@ -87,13 +88,24 @@ class ModelledGenerator:
         rng = random.Random(request.seed)
         seeds = [rng.getrandbits(31) for _ in range(request.num_samples)]
         return await play_members(
-            request, "sample", lambda index: self._one(request, index, seeds[index]), lambda row: (row,)
+            request,
+            "sample",
+            lambda index: self._one(request, index, seeds[index]),
+            lambda row: (row,),
+            lambda rows: rows[0],
         )
 
     async def _one(self, request: GroupRequest, index: int, seed: int) -> Trajectory:
+        saved = request.saved.take(index)
+        state = EpisodeState(messages=[]) if saved is None else EpisodeState.from_json(saved.state or {})
+        request.saved.follow(index, state.sample_state)
         prompt = tuple(ord(c) for c in request.prompt.uid)
-        sampling = replace(request.sampling, seed=seed)
-        completion = await self._sampler.generate_tokens(prompt, sampling, priority=request.priority)
+        completion = await self._sampler.generate_tokens(
+            prompt,
+            replace(request.sampling, seed=seed),
+            priority=request.priority,
+            generation=None if request.is_evaluation else state.generation,
+        )
         return Trajectory(
             prompt_token_ids=prompt,
             response_token_ids=completion.token_ids,

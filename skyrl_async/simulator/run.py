@@ -168,6 +168,7 @@ def build_simulation(
         settings=_rollout_settings(settings),
         trace=trace,
         num_abandoned_tokens=lambda: client.num_abandoned_tokens,
+        collect_open_tokens=client.collect_open_tokens,
     )
     publisher = WeightPublisher(
         client=client,

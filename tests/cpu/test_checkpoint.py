@@ -177,7 +177,7 @@ async def test_a_checkpoint_of_another_format_is_refused_by_both_numbers(tmp_pat
         read_state(path)
 
 
-WRITTEN = ("groups.json", "manifest.json", "policy/rank-0/weights", "trainer_state.json")
+WRITTEN = ("groups.json", "manifest.json", "policy/rank-0/weights", "running_groups.json", "trainer_state.json")
 
 
 def damage(file: Path, how: str) -> None:
@@ -271,7 +271,9 @@ class FullDiskPolicy(FilesPolicy):
 @pytest.mark.usefixtures("quick_disk")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
 @pytest.mark.parametrize(
-    "full", ["rank-0/weights", "../trainer_state.json", "../groups.json", "../manifest.json"], ids=lambda name: name
+    "full",
+    ["rank-0/weights", "../trainer_state.json", "../groups.json", "../running_groups.json", "../manifest.json"],
+    ids=lambda name: name,
 )
 @pytest.mark.parametrize("step", [2, 4], ids=["the same step again", "the next step"])
 async def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_of_the_new_one(
@@ -315,7 +317,7 @@ print("survived")
 @pytest.mark.slow
 def test_a_disk_that_is_really_full_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     """In a mount of its own, which an unprivileged user may make where the kernel lets it."""
-    mount = f"mount -t tmpfs -o size=56k tmpfs {tmp_path}"
+    mount = f"mount -t tmpfs -o size=64k tmpfs {tmp_path}"
     unshare = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     if shutil.which("unshare") is None or subprocess.run([*unshare, mount], capture_output=True).returncode:
         pytest.skip("this machine lets nobody mount a tmpfs of one's own")

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_async.algorithms.advantages import grpo_advantages
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.checkpoint import Checkpointer
+from skyrl_async.checkpoint import Checkpointer, read_state
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.deterministic_engine import DeterministicEngine
@@ -34,6 +34,37 @@ SAMPLING = SamplingParams(max_tokens=14)
 NUM_STEPS = 4
 
 
+class DialogueEnv:
+    """Speaks up to five times, as long as what it hears pleases it, and remembers all of it."""
+
+    is_fast = True
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def init(self, prompt: list) -> tuple[list, dict]:
+        return prompt, {}
+
+    def step(self, action: str) -> dict[str, Any]:
+        self.heard.append(action)
+        is_over = sum(map(ord, action)) % 3 == 0 or len(self.heard) == 5
+        observations = [] if is_over else [{"role": "user", "content": str(len(self.heard))}]
+        reward = sum(map(ord, "".join(self.heard))) % 7 / 7
+        return {"observations": observations, "reward": reward, "done": is_over, "metadata": {}}
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+    def snapshot(self) -> list[str]:
+        return self.heard
+
+    def restore(self, state: list[str]) -> None:
+        self.heard = state
+
+
 class LettersEnv:
     """Rewards whatever varies between answers of an untrained policy."""
 
@@ -52,12 +83,24 @@ class LettersEnv:
         pass
 
 
+ENVIRONMENTS = {"letters": LettersEnv, "dialogue": DialogueEnv}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     max_staleness_steps: int = 0
     stream_mini_batch: bool = True
     micro_batch_tokens: int = 4096
     checkpoint_interval_steps: int = 0
+    check_interval_steps: int = 1
+    env_class: str = "letters"
+    sampling: SamplingParams = SAMPLING
+
+
+STOPPED = Job(sampling=SamplingParams(max_tokens=40, stop=("e", "a", "S")), check_interval_steps=0)
+"""Answers of many lengths, streamed by the client."""
+DIALOGUE = Job(env_class="dialogue")
+"""Episodes of many turns; their checkpoints come a probe's time after the publish."""
 
 
 @dataclass
@@ -90,8 +133,8 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
 
     tokenizer = AutoTokenizer.from_pretrained(policy_dir)
     trace = Trace(None, asyncio.get_running_loop().time)
-    engine = DeterministicEngine("engine-0", policy_dir, max_model_len=64, seconds_per_token=0.01)
-    client = InferenceEngineClient([engine], tokenizer=tokenizer, max_model_len=64)
+    engine = DeterministicEngine("engine-0", policy_dir, max_model_len=256, seconds_per_token=0.01)
+    client = InferenceEngineClient([engine], tokenizer=tokenizer, max_model_len=256)
     settings = TrainingSettings(policy_path=str(policy_dir), lr=1e-2, micro_batch_tokens=job.micro_batch_tokens)
     policy = InProcessPolicy(settings)
     publisher = WeightPublisher(
@@ -105,7 +148,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         max_logprob_gap=1e-4,
     )
     prompts = [
-        Prompt(uid=f"p{i}", messages=({"role": "user", "content": f"Say {i}."},), env_class="letters")
+        Prompt(uid=f"p{i}", messages=({"role": "user", "content": f"Say {i}."},), env_class=job.env_class)
         for i in range(10)
     ]
     dataloader = _AsyncDataloader(prompts, seed=0)
@@ -115,11 +158,14 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         dataloader=dataloader,
         staleness=staleness,
         buffer=buffer,
-        generator=GymGenerator(client, ChatRenderer(tokenizer), make_environment=lambda name, extras: LettersEnv()),
+        generator=GymGenerator(
+            client, ChatRenderer(tokenizer), make_environment=lambda name, extras: ENVIRONMENTS[name]()
+        ),
         settings=RolloutSettings(
-            num_samples=3, sampling=SAMPLING, seed=0, max_retries=0, max_failed_fraction=0.0, timeout_s=1e6
+            num_samples=3, sampling=job.sampling, seed=0, max_retries=0, max_failed_fraction=0.0, timeout_s=1e6
         ),
         trace=trace,
+        collect_open_tokens=client.collect_open_tokens,
     )
     running: list[Running] = []
     trainer = FullyAsyncTrainer(
@@ -133,7 +179,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
             num_eval_prompts=0,
             num_eval_prompts_while_training=0,
             checkpoint_interval_steps=job.checkpoint_interval_steps,
-            check_interval_steps=1,
+            check_interval_steps=job.check_interval_steps,
         ),
         dataloader=dataloader,
         staleness=staleness,
@@ -230,24 +276,42 @@ def test_two_runs_of_the_same_job_are_equal_bit_for_bit_at_any_staleness(policy_
     assert train(job, policy_dir, tmp_path / "a") == train(job, policy_dir, tmp_path / "b")
 
 
+@pytest.mark.parametrize(
+    ("max_staleness_steps", "job"),
+    [
+        pytest.param(0, STOPPED),
+        pytest.param(1, STOPPED, marks=pytest.mark.slow),
+        pytest.param(2, STOPPED, marks=pytest.mark.slow),
+        pytest.param(3, STOPPED),
+        pytest.param(1, DIALOGUE, marks=pytest.mark.slow),
+        pytest.param(2, DIALOGUE),
+        pytest.param(3, DIALOGUE, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else value.env_class,
+)
 def test_contract_7_a_resumed_run_has_the_losses_and_weights_of_one_that_was_not_killed(
-    policy_dir: Path, tmp_path: Path
+    policy_dir: Path, tmp_path: Path, max_staleness_steps: int, job: Job
 ) -> None:
-    whole = train(Job(), policy_dir, tmp_path / "whole")
+    """The checkpoint falls on a publish, which begins every token anew, or on a tick of the one clock that all tokens share."""
+    job = replace(job, max_staleness_steps=max_staleness_steps)
+    whole = train(job, policy_dir, tmp_path / "whole")
 
-    def die_in_step_4(running: Running) -> None:
+    def die_in_step_2(running: Running) -> None:
         step = running.policy.step
 
         async def dying(num_tokens: int) -> dict[str, float]:
-            if running.trainer.step == 3:
+            if running.trainer.step == 1:
                 raise KeyboardInterrupt
             return await step(num_tokens)
 
         running.policy.step = dying  # type: ignore[method-assign]
 
     with pytest.raises(KeyboardInterrupt):
-        train(Job(checkpoint_interval_steps=2), policy_dir, tmp_path / "killed", die_in_step_4)
+        train(replace(job, checkpoint_interval_steps=1), policy_dir, tmp_path / "killed", die_in_step_2)
     latest = Checkpointer(tmp_path / "killed" / "checkpoints", max_to_keep=0).latest()
-    assert latest is not None and latest.name == "global_step_2"
-    resumed = train(Job(), policy_dir, tmp_path / "resumed", lambda running: running.trainer.resume(latest))
-    assert resumed == replace(whole, losses=whole.losses[2:])
+    assert latest is not None and latest.name == "global_step_1"
+    running_groups = read_state(latest).running
+    assert all(group.num_kept == group.num_samples for group in running_groups)
+    assert (sum(group.num_tokens for group in running_groups) > 0) == (max_staleness_steps > 0)
+    resumed = train(job, policy_dir, tmp_path / "resumed", lambda running: running.trainer.resume(latest))
+    assert resumed == replace(whole, losses=whole.losses[1:])

@@ -20,6 +20,7 @@ from skyrl_async.inference.server.serve import start_server
 from skyrl_async.rollout.episode import derive_seed
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.gym_generator import GymGenerator
+from skyrl_async.rollout.sampler import OpenGeneration
 from skyrl_async.types import (
     ENVIRONMENT_VERSION,
     Completion,
@@ -50,6 +51,7 @@ class ScriptedSampler:
         *,
         session_id: str | None = None,
         priority: int = 0,
+        generation: OpenGeneration | None = None,
     ) -> Completion:
         turn = sum(session_id == session for session, _, _ in self.requests)
         self.requests.append((session_id, priority, sampling))

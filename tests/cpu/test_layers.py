@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = {
     "skyrl_async.types": 0,
     "skyrl_async.progress": 0,
+    "skyrl_async.resumption": 0,
     "skyrl_async.errors": 0,
     "skyrl_async.samples": 0,
     "skyrl_async.version_spans": 0,
@@ -35,6 +36,7 @@ LAYERS = {
     "skyrl_async.weight_sync": 3,
     "skyrl_async.rollout.worker": 3,
     "skyrl_async.run_lock": 4,
+    "skyrl_async.saving": 4,
     "skyrl_async.trainer": 4,
     "skyrl_async.composition": 5,
     "skyrl_async.main": 5,

@@ -54,7 +54,6 @@ class LedgerMachine(RuleBasedStateMachine):
         saved = json.loads(json.dumps(self.ledger.to_json()))
         self.ledger = UidLedger(UIDS, seed=1, num_epochs=3)
         self.ledger.load_json(saved)
-        self.running = []
 
     def states_of(self, epoch: int) -> list[UidState]:
         return [self.ledger.state((epoch, uid)) for uid in UIDS]

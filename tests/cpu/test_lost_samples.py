@@ -76,7 +76,7 @@ class Scripted:
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
         self.asked.append(request.indices)
         self.times.append(asyncio.get_running_loop().time())
-        return await play_members(request, "sample", self._play, lambda row: (row,))
+        return await play_members(request, "sample", self._play, lambda row: (row,), lambda rows: rows[0])
 
     async def _play(self, index: int) -> Trajectory:
         outcome = [*self.script.get(index, []), *[OK] * 99][self.plays.count(index)]

@@ -206,16 +206,27 @@ def test_nobody_overtakes_a_waiter_that_was_let_go_and_has_not_run_yet() -> None
     batches=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     version=st.integers(0, 5),
     ages=st.lists(st.integers(0, 5), max_size=16),
+    are_running=st.lists(st.booleans(), min_size=16, max_size=16),
     holds_bound=st.booleans(),
 )
 def test_what_is_taken_up_from_a_checkpoint_fits_the_credits_and_the_bound(
-    bounds: tuple[int, int], batches: tuple[int, int], version: int, ages: list[int], holds_bound: bool
+    bounds: tuple[int, int],
+    batches: tuple[int, int],
+    version: int,
+    ages: list[int],
+    are_running: list[bool],
+    holds_bound: bool,
 ) -> None:
     (old_bound, bound), (old_batch, batch) = bounds, batches
     versions = sorted(max(0, version - min(age, old_bound)) for age in ages[: old_batch * (old_bound + 1)])
-    finished = [Admission(index=i, scheduled_version=v) for i, v in enumerate(versions)]
+    groups = [Admission(index=i, scheduled_version=v) for i, v in enumerate(versions)]
+    finished = [group for group in groups if not are_running[group.index]]
+    running = [group for group in groups if are_running[group.index]]
     manager = _AsyncStalenessManager(100, batch, bound)
-    taken_up = drive(manager.load_state_from_checkpoint(version, 100, finished, holds_bound=holds_bound))
+    taken_up = drive(
+        manager.load_state_from_checkpoint(version, 100, finished, running=running, holds_bound=holds_bound)
+    )
+    assert manager.num_running == sum(are_running[admission.index] for admission in taken_up)
     assert list(taken_up) == sorted(taken_up, key=lambda a: a.index)
     assert manager.capacity + len(taken_up) == (bound + 1) * batch
     admitted = [drive(manager.acquire_submission_slot()) for _ in range(manager.capacity)]
@@ -226,6 +237,8 @@ def test_what_is_taken_up_from_a_checkpoint_fits_the_credits_and_the_bound(
         num_free = batch
         for admission in taken_up:
             assert manager.may_train(admission.scheduled_version, num_free)
+            if are_running[admission.index]:
+                drive(manager.on_rollout_accepted(admission))
             drive(manager.on_rollout_trained(admission.index))
             num_free -= 1
             if num_free == 0:
@@ -281,3 +294,13 @@ def test_while_the_trainer_waits_finished_groups_make_room() -> None:
     drive(manager.on_rollout_accepted(admissions[0]))
     drive(manager.notify_trainer_waiting(True))
     assert manager.capacity == 1
+
+
+def test_more_running_groups_than_workers_are_taken_up_and_none_admitted_until_enough_have_ended() -> None:
+    manager = _AsyncStalenessManager(2, 4, 1)
+    running = [Admission(index=i, scheduled_version=3) for i in range(3)]
+    assert drive(manager.load_state_from_checkpoint(3, 9, running=running)) == tuple(running)
+    for admission in running[:2]:
+        assert manager.capacity == 0
+        drive(manager.on_rollout_accepted(admission))
+    assert manager.capacity == 1 and manager.first_open_index() == 0

@@ -117,6 +117,7 @@ def test_contract_7_a_stopped_run_ends_in_time_and_loses_no_finished_group(
     again = resumed(path, replace(settings, checkpoint_interval_steps=0))
     counts = Counter([*trained(simulation)[: saved.totals["trained_groups"]], *trained(again)])
     assert set(counts.values()) == {2} and len(counts) == 20, "each prompt is trained once per epoch"
+    assert again.trainer.totals.resumed_trajectories == sum(group.num_kept for group in saved.running)
     assert again.trainer.totals.trained_groups == 40 and again.trainer.totals.wasted_tokens == 0
 
 

@@ -397,7 +397,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
         simulation = build_simulation(
             replace(LONG_TAILED, num_steps=6, checkpoint_interval_steps=1), checkpoint_dir=tmp_path
         )
-        simulation.trainer._checkpointer = Checkpointer(tmp_path, max_to_keep=2)
+        simulation.trainer._saver.checkpointer = Checkpointer(tmp_path, max_to_keep=2)
         await simulation.trainer.run()
 
     run_in_virtual_time(main())

@@ -1,0 +1,136 @@
+"""Puts a run's state into checkpoints, and takes it up again.
+
+Flows in: where the parts of a run stand. Flows out: a ``TrainerState`` in which they fit together; or the parts, standing where one
+was taken. Does not know files, nor when a checkpoint is due.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
+from skyrl_async.data.dataloader import _AsyncDataloader
+from skyrl_async.errors import CheckpointError
+from skyrl_async.metrics.recorder import Recorder
+from skyrl_async.metrics.step import RunTotals
+from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.saved import TakenUp, admission_of
+from skyrl_async.rollout.staleness import _AsyncStalenessManager
+from skyrl_async.rollout.worker import GenerationWorkers
+from skyrl_async.training.protocol import Policy
+from skyrl_async.types import Group
+
+logger = logging.getLogger(__name__)
+
+
+class RunSaver:
+    """Saves and restores the parts of one run.
+
+    Args:
+        dataloader, staleness, buffer, workers, recorder: the parts, besides the policy.
+        checkpointer: None writes nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataloader: _AsyncDataloader,
+        staleness: _AsyncStalenessManager,
+        buffer: GroupBuffer,
+        workers: GenerationWorkers,
+        recorder: Recorder,
+        checkpointer: Checkpointer | None,
+    ) -> None:
+        self._dataloader = dataloader
+        self._staleness = staleness
+        self._buffer = buffer
+        self._workers = workers
+        self._recorder = recorder
+        self.checkpointer = checkpointer
+        self.newest: Path | None = None
+        """The checkpoint written or taken up last."""
+        self.step: int | None = None
+        """Its step."""
+        self._known = (0, 0, 0)
+
+    @property
+    def num_failures(self) -> int:
+        """Checkpoints that could not be written."""
+        return self.checkpointer.num_failures if self.checkpointer is not None else 0
+
+    @property
+    def failure(self) -> CheckpointError | None:
+        """Why the last checkpoint was not written; None when it was."""
+        return self.checkpointer.failure if self.checkpointer is not None else None
+
+    async def take_up(self, policy: Policy, checkpoint: Path, *, holds_bound: bool) -> None:
+        """Have every part stand where the checkpoint was taken. Raises ``CheckpointError``.
+
+        With another mini-batch size or staleness bound than the checkpoint's, groups that no longer fit are drawn again.
+        """
+        state = await asyncio.to_thread(read_state, checkpoint)
+        await policy.load(checkpoint / "policy")
+        await self._dataloader.load_state_from_checkpoint(state.dataloader)
+        self._recorder.totals = totals = RunTotals(**state.totals)
+        self._dataloader.check_running([(group.epoch, group.uid) for group in state.running])
+        admissions = await self._staleness.load_state_from_checkpoint(
+            state.step,
+            state.next_admission_index,
+            [admission_of(group) for group in state.groups],
+            running=[admission_of(group) for group in state.running],
+            holds_bound=holds_bound,
+        )
+        taken_up = TakenUp.of(state.groups, state.running, admissions)
+        self._workers.take_up(taken_up.running)
+        for finished in taken_up.finished:
+            self._buffer.put(finished)
+        for dropped in reversed(taken_up.dropped):
+            await self._dataloader.give_back((dropped.epoch, dropped.uid))
+        totals.wasted_tokens += taken_up.num_dropped_tokens
+        self.newest, self.step, self._known = checkpoint, state.step, self._progress(state.step)
+        logger.info("resumed %s: %s", checkpoint.name, taken_up)
+
+    async def write(
+        self, policy: Policy, step: int, taken: Sequence[Group], *, unless_known: bool = False
+    ) -> dict[str, float]:
+        """Write the state after ``step`` steps, of which the engines have acknowledged the last one.
+
+        It is taken in one step of the event loop, whatever goes on: what is sampled later is sampled again when it is resumed. A
+        disk that cannot take it does not end the run.
+
+        Args:
+            policy: after ``step`` steps.
+            step: completed optimizer steps.
+            taken: groups of the step in progress: finished and untrained.
+            unless_known: write nothing where the last checkpoint holds all there is.
+
+        Returns the figures of what was generated since they were asked for last.
+        """
+        if self.checkpointer is None:
+            return self._recorder.count_generation()
+        await self._workers.collect_open_tokens()
+        generated, progress = self._recorder.count_generation(), self._progress(step)
+        if unless_known and progress == self._known:
+            return generated
+        path = await self.checkpointer.try_write(policy, self._state(step, taken))
+        if path is not None:
+            self.newest, self.step, self._known = path, step, progress
+            logger.info("wrote %s", path)
+        return generated
+
+    def _state(self, step: int, taken: Sequence[Group]) -> TrainerState:
+        return TrainerState(
+            step=step,
+            next_admission_index=self._staleness.next_index,
+            dataloader=self._dataloader.state_for_checkpoint(),
+            groups=tuple(sorted((*taken, *self._buffer.snapshot()), key=lambda group: group.admission_index)),
+            running=self._workers.running_groups(),
+            totals=asdict(self._recorder.totals),
+        )
+
+    def _progress(self, step: int) -> tuple[int, int, int]:
+        """Steps, finished groups, and tokens of running ones: what a checkpoint is worth writing for."""
+        num_open_tokens = sum(group.num_tokens for group in self._workers.running_groups())
+        return step, self._workers.counts["groups"], num_open_tokens
