@@ -95,6 +95,12 @@ async def test_what_a_pause_aborts_goes_on_inside_the_engine_and_new_requests_wa
             late = asyncio.ensure_future(engine.generate(make_request("late", max_tokens=5)))
             await engine.version()
             assert not late.done()
+            held = await engine.partial_outputs(["0", "1", "2", "stream", "gone"])
+            assert held.keys() == {"0", "1", "2", "stream"}
+            for known in held.values():
+                n = len(known.token_ids)
+                assert n > 0 and known.token_ids == expected.token_ids[:n] and known.versions == (2,) * n
+                assert len(known.logprobs) == n and known.finish_reason is None
             await engine.resume()
             assert (await late).token_ids == expected.token_ids[:5]
     assert tuple(token for block in blocks for token in block.token_ids) == expected.token_ids

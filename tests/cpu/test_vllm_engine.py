@@ -1,6 +1,7 @@
 """The vLLM engine against vLLM itself, on CPU: a random Qwen3 of two layers, untied and tied."""
 
 import asyncio
+import functools
 import gc
 import signal
 import sys
@@ -16,6 +17,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from skyrl_async.errors import EngineDeadError, EngineStartError, PromptTooLongError, PublishError, RequestRefusedError
+from skyrl_async.inference.joined import merged
 from skyrl_async.inference.vllm_engine import VLLMEngine, VLLMEngineConfig
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, StructuredOutput, WeightUpdate
 from tests.engine_checks import (
@@ -46,6 +48,10 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool]
         return directory if directory.exists() else make_policy(directory, seed=seed, is_tied=is_tied)
 
     return get
+
+
+def whole_of_blocks(blocks: list[EngineOutput]) -> EngineOutput:
+    return functools.reduce(merged, blocks)
 
 
 async def start(directory: Path, name: str = "engine", **more: object) -> VLLMEngine:
@@ -296,6 +302,16 @@ async def test_kept_requests_and_streams_continue_as_a_fresh_engine_would_with_e
         streams = [group.create_task(collect(request)) for request in streamed]
         await wait_for_blocks(engine_0, 5)
         await publish(engine_0, make_update(policy_dir(1, False), tmp_path, 3), PauseMode.KEEP)
+        await wait_for_blocks(engine_0, 2)
+        held = await engine_0.partial_outputs(["gone", *(request.request_id for request in whole + streamed)])
+    results = [task.result() for task in generates] + [whole_of_blocks(task.result()) for task in streams]
+    assert held.keys() == {request.request_id for request in whole + streamed}
+    for request, output in zip(whole + streamed, results, strict=True):
+        known = held[request.request_id]
+        n = len(known.token_ids)
+        assert known.finish_reason is None and 0 < n < 150
+        assert (known.token_ids, known.logprobs) == (output.token_ids[:n], output.logprobs[:n])
+        assert known.versions == output.versions[:n] and set(known.versions) == {0, 3}
     for stream in streams:
         assert all(block.finish_reason is None for block in stream.result()[:-1])
     outputs = [(task.result().token_ids, task.result().versions) for task in generates]
@@ -429,6 +445,7 @@ async def test_a_policy_that_vllm_cannot_serve_is_a_start_error_and_leaves_no_pr
 
 SERVE_FOR_EVER = """
 import asyncio, sys
+from skyrl_async.inference.joined import merged
 from skyrl_async.inference.vllm_engine import VLLMEngine, VLLMEngineConfig
 
 async def main():
