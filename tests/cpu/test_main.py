@@ -44,6 +44,8 @@ SMALL = (
     "trainer.eval_interval_steps=2",
     "trainer.checkpoint_interval_steps=1",
 )
+LONG_ANSWERS = "generator.sampling.max_tokens=120"
+"""Still being sampled whenever a checkpoint is written."""
 NO_VLLM = ("engine=deterministic", "logging.tensorboard=false", "evaluation.num_prompts=0")
 FOR_EVER = "trainer.num_steps=100000"
 SUMMARY_KEYS = {
@@ -57,6 +59,28 @@ SUMMARY_KEYS = {
     "pause_seconds_median",
     "trainer_idle_share",
 }
+
+
+RECORDING = """
+import json
+from skyrl_async.rollout.gym_generator import GymGenerator
+from skyrl_async.tasks.registry import make_environment
+
+class Recording:
+    def __init__(self, generator):
+        self.generator = generator
+
+    async def generate(self, request):
+        rows = await self.generator.generate(request)
+        if not request.is_evaluation:
+            told = [[row.response_token_ids, row.logprobs, row.versions] for row in rows]
+            with open("rows.jsonl", "a") as file:
+                file.write(json.dumps([request.priority, told]) + "\\n")
+        return rows
+
+def make_recording(client, renderer, config):
+    return Recording(GymGenerator(client, renderer, make_environment))
+"""
 
 
 def _as_in_a_terminal() -> None:
@@ -184,12 +208,14 @@ def state(run_dir: Path) -> tuple[Path, dict[str, Any], list[str]]:
 
 def assert_ledger_is_exact(run_dir: Path) -> list[str]:
     """Every group trained so far is of a prompt of its own; returns the uids trained."""
-    _, saved, waiting = state(run_dir)
+    directory, saved, waiting = state(run_dir)
     (epoch,) = saved["dataloader"]["ledger"]["epochs"].values()
     trained: list[str] = epoch["trained"]
     assert len(set(trained)) == len(trained) == saved["totals"]["trained_groups"] == saved["step"] * GROUPS_PER_STEP
     assert sorted(epoch["finished"]) == sorted(waiting)
-    assert not set(trained) & set(waiting)
+    running = [group["uid"] for group in json.loads((directory / "running_groups.json").read_text())]
+    assert sorted(epoch["running"]) == sorted(running)
+    assert len({*trained, *waiting, *running}) == len(trained) + len(waiting) + len(running)
     return trained
 
 
@@ -202,7 +228,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def killed(workplace: Path) -> tuple[Path, Outcome]:
     """A run of the default engine, ended by kill -9 in the middle."""
     run_dir = workplace / "run"
-    with Command([*SMALL, FOR_EVER, f"trainer.output_dir={run_dir}"], cwd=workplace) as command:
+    with Command([*SMALL, LONG_ANSWERS, FOR_EVER, f"trainer.output_dir={run_dir}"], cwd=workplace) as command:
         command.wait_for_step(4)
         command.process.send_signal(signal.SIGKILL)
         return run_dir, command.finish()
@@ -213,8 +239,11 @@ def interrupted(killed: tuple[Path, Outcome], workplace: Path) -> tuple[Path, in
     """The same run taken up and asked to end: with the step and the trained uids it began with."""
     run_dir, _ = killed
     first, trained = state(run_dir)[1]["step"], assert_ledger_is_exact(run_dir)
+    shutil.copytree(state(run_dir)[0], workplace / "taken_up")
+    (workplace / "recording.py").write_text(RECORDING)
     resume = ["trainer.resume_mode=latest", f"trainer.output_dir={run_dir}"]
-    changed = ["server.enabled=true", "trainer.checkpoint_interval_steps=0"]
+    recording = "generator.entrypoint=recording:make_recording"
+    changed = ["server.enabled=true", "trainer.checkpoint_interval_steps=0", LONG_ANSWERS, recording]
     with Command([*SMALL, FOR_EVER, *resume, *changed], cwd=workplace) as command:
         endpoint = command.read_until("endpoint: ").rsplit("endpoint: http://127.0.0.1:", 1)[1]
         command.wait_for_step(first + 2)
@@ -234,6 +263,7 @@ def finished(
     first, trained = state(run_dir)[1]["step"], assert_ledger_is_exact(run_dir)
     outcome = run(
         *SMALL,
+        LONG_ANSWERS,
         f"trainer.num_steps={first + NUM_LAST_STEPS}",
         "generator.kind=gym_http",
         "trainer.resume_mode=latest",
@@ -268,6 +298,29 @@ def test_a_killed_run_is_taken_up_and_ends_cleanly_when_asked_to(
     assert set(trained) < set(assert_ledger_is_exact(run_dir))
     for pid in (killed[1].pid, outcome.pid):
         assert not list(Path("/dev/shm").glob(f"skyrl_async-{pid}-*"))
+
+
+@pytest.mark.slow
+def test_groups_that_were_running_at_kill_9_go_on_with_their_tokens_of_the_versions_before(
+    interrupted: tuple[Path, int, list[str], Outcome], workplace: Path
+) -> None:
+    _, first, _, _ = interrupted
+    groups = json.loads((workplace / "taken_up" / "running_groups.json").read_text())
+    played = dict(map(json.loads, (workplace / "rows.jsonl").read_text().splitlines()))
+    num_continued = 0
+    for group in groups:
+        for index, sample in group["samples"].items():
+            begun = (sample["state"] or {}).get("generation")
+            if begun is None:
+                continue
+            columns = [begun[name] for name in ("token_ids", "logprobs", "versions")]
+            row = played[group["admission_index"]][int(index)]
+            assert [column[: len(columns[0])] for column in row] == columns
+            num_continued += min(row[2]) < first <= max(row[2])
+    assert num_continued > 0
+    assert re.search(r"resumed global_step_\d+: .* 0 begin anew", (interrupted[0] / "run.log").read_text())
+    totals = state(interrupted[0])[1]["totals"]
+    assert totals["restarted_trajectories"] == 0 and totals["resumed_trajectories"] >= num_continued
 
 
 @pytest.mark.slow
