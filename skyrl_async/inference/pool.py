@@ -45,7 +45,7 @@ class Seat:
 
     def __init__(self, engine: InferenceEngine) -> None:
         self.engine = engine
-        self._open: set[asyncio.Timeout] = set()
+        self._open: dict[asyncio.Timeout, None] = {}
         self._num_calls = 0
         self._empty = asyncio.Event()
         self._empty.set()
@@ -86,11 +86,11 @@ class Seat:
             raise EngineDeadError(self._death)
         try:
             async with asyncio.timeout(None) as deadline:
-                self._open.add(deadline)
+                self._open[deadline] = None
                 try:
                     return await anext(blocks, None)
                 finally:
-                    self._open.discard(deadline)
+                    self._open.pop(deadline, None)
         except TimeoutError as error:
             if self._death is None:
                 raise

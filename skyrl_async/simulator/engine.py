@@ -62,7 +62,7 @@ class ModelledEngine:
         self._load_seconds = load_seconds
         self._block_tokens = block_tokens
         self._shared = SharedSpeed(tokens_per_second, half_speed_requests, max_num_seqs)
-        self._calls: set[_Call] = set()
+        self._calls: dict[_Call, None] = {}
         self.num_sampled_tokens = 0
         """Of calls that have ended, whatever became of them."""
         self._version = 0
@@ -172,13 +172,13 @@ class ModelledEngine:
         prompt = request.prompt_token_ids[: len(request.prompt_token_ids) - request.num_sampled_tokens]
         num_left = self._num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
         call = _Call(request, min(num_left, request.sampling.max_tokens))
-        self._calls.add(call)
+        self._calls[call] = None
         self._shared.enter(call)
         return call
 
     def _end(self, call: _Call) -> None:
         self.num_sampled_tokens += self._num_sampled(call)
-        self._calls.remove(call)
+        del self._calls[call]
         self._shared.leave(call)
 
     async def _sampled(self, call: _Call, num_tokens: int) -> EngineOutput:

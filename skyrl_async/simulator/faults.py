@@ -29,7 +29,7 @@ class FaultyEngine:
         """It was killed or closed."""
         self._moving = asyncio.Event()
         self._moving.set()
-        self._open: set[asyncio.Timeout] = set()
+        self._open: dict[asyncio.Timeout, None] = {}
 
     @property
     def name(self) -> str:
@@ -109,13 +109,13 @@ class FaultyEngine:
         self._raise_if_dead()
         try:
             async with asyncio.timeout(None) as deadline:
-                self._open.add(deadline)
+                self._open[deadline] = None
                 try:
                     await self._moving.wait()
                     answer = await call()
                     await self._moving.wait()
                 finally:
-                    self._open.discard(deadline)
+                    self._open.pop(deadline, None)
         except TimeoutError:
             self._raise_if_dead()
             raise

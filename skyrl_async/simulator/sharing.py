@@ -44,7 +44,7 @@ class SharedSpeed:
         self._tokens_per_second = tokens_per_second
         self._half_speed_jobs = half_speed_jobs
         self._max_running = max_running
-        self._running: set[Job] = set()
+        self._running: dict[Job, None] = {}
         self._outside: list[tuple[int, int, Job]] = []
         self._goals: list[tuple[float, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
@@ -77,7 +77,7 @@ class SharedSpeed:
         """The job is over. Idempotent."""
         self._advance()
         if job in self._running:
-            self._running.remove(job)
+            del self._running[job]
         else:
             self._outside = [entry for entry in self._outside if entry[2] is not job]
             heapq.heapify(self._outside)
@@ -117,7 +117,7 @@ class SharedSpeed:
         while self._outside and (self._max_running is None or len(self._running) < self._max_running):
             job = heapq.heappop(self._outside)[2]
             job.started = self._progress
-            self._running.add(job)
+            self._running[job] = None
             self._aim(job)
         self._set_timer()
 
