@@ -24,6 +24,7 @@ from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.errors import ConfigError
 from skyrl_async.evaluation import Evaluator
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.agent_settings import check_agent_settings, make_agent_generator
 from skyrl_async.rollout.buffer import GroupBuffer
@@ -175,6 +176,20 @@ def _shared_memory_directory() -> Iterator[Path]:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def placement(config: Config) -> PlacementSettings | None:
+    """How the client is to spread requests over engines; None: alike."""
+    max_staleness_steps = config.trainer.max_staleness_steps
+    weight = config.engine.oldest_request_weight
+    if weight is None:
+        is_waited_for = staleness_policy(config.trainer.staleness_policy.name).holds_back
+        weight = default_oldest_weight(max_staleness_steps) if is_waited_for else 1.0
+    if config.engine.num_engines == 1 or max_staleness_steps == 0 or weight == 1:
+        return None
+    return PlacementSettings(
+        oldest_weight=weight, oldest_age=max_staleness_steps * config.trainer.policy_mini_batch_size
+    )
 
 
 def make_trainer(

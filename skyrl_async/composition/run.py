@@ -32,6 +32,7 @@ from skyrl_async.composition.parts import (
     make_generator,
     make_publisher,
     make_trainer,
+    placement,
 )
 from skyrl_async.composition.processes import serving_endpoint, start_engines_and_policy, start_ray
 from skyrl_async.config.rules import DATASET_TASK
@@ -111,6 +112,7 @@ async def started_parts(
             renderer=renderer,
             carries_tokens=is_supervised(config),
             engine_wait_s=None if is_supervised(config) else 0.0,
+            placement=placement(config),
         )
         endpoint = None
         if config.serves_endpoint:

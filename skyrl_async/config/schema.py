@@ -183,6 +183,12 @@ class EngineConfig:
     cpu_kv_cache_gb: int = doc(1, "KV cache on CPU, GiB.")
     enforce_eager: bool = doc(True, "Skip compilation and CUDA graphs; set false for long GPU runs.")
     enable_prefix_caching: bool = doc(True, "Share prompt prefixes; dropped at each weight update.")
+    oldest_request_weight: float | None = doc(
+        None,
+        "Several engines get requests of equal weight instead of equal number; the oldest weigh this much, the newest 1, so that those "
+        "which training waits for share an engine with few others. 1 treats all alike; null: so, unless trainer.staleness_policy=wait, "
+        "then 1.5 (trainer.max_staleness_steps + 1).",
+    )
     start_timeout_s: float = doc(300.0, "An engine that is not up by then stops the run, with its last log lines.")
     call_timeout_s: float = doc(
         60.0, "Deadline of a control call (pause, load, resume, checksum); an engine that misses it counts as dead."
@@ -227,6 +233,8 @@ class EngineConfig:
             "in (0, 1]",
             self.gpu_memory_utilization,
         )
+        weight = self.oldest_request_weight
+        require(weight is None or weight >= 1, "engine.oldest_request_weight", ">= 1 or null", weight)
         require(self.stream_interval >= 1, "engine.stream_interval", ">= 1", self.stream_interval)
         require(self.start_timeout_s > 0, "engine.start_timeout_s", "> 0", self.start_timeout_s)
         require(self.call_timeout_s > 0, "engine.call_timeout_s", "> 0", self.call_timeout_s)

@@ -24,6 +24,7 @@ from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongErr
 from skyrl_async.inference.continuing import blocks_of, continued, whole_of
 from skyrl_async.inference.followed import FollowedGenerations
 from skyrl_async.inference.joined import Joined, head_of
+from skyrl_async.inference.placement import PlacementSettings
 from skyrl_async.inference.pool import EnginePool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.text import CompletionText, Tokenizer
@@ -59,6 +60,7 @@ class InferenceEngineClient:
         carries_tokens: have engines send the tokens of long generations in blocks, so that an engine's death costs a
             generation one block; otherwise, and where a block holds it all, it costs the tokens since the last weight update.
         engine_wait_s: how long a request waits when no engine is left; None waits for as long as one may come back.
+        placement: how unequal engines are to be; None loads them all alike and moves no request.
     """
 
     def __init__(
@@ -71,8 +73,9 @@ class InferenceEngineClient:
         name: str = "trainer",
         carries_tokens: bool = False,
         engine_wait_s: float | None = 0.0,
+        placement: PlacementSettings | None = None,
     ) -> None:
-        self.pool = EnginePool(engines, wait_s=engine_wait_s)
+        self.pool = EnginePool(engines, wait_s=engine_wait_s, placement=placement)
         self._tokenizer = tokenizer
         self._renderer = renderer
         self._max_model_len = max_model_len
@@ -261,7 +264,9 @@ class InferenceEngineClient:
         self, request: EngineRequest, joined: Joined, session_id: str | None, *, streams: bool
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield the tokens of one generation, from whichever engines live, and account for them."""
-        segments = continued(request, joined, lambda rest: self._segment(rest, session_id, streams=streams))
+        segments = continued(
+            request, joined, lambda rest: self._segment(rest, request.request_id, session_id, streams=streams)
+        )
         try:
             async with aclosing(segments) as blocks:
                 async for block in blocks:
@@ -273,10 +278,10 @@ class InferenceEngineClient:
                 charge(len(joined.token_ids))
 
     async def _segment(
-        self, request: EngineRequest, session_id: str | None, *, streams: bool
+        self, request: EngineRequest, generation_id: str, session_id: str | None, *, streams: bool
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield what one engine samples of a generation; its death is an abort."""
-        async with self.pool.seat(session_id) as seat:
+        async with self.pool.seat(session_id, generation_id, request) as seat:
             report_engine(seat.engine.name)
             try:
                 async with aclosing(seat.blocks(blocks_of if streams else whole_of, request)) as blocks:

@@ -50,6 +50,12 @@ async def continued(
             return
 
 
+def is_part_of(call_id: str, request_ids: Collection[str]) -> bool:
+    """Whether an engine call is one of these requests, or continues one of them."""
+    parts = call_id.split(".")
+    return any(".".join(parts[:end]) in request_ids for end in range(1, len(parts) + 1))
+
+
 async def blocks_of(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
     """One call's blocks. Raises ``InferenceError`` when the engine ends it without a reason."""
     reason = None

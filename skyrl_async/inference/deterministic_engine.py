@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import math
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,23 +105,23 @@ class DeterministicEngine:
 
     async def _tokens(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         sequence = _Sequence(self._model, request)
-        num_aborts = self._gate.num_aborts
-        while True:
-            await self._gate.pass_time(self._seconds_per_token, num_aborts)
-            if not await self._gate.may_sample(num_aborts):
-                yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
-                return
-            token, logprobs = sequence.sample_next(self._num_loads)
-            reason = self._finish_reason(request, sequence, token)
-            yield EngineOutput(
-                token_ids=(token,),
-                logprobs=(float(logprobs[token]),) if request.sampling.reports_logprobs else (),
-                versions=(self._version,),
-                finish_reason=reason,
-                top_logprobs=_top_logprobs(logprobs, request.sampling.num_top_logprobs),
-            )
-            if reason is not None:
-                return
+        with self._gate.visit(request.request_id) as visit:
+            while True:
+                await self._gate.pass_time(self._seconds_per_token, visit)
+                if not await self._gate.may_sample(visit):
+                    yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
+                    return
+                token, logprobs = sequence.sample_next(self._num_loads)
+                reason = self._finish_reason(request, sequence, token)
+                yield EngineOutput(
+                    token_ids=(token,),
+                    logprobs=(float(logprobs[token]),) if request.sampling.reports_logprobs else (),
+                    versions=(self._version,),
+                    finish_reason=reason,
+                    top_logprobs=_top_logprobs(logprobs, request.sampling.num_top_logprobs),
+                )
+                if reason is not None:
+                    return
 
     def _finish_reason(self, request: EngineRequest, sequence: "_Sequence", token: int) -> FinishReason | None:
         if token in self._stop_token_ids and not request.sampling.ignore_eos:
@@ -176,13 +176,21 @@ class DeterministicEngine:
         """See ``InferenceEngine.ping``."""
         self._gate.raise_if_dead()
 
-    async def evict(self) -> None:
+    async def evict(self, request_ids: Collection[str] | None = None) -> None:
         """See ``InferenceEngine.evict``; every request that it takes can go on elsewhere."""
-        self._gate.abort()
+        self._gate.abort(request_ids)
 
     async def close(self) -> None:
         """See ``InferenceEngine.close``. Requests in flight raise ``EngineDeadError``."""
         self._gate.kill()
+
+
+class _Visit:
+    """One request before the gate."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.is_aborted = False
 
 
 class _Gate:
@@ -193,8 +201,8 @@ class _Gate:
         self._mode: PauseMode | None = None
         self._is_dead = False
         self._changed = asyncio.Event()
-        self.num_aborts = 0
-        """Pauses that ended the requests in flight; a request that sees it change is aborted."""
+        self._visits: set[_Visit] = set()
+        """Of requests in flight."""
 
     @property
     def is_closed(self) -> bool:
@@ -203,13 +211,25 @@ class _Gate:
     def close(self, mode: PauseMode) -> None:
         self.raise_if_dead()
         if mode is PauseMode.ABORT and self._mode is not mode:
-            self.num_aborts += 1
+            self.abort()
         self._mode = mode
         self._notify()
 
-    def abort(self) -> None:
+    @contextlib.contextmanager
+    def visit(self, request_id: str) -> Iterator[_Visit]:
+        """A request is in flight while the block lasts."""
+        visit = _Visit(request_id)
+        self._visits.add(visit)
+        try:
+            yield visit
+        finally:
+            self._visits.remove(visit)
+
+    def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """End requests that are in flight: these, or all."""
         self.raise_if_dead()
-        self.num_aborts += 1
+        for visit in self._visits:
+            visit.is_aborted |= request_ids is None or visit.request_id in request_ids
         self._notify()
 
     def open(self) -> None:
@@ -225,23 +245,23 @@ class _Gate:
         if self._is_dead:
             raise EngineDeadError(f"engine {self._name} is gone: closed")
 
-    async def pass_time(self, seconds: float, num_aborts: int) -> None:
-        """Wait for so long, or until a pause after ``num_aborts`` has aborted the caller: what it began at a token is lost."""
+    async def pass_time(self, seconds: float, visit: _Visit) -> None:
+        """Wait for so long, or until the caller is aborted: what it began at a token is lost."""
         until = asyncio.get_running_loop().time() + seconds
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):
-                while self.num_aborts == num_aborts and not self._is_dead:
+                while not visit.is_aborted and not self._is_dead:
                     await self._changed.wait()
 
-    async def may_sample(self, num_aborts: int) -> bool:
-        """Wait until the gate is open; False when a pause after ``num_aborts`` has aborted the caller.
+    async def may_sample(self, visit: _Visit) -> bool:
+        """Wait until the gate is open; False when the caller is aborted.
 
         Raises ``EngineDeadError``.
         """
-        while self.is_closed and self.num_aborts == num_aborts and not self._is_dead:
+        while self.is_closed and not visit.is_aborted and not self._is_dead:
             await self._changed.wait()
         self.raise_if_dead()
-        return self.num_aborts == num_aborts
+        return not visit.is_aborted
 
     def _notify(self) -> None:
         self._changed.set()

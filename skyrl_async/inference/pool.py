@@ -8,11 +8,12 @@ is generated nor how weights reach an engine: whoever publishes them sets ``admi
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Protocol
 
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError
+from skyrl_async.inference.placement import Placement, PlacementSettings
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.router import Router
 from skyrl_async.types import EngineOutput, EngineRequest
@@ -103,11 +104,19 @@ class EnginePool:
     Args:
         engines: those there are at first.
         wait_s: seconds that a request waits when there is no engine; None waits until one comes or ``give_up`` says that none will.
+        placement: how unequal engines are to be; None loads them all alike and moves no request.
     """
 
-    def __init__(self, engines: Sequence[InferenceEngine], *, wait_s: float | None = 0.0) -> None:
+    def __init__(
+        self,
+        engines: Sequence[InferenceEngine],
+        *,
+        wait_s: float | None = 0.0,
+        placement: PlacementSettings | None = None,
+    ) -> None:
         self._seats = {engine.name: Seat(engine) for engine in engines}
         self._router = Router(tuple(self._seats))
+        self._placement = Placement(placement)
         self._wait_s = wait_s
         self._news = asyncio.Event()
         self.verdict: str | None = None
@@ -126,20 +135,28 @@ class EnginePool:
         return self._wait_s != 0 and self.verdict is None
 
     @asynccontextmanager
-    async def seat(self, session_id: str | None) -> AsyncIterator[Seat]:
-        """A place for one call, in the engine that has most room, or the session's own.
+    async def seat(self, session_id: str | None, generation_id: str, request: EngineRequest) -> AsyncIterator[Seat]:
+        """A place for one call of a generation, in the engine that it was moved to, the session's own, or the one with most room.
 
         Raises ``NoEngineError`` like ``wait_for_engine``.
         """
         await self.wait_for_engine()
-        name = self._router.start(session_id)
+        wanted = self._placement.wanted_engine(generation_id)
+        name = self._router.start(session_id, load=self._placement.load, wanted=wanted)
+        self._placement.start(generation_id, request, name)
         seat = self._seats[name]
         try:
             with seat.taken():
                 yield seat
         finally:
+            self._placement.end(generation_id)
             self._router.end(name)
             self._forget(name)
+
+    def rearrange(self) -> Mapping[str, Sequence[str]]:
+        """Engine -> requests in it that are to be evicted, for they go on in another then. For every weight update, while engines
+        are paused; see ``inference.placement``."""
+        return self._placement.rearrange(self._router.engine_names)
 
     async def wait_for_engine(self) -> None:
         """Return once there is an engine. Raises ``NoEngineError`` when none is expected, or none has come in time."""
@@ -236,6 +253,7 @@ class EnginePool:
         """Let go of an engine that was removed, with its last call."""
         if self._router.is_free(name):
             self._seats.pop(name, None)
+            self._placement.forget(name)
 
 
 @asynccontextmanager

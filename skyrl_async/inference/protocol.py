@@ -74,10 +74,12 @@ class InferenceEngine(Protocol):
         """Return when the engine is able to sample. A wedged one does not: the caller sets the deadline."""
         ...
 
-    async def evict(self) -> None:
-        """End every request in flight that can go on elsewhere: its ``finish_reason`` is ``abort``, with all tokens so far.
+    async def evict(self, request_ids: Collection[str] | None = None) -> None:
+        """End requests in flight that can go on elsewhere: their ``finish_reason`` is ``abort``, with all tokens so far.
 
-        Returns when the others have run to their ends. Nothing is sent to the engine meanwhile.
+        Args:
+            request_ids: these, where they have not ended; also while the engine is paused. None: all of them; then it returns when
+                the others have run to their ends, and nothing is sent to the engine meanwhile.
         """
         ...
 

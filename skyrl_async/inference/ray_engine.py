@@ -43,7 +43,7 @@ class _EngineActor:
         self._config = config
         self._engine: VLLMEngine
         self._requests: dict[str, asyncio.Task[Any]] = {}
-        self._num_evictions = 0
+        self._evicted: set[str] = set()
         self._joined: dict[str, Joined] = {}
 
     async def start(self) -> int:
@@ -62,11 +62,11 @@ class _EngineActor:
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         with self._registered(request) as joined:
-            return await generate_to_end(self._engine, request, joined, self._until_eviction())
+            return await generate_to_end(self._engine, request, joined, self._unless_evicted(request))
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         with self._registered(request) as joined:
-            blocks = stream_to_end(self._engine, request, joined, self._until_eviction())
+            blocks = stream_to_end(self._engine, request, joined, self._unless_evicted(request))
             async with contextlib.aclosing(blocks):
                 async for block in blocks:
                     yield block
@@ -82,10 +82,11 @@ class _EngineActor:
         if task := self._requests.get(request_id):
             task.cancel()
 
-    async def evict(self) -> None:
-        """End every request that can go on elsewhere; return when the others have ended."""
-        self._num_evictions += 1
-        await self._engine.evict()
+    async def evict(self, request_ids: Collection[str] | None = None) -> None:
+        """See ``InferenceEngine.evict``. Requests leave wherever in the engine they are, also between two of its calls."""
+        leaving = self._requests.keys() if request_ids is None else self._requests.keys() & set(request_ids)
+        self._evicted |= leaving
+        await self._engine.evict(None if request_ids is None else leaving)
 
     async def control(self, method: str, args: tuple[Any, ...], before: tuple[ObjectRef, ...] = ()) -> Any:
         """Any other method of the engine, once the calls ``before`` are over: Ray starts an actor's calls in any order."""
@@ -94,10 +95,9 @@ class _EngineActor:
                 await call
         return await getattr(self._engine, method)(*args)
 
-    def _until_eviction(self) -> Callable[[], bool]:
-        """Whether a request that begins now may go on in this engine after an abort."""
-        num_before = self._num_evictions
-        return lambda: self._num_evictions == num_before
+    def _unless_evicted(self, request: EngineRequest) -> Callable[[], bool]:
+        """Whether a request may go on in this engine after an abort."""
+        return lambda: request.request_id not in self._evicted
 
     @contextlib.contextmanager
     def _registered(self, request: EngineRequest) -> Iterator[Joined]:
@@ -109,6 +109,7 @@ class _EngineActor:
             yield joined
         finally:
             del self._requests[request.request_id], self._joined[request.request_id]
+            self._evicted.discard(request.request_id)
 
 
 def _redirect_output(log_path: str) -> None:
@@ -191,8 +192,11 @@ class RayEngine:
         with self._own_errors():
             await self._actor.control.remote("ping", ())
 
-    async def evict(self) -> None:
-        """See ``InferenceEngine.evict``."""
+    async def evict(self, request_ids: Collection[str] | None = None) -> None:
+        """See ``InferenceEngine.evict``. Only to evict all of them takes as long as requests do, and has no deadline."""
+        if request_ids is not None:
+            await self._answer("evict", self._actor.evict.remote(tuple(request_ids)))
+            return
         with self._own_errors():
             await self._actor.evict.remote()
 

@@ -4,6 +4,7 @@ Flows in: requests that start and end, engines that come and go. Flows out: an e
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from skyrl_async.errors import NoEngineError, StateError
 
@@ -28,15 +29,27 @@ class Router:
         """The engines that requests may go to."""
         return tuple(self._num_running)
 
-    def start(self, session_id: str | None = None) -> str:
-        """Count one more request on the engine this returns. Raises ``NoEngineError`` when there is none."""
+    def start(
+        self,
+        session_id: str | None = None,
+        *,
+        load: Callable[[str], float] | None = None,
+        wanted: str | None = None,
+    ) -> str:
+        """Count one more request on the engine this returns. Raises ``NoEngineError`` when there is none.
+
+        ``load`` says how full an engine is, by default the number of its requests. The engine that is ``wanted`` is taken while
+        it lives, and the session's from then on.
+        """
         if not self._num_running:
             raise NoEngineError(
                 "no inference engine is left: every one has died; see the run's log for the first failure"
             )
-        name = self._sessions.get(session_id) if session_id is not None else None
+        name = wanted
+        if name not in self._num_running and session_id is not None:
+            name = self._sessions.get(session_id)
         if name is None or name not in self._num_running:
-            name = min(self._num_running, key=self._num_running.__getitem__)
+            name = min(self._num_running, key=load or self._num_running.__getitem__)
         if session_id is not None:
             self._remember(session_id, name)
         self._num_running[name] += 1

@@ -23,6 +23,7 @@ from skyrl_async.errors import (
     PublishError,
     RequestRefusedError,
 )
+from skyrl_async.inference.continuing import is_part_of
 from skyrl_async.inference.joined import merged
 from skyrl_async.inference.policy_files import TOKENIZER_FILES, UpdateValidator, eos_token_ids
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig, boot
@@ -213,10 +214,14 @@ class VLLMEngine:
         if not self._turns.locked():
             await self._control("a heartbeat", self._llm.engine_core.is_scheduler_paused_async)
 
-    async def evict(self) -> None:
-        """See ``InferenceEngine.evict``."""
+    async def evict(self, request_ids: Collection[str] | None = None) -> None:
+        """See ``InferenceEngine.evict``; also calls that continue one of the requests."""
         self._raise_if_dead()
-        await self._llm.abort([name for name, is_resumable in self._requests.items() if is_resumable])
+        resumable = [name for name, is_resumable in self._requests.items() if is_resumable]
+        if request_ids is not None:
+            await self._llm.abort([name for name in resumable if is_part_of(name, request_ids)])
+            return
+        await self._llm.abort(resumable)
         while self._requests:
             self._is_empty.clear()
             await self._is_empty.wait()

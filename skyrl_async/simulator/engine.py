@@ -105,7 +105,7 @@ class ModelledEngine:
         self._check_alive()
         self._shared.stop()
         if mode is PauseMode.ABORT:
-            self._abort_all()
+            self._abort(self._calls)
 
     async def resume(self) -> None:
         """Sample again."""
@@ -140,10 +140,10 @@ class ModelledEngine:
         """It is alive."""
         self._check_alive()
 
-    async def evict(self) -> None:
-        """Every request in flight ends, aborted."""
+    async def evict(self, request_ids: Collection[str] | None = None) -> None:
+        """Requests in flight end, aborted."""
         self._check_alive()
-        self._abort_all()
+        self._abort([c for c in self._calls if request_ids is None or c.request.request_id in request_ids])
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -154,10 +154,10 @@ class ModelledEngine:
         self._is_dead = True
         self._shared.wake_all()
 
-    def _abort_all(self) -> None:
-        for call in self._calls:
+    def _abort(self, calls: Collection[_Call]) -> None:
+        for call in calls:
             call.is_aborted = True
-        self._shared.wake_all()
+            self._shared.wake(call)
 
     @property
     def _num_in_flight(self) -> int:

@@ -100,9 +100,9 @@ class FaultyEngine:
         """See ``InferenceEngine.ping``."""
         await self._answer(lambda: self._engine.ping())
 
-    async def evict(self) -> None:
+    async def evict(self, request_ids: Collection[str] | None = None) -> None:
         """See ``InferenceEngine.evict``."""
-        await self._answer(lambda: self._engine.evict())
+        await self._answer(lambda: self._engine.evict(request_ids))
 
     async def _answer(self, call: Callable[[], Awaitable[T]]) -> T:
         """What the engine says; a frozen one neither begins nor answers, and death comes first."""

@@ -37,9 +37,10 @@ class ModelledPolicy:
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
     ) -> dict[str, float]:
-        """Take time in proportion to the tokens."""
-        num_tokens = sum(t.num_sampled_tokens for t in trajectories)
-        await asyncio.sleep(num_tokens * self._seconds_per_token)
+        """Take time in proportion to the responses' tokens, also where they are masked: what follows them needs them."""
+        trained = [(len(t.response_token_ids), num) for t in trajectories if (num := t.num_sampled_tokens)]
+        num_tokens = sum(num for _, num in trained)
+        await asyncio.sleep(sum(length for length, _ in trained) * self._seconds_per_token)
         self.steps[-1].append(tuple(trajectories))
         return {"num_tokens": float(num_tokens), "loss_sum": 0.0}
 

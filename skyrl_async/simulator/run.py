@@ -16,6 +16,7 @@ from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.evaluation import Evaluator
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
@@ -55,6 +56,8 @@ class SimulationSettings:
     """Requests running at once in an engine; None: no limit."""
     block_tokens: int = 16
     """Of a stream; the larger, the faster is the simulation."""
+    oldest_weight: float | None = None
+    """Of requests in their engine, see ``inference.placement``; None: the default of runs, 1: all alike."""
     mean_tokens: float = 1000.0
     sigma: float = 0.8
     """Of the lognormal lengths, which are cut at eight times the mean."""
@@ -131,8 +134,12 @@ def build_simulation(
     log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None,
     stop: StopRequest | None = None,
     engine_around: Callable[[ModelledEngine], InferenceEngine] = lambda engine: engine,
+    make_buffer: Callable[[int], GroupBuffer] = GroupBuffer,
 ) -> Simulation:
-    """Make every part; call inside ``run_in_virtual_time``. ``engine_around`` makes what the client uses of each engine."""
+    """Make every part; call inside ``run_in_virtual_time``.
+
+    ``engine_around`` makes what the client uses of each engine, ``make_buffer`` is given the most groups that are held.
+    """
     loop = asyncio.get_running_loop()
     trace = Trace(None, loop.time)
     engines = _engines(settings)
@@ -141,6 +148,7 @@ def build_simulation(
         tokenizer=_NoText(),
         max_model_len=settings.max_tokens + 1000,
         engine_wait_s=settings.engine_wait_s,
+        placement=_placement(settings),
     )
     policy = ModelledPolicy(
         seconds_per_token=settings.seconds_per_token,
@@ -158,7 +166,7 @@ def build_simulation(
         max_groups,
         limits_buffered_groups=settings.limits_buffered_groups,
     )
-    buffer = GroupBuffer(credits)
+    buffer = make_buffer(credits)
     generator = generator_over(client)
     workers = GenerationWorkers(
         dataloader=dataloader,
@@ -206,6 +214,16 @@ def build_simulation(
         watchdog=watchdog,
     )
     return Simulation(trainer, engines, policy, client, dataloader, staleness, buffer, workers, publisher, logged)
+
+
+def _placement(settings: SimulationSettings) -> PlacementSettings | None:
+    weight = settings.oldest_weight
+    if weight is None:
+        is_waited_for = staleness_policy(settings.staleness_policy).holds_back
+        weight = default_oldest_weight(settings.max_staleness_steps) if is_waited_for else 1.0
+    if settings.num_engines == 1 or settings.max_staleness_steps == 0 or weight == 1:
+        return None
+    return PlacementSettings(oldest_weight=weight, oldest_age=settings.max_staleness_steps * settings.mini_batch_size)
 
 
 def _engines(settings: SimulationSettings) -> list[ModelledEngine]:

@@ -102,15 +102,15 @@ class SharedSpeed:
         self._set_timer()
         await job.woken
 
-    def wake_all(self, error: Exception | None = None) -> None:
-        """End every wait, with ``error`` where there is one."""
+    def wake_all(self) -> None:
+        """End every wait."""
         for job in (*self._running, *(entry[2] for entry in self._outside)):
-            if job.woken is None or job.woken.done():
-                continue
-            if error is None:
-                job.woken.set_result(None)
-            else:
-                job.woken.set_exception(error)
+            self.wake(job)
+
+    def wake(self, job: Job) -> None:
+        """End a job's wait."""
+        if job.woken is not None and not job.woken.done():
+            job.woken.set_result(None)
 
     def _let_in(self) -> None:
         self._advance()

@@ -1,6 +1,6 @@
 """Takes engines from one update to the next: pause, load, resume, all or nothing.
 
-    pause ──every engine──> load ──a refusal: the others load the update before again──> resume
+    pause ──every engine──> load ──a refusal: the others load the update before again──> (requests move) ──> resume
 
 Flows in: engines, the update to be served, the one that is. Flows out: engines that all serve the same. One that dies is closed: which
 version it holds is not known. Does not know where updates come from, nor engines that join meanwhile.
@@ -54,6 +54,7 @@ class EngineSwitch:
             with self._trace.span("load", track="publish", version=update.version):
                 await self._load(engines, update, before)
             loaded = self._clock()
+            await self._rearrange(engines)
         finally:
             await self._resume(engines)
         self._require(engines, "resume")
@@ -90,6 +91,16 @@ class EngineSwitch:
         discard(update)
         name, error = next(iter(refusals.items()))
         raise PublishError(f"{name} refused version {update.version} ({error}); {what_serves(before)}") from error
+
+    async def _rearrange(self, engines: list[InferenceEngine]) -> None:
+        """Hand back the requests that belong in another engine: every key and value has to be computed anew anyway."""
+        leaving = self._client.pool.rearrange()
+
+        async def evict(engine: InferenceEngine) -> None:
+            if request_ids := leaving.get(engine.name):
+                await engine.evict(request_ids)
+
+        await self._on_each("evict", evict, engines)
 
     async def _roll_back(self, engines: list[InferenceEngine], before: WeightUpdate, refusers: Collection[str]) -> None:
         """Load ``before`` again wherever the new version got in; an engine that cannot go back is closed."""

@@ -255,3 +255,23 @@ async def test_stop_tokens_budget_and_context_end_a_request(policies: tuple[Path
     assert {output.finish_reason for output in outputs} == {FinishReason.STOP, FinishReason.LENGTH}
     with pytest.raises(PromptTooLongError):
         await engine.generate(make_request(GREEDY, (5,) * 20))
+
+
+async def test_a_request_that_is_evicted_comes_back_with_its_tokens_and_others_stay(
+    policies: tuple[Path, Path],
+) -> None:
+    engine = DeterministicEngine("engine", policies[0])
+    expected = await engine.generate(make_request(GREEDY))
+    first, second = make_request(GREEDY), replace(make_request(GREEDY), request_id="other")
+    moving, staying = asyncio.ensure_future(engine.generate(first)), asyncio.ensure_future(engine.generate(second))
+    for _ in range(6):
+        await asyncio.sleep(0)
+    await engine.pause(PauseMode.KEEP)
+    await engine.evict([first.request_id])
+    output = await moving
+    assert output.finish_reason is FinishReason.ABORT
+    assert output.token_ids == expected.token_ids[: len(output.token_ids)]
+    await engine.resume()
+    rest = await engine.generate(continued(first, output))
+    assert output.token_ids + rest.token_ids == expected.token_ids
+    assert await staying == expected

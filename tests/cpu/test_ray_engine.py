@@ -112,6 +112,35 @@ async def test_what_a_pause_aborts_goes_on_inside_the_engine_and_new_requests_wa
         assert max(abs(x - y) for x, y in zip(output.logprobs, expected.logprobs, strict=True)) < 1e-4
 
 
+@pytest.mark.parametrize("mode", PauseMode)
+async def test_what_is_evicted_comes_back_with_its_tokens_and_goes_on_in_another_engine(
+    engines: list[RayEngine], mode: PauseMode
+) -> None:
+    """Also a request that was continued in its engine before; what is not evicted stays."""
+    engine, other = engines
+    length = MAX_MODEL_LEN - 10
+    expected = await other.generate(make_request("expected", max_tokens=length))
+    stays, moves = (asyncio.ensure_future(engine.generate(make_request(n, max_tokens=length))) for n in ("s.1", "s"))
+    blocks = []
+    async for block in engine.stream(make_request("stream", max_tokens=length)):
+        blocks.append(block)
+        if len(blocks) in (2, 5):
+            await engine.pause(mode)
+            if len(blocks) == 5:
+                await engine.evict(["s", "stream", "gone"])
+            await engine.resume()
+    moved, sampled = await moves, tuple(token for block in blocks for token in block.token_ids)
+    for output, tokens in ((moved, moved.token_ids), (blocks[-1], sampled)):
+        assert output.finish_reason is FinishReason.ABORT
+        assert 0 < len(tokens) < length and tokens == expected.token_ids[: len(tokens)]
+    assert len(moved.logprobs) == len(moved.versions) == len(moved.token_ids)
+    prompt = make_request("p").prompt_token_ids
+    rest = make_request("rest", prompt + moved.token_ids, max_tokens=length - len(moved.token_ids))
+    assert moved.token_ids + (await other.generate(rest)).token_ids == expected.token_ids
+    assert (await stays).token_ids == expected.token_ids
+    assert (await engine.statistics())["num_requests"] == 0
+
+
 async def test_a_resume_comes_after_the_pauses_that_were_cancelled_before_it(engines: list[RayEngine]) -> None:
     engine = engines[0]
     core = psutil.Process((await engine.statistics())["core_process_id"])
