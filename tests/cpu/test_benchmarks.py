@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks.control_plane import WakesEveryone, WakesOne, measure
 from benchmarks.report import conditions, report
+from benchmarks.staleness_policies import Case
+from benchmarks.staleness_policies import measure as measure_policy
 from skyrl_async.simulator.clock import run_in_virtual_time
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +56,7 @@ def test_waking_one_waiter_admits_many_times_what_waking_all_of_them_does() -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["async_speedup", "control_plane", "endpoint_overhead"])
+@pytest.mark.parametrize("name", ["async_speedup", "control_plane", "endpoint_overhead", "staleness_policies"])
 def test_a_benchmark_says_what_it_takes(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--help"],
@@ -64,3 +66,15 @@ def test_a_benchmark_says_what_it_takes(name: str) -> None:
         check=True,
     )
     assert "--json" in done.stdout and "--quick" in done.stdout
+
+
+@pytest.mark.parametrize("policy", ["wait", "prime_rl"])
+def test_the_staleness_benchmark_measures_a_policy_in_the_real_loop(policy: str) -> None:
+    case = Case(policy=policy, streamed=True, sigma=0.5, staleness=1, seed=0, num_steps=12, mini_batch_size=8)
+    row = measure_policy(case)
+    assert 0 < row["share_of_limit"] and 0 < row["utilisation"] <= 1
+    assert row["over_share"] == row["masked_share"] == 0
+    if policy == "wait":
+        assert row["wasted_share"] == 0 and row["length_ratio"] == pytest.approx(1.0) and row["share_of_limit"] <= 1
+    else:
+        assert row["wasted_share"] > 0 and row["length_ratio"] < 1

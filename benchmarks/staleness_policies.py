@@ -1,0 +1,261 @@
+"""What each staleness policy costs: the real loop over modelled engines, in virtual time.
+
+Mini-batches of 64 groups of 8; 8 engines whose requests each run at 1 / (1 + n / 170) of full speed with n of them running; lengths
+lognormal with a mean of 1,000 tokens before the cut at eight times that; training takes as long as generation at 2,048 in flight; as many
+groups in flight as the credits allow. Weights are published in no time, and requests freeze meanwhile. To be quick, one modelled
+token stands for ten.
+
+The *limit* is max(training, longest answer of a mini-batch at full speed / (S + 1)) per step: no schedule with a hard bound and no
+waste is faster. Steps are counted from the ninth to the last after which groups are admitted. A row of one seed is good to about 3 %.
+
+Beside the policies of ``trainer.staleness_policy`` there are ``wait_alike`` (requests spread over engines by number instead of age),
+``areal`` (groups trained in order of arrival under the capacity rule alone) and ``prime_rl`` (order of arrival, and what is too old
+is dropped), both with requests spread by number.
+"""
+
+import gc
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import product
+from statistics import fmean
+from typing import Any
+
+from benchmarks.report import arguments, conditions, report
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import ModelledGenerator
+from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation, lognormal_length
+from skyrl_async.types import Group, GroupRequest, PauseMode, Trajectory
+
+SIGMAS = (0.5, 0.8, 1.2)
+BOUNDS = (0, 1, 2, 4, 8)
+PLAIN_SHARES = {
+    (0.5, 1): (0.74, 0.83),
+    (0.5, 4): (0.59, 0.64),
+    (0.8, 1): (0.83, 0.89),
+    (0.8, 4): (0.72, 0.76),
+    (0.8, 8): (0.64, 0.67),
+    (1.2, 4): (0.77, 0.81),
+}
+"""(sigma, S) -> share of the limit that a plain model of ``wait`` reached, whole mini-batches and streamed."""
+
+_NUM_ENGINES = 8
+_HALF_SPEED_REQUESTS = 170.0
+_WARM_UP_STEPS = 8
+_KEYS = ("policy", "streamed", "sigma", "staleness")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run."""
+
+    policy: str
+    streamed: bool
+    sigma: float
+    staleness: int
+    seed: int
+    num_steps: int
+    mini_batch_size: int = 64
+
+    @property
+    def settings(self) -> SimulationSettings:
+        in_flight = 32 * self.mini_batch_size
+        policy = {"wait_alike": "wait", "areal": "allow", "prime_rl": "resample"}.get(self.policy, self.policy)
+        return SimulationSettings(
+            mini_batch_size=self.mini_batch_size,
+            group_size=8,
+            max_staleness_steps=self.staleness,
+            staleness_policy=policy,
+            oldest_weight=None if policy == self.policy else 1.0,
+            num_steps=self.num_steps,
+            num_prompts=4096,
+            num_engines=_NUM_ENGINES,
+            tokens_per_second=1.0,
+            half_speed_requests=_HALF_SPEED_REQUESTS,
+            block_tokens=1 << 20,
+            mean_tokens=100.0,
+            sigma=self.sigma,
+            seconds_per_token=(1 + in_flight / _NUM_ENGINES / _HALF_SPEED_REQUESTS) / in_flight,
+            stream_mini_batch=self.streamed,
+            pause_mode=PauseMode.KEEP,
+            seed=self.seed,
+        )
+
+
+class ArrivalBuffer(GroupBuffer):
+    """Hands out groups in the order in which they were finished."""
+
+    def __init__(self, max_groups: int) -> None:
+        super().__init__(max_groups)
+        self._num_arrived = 0
+        self._arrived: dict[int, Group] = {}
+
+    def put(self, group: Group) -> None:
+        """See ``GroupBuffer``."""
+        self._arrived[self._num_arrived] = group
+        super().put(replace(group, admission_index=self._num_arrived))
+        self._num_arrived += 1
+
+    async def get(self, is_allowed: Any) -> Group | None:
+        """See ``GroupBuffer``."""
+        group = await super().get(is_allowed)
+        return None if group is None else self._arrived.pop(group.admission_index)
+
+
+class KnowingGenerator(ModelledGenerator):
+    """Remembers how long every answer that was begun would have become."""
+
+    def __init__(self, sampler: InferenceEngineClient, settings: SimulationSettings) -> None:
+        super().__init__(sampler)
+        self._length = lognormal_length(settings.mean_tokens, settings.sigma, settings.seed)
+        self.begun: dict[int, list[int]] = {}
+        """Admission index -> lengths."""
+
+    async def _one(self, request: GroupRequest, index: int, seed: int) -> Trajectory:
+        prompt = tuple(ord(c) for c in request.prompt.uid)
+        self.begun.setdefault(request.priority, []).append(self._length(prompt, seed))
+        return await super()._one(request, index, seed)
+
+    @property
+    def mean_length(self) -> float:
+        """Of the answers begun."""
+        return fmean(length for lengths in self.begun.values() for length in lengths)
+
+    def mean_longest(self, mini_batch_size: int) -> float:
+        """Longest answer of a mini-batch, mean over mini-batches in order of admission."""
+        longest = [max(lengths) for _, lengths in sorted(self.begun.items())]
+        batches = range(0, len(longest) - mini_batch_size + 1, mini_batch_size)
+        return fmean(max(longest[start : start + mini_batch_size]) for start in batches)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Run one case; its row."""
+    settings, started = case.settings, time.process_time()
+    simulation, generator = run_in_virtual_time(_simulate(case, settings))
+    steps = [values for _, values in simulation.logged if "timing/step" in values]
+    steady = steps[_WARM_UP_STEPS : -(case.staleness + 1)]
+    step_seconds = fmean(values["timing/step"] for values in steady)
+    train_seconds = settings.mini_batch_size * settings.group_size * generator.mean_length * settings.seconds_per_token
+    longest = generator.mean_longest(settings.mini_batch_size) / settings.tokens_per_second
+    limit = max(train_seconds, longest / (case.staleness + 1))
+    totals = simulation.trainer.totals
+    sampled = sum(engine.num_sampled_tokens for engine in simulation.engines)
+    used = totals.trained_tokens + totals.masked_tokens
+    return {
+        "policy": case.policy,
+        "streamed": case.streamed,
+        "sigma": case.sigma,
+        "staleness": case.staleness,
+        "utilisation": fmean(values["timing/forward_backward"] for values in steady) / step_seconds,
+        "share_of_limit": limit / step_seconds,
+        "over_share": totals.groups_over_bound / totals.trained_groups,
+        "wasted_share": (sampled - used) / sampled,
+        "masked_share": totals.masked_tokens / used,
+        "length_ratio": totals.trained_tokens / totals.trained_trajectories / generator.mean_length,
+        "step_s": step_seconds,
+        "cpu_s": time.process_time() - started,
+    }
+
+
+async def _simulate(case: Case, settings: SimulationSettings) -> tuple[Simulation, KnowingGenerator]:
+    generators: list[KnowingGenerator] = []
+
+    def make_generator(client: InferenceEngineClient) -> KnowingGenerator:
+        generators.append(KnowingGenerator(client, settings))
+        return generators[0]
+
+    make_buffer = ArrivalBuffer if case.policy in ("areal", "prime_rl") else GroupBuffer
+    simulation = build_simulation(settings, generator_over=make_generator, make_buffer=make_buffer)
+    gc.collect()
+    gc.disable()  # nothing here is cyclic garbage, and looking for it takes a fifth of the time
+    try:
+        await simulation.trainer.run()
+    finally:
+        gc.enable()
+    return simulation, generators[0]
+
+
+def num_steps(staleness: int) -> int:
+    """Of a run: what a bound holds back comes in waves of S + 1 steps, of which several have to be seen."""
+    return 24 + 7 * (staleness + 1)
+
+
+def cases(*, is_quick: bool, seeds: Sequence[int], only: list[str] | None) -> list[Case]:
+    """Every run, the long ones first."""
+    sigmas, bounds = ((0.8,), (1, 4)) if is_quick else (SIGMAS, BOUNDS)
+    policies = only or ["wait", "wait_alike", "mask", "resample", "allow", "areal", "prime_rl"]
+    return [
+        Case(policy=policy, streamed=streamed, sigma=sigma, staleness=bound, seed=seed, num_steps=num_steps(bound))
+        for bound, sigma, policy, streamed, seed in product(reversed(bounds), sigmas, policies, (False, True), seeds)
+    ]
+
+
+def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for all seeds of a case."""
+    together: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        together.setdefault(tuple(row[name] for name in _KEYS), []).append(row)
+    return [
+        {name: value if name in _KEYS else fmean(row[name] for row in same) for name, value in same[0].items()}
+        for same in together.values()
+    ]
+
+
+def goals(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the figures say of the promises."""
+    row_of = {(row["policy"], row["streamed"], row["sigma"], row["staleness"]): row for row in rows}
+    waiting = [row for row in rows if row["policy"] == "wait"]
+    against_areal = [
+        row["utilisation"] / row_of["areal", False, row["sigma"], row["staleness"]]["utilisation"]
+        for row in rows
+        if row["policy"] == "allow" and row["streamed"] and ("areal", False, row["sigma"], row["staleness"]) in row_of
+    ]
+    margins = {
+        f"sigma {sigma} S {bound} {'streamed' if streamed else 'whole'}": row_of["wait", streamed, sigma, bound][
+            "share_of_limit"
+        ]
+        - PLAIN_SHARES[sigma, bound][streamed]
+        for (sigma, bound), streamed in product(PLAIN_SHARES, (False, True))
+        if ("wait", streamed, sigma, bound) in row_of
+    }
+    return {
+        "wait_over_share_max": max((row["over_share"] for row in waiting), default=None),
+        "wait_wasted_share_max": max((row["wasted_share"] for row in waiting), default=None),
+        "wait_length_ratio_range": [f(row["length_ratio"] for row in waiting) for f in (min, max)] if waiting else None,
+        "wait_share_over_the_plain_models": margins,
+        "wait_least_margin": min(margins.values(), default=None),
+        "allow_streamed_over_areal": [min(against_areal), max(against_areal)] if against_areal else None,
+    }
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument(
+        "--num-seeds", type=int, default=1, help="runs of each row, from --seed on; rows are their means"
+    )
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at once")
+    parser.add_argument("--policy", action="append", help="only this one; may be repeated")
+    options = parser.parse_args()
+    seeds = range(options.seed, options.seed + options.num_seeds)
+    under = conditions(seeds=list(seeds), is_quick=options.quick, num_steps={s: num_steps(s) for s in BOUNDS})
+    planned = cases(is_quick=options.quick, seeds=seeds, only=options.policy)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.processes, mp_context=context) as pool:
+        rows = []
+        for row in pool.map(measure, planned):
+            rows.append(row)
+            print(f"[{len(rows)}/{len(planned)}] {row['policy']} S={row['staleness']} sigma={row['sigma']}", flush=True)
+    rows = sorted(means(rows), key=lambda row: (row["sigma"], row["staleness"], row["streamed"]))
+    figures = goals(rows) | {"conditions": under}
+    report("staleness policies", figures, rows, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
