@@ -100,7 +100,7 @@ class Checkpointer:
         except CheckpointError as error:
             self.num_failures += 1
             self.failure = error
-            logger.warning("%s; the run goes on, those before it stay", error)
+            logger.warning("%s; those before it stay", error)
             return None
         self.failure = None
         return path

@@ -127,10 +127,10 @@ def _last_words(interruption: Interruption, left: _Left, *, is_saved: bool) -> i
     trainer, code = left.trainer, interruption.exit_code
     saved = trainer.newest_checkpoint if trainer is not None else None
     if trainer is not None and is_saved and trainer.checkpoint_failure is not None:
-        sys.stderr.write(f"error: step {trainer.step} is not saved: {trainer.checkpoint_failure}\n")
+        sys.stderr.write(f"error: step {trainer.trained_step} is not saved: {trainer.checkpoint_failure}\n")
         code = 1
     elif trainer is not None and is_saved and saved is not None:
-        sys.stderr.write(f"stopped after step {trainer.step}, saved in {saved}\n")
+        sys.stderr.write(f"stopped after step {trainer.trained_step}, saved in {saved}\n")
     else:
         sys.stderr.write(f"ended at once, {f'the last checkpoint is {saved}' if saved else 'nothing is saved'}\n")
     sys.stderr.write(f"interrupted; continue with trainer.resume_mode=latest trainer.output_dir={left.run_dir}\n")

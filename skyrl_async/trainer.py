@@ -147,8 +147,13 @@ class FullyAsyncTrainer:
 
     @property
     def step(self) -> int:
-        """Completed optimizer steps, which is the policy version."""
+        """Policy version: completed optimizer steps that the engines have acknowledged."""
         return self._staleness.version
+
+    @property
+    def trained_step(self) -> int:
+        """Completed optimizer steps: one more than ``step`` where the last one was not published."""
+        return self.step if self._policy_step is None else self._policy_step
 
     async def resume(self, checkpoint: Path) -> None:
         """Take up a checkpoint, before ``run``. Raises ``CheckpointError``; see ``RunSaver.take_up``."""
@@ -219,7 +224,11 @@ class FullyAsyncTrainer:
         self._policy_step = version
         self._taken.clear()
         try:
-            checked = await self._publish(version, figures=figures)
+            async with self._stop.cut_short(is_patient=True):
+                checked = await self._publish(version, figures=figures)
+        except StopAsked:
+            logger.warning("step %d is trained and not published", version)
+            return False
         finally:
             figures.add_seconds("step", loop.time() - started)
             self.totals.add_step(figures)
@@ -322,10 +331,11 @@ class FullyAsyncTrainer:
 
     async def _save_at_the_end(self) -> None:
         """Write a last checkpoint with what is still being generated; of a run that is stopped, whatever the interval."""
-        is_due = self._settings.checkpoint_interval_steps and self._saver.step != self.step
+        step = self.trained_step
+        is_due = self._settings.checkpoint_interval_steps and self._saver.step != step
         if self._stop.is_asked or is_due:
-            with self._trace.span("checkpoint", track="training", step=self.step):
-                await self._saver.write(self._policy, self.step, self._taken, unless_known=self._stop.is_asked)
+            with self._trace.span("checkpoint", track="training", step=step):
+                await self._saver.write(self._policy, step, self._taken, unless_known=self._stop.is_asked)
 
     async def _save_what_is_trained(self) -> None:
         """Write a checkpoint where engines failed and not the training, unless an optimizer step was cut off by that."""

@@ -102,7 +102,8 @@ class Fleet:
                     for task in self._tasks.values():
                         task.cancel()
         except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
+            root = first_failure(failures)
+            raise root from root.__cause__
         finally:
             for member in self._members:
                 await member.engine.close()

@@ -68,7 +68,8 @@ class Watchdog:
                 finally:
                     watching.cancel()
         except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
+            root = first_failure(failures)
+            raise root from root.__cause__
 
     def values(self) -> dict[str, float]:
         """The figures of this moment, by metric name."""

@@ -167,6 +167,7 @@ class GenerationWorkers:
             if task := self._playing.pop(group.admission.index, None):
                 task.cancel()
             self._counts["redrawn_tokens"] += group.account.num_tokens
+            group.saved.close()
             await self._dataloader.give_back(group.key)
             await self._staleness.on_rollout_rejected(group.admission)
         self._counts["redrawn_groups"] += len(given_up)
@@ -301,6 +302,7 @@ class GenerationWorkers:
     async def _give_back_all(self) -> None:
         """What is in flight will not be finished: its prompts are the next to be drawn, oldest first."""
         for _, group in sorted(self._in_flight.items(), reverse=True):
+            group.saved.close()
             await self._dataloader.give_back(group.key)
             await self._staleness.on_rollout_rejected(group.admission)
         self._in_flight.clear()

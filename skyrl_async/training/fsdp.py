@@ -222,5 +222,8 @@ def _as_training_errors(what: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            if process_group.is_lost_peer(failure):
+                raise failure from error
         complaints = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
         raise TrainingError(f"cannot {what}: {complaints}") from error

@@ -4,13 +4,10 @@ torch has one default group per process. Several single-rank policies in one pro
 last to leave takes it down.
 """
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-from skyrl_async.errors import TrainingError
 
 _num_members = 0
 
@@ -44,26 +41,6 @@ def leave() -> None:
     _num_members -= 1
     if _num_members == 0 and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def all_or_none(what: str, act: Callable[[], None]) -> None:
-    """Run ``act``, which calls no other rank, and go on only when every rank has; a barrier, too. Collective.
-
-    Without it one that fails would leave the others waiting for it in their next collective call.
-
-    Raises:
-        TrainingError: on every rank, naming those where it failed and with what.
-    """
-    failure: Exception | None = None
-    try:
-        act()
-    except Exception as error:
-        failure = error
-    said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, None if failure is None else f"{type(failure).__name__}: {failure}")
-    if any(said):
-        complaints = "; ".join(f"rank {rank} failed to {what}: {text}" for rank, text in enumerate(said) if text)
-        raise TrainingError(complaints) from failure
 
 
 def is_lost_peer(error: BaseException | None) -> bool:

@@ -266,6 +266,8 @@ class PolicyRank:
             if rng_file.is_file():
                 restore_rng_state(torch.load(rng_file, weights_only=True))
         except (Exception, CheckpointException) as error:
+            if process_group.is_lost_peer(error):
+                raise
             raise CheckpointError(
                 f"checkpoint {directory} cannot be read: {error}; resume from another checkpoint"
             ) from error

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from skyrl_async.errors import DeadlineError, SkyRLAsyncError, TrainingError, WorkerDiedError
+from skyrl_async.errors import CheckpointError, DeadlineError, SkyRLAsyncError, TrainingError, WorkerDiedError
 from skyrl_async.training.journal import CallJournal, GradientsCall
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Trajectory, WeightUpdate
@@ -52,6 +52,7 @@ class RecoveringPolicy:
         self._journal = CallJournal(max_journal_bytes)
         self._saved_position: int | None = None
         self._why_not = "" if max_restarts else "trainer.max_restarts=0"
+        self._is_closed = False
         self.num_restarts = 0
 
     @classmethod
@@ -124,7 +125,7 @@ class RecoveringPolicy:
 
     async def close(self) -> None:
         """End every worker. Idempotent."""
-        policy, self._policy = self._policy, None
+        policy, self._policy, self._is_closed = self._policy, None, True
         try:
             if policy is not None:
                 await policy.close()
@@ -153,7 +154,7 @@ class RecoveringPolicy:
             position = await self._save(directory)
         except LOST:
             raise
-        except (TrainingError, OSError) as error:
+        except (TrainingError, CheckpointError, OSError) as error:
             self._why_not = f"no checkpoint was written since {directory} could not be"
             self._journal.clear()
             logger.warning(
@@ -174,8 +175,13 @@ class RecoveringPolicy:
         """Make a call, with new workers as often as it takes; other calls wait for their turn meanwhile."""
         async with self._turn:
             while True:
+                if self._policy is None:
+                    assert not self._is_closed, "the policy is closed"
+                    await self._recover(
+                        WorkerDiedError("the policy workers are gone: replacing them was cut off"), name
+                    )
+                assert self._policy is not None
                 try:
-                    assert self._policy is not None, "the policy is closed"
                     return await call(self._policy)
                 except LOST as error:
                     await self._recover(error, name)
@@ -200,9 +206,7 @@ class RecoveringPolicy:
             try:
                 difference = await self._restart()
                 break
-            except TrainingError as error:
-                failure = error
-            except DeadlineError as error:
+            except (TrainingError, DeadlineError) as error:
                 failure = error
         logger.warning(
             "the policy workers are back in %s after %.1f s (%s; %d steps, %d calls done again, gradient norms differ by at most "
@@ -224,7 +228,16 @@ class RecoveringPolicy:
         lost, self._policy = self._policy, None
         if lost is not None:
             await lost.close()
-        self._policy = policy = await self._start()
+        policy = await self._start()
+        try:
+            difference = await self._bring_up(policy)
+        except BaseException:  # cancelled or not, nobody may use what is half way there
+            await policy.close()
+            raise
+        self._policy = policy
+        return difference
+
+    async def _bring_up(self, policy: Policy) -> float:
         if self._base is not None:
             await policy.load(self._base)
         difference = 0.0

@@ -12,10 +12,11 @@ import itertools
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError, WeightsWriteError
 from skyrl_async.inference.client import InferenceEngineClient
@@ -27,6 +28,8 @@ from skyrl_async.weight_sync.probe import check_gap, engine_logprob_gap
 from skyrl_async.weight_sync.switch import EngineSwitch, discard, what_serves
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _RETRY_PAUSE_S = 1.0
 """What is full or refuses may need a moment."""
@@ -142,7 +145,7 @@ class WeightPublisher:
         await self._client.pool.wait_for_engine()
         self._client.policy_version = version
         if self._verify_checksums:
-            await self.attest(version)
+            await self._while_expecting(lambda: self.attest(version))
         return PublishTimes(send=sent - started, pause=resumed - begun, load=load_seconds, num_bytes=update.num_bytes)
 
     async def _send(self, version: int) -> WeightUpdate:
@@ -163,9 +166,13 @@ class WeightPublisher:
 
         Returns ``async/engine_logprob_gap`` in nats. Raises ``PublishError`` when they do not.
         """
+        return await self._while_expecting(lambda: self._check(version, is_first=is_first))
+
+    async def _while_expecting(self, prove: Callable[[], Awaitable[T]]) -> T:
+        """Prove something of the engines, again with the next one where the last of them dies meanwhile."""
         while True:
             try:
-                return await self._check(version, is_first=is_first)
+                return await prove()
             except NoEngineError:
                 if not self._client.pool.is_expecting:
                     raise

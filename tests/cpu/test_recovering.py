@@ -299,11 +299,42 @@ async def test_a_checkpoint_that_is_gone_is_named(tmp_path: Path) -> None:
     await policy.close()
 
 
+async def test_a_recovery_that_was_cut_off_is_begun_anew_and_nobody_sees_what_was_half_way_there(
+    tmp_path: Path,
+) -> None:
+    fate, is_replaying, is_cut_off = Fate(), asyncio.Event(), False
+
+    class Slow(ModelledWorkers):
+        async def step(self, num_tokens: float) -> dict[str, float]:
+            if fate.num_calls > 5 and not is_cut_off:
+                is_replaying.set()
+                await asyncio.Event().wait()
+            return await super().step(num_tokens)
+
+    async def start() -> Policy:
+        return Slow(fate)
+
+    policy = await RecoveringPolicy.start(start, max_restarts=3, directory=tmp_path / "recovery")
+    for number in range(2):
+        await policy.forward_backward(one_row(number), [1.0], number)
+        await policy.step(1)
+    fate.deaths[5] = False
+    calling = asyncio.create_task(policy.forward_backward(one_row(2), [1.0], 2))
+    await is_replaying.wait()
+    calling.cancel()
+    await asyncio.wait({calling})
+    is_cut_off = True
+    await policy.save(tmp_path / "checkpoint")
+    assert len(json.loads((tmp_path / "checkpoint" / "weights").read_text())) == 2
+    assert fate.num_open == fate.most_open == 1
+    await policy.close()
+
+
 async def test_a_full_disk_costs_the_restarts_until_the_next_checkpoint_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def save(directory: Path) -> None:
-        raise TrainingError("policy-worker-0 failed in save: OSError(28, 'No space left on device')")
+        raise CheckpointError("rank 0: OSError: [Errno 28] No space left on device")  # as ranks say it
 
     scripted = Scripted(save=save)
     policy = await started(scripted, tmp_path, max_journal_bytes=0)
@@ -313,7 +344,7 @@ async def test_a_full_disk_costs_the_restarts_until_the_next_checkpoint_and_says
         await policy.forward_backward(one_row(1), [1.0], 0)
         await policy.step(1)
     (record,) = (r for r in caplog.records if r.levelno == logging.WARNING)
-    assert "policy-1 cannot be written (policy-worker-0 failed in save: OSError(28" in record.message
+    assert "policy-1 cannot be written (rank 0: OSError: [Errno 28] No space left on device" in record.message
     assert len(policy._journal) == 0
     workers.fate.deaths[workers.fate.num_calls + 1] = False
     with pytest.raises(WorkerDiedError, match="not restarted: no checkpoint was written since .*policy-1 could not be"):

@@ -110,7 +110,7 @@ def test_contract_7_a_stopped_run_ends_in_time_and_loses_no_finished_group(
         return
     saved = read_state(path)
     finished = simulation.dataloader.statistics()["finished"]
-    assert len(saved.groups) == finished and saved.step == simulation.trainer.step
+    assert len(saved.groups) == finished and saved.step == simulation.trainer.trained_step
     assert saved.totals["trained_groups"] + len(saved.groups) == simulation.workers.counts["groups"]
     assert [g.admission_index for g in saved.groups] == sorted(g.admission_index for g in saved.groups)
 
@@ -233,8 +233,7 @@ def test_a_checkpoint_that_fails_is_one_warning_and_a_figure_and_the_next_one_is
     assert simulation.trainer.step == 6
     assert [values["checkpoint/failures"] for _, values in simulation.logged] == [0, 0, 0, 1, 1, 1]
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
-        f"the checkpoint of step 4 could not be written to {tmp_path}: No space left on device; the run goes on, those before "
-        "it stay"
+        f"the checkpoint of step 4 could not be written to {tmp_path}: No space left on device; those before it stay"
     ]
     assert {p.name for p in tmp_path.glob("global_step_*")} == {"global_step_2", "global_step_6"}
     assert simulation.trainer.checkpoint_failure is None
@@ -345,3 +344,38 @@ def test_contract_8_a_crash_of_any_task_ends_the_run_with_that_error_and_no_task
     else:
         assert error is root
     assert simulation.staleness.num_running == simulation.dataloader.statistics()["running"] == 0
+
+
+def test_a_stop_while_no_engine_can_take_a_trained_step_saves_it(tmp_path: Path) -> None:
+    settings = replace(LONG_TAILED, num_engines=1, engine_wait_s=None, checkpoint_interval_steps=0)
+
+    async def main() -> Simulation:
+        stop = StopRequest()
+        simulation = build_simulation(settings, checkpoint_dir=tmp_path, stop=stop)
+        loop, publish = asyncio.get_running_loop(), simulation.publisher._publish
+
+        async def no_engine_is_there(version: int):
+            if version == 3:
+                loop.call_later(50.0, stop.ask, 10.0)
+                await asyncio.Event().wait()
+            return await publish(version)
+
+        simulation.publisher._publish = no_engine_is_there
+        await simulation.trainer.run()
+        return simulation
+
+    simulation = run_in_virtual_time(main())
+    assert (simulation.trainer.step, simulation.trainer.trained_step) == (2, 3)
+    newest = simulation.trainer.newest_checkpoint
+    assert newest is not None
+    saved = read_state(newest)
+    assert saved.step == 3
+    assert saved.totals["trained_groups"] == 3 * settings.mini_batch_size
+
+    async def go_on() -> Simulation:
+        resumed = build_simulation(settings, checkpoint_dir=tmp_path)
+        await resumed.trainer.resume(newest)
+        await resumed.trainer.run()
+        return resumed
+
+    assert run_in_virtual_time(go_on()).trainer.totals.trained_groups == 2 * settings.num_prompts

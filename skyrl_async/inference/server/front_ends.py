@@ -28,6 +28,7 @@ _SHUTDOWN_GRACE_S = 5.0
 _PORT_TIMEOUT_S = 60.0
 """A killed process gives its port up at once, a frozen one when Ray's node kills it, some five seconds later."""
 _PORT_RETRY_S = 0.5
+_START_TIMEOUT_S = 180.0
 
 
 class FrontEnd:
@@ -90,7 +91,8 @@ class FrontEnd:
 
         Raises ``InferenceError`` when ``max_restarts`` are used up.
         """
-        while (reason := await self._fate()) is not None:
+        reason = await self._fate()
+        while reason is not None:
             if self._num_restarts == self._settings.max_restarts:
                 raise InferenceError(
                     f"the front end on port {self.port} {reason}, and server.max_restarts={self._num_restarts} are used up"
@@ -98,9 +100,18 @@ class FrontEnd:
             self._num_restarts += 1
             logger.warning("the front end on port %d %s: another takes its place", self.port, reason)
             self.kill()
-            await self._start_again()
-            await self.connect(peers)
-            logger.info("a front end serves on port %d again", self.port)
+            reason = await self._replace(peers) or await self._fate()
+
+    async def _replace(self, peers: tuple[str, ...]) -> str | None:
+        """Start another process; why it does not serve, None when it does."""
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await self._start_again()
+                await self.connect(peers)
+        except (RayError, TimeoutError) as error:
+            return f"did not come up ({type(error).__name__})"
+        logger.info("a front end serves on port %d again", self.port)
+        return None
 
     async def _fate(self) -> str | None:
         """Wait until the process serves no more; why, or None when it was told to stop."""

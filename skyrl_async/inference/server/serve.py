@@ -56,7 +56,8 @@ async def start_server(
                 server.stop()
                 await asyncio.wait({serving}, timeout=shutdown_timeout_s + 1)
     except BaseExceptionGroup as failures:
-        raise first_failure(failures) from None
+        root = first_failure(failures)
+        raise root from root.__cause__
     finally:
         bound.close()
 
