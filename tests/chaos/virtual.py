@@ -182,7 +182,7 @@ class VirtualRun:
 
     async def _kill(self) -> None:
         """Who is killed writes nothing any more."""
-        self._simulation.trainer._checkpointer = None
+        self._simulation.trainer._saver.checkpointer = None
         self._record.close()
         self._life.cancel()
         with contextlib.suppress(asyncio.CancelledError):
