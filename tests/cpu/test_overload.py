@@ -182,6 +182,7 @@ class SavedPolicy(ModelledPolicy):
         self._policy_dir = policy_dir
 
     async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        directory.mkdir(parents=True)
         return make_update(self._policy_dir, directory, version)
 
 
