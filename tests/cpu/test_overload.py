@@ -182,7 +182,7 @@ class SavedPolicy(ModelledPolicy):
         self._policy_dir = policy_dir
 
     async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True)  # noqa: ASYNC240
         return make_update(self._policy_dir, directory, version)
 
 
