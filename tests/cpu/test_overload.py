@@ -41,7 +41,7 @@ from skyrl_async.weight_sync.publisher import WeightPublisher
 from tests.engine_checks import MAX_MODEL_LEN, PROMPTS, make_policy, make_update
 
 MAX_CALLBACKS_PER_GROUP = 16.0
-MAX_BYTES_KEPT_PER_GROUP = 32
+MAX_BYTES_KEPT_PER_GROUP = 48
 MAX_BYTES_PER_GROUP = 400
 """Of the peak. One finished group takes more than a thousand; the log of a step, which the simulator keeps, 125 per group."""
 NUM_REQUESTS = 1000
