@@ -191,18 +191,6 @@ class Checkpointer:
         pointed_at = self._directory / f"{_PREFIX}{pointer.read_text(errors='replace').strip()}"
         return [pointed_at, *(path for path in paths if path != pointed_at)]
 
-    def latest(self) -> Path | None:
-        """The newest complete checkpoint, or None. Raises ``CheckpointError`` when the pointer names one that is gone."""
-        self._restore_replaced()
-        pointer = self._directory / LATEST
-        if not pointer.exists():
-            steps = self._steps()
-            return self._path(steps[-1]) if steps else None
-        path = self._directory / f"{_PREFIX}{pointer.read_text().strip()}"
-        if not path.is_dir():
-            raise CheckpointError(f"{pointer} names {path.name}, which is not there; use trainer.resume_mode=from_path")
-        return path
-
     def _path(self, step: int) -> Path:
         return self._directory / f"{_PREFIX}{step}"
 

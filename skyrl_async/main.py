@@ -20,7 +20,7 @@ from typing import Any
 from skyrl_async.checkpoint import Checkpointer, Usable, read_state
 from skyrl_async.composition.closing import ClosingStack, leave_process
 from skyrl_async.composition.interruption import Interruption, Phase
-from skyrl_async.composition.parts import LogGroups
+from skyrl_async.composition.parts import Listeners, LogGroups
 from skyrl_async.composition.processes import write_private
 from skyrl_async.composition.run import Parts, started_parts, trainer_of
 from skyrl_async.concurrency import first_failure
@@ -177,10 +177,8 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
                 config,
                 parts,
                 run_dir=run_dir,
-                log=log,
-                log_groups=log_groups,
+                listeners=Listeners(log=log, log_groups=log_groups, show_stuck=console.stuck),
                 trace=trace,
-                show_stuck=console.stuck,
                 stop=interruption.stop,
             )
             with interruption.ending_afterwards():

@@ -16,7 +16,7 @@ from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import RunTotals
 from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.rollout.saved import TakenUp, admission_of
+from skyrl_async.rollout.saved import RunningGroup, TakenUp, admission_of
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers
 from skyrl_async.training.protocol import Policy
@@ -89,7 +89,8 @@ class RunSaver:
         for dropped in reversed(taken_up.dropped):
             await self._dataloader.give_back((dropped.epoch, dropped.uid))
         totals.wasted_tokens += taken_up.num_dropped_tokens
-        self.newest, self.step, self._known = checkpoint, state.step, self._progress(state.step)
+        self.newest, self.step = checkpoint, state.step
+        self._known = self._progress(state.step, self._workers.running_groups())
         logger.info("resumed %s: %s", checkpoint.name, taken_up)
 
     async def write(
@@ -111,10 +112,11 @@ class RunSaver:
         if self.checkpointer is None:
             return self._recorder.count_generation()
         await self._workers.collect_open_tokens()
-        generated, progress = self._recorder.count_generation(), self._progress(step)
+        generated, state = self._recorder.count_generation(), self._state(step, taken)
+        progress = self._progress(step, state.running)
         if unless_known and progress == self._known:
             return generated
-        path = await self.checkpointer.try_write(policy, self._state(step, taken))
+        path = await self.checkpointer.try_write(policy, state)
         if path is not None:
             self.newest, self.step, self._known = path, step, progress
             logger.info("wrote %s", path)
@@ -130,7 +132,6 @@ class RunSaver:
             totals=asdict(self._recorder.totals),
         )
 
-    def _progress(self, step: int) -> tuple[int, int, int]:
+    def _progress(self, step: int, running: Sequence[RunningGroup]) -> tuple[int, int, int]:
         """Steps, finished groups, and tokens of running ones: what a checkpoint is worth writing for."""
-        num_open_tokens = sum(group.num_tokens for group in self._workers.running_groups())
-        return step, self._workers.counts["groups"], num_open_tokens
+        return step, self._workers.counts["groups"], sum(group.num_tokens for group in running)

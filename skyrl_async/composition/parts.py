@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,6 +50,15 @@ LogGroups = Callable[[int, Sequence[Group]], None]
 """Takes (policy version trained at, groups)."""
 ShowStuck = Callable[[Sequence[str]], None]
 """Takes a line for each thing that takes too long; none when nothing does any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listeners:
+    """Who is told what a trainer does."""
+
+    log: Log
+    log_groups: LogGroups = lambda version, groups: None
+    show_stuck: ShowStuck = lambda lines: None
 
 
 def sampling_params(sampling: SamplingConfig) -> SamplingParams:
@@ -201,10 +211,8 @@ def make_trainer(
     publisher: WeightPublisher,
     generator: Generator,
     run_dir: Path,
-    log: Log,
-    log_groups: LogGroups,
+    listeners: Listeners,
     trace: Trace,
-    show_stuck: ShowStuck = lambda lines: None,
     stop: StopRequest | None = None,
 ) -> FullyAsyncTrainer:
     """A trainer, with generation's side of it, over running parts; checkpoints go below ``run_dir``."""
@@ -233,8 +241,8 @@ def make_trainer(
     watchdog = Watchdog(
         Sources(rollouts=lambda: [*workers.statuses(), *evaluator.statuses()], stages=trace.open_spans),
         threshold_s=trainer.stall_warning_s,
-        log=lambda values: log(staleness.version, values),
-        show=show_stuck,
+        log=lambda values: listeners.log(staleness.version, values),
+        show=listeners.show_stuck,
     )
     estimator = get_advantage_estimator(trainer.algorithm.advantage_estimator.name)
     return FullyAsyncTrainer(
@@ -252,8 +260,8 @@ def make_trainer(
             on_written=lambda checkpoint: policy.checkpoint_written(checkpoint / "policy"),
         ),
         advantages=functools.partial(estimator.compute, norm_by_std=trainer.algorithm.grpo_norm_by_std),
-        log=lambda step, values: log(step, {"trainer/restarts": float(policy.num_restarts), **values}),
-        log_groups=log_groups,
+        log=lambda step, values: listeners.log(step, {"trainer/restarts": float(policy.num_restarts), **values}),
+        log_groups=listeners.log_groups,
         trace=trace,
         watchdog=watchdog,
         stop=stop,

@@ -7,7 +7,7 @@ Flows in: a checked ``Config`` and a run directory. Flows out: parts that run an
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skyrl_async.composition.closing import ClosingStack
@@ -25,9 +25,7 @@ from skyrl_async.composition.data import (
 )
 from skyrl_async.composition.engines import is_supervised, make_fleet
 from skyrl_async.composition.parts import (
-    Log,
-    LogGroups,
-    ShowStuck,
+    Listeners,
     check_generator,
     make_generator,
     make_publisher,
@@ -142,16 +140,14 @@ def trainer_of(
     parts: Parts,
     *,
     run_dir: Path,
-    log: Log,
+    listeners: Listeners,
     trace: Trace,
-    log_groups: LogGroups = lambda version, groups: None,
-    show_stuck: ShowStuck = lambda lines: None,
     stop: StopRequest | None = None,
 ) -> FullyAsyncTrainer:
     """A trainer over running parts; checkpoints go below ``run_dir``."""
 
     def log_with_engines(step: int, values: dict[str, float]) -> None:
-        log(step, values | (parts.fleet.statistics() if parts.fleet else {}))
+        listeners.log(step, values | (parts.fleet.statistics() if parts.fleet else {}))
 
     return make_trainer(
         config,
@@ -161,9 +157,7 @@ def trainer_of(
         publisher=parts.publisher,
         generator=parts.generator,
         run_dir=run_dir,
-        log=log_with_engines,
-        log_groups=log_groups,
+        listeners=replace(listeners, log=log_with_engines),
         trace=trace,
-        show_stuck=show_stuck,
         stop=stop,
     )

@@ -100,7 +100,7 @@ async def test_contract_7_a_kill_at_any_moment_of_writing_a_step_again_leaves_it
     with suppress(Killed):
         await write(tmp_path, 2, "new")
     patch.undo()
-    latest = Checkpointer(tmp_path, max_to_keep=0).latest()
+    latest = Checkpointer(tmp_path, max_to_keep=0).usable().path
     assert latest is not None and latest.name == "global_step_2"
     assert mark_of(latest) in ("old", "new")
     await write(tmp_path, 4, "next")
@@ -121,7 +121,7 @@ async def test_contract_7_a_kill_while_old_ones_are_deleted_leaves_only_whole_on
     for name in names_in(tmp_path):
         if name.startswith("global_step_"):
             assert mark_of(tmp_path / name) == name.removeprefix("global_step_")
-    assert mark_of(Checkpointer(tmp_path, max_to_keep=1).latest()) in ("3", "4")
+    assert mark_of(Checkpointer(tmp_path, max_to_keep=1).usable().path) in ("3", "4")
 
 
 async def test_contract_7_everything_is_on_disk_before_it_gets_its_name(
@@ -151,15 +151,15 @@ async def test_what_a_killed_run_left_half_written_is_removed_by_the_next_one(tm
 async def test_a_pointer_to_a_checkpoint_that_was_deleted_is_an_error(tmp_path: Path) -> None:
     shutil.rmtree(await write(tmp_path, 3))
     with pytest.raises(CheckpointError, match="names global_step_3, which is not there"):
-        Checkpointer(tmp_path, max_to_keep=0).latest()
+        Checkpointer(tmp_path, max_to_keep=0).usable()
 
 
 async def test_a_checkpoint_whose_pointer_was_never_written_is_the_latest(tmp_path: Path) -> None:
     for step in (3, 12):
         await write(tmp_path, step, str(step))
     (tmp_path / checkpoint_module.LATEST).unlink()
-    assert mark_of(Checkpointer(tmp_path, max_to_keep=0).latest()) == "12"
-    assert Checkpointer(tmp_path / "empty", max_to_keep=0).latest() is None
+    assert mark_of(Checkpointer(tmp_path, max_to_keep=0).usable().path) == "12"
+    assert Checkpointer(tmp_path / "empty", max_to_keep=0).usable() is None
 
 
 async def test_a_directory_that_only_looks_like_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
@@ -372,6 +372,6 @@ async def test_a_checkpoint_that_is_given_up_leaves_no_name_behind(
     cancelled.set()
     await loop.shutdown_default_executor()
     assert writing.cancelled()
-    assert mark_of(Checkpointer(tmp_path, max_to_keep=0).latest()) == "old"
+    assert mark_of(Checkpointer(tmp_path, max_to_keep=0).usable().path) == "old"
     checkpointer(tmp_path).tidy()
     assert names_in(tmp_path) == ["global_step_1", "latest_ckpt_global_step.txt"]

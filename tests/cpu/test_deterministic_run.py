@@ -308,7 +308,7 @@ def test_contract_7_a_resumed_run_has_the_losses_and_weights_of_one_that_was_not
 
     with pytest.raises(KeyboardInterrupt):
         train(replace(job, checkpoint_interval_steps=1), policy_dir, tmp_path / "killed", die_in_step_2)
-    latest = Checkpointer(tmp_path / "killed" / "checkpoints", max_to_keep=0).latest()
+    latest = Checkpointer(tmp_path / "killed" / "checkpoints", max_to_keep=0).usable().path
     assert latest is not None and latest.name == "global_step_1"
     running_groups = read_state(latest).running
     assert all(group.num_kept == group.num_samples for group in running_groups)

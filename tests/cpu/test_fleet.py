@@ -188,13 +188,13 @@ def test_after_the_deadline_without_engines_the_run_ends_with_a_checkpoint_from_
         with pytest.raises(NoEngineError, match="no inference engine came back within engine.all_gone_timeout_s=50"):
             await setting.run(setting.at(20.0, setting["engine-0"].kill, setting["engine-1"].freeze))
         step = setting.simulation.trainer.step
-        latest = Checkpointer(tmp_path, max_to_keep=0).latest()
+        latest = Checkpointer(tmp_path, max_to_keep=0).usable().path
         assert latest is not None and read_state(latest).step == step > 1 and step % 7
         return step
 
     async def go_on() -> None:
         setting = Setting(config)
-        latest = Checkpointer(tmp_path, max_to_keep=0).latest()
+        latest = Checkpointer(tmp_path, max_to_keep=0).usable().path
         assert latest is not None
         await setting.simulation.trainer.resume(latest)
         await setting.run()
@@ -221,7 +221,7 @@ def test_a_version_that_no_engine_is_left_to_serve_is_in_the_checkpoint(tmp_path
         publisher.publish = without_engines  # type: ignore[method-assign,assignment]
         with pytest.raises(NoEngineError, match="came back within engine.all_gone_timeout_s=5"):
             await setting.run()
-        latest = Checkpointer(tmp_path, max_to_keep=0).latest()
+        latest = Checkpointer(tmp_path, max_to_keep=0).usable().path
         assert latest is not None and read_state(latest).step == 9
         assert setting.simulation.trainer.totals.trained_groups == 9 * config.mini_batch_size
 

@@ -170,7 +170,8 @@ def keys_of(settings: SimulationSettings) -> list[tuple[int, str]]:
 
 
 def latest(directory: Path) -> Path | None:
-    return Checkpointer(directory, max_to_keep=0).latest()
+    usable = Checkpointer(directory, max_to_keep=0).usable()
+    return None if usable is None else usable.path
 
 
 def step_of(checkpoint: Path | None) -> int:

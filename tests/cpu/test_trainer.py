@@ -321,7 +321,7 @@ def test_contract_7_a_resumed_run_trains_what_an_uninterrupted_one_trains(tmp_pa
 
     async def resumed() -> Simulation:
         simulation = build_simulation(settings)
-        await simulation.trainer.resume(Checkpointer(tmp_path, max_to_keep=0).latest())
+        await simulation.trainer.resume(Checkpointer(tmp_path, max_to_keep=0).usable().path)
         await simulation.trainer.run()
         return simulation
 
@@ -370,7 +370,7 @@ def test_contract_7_across_any_checkpoint_every_uid_is_trained_once(
 
 def test_contract_7_a_checkpoint_with_a_missing_or_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
     simulate(replace(LONG_TAILED, num_steps=2, checkpoint_interval_steps=2), checkpoint_dir=tmp_path)
-    checkpoint = Checkpointer(tmp_path, max_to_keep=1).latest()
+    checkpoint = Checkpointer(tmp_path, max_to_keep=1).usable().path
     state = json.loads((checkpoint / "trainer_state.json").read_text())
 
     def resume() -> None:

@@ -440,7 +440,8 @@ def test_contract_7_a_kill_at_any_moment_and_a_resume_train_each_uid_once(
         assert not any(engine._num_in_flight for engine in simulation.engines)
 
     run_in_virtual_time(killed())
-    latest = Checkpointer(directory, max_to_keep=0).latest()
+    usable = Checkpointer(directory, max_to_keep=0).usable()
+    latest = None if usable is None else usable.path
     again = simulate(replace(settings, checkpoint_interval_steps=0), latest)
     assert states(again)["trained_total"] == again.trainer.totals.trained_groups == 60
     assert again.trainer.totals.groups_over_bound == 0
