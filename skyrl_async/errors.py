@@ -6,6 +6,8 @@ SkyRLAsyncError
 |-- PolicyError             a policy directory cannot be used, or does not match
 |-- CheckpointError         a checkpoint is missing, incomplete, or of another model
 |-- StateError              an accounting rule of the ledger or the staleness manager was broken
+|   |-- StageError          a stage made a move that it may not make
+|   `-- ChannelClosedError  an item came after the end, or none will follow
 |-- InferenceError
 |   |-- EngineDeadError     one engine is gone; its requests continue elsewhere
 |   |-- NoEngineError       no engine is left to serve a request
@@ -46,6 +48,14 @@ class CheckpointError(SkyRLAsyncError):
 
 class StateError(SkyRLAsyncError):
     """An accounting rule of the ledger or of the staleness manager was broken."""
+
+
+class StageError(StateError):
+    """A stage made a move that it may not make."""
+
+
+class ChannelClosedError(StateError):
+    """An item came after the end of a channel, or none will follow."""
 
 
 class InferenceError(SkyRLAsyncError):

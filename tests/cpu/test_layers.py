@@ -21,6 +21,7 @@ LAYERS = {
     "skyrl_async.version_spans": 0,
     "skyrl_async.concurrency": 0,
     "skyrl_async.stopping": 0,
+    "skyrl_async.stages": 0,
     "skyrl_async.config": 0,
     "skyrl_async.metrics": 0,
     "skyrl_async.chat": 1,
