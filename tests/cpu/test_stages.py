@@ -216,16 +216,21 @@ def test_a_stage_that_works_on_many_items_shows_the_one_it_has_had_for_the_longe
 
 def test_an_error_inside_is_the_stages_and_a_cancellation_is_not() -> None:
     stage = Stage("reward", lambda: 0.0)
-    with pytest.raises(asyncio.CancelledError), stage.lane() as lane:
-        lane.wait_for_input()
-        raise asyncio.CancelledError
+
+    def work_on(item: str, error: BaseException) -> None:
+        with stage.lane() as lane:
+            lane.wait_for_input()
+            lane.process(item)
+            raise error
+
+    with pytest.raises(asyncio.CancelledError):
+        work_on("p6", asyncio.CancelledError())
     assert stage.cause is None
     cause = ValueError("no number")
-    with pytest.raises(ValueError, match="no number"), stage.lane() as lane:
-        lane.wait_for_input()
-        lane.process("p7")
-        raise cause
-    assert stage.cause is cause and stage.status().item == "p7"
+    with pytest.raises(ValueError, match="no number"):
+        work_on("p7", cause)
+    assert stage.cause is cause
+    assert stage.status().item == "p7"
     stage.finish()
     assert stage.state is StageState.ERROR
 
