@@ -153,7 +153,7 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
     with ExitStack() as stack:
         stack.enter_context(interruption.attached())
         console = stack.enter_context(Console(config.logging.console, config.trainer.num_steps))
-        tracker = stack.enter_context(Tracker(_sinks(config, run_dir, found.state.step if found else None, console)))
+        tracker = stack.enter_context(Tracker(_sinks(config, left, found.state.step if found else None, console)))
         trace_path = free_trace_path(run_dir) if config.logging.trace else None
         trace = stack.enter_context(Trace(trace_path, time.monotonic))
         console.message(f"run directory: {run_dir}")
@@ -181,6 +181,7 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
                 trace=trace,
                 stop=interruption.stop,
             )
+            console.watch(trainer.stages)
             with interruption.ending_afterwards():
                 booted = await _train(trainer, parts, checkpoint, console, interruption, run_dir)
                 if config.trainer.export_hf:
@@ -220,8 +221,12 @@ async def _train(
     return booted
 
 
-def _sinks(config: Config, run_dir: Path, resume_step: int | None, console: Console) -> list[Sink]:
-    sinks: list[Sink] = [MetricsLog(run_dir / "metrics.jsonl", resume_step), console]
+def _sinks(config: Config, left: _Left, resume_step: int | None, console: Console) -> list[Sink]:
+    def stages() -> dict[str, dict[str, str]]:
+        return {"stages": {s.name: s.where for s in left.trainer.stages()}} if left.trainer is not None else {}
+
+    run_dir = left.run_dir
+    sinks: list[Sink] = [MetricsLog(run_dir / "metrics.jsonl", resume_step, notes=stages), console]
     if config.logging.tensorboard:
         from skyrl_async.metrics.tensorboard import TensorBoardSink
 

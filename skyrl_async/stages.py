@@ -61,10 +61,15 @@ class StageStatus:
     num_items: int
     """Lanes in this state."""
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """In words, such as "processing p7 and 3 more (1.2 s)"."""
         item = f" {self.item}" if self.item else ""
         more = f" and {self.num_items - 1} more" if self.num_items > 1 else ""
-        return f"{self.name}: {self.state.value}{item}{more} ({self.seconds:.1f} s)"
+        return f"{self.state.value}{item}{more} ({self.seconds:.1f} s)"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.where}"
 
 
 OnLeft = Callable[[str, StageState, str, float, float], None]

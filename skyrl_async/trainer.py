@@ -1,21 +1,21 @@
 """The fully asynchronous training loop: groups in, policy versions out.
 
-    GenerationWorkers ──> GroupBuffer ──> forward_backward (group by group) ──> step ──> publish ──> new policy version
-           ^                                                                                              │
-           └────────────────────── _AsyncStalenessManager <───────────────────────────────────────────────┘
+    dataloader ──> generate ──> rollout ──> reward ──> ref_logp, logp ──> train ──> param_update ──> validation
+        ^                         (GenerationWorkers)   (Preparation)    group by     │ new policy version
+        └─────── _AsyncStalenessManager <───────────────────────────────  group ──────┘
 
-Flows in: finished groups. Flows out: versions, metrics, checkpoints, evaluations. Knows when each happens, and nothing of how.
+Each of them is a stage in one task group. Flows in: finished groups. Flows out: versions, metrics, checkpoints, evaluations. Knows
+when each happens, and nothing of how.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.concurrency import first_failure
 from skyrl_async.data.dataloader import _AsyncDataloader
@@ -26,10 +26,13 @@ from skyrl_async.metrics.step import RunTotals, StepFigures
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.policies import StalenessPolicy
+from skyrl_async.rollout.preparation import Preparation, Prepare, reward_with
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.watchdog import Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers
 from skyrl_async.saving import RunSaver
+from skyrl_async.stage_board import StageBoard
+from skyrl_async.stages import Channel, Lane, StageStatus, run_stage
 from skyrl_async.stopping import StopAsked, StopRequest
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Group
@@ -65,6 +68,18 @@ class TrainerSettings:
     checkpoint_interval_steps: int
     check_interval_steps: int
     """Steps between proofs that engines hold the trained weights."""
+    publish_every_steps: int = 1
+    """Optimizer steps between publishes; at most ``max_staleness_steps + 1``, or training would wait for ever."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TrainedStep:
+    """What the train stage hands to the next one."""
+
+    version: int
+    figures: StepFigures
+    policy_values: dict[str, float]
+    """What the policy said of its optimizer step."""
 
 
 class FullyAsyncTrainer:
@@ -76,7 +91,9 @@ class FullyAsyncTrainer:
         policy, publisher: training's side.
         evaluator: plays held-out prompts; None evaluates nothing.
         checkpointer: None writes none.
-        advantages: rewards of a group -> one advantage per sample.
+        advantages: rewards of a group -> one advantage per sample; the work of the reward stage.
+        prepare: further stages between a finished group and training: name -> work, in order.
+        board: of the stages, those of generation included.
         log: takes (step, values) for each step.
         trace: one span per stage.
         log_groups: takes (policy version trained at, groups) of each step.
@@ -102,6 +119,8 @@ class FullyAsyncTrainer:
         log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None,
         stop: StopRequest | None = None,
         watchdog: Watchdog | None = None,
+        prepare: Mapping[str, Prepare] | None = None,
+        board: StageBoard | None = None,
     ) -> None:
         self._settings = settings
         self._dataloader = dataloader
@@ -111,7 +130,6 @@ class FullyAsyncTrainer:
         self._policy = policy
         self._publisher = publisher
         self._evaluator = evaluator
-        self._advantages = advantages
         self._trace = trace
         self._watchdog = watchdog
         self._recorder = Recorder(log=log, trace=trace, log_groups=log_groups, generation_counts=lambda: workers.counts)
@@ -123,17 +141,25 @@ class FullyAsyncTrainer:
             recorder=self._recorder,
             checkpointer=checkpointer,
         )
-        self._evaluating: asyncio.Task[None] | None = None
+        self._board = board or StageBoard()
+        self._preparation = Preparation(buffer, {"reward": reward_with(advantages), **(prepare or {})}, self._board)
+        self._trained = Channel[_TrainedStep](1)
+        self._to_validate = Channel[int](1)
         self._stop = stop or StopRequest()
         self._taken: list[Group] = []
         self._policy_step: int | None = 0
         """Optimizer steps that the policy holds; None in the midst of one."""
+        self._is_publish_cut = False
         self.reward_after: float | None = None
 
     @property
     def totals(self) -> RunTotals:
         """Of the run, over its resumptions."""
         return self._recorder.totals
+
+    def stages(self) -> list[StageStatus]:
+        """Where each stage is now, in the order of the data's flow."""
+        return self._board.statuses()
 
     @property
     def checkpoint_failure(self) -> CheckpointError | None:
@@ -180,10 +206,15 @@ class FullyAsyncTrainer:
             async with asyncio.TaskGroup() as tasks:
                 self._recorder.start()
                 generating = tasks.create_task(self._workers.run(), name="generation")
-                while not self._is_done() and not self._stop.is_asked and await self._train_step(tasks):
-                    pass
+                preparing = tasks.create_task(self._preparation.run(), name="preparation")
+                updating = tasks.create_task(self._update_parameters(), name="param_update")
+                tasks.create_task(self._validate(), name="validation")
+                await self._train()
+                await updating
+                await self._publish_the_rest()
                 await self._save_at_the_end()
                 generating.cancel()
+                preparing.cancel()
         except BaseExceptionGroup as failures:
             failure = first_failure(failures)
             if isinstance(failure, NoEngineError | PublishError):
@@ -197,52 +228,125 @@ class FullyAsyncTrainer:
             self.reward_after = after.reward
 
     def _is_done(self) -> bool:
-        return self._settings.num_steps is not None and self.step >= self._settings.num_steps
+        return self._settings.num_steps is not None and self.trained_step >= self._settings.num_steps
 
-    async def _train_step(self, tasks: asyncio.TaskGroup) -> bool:
-        """One optimizer step from the next mini-batch; False when no group is left."""
+    async def _train(self) -> None:
+        """Consumes prepared groups; produces trained steps; waits for groups, and for engines to have the step before."""
+        stage = self._board.stage("train")
+        with stage.lane() as lane:
+            lane.wait_for_input()
+            while not self._is_done() and not self._stop.is_asked:
+                if (trained := await self._train_step(lane)) is None:
+                    break
+                lane.wait_for_output()
+                await self._trained.put(trained)
+                if self._is_due(self._settings.checkpoint_interval_steps, trained.version):
+                    await self._trained.join()
+                lane.wait_for_input()
+        stage.finish()
+        self._trained.close()
+
+    async def _train_step(self, lane: Lane) -> _TrainedStep | None:
+        """One optimizer step from the next mini-batch; None when no group is left, or the run is to end."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        figures = StepFigures(version=self.step, max_staleness_steps=self._staleness.max_staleness_steps)
+        version = self.trained_step + 1
+        figures = StepFigures(version=version - 1, max_staleness_steps=self._staleness.max_staleness_steps)
         try:
             async for whole in self._mini_batch(figures):
-                group = self._settings.staleness_policy.trained_part(whole, self.step, figures.max_staleness_steps)
-                with self._recorder.timed(figures, "forward_backward", track="training"):
-                    advantages = row_advantages(group.trajectories, self._advantages)
-                    sums = await self._policy.forward_backward(group.trajectories, advantages, self.step)
-                figures.add_group(group, sums, whole.num_sampled_tokens - group.num_sampled_tokens)
+                lane.process(whole.uid)
+                await self._add_gradients(whole, figures)
+                lane.wait_for_input()
+            if figures.groups:
+                await self._wait_for_publish(lane, figures)
         except StopAsked:
-            logger.warning("step %d is left: %d of its groups were there", self.step + 1, len(self._taken))
-            return False
+            logger.warning("step %d is left: %d of its groups were there", version, len(self._taken))
+            return None
         if not figures.groups:
-            return False
-        version, self._policy_step = self.step + 1, None
+            return None
+        lane.process(f"step {version}")
+        self._policy_step = None
         with self._recorder.timed(figures, "optimizer_step", track="training"):
-            stepped = await self._policy.step(figures.loss_tokens)
+            policy_values = await self._policy.step(figures.loss_tokens)
         await self._dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
         self._recorder.log_groups(figures.version, figures.groups)
         self._policy_step = version
+        await self._staleness.notify_step(version)
         self._taken.clear()
+        figures.add_seconds("step", loop.time() - started)
+        self.totals.add_step(figures)
+        return _TrainedStep(version=version, figures=figures, policy_values=policy_values)
+
+    async def _add_gradients(self, whole: Group, figures: StepFigures) -> None:
+        """Train on a group, or on what the staleness policy leaves of it."""
+        version = figures.version
+        group = self._settings.staleness_policy.trained_part(whole, version, figures.max_staleness_steps)
+        with self._recorder.timed(figures, "forward_backward", track="training"):
+            sums = await self._policy.forward_backward(group.trajectories, group.advantages, version)
+        figures.add_group(group, sums, whole.num_sampled_tokens - group.num_sampled_tokens)
+
+    async def _wait_for_publish(self, lane: Lane, figures: StepFigures) -> None:
+        """Weights stay as they are until the engines have them. Raises ``StopAsked`` when that was given up."""
+        lane.process(f"step {figures.version + 1}")
+        lane.wait_for_output()
+        with self._recorder.timed(figures, "wait_for_publish", track="waiting"):
+            await self._staleness.notify_trainer_waiting(True)
+            await self._trained.join()
+            await self._staleness.notify_trainer_waiting(False)
+        if self._stop.is_asked and self._is_publish_cut:
+            raise StopAsked
+
+    async def _update_parameters(self) -> None:
+        """Consumes trained steps; produces policy versions; waits for engines. The work of step k+1 overlaps it, but for its step."""
+        await run_stage(
+            self._board.stage("param_update"),
+            self._trained,
+            self._bring_to_engines,
+            self._request_validation,
+            name_of=lambda trained: f"version {trained.version}",
+        )
+        self._to_validate.close()
+
+    async def _bring_to_engines(self, trained: _TrainedStep) -> int | None:
+        """Publish a step, where one is due, and log it; returns the version that the engines now have."""
+        version, figures = trained.version, trained.figures
+        is_published = False
+        values: dict[str, float] = {}
         try:
-            async with self._stop.cut_short(is_patient=True):
-                checked = await self._publish(version, figures=figures)
+            if self._is_to_be_published(version):
+                async with self._stop.cut_short(is_patient=True):
+                    values |= await self._publish(version, figures=figures)
+                is_published = True
+            values |= await self._save_if_due(version, figures)
+            if is_published:
+                await self._staleness.notify_capacity_change(version)
+            await self._workers.redraw(lambda admission: self._is_given_up(admission.scheduled_version))
         except StopAsked:
+            self._is_publish_cut = True
             logger.warning("step %d is trained and not published", version)
-            return False
         finally:
-            figures.add_seconds("step", loop.time() - started)
-            self.totals.add_step(figures)
-        if self._is_due(self._settings.checkpoint_interval_steps, version):
-            with self._recorder.timed(figures, "checkpoint", track="training"):
-                generated = await self._saver.write(self._policy, version, self._taken)
-        else:
-            generated = self._recorder.count_generation()
-        await self._staleness.notify_capacity_change(version)
-        await self._workers.redraw(lambda admission: self._is_given_up(admission.scheduled_version))
-        self._recorder.log_step(figures, stepped, checked | generated | self._state_values(figures))
-        if version != self._settings.num_steps and self._is_due(self._settings.eval_interval_steps, version):
-            self._evaluate_beside(tasks, version)
-        return True
+            self._recorder.log_step(figures, trained.policy_values, values | self._state_values(figures))
+        return version if is_published else None
+
+    async def _publish_the_rest(self) -> None:
+        """Where the data ended between two publishes."""
+        if self.step < self.trained_step and not self._is_publish_cut:
+            await self._publish(self.trained_step)
+            await self._staleness.notify_capacity_change(self.trained_step)
+
+    def _is_to_be_published(self, version: int) -> bool:
+        """Also before a checkpoint, and at the end: those hold what engines serve."""
+        return (
+            self._is_due(self._settings.publish_every_steps, version)
+            or self._is_due(self._settings.checkpoint_interval_steps, version)
+            or version == self._settings.num_steps
+        )
+
+    async def _save_if_due(self, version: int, figures: StepFigures) -> dict[str, float]:
+        if not self._is_due(self._settings.checkpoint_interval_steps, version):
+            return self._recorder.count_generation()
+        with self._recorder.timed(figures, "checkpoint", track="training"):
+            return await self._saver.write(self._policy, version, self._taken)
 
     async def _mini_batch(self, figures: StepFigures) -> AsyncIterator[Group]:
         """The groups of the step, each as soon as it may be trained (all at once without streaming)."""
@@ -319,15 +423,28 @@ class FullyAsyncTrainer:
         self._recorder.log(step, result.values() | {"timing/eval": loop.time() - started})
         return result
 
-    def _evaluate_beside(self, tasks: asyncio.TaskGroup, version: int) -> None:
-        if self._evaluating is not None and not self._evaluating.done():
-            logger.warning("no evaluation at step %d: the one before is still running", version)
+    async def _request_validation(self, version: int | None) -> None:
+        """Have a version that the engines serve validated where that is due; left out while two wait."""
+        if version is None or version == self._settings.num_steps:
             return
+        if not self._is_due(self._settings.eval_interval_steps, version):
+            return
+        if len(self._to_validate):
+            logger.warning("no evaluation at step %d: the one before has not begun", version)
+            return
+        self._to_validate.put_nowait(version)
 
-        async def evaluate() -> None:
+    async def _validate(self) -> None:
+        """Consumes versions; produces evaluations; waits for neither training nor publishing, nor they for it."""
+
+        async def evaluate(version: int) -> None:
             await self._evaluate(self._settings.num_eval_prompts_while_training)
 
-        self._evaluating = tasks.create_task(evaluate(), name=f"evaluation-{version}")
+        async def logged(_: None) -> None:
+            pass
+
+        stage = self._board.stage("validation")
+        await run_stage(stage, self._to_validate, evaluate, logged, name_of=lambda version: f"version {version}")
 
     async def _save_at_the_end(self) -> None:
         """Write a last checkpoint with what is still being generated; of a run that is stopped, whatever the interval."""
@@ -356,5 +473,6 @@ class FullyAsyncTrainer:
             "checkpoint/failures": float(self._saver.num_failures),
             "trainer/epoch": float(self._dataloader.epoch),
             **(self._watchdog.values() if self._watchdog else {}),
+            **self._board.values(),
             "trainer/idle_share": figures.seconds.get("wait_for_groups", 0.0) / max(figures.seconds["step"], 1e-9),
         }

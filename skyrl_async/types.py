@@ -242,6 +242,8 @@ class Group:
     epoch: int = 0
     """Pass over the dataset in which the prompt was drawn."""
     generation_seconds: float = 0.0
+    advantages: tuple[float, ...] = ()
+    """One per trajectory, once the reward stage has been at it; not part of a checkpoint."""
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -36,6 +36,7 @@ from skyrl_async.rollout.policies import staleness_policy
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.watchdog import Sources, Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
+from skyrl_async.stage_board import StageBoard, trace_stages
 from skyrl_async.stopping import StopRequest
 from skyrl_async.tasks.registry import make_environment
 from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
@@ -227,6 +228,7 @@ def make_trainer(
         limits_buffered_groups=trainer.limit_buffered_groups,
     )
     buffer = GroupBuffer(mini_batch_size * (trainer.max_staleness_steps + 1))
+    board = StageBoard(on_left=trace_stages(trace))
     workers = GenerationWorkers(
         dataloader=dataloader,
         staleness=staleness,
@@ -236,6 +238,7 @@ def make_trainer(
         trace=trace,
         num_abandoned_tokens=lambda: client.num_abandoned_tokens,
         collect_open_tokens=client.collect_open_tokens,
+        board=board,
     )
     evaluator = _evaluator(config, generator, prompts)
     watchdog = Watchdog(
@@ -265,6 +268,7 @@ def make_trainer(
         trace=trace,
         watchdog=watchdog,
         stop=stop,
+        board=board,
     )
 
 
@@ -312,4 +316,5 @@ def _trainer_settings(config: Config, *, must_wait_for_mini_batch: bool) -> Trai
         num_eval_prompts_while_training=evaluation.num_prompts_while_training,
         checkpoint_interval_steps=trainer.checkpoint_interval_steps,
         check_interval_steps=trainer.logprob_probe_interval_steps,
+        publish_every_steps=trainer.publish_every_steps,
     )

@@ -392,6 +392,10 @@ class TrainerConfig:
     )
     num_steps: int | None = doc(100, "Optimizer steps of the run; null: as many as num_epochs hold.")
     num_epochs: int = doc(1000, "Passes over the training prompts, when num_steps does not end the run first.")
+    publish_every_steps: int = doc(
+        1,
+        "Optimizer steps between publishes, beside those before a checkpoint and at the end; at most max_staleness_steps + 1.",
+    )
     stream_mini_batch: bool = doc(
         True, "Accumulate gradients of finished groups while the mini-batch's last ones are still generated."
     )
@@ -448,6 +452,13 @@ class TrainerConfig:
         require(self.policy_mini_batch_size >= 1, "trainer.policy_mini_batch_size", ">= 1", self.policy_mini_batch_size)
         require(self.num_steps is None or self.num_steps >= 1, "trainer.num_steps", ">= 1 or null", self.num_steps)
         require(self.num_epochs >= 1, "trainer.num_epochs", ">= 1", self.num_epochs)
+        require(
+            1 <= self.publish_every_steps <= self.max_staleness_steps + 1,
+            "trainer.publish_every_steps",
+            f"between 1 and max_staleness_steps + 1 ({self.max_staleness_steps + 1}): training would wait for groups that nobody "
+            "may generate",
+            self.publish_every_steps,
+        )
         require(self.stall_warning_s > 0, "trainer.stall_warning_s", "> 0", self.stall_warning_s)
         require(self.shutdown_timeout_s > 0, "trainer.shutdown_timeout_s", "> 0", self.shutdown_timeout_s)
         for key in (

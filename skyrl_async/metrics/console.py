@@ -19,12 +19,16 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from skyrl_async.stages import StageStatus
+
 _STEP_INTERVAL_S = 2.0
 _PHASE_INTERVAL_S = 5.0
 _SPARKS = "▁▂▃▄▅▆▇█"
 _NUM_SPARKS = 32
 _PLAIN_WIDTH = 100
 _NUM_STUCK = 3
+_STAGES_INTERVAL_S = 20.0
+_MAX_STAGE_WIDTH = 100
 
 
 class Console:
@@ -45,10 +49,11 @@ class Console:
         self._live: Live | None = None
         self._lines = _PlainLines(total_steps, clock)
         self._values: dict[str, float] = {}
+        self._stages: Callable[[], Sequence[StageStatus]] = list
 
     def __enter__(self) -> Self:
         if self._is_enabled and self._display is not None:
-            self._live = Live(get_renderable=self._display.render, console=self._output, refresh_per_second=4)
+            self._live = Live(get_renderable=self._render, console=self._output, refresh_per_second=4)
             self._live.start()
         return self
 
@@ -77,6 +82,11 @@ class Console:
             self._display.set_values(self._values)
         else:
             self._print(self._lines.step(self._values, has_evaluation="reward/eval" in values))
+            self._print(self._lines.stages(self._stages()))
+
+    def watch(self, stages: Callable[[], Sequence[StageStatus]]) -> None:
+        """Show where stages are: a line each on a terminal; elsewhere all of them in a line, every 20 seconds."""
+        self._stages = stages
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show a step's values as a tracker's sink."""
@@ -96,6 +106,10 @@ class Console:
     def summary(self, table: RenderableType) -> None:
         """Print what remains of the run, also when the display is off."""
         self._output.print(table, width=None if self._display else _PLAIN_WIDTH)
+
+    def _render(self) -> RenderableType:
+        assert self._display is not None
+        return self._display.render(self._stages())
 
     def _print(self, line: str | None) -> None:
         if self._is_enabled and line is not None:
@@ -131,9 +145,9 @@ class _LiveDisplay:
     def set_stuck(self, lines: Sequence[str]) -> None:
         self._stuck = _shortened(lines)
 
-    def render(self) -> RenderableType:
+    def render(self, stages: Sequence[StageStatus] = ()) -> RenderableType:
         stuck = [f"[red]stuck[/red] {escape(line)}" for line in self._stuck]
-        return Stack(*self._figures(), *stuck)
+        return Stack(*self._figures(), *(_stage_rows(stages)), *stuck)
 
     def _figures(self) -> tuple[RenderableType, ...]:
         if self._cells is None:
@@ -146,6 +160,15 @@ class _LiveDisplay:
         return self._progress, table, f"[dim]reward[/dim] [green]{sparkline(self._rewards)}[/green]"
 
 
+def _stage_rows(stages: Sequence[StageStatus]) -> tuple[RenderableType, ...]:
+    if not stages:
+        return ()
+    table = Table.grid(padding=(0, 2))
+    for status in stages:
+        table.add_row(f"[dim]{status.name}[/dim]", escape(status.where[:_MAX_STAGE_WIDTH]))
+    return (table,)
+
+
 class _PlainLines:
     """Which lines a log file or a pipe gets: one per step or every few seconds, and every evaluation."""
 
@@ -153,6 +176,7 @@ class _PlainLines:
         self._total_steps = total_steps
         self._clock = clock
         self._step_due = self._phase_due = float("-inf")
+        self._stages_due = clock() + _STAGES_INTERVAL_S
         self._phase = ""
 
     def phase(self, text: str) -> str | None:
@@ -162,6 +186,14 @@ class _PlainLines:
             return None
         self._phase, self._phase_due = kind, now + _PHASE_INTERVAL_S
         return f"[{text}]"
+
+    def stages(self, stages: Sequence[StageStatus]) -> str | None:
+        """A line about all of them; None where there are none, or the last one is recent."""
+        now = self._clock()
+        if not stages or now < self._stages_due:
+            return None
+        self._stages_due = now + _STAGES_INTERVAL_S
+        return f"[stages: {'; '.join(map(str, stages))}]"
 
     def step(self, values: Mapping[str, float], *, has_evaluation: bool) -> str | None:
         """The line, or None when the last one is recent and this step is nothing special."""

@@ -58,8 +58,11 @@ METRICS: dict[str, Metric] = {
         "tokens",
         "Sampled and thrown away since the run began: finished groups never trained, groups given up, generations cut off.",
     ),
-    "timing/step": Metric("s", "The whole optimizer step, publish included."),
+    "timing/step": Metric(
+        "s", "The whole optimizer step, with what it waited for; its publish overlaps the next step."
+    ),
     "timing/wait_for_groups": Metric("s", "Trainer waiting for generation."),
+    "timing/wait_for_publish": Metric("s", "Trainer waiting for engines to have the step before, gradients in hand."),
     "timing/forward_backward": Metric("s", "Forward and backward passes."),
     "timing/optimizer_step": Metric("s", "Clipping and optimizer."),
     "timing/publish": Metric("s", "From the trainer's weights to every engine serving them."),
@@ -118,6 +121,18 @@ METRICS: dict[str, Metric] = {
     "engines/restarts": Metric("engines", "Started in the place of dead ones, since the run began."),
     "engines/heartbeats_missed": Metric(
         "heartbeats", "Intervals in which an engine left a heartbeat unanswered, since the run began."
+    ),
+    "stage/<name>/state": Metric(
+        "1",
+        "Where a stage is: 0 idle, 1 waiting for input, 2 processing, 3 waiting for output, 4 done, 5 error. With its item and seconds in "
+        "words under `stages` of `metrics.jsonl`, on the console, and a row each in the trace.",
+    ),
+    "stage/<name>/seconds": Metric("s", "Since it is there, with the same item."),
+    "stage/<name>/items": Metric("items", "Gone through it since the last step."),
+    "stage/<name>/processing_share": Metric("share", "Of the time since the last step, spent processing."),
+    "stage/<name>/waiting_for_input_share": Metric("share", "The same, waiting for an item."),
+    "stage/<name>/waiting_for_output_share": Metric(
+        "share", "The same, waiting for the next stage: back-pressure; for `dataloader`, the staleness credits."
     ),
     "trainer/step": Metric("steps", "Optimizer steps completed."),
     "trainer/epoch": Metric("epochs", "Passes over the training prompts completed."),

@@ -33,18 +33,28 @@ class Sink(Protocol):
 class MetricsLog:
     """``metrics.jsonl``: ``{"step": 3, "time_s": 12.5, "reward/mean": 0.5}`` per line, flushed. NaN is null."""
 
-    def __init__(self, path: Path, resume_step: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin a new file; with ``resume_step``, keep the lines up to that step and let time go on after the last."""
+    def __init__(
+        self,
+        path: Path,
+        resume_step: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        notes: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        """Begin a new file; with ``resume_step``, keep the lines up to that step and let time go on after the last.
+
+        ``notes`` are added to each line: what is no number, and goes to no other sink.
+        """
         kept = begin_rows(path, resume_step)
         self._file = RecordFile(path)
         self._clock = clock
+        self._notes = notes
         self._start = clock() - (kept[-1]["time_s"] if kept else 0.0)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line."""
-        row: dict[str, float | None] = {"step": step, "time_s": round(self._clock() - self._start, 3)}
+        row: dict[str, Any] = {"step": step, "time_s": round(self._clock() - self._start, 3)}
         row |= {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
-        self._file.append(json.dumps(row) + "\n")
+        self._file.append(json.dumps({**row, **self._notes()}) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -91,10 +101,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> list[dict[str, float]]:
-    """One row per step, in the order of steps: what was logged for it in several lines joined, nulls left out."""
+    """One row of numbers per step, in the order of steps: what was logged for it in several lines joined, nulls left out."""
     steps: dict[int, dict[str, float]] = {}
     for row in read_rows(path):
-        steps.setdefault(row["step"], {}).update({key: value for key, value in row.items() if value is not None})
+        steps.setdefault(row["step"], {}).update(
+            {key: value for key, value in row.items() if isinstance(value, int | float)}
+        )
     return [steps[step] for step in sorted(steps)]
 
 

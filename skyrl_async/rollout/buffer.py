@@ -1,7 +1,9 @@
 """Finished groups between generation and training: the oldest admitted first, bounded, closable.
 
-Flows in: groups in the order they finish. Flows out: groups in the order they were admitted, each when the consumer's rule lets
-it go. Does not know versions or the bound; that is the rule's business.
+    put ──> (preparing: a channel to the stages that prepare groups ──> put_prepared) ──> get
+
+Flows in: groups in the order they finish. Flows out: groups in the order they were admitted, each when it is prepared and the
+consumer's rule lets it go. Does not know versions or the bound, that is the rule's business; nor what preparing is.
 """
 
 import asyncio
@@ -9,6 +11,7 @@ import heapq
 from collections.abc import Callable
 
 from skyrl_async.errors import StateError
+from skyrl_async.stages import Channel
 from skyrl_async.types import Group
 
 
@@ -22,24 +25,42 @@ class GroupBuffer:
     def __init__(self, max_groups: int) -> None:
         self._max_groups = max_groups
         self._heap: list[tuple[int, Group]] = []
+        self._unprepared: dict[int, Group] = {}
+        self._preparing: Channel[Group] | None = None
         self._is_closed = False
         self._changed: asyncio.Future[None] | None = None
         self._held_seconds = 0.0
+
+    def prepare(self) -> Channel[Group]:
+        """Have every group that is put from now on prepared: it comes out of this channel, and goes to ``put_prepared``."""
+        self._preparing = self._preparing or Channel(self._max_groups)
+        return self._preparing
 
     def put(self, group: Group) -> None:
         """Add a finished group. Raises ``StateError`` when closed or full."""
         if self._is_closed:
             raise StateError(f"group {group.admission_index} ({group.uid}) came after the buffer was closed")
-        if len(self._heap) >= self._max_groups:
-            raise StateError(
-                f"the buffer holds {len(self._heap)} groups, which is all that the staleness credits allow"
-            )
+        if len(self) >= self._max_groups:
+            raise StateError(f"the buffer holds {len(self)} groups, which is all that the staleness credits allow")
+        if self._preparing is None:
+            heapq.heappush(self._heap, (group.admission_index, group))
+        else:
+            self._unprepared[group.admission_index] = group
+            self._preparing.put_nowait(group)
+        self.notify()
+
+    async def put_prepared(self, group: Group) -> None:
+        """A group that was put is prepared: ``group`` takes its place. Raises ``StateError`` when it was not put. Never waits."""
+        if self._unprepared.pop(group.admission_index, None) is None:
+            raise StateError(f"group {group.admission_index} ({group.uid}) was not being prepared")
         heapq.heappush(self._heap, (group.admission_index, group))
         self.notify()
 
     def close(self) -> None:
         """No group will follow: what is held can still be taken. Idempotent."""
         self._is_closed = True
+        if self._preparing is not None:
+            self._preparing.close()
         self.notify()
 
     def notify(self) -> None:
@@ -56,7 +77,7 @@ class GroupBuffer:
         while True:
             if self._heap and (self._is_closed or is_allowed(self._oldest)):
                 return heapq.heappop(self._heap)[1]
-            if self._is_closed and not self._heap:
+            if self._is_closed and not len(self):
                 return None
             is_held_back = bool(self._heap)
             self._changed = loop.create_future()
@@ -70,11 +91,14 @@ class GroupBuffer:
 
     def can_give(self, is_allowed: Callable[[Group], bool]) -> bool:
         """Whether ``get`` would return at once."""
-        return self._is_closed or (bool(self._heap) and is_allowed(self._oldest))
+        if self._is_closed:
+            return bool(self._heap) or not self._unprepared
+        return bool(self._heap) and is_allowed(self._oldest)
 
     def snapshot(self) -> tuple[Group, ...]:
         """The groups held, oldest admitted first, for a checkpoint."""
-        return tuple(group for _, group in sorted(self._heap, key=lambda entry: entry[0]))
+        groups = (*(group for _, group in self._heap), *self._unprepared.values())
+        return tuple(sorted(groups, key=lambda group: group.admission_index))
 
     @property
     def held_seconds(self) -> float:
@@ -82,11 +106,11 @@ class GroupBuffer:
         return self._held_seconds
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._heap) + len(self._unprepared)
 
     def statistics(self) -> dict[str, float]:
         """Groups held, and seconds the consumer was held back from them."""
-        return {"buffer_groups": float(len(self._heap)), "held_seconds": self._held_seconds}
+        return {"buffer_groups": float(len(self)), "held_seconds": self._held_seconds}
 
     @property
     def _oldest(self) -> Group:

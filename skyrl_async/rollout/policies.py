@@ -38,7 +38,7 @@ class StalenessPolicy:
 
     def is_given_up(self, scheduled_version: int, staleness: _AsyncStalenessManager) -> bool:
         """Whether an open group admitted at ``scheduled_version`` is past the bound, and not to be waited for."""
-        return self.gives_up and staleness.version - scheduled_version > staleness.max_staleness_steps
+        return self.gives_up and staleness.trained_version - scheduled_version > staleness.max_staleness_steps
 
     def trained_part(self, group: Group, version: int, max_staleness_steps: int) -> Group:
         """The group as it is trained at ``version``: all of it, or what is within the bound.

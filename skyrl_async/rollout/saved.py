@@ -108,8 +108,8 @@ def sampling_to_json(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
-    """A finished group."""
-    return dataclasses.asdict(group)
+    """A finished group, as it was before it was prepared for training."""
+    return {name: value for name, value in dataclasses.asdict(group).items() if name != "advantages"}
 
 
 def group_from_json(row: Mapping[str, Any]) -> Group:

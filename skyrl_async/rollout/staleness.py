@@ -62,6 +62,7 @@ class _AsyncStalenessManager:
         self._limits_buffered_groups = limits_buffered_groups
         self._is_trainer_waiting = True
         self._version = 0
+        self._trained_version = 0
         self._num_trained = 0
         self._next_index = 0
         self._running: dict[int, Admission] = {}
@@ -76,8 +77,13 @@ class _AsyncStalenessManager:
 
     @property
     def version(self) -> int:
-        """Completed optimizer steps."""
+        """Completed optimizer steps that every engine has acknowledged: what groups are admitted at."""
         return self._version
+
+    @property
+    def trained_version(self) -> int:
+        """Completed optimizer steps: what groups are trained at."""
+        return self._trained_version
 
     @property
     def next_index(self) -> int:
@@ -144,11 +150,23 @@ class _AsyncStalenessManager:
         self._is_trainer_waiting = is_waiting
         self._wake()
 
+    async def notify_step(self, version: int) -> None:
+        """Optimizer step ``version`` is completed; engines need not have acknowledged it. Raises ``StateError`` like below."""
+        if version != self._trained_version + 1:
+            raise StateError(
+                f"optimizer step {version} cannot follow {self._trained_version}: steps are counted one by one"
+            )
+        self._trained_version = version
+
     async def notify_capacity_change(self, version: int) -> None:
-        """Every engine has acknowledged ``version``. Raises ``StateError`` when it does not follow the one before."""
-        if version != self._version + 1:
+        """Every engine has acknowledged ``version``. Raises ``StateError`` when it does not follow the one before.
+
+        It is the next one, or any later one that steps have been completed for.
+        """
+        if not self._version < version <= max(self._version + 1, self._trained_version):
             raise StateError(f"policy version {version} cannot follow {self._version}: versions count optimizer steps")
         self._version = version
+        self._trained_version = max(version, self._trained_version)
         self._wake()
 
     def may_train(self, scheduled_version: int, num_free: int) -> bool:
@@ -156,13 +174,14 @@ class _AsyncStalenessManager:
 
         Not while open groups admitted before it need every place there is until they pass the bound: those admitted at versions
         up to v have to be trained by step v + max_staleness_steps (earliest deadline first). A look at this step alone is not
-        enough: a mini-batch can become due at once, and a place of an earlier step lost is then a group past the bound.
+        enough: a mini-batch can become due at once, and a place of an earlier step lost is then a group past the bound. The step
+        is the one after ``trained_version``.
         """
         opened = self._open.num_of_version
         num_before = 0
         for version in sorted(v for v in opened if v < scheduled_version):
             num_before += opened[version]
-            steps_left = version + self._max_staleness_steps - self._version
+            steps_left = version + self._max_staleness_steps - self._trained_version
             if num_before >= num_free + steps_left * self._mini_batch_size:
                 return False
         return True
@@ -190,7 +209,7 @@ class _AsyncStalenessManager:
         """
         if self._next_index or self._version:
             raise StateError("a staleness manager takes a checkpoint's state only before its first admission")
-        self._version = version
+        self._version = self._trained_version = version
         self._num_trained = version * self._mini_batch_size
         self._next_index = next_index
         taken_up: list[Admission] = []

@@ -25,6 +25,8 @@ from skyrl_async.rollout.metering import charged_to
 from skyrl_async.rollout.saved import RunningGroup
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
 from skyrl_async.samples import live_samples_of
+from skyrl_async.stage_board import StageBoard
+from skyrl_async.stages import Lane
 from skyrl_async.types import Group, GroupRequest, Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ class GenerationWorkers:
         trace: one span per group.
         num_abandoned_tokens: says how many tokens were sampled for generations that were cut off, where that is known.
         collect_open_tokens: has open generations know all of their tokens, before ``running_groups`` looks at them.
+        board: shows the stages dataloader, generate and rollout.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class GenerationWorkers:
         trace: Trace,
         num_abandoned_tokens: Callable[[], int] = lambda: 0,
         collect_open_tokens: Callable[[], Awaitable[None]] = _nothing_to_collect,
+        board: StageBoard | None = None,
     ) -> None:
         self._dataloader = dataloader
         self._staleness = staleness
@@ -96,6 +100,7 @@ class GenerationWorkers:
         self._trace = trace
         self._num_abandoned_tokens = num_abandoned_tokens
         self.collect_open_tokens = collect_open_tokens
+        self._board = board or StageBoard()
         self._failures = FailureWatch(settings.max_failed_fraction)
         self._resume_counts = ResumeCounts()
         self._in_flight: dict[int, GroupInFlight] = {}
@@ -132,6 +137,8 @@ class GenerationWorkers:
         finally:
             await self._give_back_all()
         self._failures.raise_if_too_many(has_ended=True)
+        for name in ("dataloader", "generate", "rollout"):
+            self._board.stage(name).finish()
         self._buffer.close()
 
     def take_up(self, groups: Sequence[RunningGroup]) -> None:
@@ -219,8 +226,11 @@ class GenerationWorkers:
         """Until the data has ended."""
         self._is_drawing = True
         try:
-            while group := await self._start_next():
-                self._start(group, tasks)
+            with self._board.stage("dataloader").lane() as lane:
+                lane.wait_for_input()
+                while group := await self._start_next(lane):
+                    self._start(group, tasks)
+                    lane.wait_for_input()
         finally:
             self._is_drawing = False
 
@@ -228,8 +238,10 @@ class GenerationWorkers:
         index = group.admission.index
         self._playing[index] = tasks.create_task(self._play(group), name=group.name)
 
-    async def _start_next(self) -> GroupInFlight | None:
-        """Wait for admission and draw a prompt; None when the data has ended."""
+    async def _start_next(self, lane: Lane) -> GroupInFlight | None:
+        """Wait for admission and draw a prompt; None when the data has ended. The credits are the channel's bound."""
+        lane.process("prompt")
+        lane.wait_for_output()
         admission = await self._staleness.acquire_submission_slot()
         drawn = await self._dataloader.get_next_non_consumed_data()
         if drawn is None:
@@ -243,15 +255,23 @@ class GenerationWorkers:
 
     async def _play(self, group: GroupInFlight) -> None:
         """Generate one group and say what became of it; a cancelled one stays in flight, for ``run`` to give back."""
+        uid = group.prompt.uid
         try:
-            with charged_to(group.account):
-                played = await self._generate(group.admission, group.prompt, group.saved)
-        except NoEngineError:
-            raise
-        except Exception as error:
-            await self._fail(group, error)
-        else:
-            await self._finish(group, played)
+            with self._board.stage("generate").lane() as generate, self._board.stage("rollout").lane() as rollout:
+                rollout.wait_for_input()
+                generate.wait_for_input()
+                generate.process(uid)
+                try:
+                    with charged_to(group.account):
+                        played = await self._generate(group.admission, group.prompt, group.saved)
+                except NoEngineError:
+                    raise
+                except Exception as error:
+                    rollout.process(uid)
+                    await self._fail(group, error)
+                else:
+                    rollout.process(uid)
+                    await self._finish(group, played)
         finally:
             self._playing.pop(group.admission.index, None)
 

@@ -7,7 +7,7 @@ its capacity.
 import asyncio
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff, OnLostSamples
 from skyrl_async.rollout.policies import staleness_policy
+from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.watchdog import Sources, Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
+from skyrl_async.stage_board import StageBoard, trace_stages
 from skyrl_async.stopping import StopRequest
 from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
 from skyrl_async.types import Group, PauseMode, Prompt, SamplingParams
@@ -68,6 +70,7 @@ class SimulationSettings:
     engine_wait_s: float | None = 0.0
     """How long requests wait when there is no engine; None: until one comes."""
     send_seconds: float = 0.0
+    publish_every_steps: int = 1
     max_publish_retries: int = 0
     stream_mini_batch: bool = True
     deterministic: bool = False
@@ -135,10 +138,13 @@ def build_simulation(
     stop: StopRequest | None = None,
     engine_around: Callable[[ModelledEngine], InferenceEngine] = lambda engine: engine,
     make_buffer: Callable[[int], GroupBuffer] = GroupBuffer,
+    advantages: Callable[[Sequence[float]], Sequence[float]] = lambda rewards: [0.0] * len(rewards),
+    prepare: Mapping[str, Prepare] | None = None,
 ) -> Simulation:
     """Make every part; call inside ``run_in_virtual_time``.
 
     ``engine_around`` makes what the client uses of each engine, ``make_buffer`` is given the most groups that are held.
+    ``advantages`` and ``prepare`` are the trainer's.
     """
     loop = asyncio.get_running_loop()
     trace = Trace(None, loop.time)
@@ -168,6 +174,7 @@ def build_simulation(
     )
     buffer = make_buffer(credits)
     generator = generator_over(client)
+    board = StageBoard(on_left=trace_stages(trace))
     workers = GenerationWorkers(
         dataloader=dataloader,
         staleness=staleness,
@@ -177,6 +184,7 @@ def build_simulation(
         trace=trace,
         num_abandoned_tokens=lambda: client.num_abandoned_tokens,
         collect_open_tokens=client.collect_open_tokens,
+        board=board,
     )
     publisher = WeightPublisher(
         client=client,
@@ -206,12 +214,14 @@ def build_simulation(
         publisher=publisher,
         evaluator=_evaluator(settings, generator, prompts),
         checkpointer=Checkpointer(checkpoint_dir, max_to_keep=0) if checkpoint_dir else None,
-        advantages=lambda rewards: [0.0] * len(rewards),
+        advantages=advantages,
+        prepare=prepare,
         log=lambda step, values: logged.append((step, values)),
         log_groups=log_groups,
         trace=trace,
         stop=stop,
         watchdog=watchdog,
+        board=board,
     )
     return Simulation(trainer, engines, policy, client, dataloader, staleness, buffer, workers, publisher, logged)
 
@@ -285,4 +295,5 @@ def _trainer_settings(settings: SimulationSettings) -> TrainerSettings:
         num_eval_prompts_while_training=settings.num_eval_prompts,
         checkpoint_interval_steps=settings.checkpoint_interval_steps,
         check_interval_steps=0,
+        publish_every_steps=settings.publish_every_steps,
     )

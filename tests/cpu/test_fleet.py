@@ -187,7 +187,7 @@ def test_after_the_deadline_without_engines_the_run_ends_with_a_checkpoint_from_
         setting.make = fails
         with pytest.raises(NoEngineError, match="no inference engine came back within engine.all_gone_timeout_s=50"):
             await setting.run(setting.at(20.0, setting["engine-0"].kill, setting["engine-1"].freeze))
-        step = setting.simulation.trainer.step
+        step = setting.simulation.trainer.trained_step
         latest = Checkpointer(tmp_path, max_to_keep=0).usable().path
         assert latest is not None and read_state(latest).step == step > 1 and step % 7
         return step

@@ -22,6 +22,7 @@ LAYERS = {
     "skyrl_async.concurrency": 0,
     "skyrl_async.stopping": 0,
     "skyrl_async.stages": 0,
+    "skyrl_async.stage_board": 0,
     "skyrl_async.config": 0,
     "skyrl_async.metrics": 0,
     "skyrl_async.chat": 1,

@@ -117,7 +117,7 @@ def test_the_account_of_a_group_that_is_given_up_includes_its_finished_members()
 def test_without_a_tail_every_policy_trains_the_same_groups() -> None:
     steps = {}
     for policy in ("wait", "mask", "resample", "allow"):
-        simulation = simulate(replace(LONG_TAILED, sigma=0.0, staleness_policy=policy))
+        simulation = simulate(replace(LONG_TAILED, sigma=0.0, staleness_policy=policy, oldest_weight=1.0))
         steps[policy] = simulation.policy.steps
         assert simulation.trainer.totals.wasted_tokens == simulation.trainer.totals.masked_tokens == 0
     assert steps["wait"] == steps["mask"] == steps["resample"] == steps["allow"]

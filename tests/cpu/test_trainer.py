@@ -439,6 +439,9 @@ def test_a_busy_trainer_gets_fresher_groups_in_the_same_time_when_buffered_group
 
 
 def test_limiting_buffered_groups_costs_nothing_where_generation_is_the_bottleneck() -> None:
-    settings = replace(LONG_TAILED, max_staleness_steps=4, num_workers=16)
-    filled, limited = simulate(settings), simulate(replace(settings, limits_buffered_groups=True))
-    assert sum(step_values(limited, "timing/step")) < 1.03 * sum(step_values(filled, "timing/step"))
+    def seconds(seed: int, limits: bool) -> float:
+        settings = replace(LONG_TAILED, max_staleness_steps=4, num_workers=16, seed=seed, limits_buffered_groups=limits)
+        return sum(step_values(simulate(settings), "timing/step"))
+
+    filled, limited = (sum(seconds(seed, limits) for seed in range(4)) for limits in (False, True))
+    assert limited < 1.03 * filled

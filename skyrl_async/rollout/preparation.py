@@ -1,0 +1,65 @@
+"""Prepares finished groups for training while others are generated and trained: one stage after another.
+
+    GroupBuffer.put ──> reward ──> ref_logp ──> logp ──> GroupBuffer.put_prepared
+
+Flows in: finished groups. Flows out: the same with advantages, and whatever else the loss needs. Does not know when they are trained.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+from skyrl_async.algorithms.advantages import row_advantages
+from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.stage_board import StageBoard
+from skyrl_async.stages import Channel, run_stage
+from skyrl_async.types import Group
+
+Prepare = Callable[[Group], Awaitable[Group]]
+"""Returns the group with something added to it."""
+
+
+def reward_with(advantages: Callable[[Sequence[float]], Sequence[float]]) -> Prepare:
+    """The reward stage's work: rewards of a group to one advantage per trajectory."""
+
+    async def reward(group: Group) -> Group:
+        return replace(group, advantages=tuple(row_advantages(group.trajectories, advantages)))
+
+    return reward
+
+
+class Preparation:
+    """The stages between a finished group and training.
+
+    Args:
+        buffer: has its groups prepared here.
+        steps: name of the stage -> its work, in order; at least one.
+        board: shows the stages.
+    """
+
+    def __init__(self, buffer: GroupBuffer, steps: dict[str, Prepare], board: StageBoard) -> None:
+        self._buffer = buffer
+        self._steps = steps
+        self._board = board
+        self._finished = buffer.prepare()
+
+    async def run(self) -> None:
+        """Consumes finished groups; produces prepared ones; waits for room in the next stage; unblocked by that, and by groups.
+
+        Returns when the buffer is closed and every group prepared. What a stage's work raises ends it with that.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            inputs = self._finished
+            *first, last = self._steps
+            for name in first:
+                outputs = Channel[Group](1)
+                tasks.create_task(self._run_stage(name, inputs, outputs.put, outputs.close), name=name)
+                inputs = outputs
+            tasks.create_task(self._run_stage(last, inputs, self._buffer.put_prepared, lambda: None), name=last)
+
+    async def _run_stage(
+        self, name: str, inputs: Channel[Group], output: Callable[[Group], Awaitable[None]], close: Callable[[], None]
+    ) -> None:
+        stage = self._board.stage(name)
+        await run_stage(stage, inputs, self._steps[name], output, name_of=lambda group: group.uid)
+        close()

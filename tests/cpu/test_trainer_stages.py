@@ -1,0 +1,246 @@
+"""The stages of the real trainer over modelled engines, in virtual time: what overlaps, in which order, and how it ends."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_async.checkpoint import Checkpointer
+from skyrl_async.config.schema import TrainerConfig
+from skyrl_async.errors import ConfigError, GenerationError, PublishError
+from skyrl_async.metrics.names import METRICS
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.stages import StageState
+from skyrl_async.types import Group
+
+SLOW_PUBLISH = SimulationSettings(
+    mean_tokens=100.0,
+    sigma=0.8,
+    num_steps=12,
+    mini_batch_size=4,
+    seconds_per_token=1e-3,
+    send_seconds=1.0,
+    load_seconds=0.5,
+    step_seconds=0.5,
+)
+
+
+def events_of(simulation: Simulation) -> list[tuple[str, int, float, float]]:
+    """(what, version, begin, end) of each forward, optimizer step and publish, from now on."""
+    events: list[tuple[str, int, float, float]] = []
+    policy, publisher = simulation.policy, simulation.publisher
+    forward, step, publish = policy.forward_backward, policy.step, publisher.publish
+    time = asyncio.get_running_loop().time
+
+    async def forward_backward(trajectories, advantages, version):
+        begin = time()
+        result = await forward(trajectories, advantages, version)
+        events.append(("forward", version, begin, time()))
+        return result
+
+    async def timed_step(num_tokens):
+        begin, version = time(), len(policy.steps)
+        result = await step(num_tokens)
+        events.append(("step", version, begin, time()))
+        return result
+
+    async def timed_publish(version):
+        begin = time()
+        result = await publish(version)
+        events.append(("publish", version, begin, time()))
+        return result
+
+    policy.forward_backward, policy.step, publisher.publish = forward_backward, timed_step, timed_publish
+    return events
+
+
+def run(settings: SimulationSettings, **parts) -> tuple[Simulation, list[tuple[str, int, float, float]]]:
+    async def main():
+        simulation = build_simulation(settings, **parts)
+        events = events_of(simulation)
+        await simulation.trainer.run()
+        return simulation, events
+
+    return run_in_virtual_time(main())
+
+
+@given(bound=st.integers(0, 3), sigma=st.sampled_from([0.0, 0.8]), every=st.integers(1, 4), streamed=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_each_step_is_trained_then_published_and_only_then_sampled_from(
+    bound: int, sigma: float, every: int, streamed: bool
+) -> None:
+    every = min(every, bound + 1)
+    settings = replace(
+        SLOW_PUBLISH, max_staleness_steps=bound, sigma=sigma, publish_every_steps=every, stream_mini_batch=streamed
+    )
+    simulation, events = run(settings)
+    published = {version: (begin, end) for what, version, begin, end in events if what == "publish"}
+    stepped = {version: (begin, end) for what, version, begin, end in events if what == "step"}
+    assert sorted(stepped) == list(range(1, settings.num_steps + 1))
+    assert sorted(published) == sorted({0, *range(every, settings.num_steps + 1, every), settings.num_steps})
+    for version, (begin, end) in published.items():
+        if version:
+            assert stepped[version][1] <= begin
+        assert stepped.get(version + 1, (end, end))[0] >= end, "weights changed while they were published"
+    for what, version, begin, _ in events:
+        if what == "forward":
+            rows = simulation.policy.steps[version]
+            assert all(published[v][1] <= begin for group in rows for row in group for v in row.versions)
+    assert simulation.trainer.totals.staleness_max <= bound
+    assert simulation.trainer.step == simulation.trainer.trained_step == settings.num_steps
+
+
+def test_the_next_step_is_worked_on_while_engines_get_the_last_one() -> None:
+    simulation, events = run(SLOW_PUBLISH)
+    published = {version: (begin, end) for what, version, begin, end in events if what == "publish"}
+    overlapping = [
+        version
+        for what, version, begin, _ in events
+        if what == "forward" and published[version][0] <= begin < published[version][1]
+    ]
+    assert len(set(overlapping)) > SLOW_PUBLISH.num_steps / 2
+    waited = [
+        values["timing/wait_for_publish"] for _, values in simulation.logged if "timing/wait_for_publish" in values
+    ]
+    assert len(waited) == SLOW_PUBLISH.num_steps and sum(waited) > 0
+
+
+def test_publishing_every_third_step_costs_less_time_and_holds_the_bound() -> None:
+    often, _ = run(replace(SLOW_PUBLISH, max_staleness_steps=3))
+    seldom, _ = run(replace(SLOW_PUBLISH, max_staleness_steps=3, publish_every_steps=3))
+    assert len(seldom.trainer.totals.pauses) < len(often.trainer.totals.pauses) / 2
+    assert seldom.trainer.totals.training_seconds < 0.9 * often.trainer.totals.training_seconds
+    assert seldom.trainer.totals.groups_over_bound == 0
+    versions = {v for step in seldom.policy.steps for group in step for row in group for v in row.versions}
+    assert all(version % 3 == 0 for version in versions)
+
+
+def test_publishing_more_seldom_than_the_bound_allows_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"trainer.publish_every_steps must be between 1 and max_staleness_steps \+ 1 \(2\)"
+    ):
+        TrainerConfig(max_staleness_steps=1, publish_every_steps=3)
+
+
+def test_groups_are_prepared_while_others_train_and_in_time() -> None:
+    prepared: list[int] = []
+
+    async def ref_logp(group: Group) -> Group:
+        assert group.advantages == (0.5, 0.5), "the reward stage comes first"
+        await asyncio.sleep(0.3)
+        prepared.append(group.admission_index)
+        return group
+
+    simulation, _ = run(SLOW_PUBLISH, advantages=lambda rewards: [0.5] * len(rewards), prepare={"ref_logp": ref_logp})
+    inline = sum(0.3 for _ in prepared)
+    plain, _ = run(SLOW_PUBLISH)
+    extra = simulation.trainer.totals.training_seconds - plain.trainer.totals.training_seconds
+    assert len(prepared) == 48 and extra < 0.5 * inline
+    shares = [values["stage/ref_logp/processing_share"] for _, values in simulation.logged if "trainer/epoch" in values]
+    assert max(shares) > 0.2 and all(0 <= share <= 1 for share in shares)
+
+
+def test_a_group_being_prepared_is_in_the_checkpoint_and_trained_once(tmp_path: Path) -> None:
+    settings = replace(SLOW_PUBLISH, num_steps=None, num_epochs=2, num_prompts=20, checkpoint_interval_steps=3)
+
+    async def slowly(group: Group) -> Group:
+        await asyncio.sleep(2.0)
+        return group
+
+    async def begin() -> None:
+        simulation = build_simulation(settings, checkpoint_dir=tmp_path, prepare={"ref_logp": slowly})
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(simulation.trainer.run(), timeout=35)
+        checkpoint = Checkpointer(tmp_path, max_to_keep=0).usable()
+        assert checkpoint.state.groups, "this test needs groups that wait to be trained"
+        assert all(group.advantages == () for group in checkpoint.state.groups)
+
+    async def go_on() -> Simulation:
+        simulation = build_simulation(settings, prepare={"ref_logp": slowly})
+        found = Checkpointer(tmp_path, max_to_keep=0).usable()
+        await simulation.trainer.resume(found.path)
+        await simulation.trainer.run()
+        return simulation
+
+    run_in_virtual_time(begin())
+    simulation = run_in_virtual_time(go_on())
+    assert simulation.dataloader.statistics()["trained_total"] == 40
+    trained = Counter(group[0].prompt_token_ids for step in simulation.policy.steps for group in step)
+    assert sum(trained.values()) == 40 - 3 * settings.mini_batch_size and max(trained.values()) <= 2
+
+
+def test_an_error_in_a_stage_ends_the_run_with_its_cause() -> None:
+    def refuse(rewards: Sequence[float]) -> Sequence[float]:
+        raise ZeroDivisionError("no spread")
+
+    async def main() -> None:
+        simulation = build_simulation(SLOW_PUBLISH, advantages=refuse)
+        with pytest.raises(ZeroDivisionError, match="no spread"):
+            await simulation.trainer.run()
+        states = {status.name: status for status in simulation.trainer.stages()}
+        assert states["reward"].state is StageState.ERROR and states["reward"].item.startswith("p")
+        assert all(status.state is not StageState.ERROR for name, status in states.items() if name != "reward")
+
+    run_in_virtual_time(main())
+
+
+def test_every_stage_is_done_when_the_data_has_ended() -> None:
+    simulation, _ = run(replace(SLOW_PUBLISH, num_steps=None, num_epochs=1, num_prompts=18))
+    assert [(status.name, status.state) for status in simulation.trainer.stages()] == [
+        (name, StageState.DONE)
+        for name in ("dataloader", "generate", "rollout", "reward", "train", "param_update", "validation")
+    ]
+
+
+def test_every_step_says_where_each_stage_is_and_how_it_spent_its_time() -> None:
+    simulation, _ = run(replace(SLOW_PUBLISH, eval_interval_steps=4, num_eval_prompts=4))
+    steps = [values for _, values in simulation.logged if "trainer/epoch" in values]
+    assert len(steps) == SLOW_PUBLISH.num_steps
+    for values in steps:
+        for name in ("dataloader", "generate", "rollout", "reward", "train", "param_update", "validation"):
+            shares = [v for key, v in values.items() if key.startswith(f"stage/{name}/") and key.endswith("_share")]
+            assert len(shares) == 3 and sum(shares) <= 1 + 1e-9
+    assert sum(values["stage/train/items"] for values in steps) >= SLOW_PUBLISH.num_steps
+    assert sum(values["stage/validation/items"] for values in steps) == 2
+    assert {"stage/<name>/state", "stage/<name>/processing_share"} <= set(METRICS)
+
+
+def test_the_step_whose_publish_fails_is_in_the_metrics_all_the_same() -> None:
+    async def main() -> list[int]:
+        simulation = build_simulation(SLOW_PUBLISH)
+        publish = simulation.publisher.publish
+
+        async def failing(version: int):
+            if version == 5:
+                raise PublishError("no room")
+            return await publish(version)
+
+        simulation.publisher.publish = failing
+        with pytest.raises(PublishError, match="no room"):
+            await simulation.trainer.run()
+        return [step for step, values in simulation.logged if "policy/grad_norm" in values]
+
+    assert run_in_virtual_time(main()) == [1, 2, 3, 4, 5]
+
+
+def test_a_failing_rollout_is_the_rollout_stages_error() -> None:
+    async def main() -> None:
+        class Refusing:
+            async def generate(self, request):
+                raise RuntimeError("no")
+
+        simulation = build_simulation(
+            replace(SLOW_PUBLISH, max_failed_fraction=0.0), generator_over=lambda _: Refusing()
+        )
+        with pytest.raises(GenerationError):
+            await simulation.trainer.run()
+        states = {status.name: status.state for status in simulation.trainer.stages()}
+        assert states["rollout"] is StageState.ERROR
+
+    run_in_virtual_time(main())
