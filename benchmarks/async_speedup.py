@@ -62,13 +62,14 @@ async def measure(config: Config, variant: Variant, parts: Parts, start: Path, n
         )
         await trainer.run()
     steps = [values for values in logged if "timing/step" in values]
-    for values in steps:
-        seconds["generate"] += values["timing/wait_for_groups"]
+    for values, before in zip(steps, [{}, *steps], strict=False):
+        # A publish goes on while the next step waits for groups; with nothing else to overlap, it is part of that wait.
+        seconds["generate"] += values["timing/wait_for_groups"] - before.get("timing/publish", 0.0)
         seconds["train"] += sum(values[f"timing/{n}"] for n in ("forward_backward", "optimizer_step", "publish"))
     return {
         "variant": variant.name,
-        "seconds": trainer.totals.training_seconds,
-        "waited_for_groups_s": seconds["generate"],
+        "seconds": trainer.totals.training_seconds + steps[-1]["timing/publish"],
+        "waited_for_groups_s": max(0.0, seconds["generate"]),
         "train_and_publish_s": seconds["train"],
         "groups": trainer.totals.trained_groups,
         "tokens": trainer.totals.trained_tokens,

@@ -65,7 +65,7 @@ class StageStatus:
     def where(self) -> str:
         """In words, such as "processing p7 and 3 more (1.2 s)"."""
         item = f" {self.item}" if self.item else ""
-        more = f" and {self.num_items - 1} more" if self.num_items > 1 else ""
+        more = f" and {self.num_items - 1} more" if self.item and self.num_items > 1 else ""
         return f"{self.state.value}{item}{more} ({self.seconds:.1f} s)"
 
     def __str__(self) -> str:

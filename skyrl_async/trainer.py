@@ -70,6 +70,8 @@ class TrainerSettings:
     """Steps between proofs that engines hold the trained weights."""
     publish_every_steps: int = 1
     """Optimizer steps between publishes; at most ``max_staleness_steps + 1``, or training would wait for ever."""
+    publishes_between_batches: bool = False
+    """Weights change only when the mini-batch being generated is complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,6 +317,8 @@ class FullyAsyncTrainer:
         try:
             if self._is_to_be_published(version):
                 async with self._stop.cut_short(is_patient=True):
+                    if self._settings.publishes_between_batches:
+                        await self._staleness.drained()
                     values |= await self._publish(version, figures=figures)
                 is_published = True
             values |= await self._save_if_due(version, figures)

@@ -20,7 +20,7 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.processes import Endpoint
-from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig
+from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig, Schedule
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.errors import ConfigError
 from skyrl_async.evaluation import Evaluator
@@ -191,7 +191,7 @@ def _shared_memory_directory() -> Iterator[Path]:
 
 def placement(config: Config) -> PlacementSettings | None:
     """How the client is to spread requests over engines; None: alike."""
-    max_staleness_steps = config.trainer.max_staleness_steps
+    max_staleness_steps = config.trainer.staleness_bound
     weight = config.engine.oldest_request_weight
     if weight is None:
         is_waited_for = staleness_policy(config.trainer.staleness_policy.name).holds_back
@@ -219,15 +219,17 @@ def make_trainer(
     """A trainer, with generation's side of it, over running parts; checkpoints go below ``run_dir``."""
     trainer = config.trainer
     mini_batch_size = trainer.policy_mini_batch_size
+    is_one_step_off = trainer.schedule is Schedule.one_step_off
     dataloader = _AsyncDataloader(prompts.train, seed=trainer.seed, num_epochs=trainer.num_epochs)
     staleness = _AsyncStalenessManager(
         trainer.max_concurrent_generation_groups,
         mini_batch_size,
-        trainer.max_staleness_steps,
+        trainer.staleness_bound,
         None if trainer.num_steps is None else trainer.num_steps * mini_batch_size,
-        limits_buffered_groups=trainer.limit_buffered_groups,
+        limits_buffered_groups=trainer.limit_buffered_groups and not is_one_step_off,
+        admits_whole_batches=is_one_step_off,
     )
-    buffer = GroupBuffer(mini_batch_size * (trainer.max_staleness_steps + 1))
+    buffer = GroupBuffer(mini_batch_size * (trainer.staleness_bound + 1))
     board = StageBoard(on_left=trace_stages(trace))
     workers = GenerationWorkers(
         dataloader=dataloader,
@@ -305,11 +307,12 @@ def _evaluator(config: Config, generator: Generator, prompts: Prompts) -> Evalua
 
 def _trainer_settings(config: Config, *, must_wait_for_mini_batch: bool) -> TrainerSettings:
     trainer, evaluation = config.trainer, config.evaluation
+    is_fully_async = trainer.schedule is Schedule.fully_async
     return TrainerSettings(
         mini_batch_size=trainer.policy_mini_batch_size,
         num_steps=trainer.num_steps,
         staleness_policy=staleness_policy(trainer.staleness_policy.name),
-        stream_mini_batch=trainer.stream_mini_batch and not must_wait_for_mini_batch,
+        stream_mini_batch=trainer.stream_mini_batch and not must_wait_for_mini_batch and is_fully_async,
         deterministic=trainer.deterministic,
         eval_interval_steps=trainer.eval_interval_steps,
         num_eval_prompts=evaluation.num_prompts,
@@ -317,4 +320,5 @@ def _trainer_settings(config: Config, *, must_wait_for_mini_batch: bool) -> Trai
         checkpoint_interval_steps=trainer.checkpoint_interval_steps,
         check_interval_steps=trainer.logprob_probe_interval_steps,
         publish_every_steps=trainer.publish_every_steps,
+        publishes_between_batches=trainer.schedule is Schedule.one_step_off,
     )

@@ -33,6 +33,12 @@ class StalenessPolicy(Enum):
     allow = "allow"
 
 
+class Schedule(Enum):
+    sync = "sync"
+    one_step_off = "one_step_off"
+    fully_async = "fully_async"
+
+
 class OnLostSamples(Enum):
     fill = "fill"
     train_rest = "train_rest"
@@ -370,8 +376,20 @@ class AlgorithmConfig:
 
 @dataclass
 class TrainerConfig:
-    max_staleness_steps: int = doc(
-        4, "Most optimizer steps between a group's admission and its training. 0 is synchronous training."
+    schedule: Schedule = doc(
+        Schedule.fully_async,
+        "fully_async: generation goes on while training does, weights change in flight. sync: generate a mini-batch, train on it, "
+        "publish. one_step_off: the next whole mini-batch is generated while this one trains, and weights change between the two.",
+    )
+    max_staleness_steps: int | None = doc(
+        None,
+        "Most optimizer steps between a group's admission and its training. Null: 4; 0 with schedule=sync, 1 with one_step_off, and "
+        "generate_ahead_steps where that is given. 0 is synchronous training, which may still stream.",
+    )
+    generate_ahead_steps: int | None = doc(
+        None,
+        "Another name for max_staleness_steps, for those who come from async-rl: there it is by how many steps generation may run ahead of "
+        "the last parameter update, which is when a group may be admitted here, too. Here it also bounds the age at which it is trained.",
     )
     staleness_policy: StalenessPolicy = doc(
         StalenessPolicy.wait,
@@ -448,14 +466,14 @@ class TrainerConfig:
     )
 
     def __post_init__(self) -> None:
-        require(self.max_staleness_steps >= 0, "trainer.max_staleness_steps", ">= 0", self.max_staleness_steps)
+        self._settle_the_bound()
         require(self.policy_mini_batch_size >= 1, "trainer.policy_mini_batch_size", ">= 1", self.policy_mini_batch_size)
         require(self.num_steps is None or self.num_steps >= 1, "trainer.num_steps", ">= 1 or null", self.num_steps)
         require(self.num_epochs >= 1, "trainer.num_epochs", ">= 1", self.num_epochs)
         require(
-            1 <= self.publish_every_steps <= self.max_staleness_steps + 1,
+            1 <= self.publish_every_steps <= self.staleness_bound + 1,
             "trainer.publish_every_steps",
-            f"between 1 and max_staleness_steps + 1 ({self.max_staleness_steps + 1}): training would wait for groups that nobody "
+            f"between 1 and max_staleness_steps + 1 ({self.staleness_bound + 1}): training would wait for groups that nobody "
             "may generate",
             self.publish_every_steps,
         )
@@ -477,7 +495,7 @@ class TrainerConfig:
                 "a checkpoint directory when trainer.resume_mode=from_path",
                 self.resume_path,
             )
-        least, most = self.policy_mini_batch_size, self.policy_mini_batch_size * (self.max_staleness_steps + 1)
+        least, most = self.policy_mini_batch_size, self.policy_mini_batch_size * (self.staleness_bound + 1)
         workers = self.num_parallel_generation_workers
         require(
             workers is None or least <= workers <= most,
@@ -486,10 +504,38 @@ class TrainerConfig:
             workers,
         )
 
+    def _settle_the_bound(self) -> None:
+        """The schedule's bound where none is given; raises ``ConfigError`` for one that contradicts it."""
+        bound, ahead = self.max_staleness_steps, self.generate_ahead_steps
+        require(ahead is None or ahead >= 0, "trainer.generate_ahead_steps", ">= 0 or null", ahead)
+        require(bound is None or bound >= 0, "trainer.max_staleness_steps", ">= 0", bound)
+        require(
+            None in (bound, ahead) or bound == ahead,
+            "trainer.generate_ahead_steps",
+            f"left out, or equal to trainer.max_staleness_steps ({bound}), whose other name it is",
+            ahead,
+        )
+        asked = ahead if bound is None else bound
+        own = {Schedule.sync: 0, Schedule.one_step_off: 1}.get(self.schedule)
+        name = "generate_ahead_steps" if bound is None else "max_staleness_steps"
+        require(
+            None in (asked, own) or asked == own,
+            f"trainer.{name}",
+            f"left out, or {own}, when trainer.schedule={self.schedule.name} (fully_async takes any)",
+            asked,
+        )
+        self.max_staleness_steps = asked if asked is not None else (4 if own is None else own)
+
+    @property
+    def staleness_bound(self) -> int:
+        """``max_staleness_steps``, settled."""
+        assert self.max_staleness_steps is not None
+        return self.max_staleness_steps
+
     @property
     def max_concurrent_generation_groups(self) -> int:
         """Groups in flight at once."""
-        most = self.policy_mini_batch_size * (self.max_staleness_steps + 1)
+        most = self.policy_mini_batch_size * (self.staleness_bound + 1)
         return self.num_parallel_generation_workers or min(most, 2 * self.policy_mini_batch_size)
 
 

@@ -2,7 +2,7 @@
 
 Flows in: admissions asked for, rollouts that end, policy versions. Flows out: admissions. Does not know what a group holds, who
 generates it or who trains on it. Every transition is an ``async def`` without an ``await`` (SkyRL's verbs are coroutines), hence
-atomic under cancellation; only ``acquire_submission_slot`` waits.
+atomic under cancellation; only ``acquire_submission_slot`` and ``drained`` wait.
 """
 
 import asyncio
@@ -39,6 +39,7 @@ class _AsyncStalenessManager:
         max_groups: groups the run needs in all; none is admitted beyond. None: no limit.
         limits_buffered_groups: while the trainer is busy, a finished group keeps its place among those in flight until it is
             trained: a group generated earlier than the trainer can take it only ages. While the trainer waits, it does not.
+        admits_whole_batches: the next mini-batch is admitted when no group of the one before is running any more, all of it at once.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class _AsyncStalenessManager:
         max_groups: int | None = None,
         *,
         limits_buffered_groups: bool = False,
+        admits_whole_batches: bool = False,
     ) -> None:
         if min(max_concurrent_generation_groups, mini_batch_size) < 1 or max_staleness_steps < 0:
             raise ValueError(
@@ -60,6 +62,7 @@ class _AsyncStalenessManager:
         self._max_staleness_steps = max_staleness_steps
         self._max_groups = max_groups
         self._limits_buffered_groups = limits_buffered_groups
+        self._admits_whole_batches = admits_whole_batches
         self._is_trainer_waiting = True
         self._version = 0
         self._trained_version = 0
@@ -69,6 +72,7 @@ class _AsyncStalenessManager:
         self._finished: dict[int, Admission] = {}
         self._open = OpenGroups()
         self._waiters: OrderedDict[asyncio.Future[None], None] = OrderedDict()
+        self._drained: list[asyncio.Future[None]] = []
 
     @property
     def max_staleness_steps(self) -> int:
@@ -101,7 +105,10 @@ class _AsyncStalenessManager:
         limit = (self._max_staleness_steps + self._version + 1) * self._mini_batch_size
         if self._max_groups is not None:
             limit = min(limit, self._max_groups)
-        credits = limit - self._num_trained - len(self._finished) - len(self._running)
+        num_accepted = self._num_trained + len(self._finished) + len(self._running)
+        credits = limit - num_accepted
+        if self._admits_whole_batches and self._running and num_accepted % self._mini_batch_size == 0:
+            return 0
         is_ahead = self._limits_buffered_groups and not self._is_trainer_waiting
         num_placed = len(self._running) + (len(self._finished) if is_ahead else 0)
         return max(0, min(credits, self._max_running - num_placed))
@@ -168,6 +175,20 @@ class _AsyncStalenessManager:
         self._version = version
         self._trained_version = max(version, self._trained_version)
         self._wake()
+
+    async def drained(self) -> None:
+        """Wait until no group is running and none is about to be admitted.
+
+        Unblocked by groups that end. With ``admits_whole_batches``, a mini-batch is complete then.
+        """
+        while not self._is_drained:
+            waiter = asyncio.get_running_loop().create_future()
+            self._drained.append(waiter)
+            await waiter
+
+    @property
+    def _is_drained(self) -> bool:
+        return not self._running and not (self._waiters and self.capacity)
 
     def may_train(self, scheduled_version: int, num_free: int) -> bool:
         """Whether a group admitted at ``scheduled_version`` may take one of the ``num_free`` places left in this step.
@@ -264,3 +285,8 @@ class _AsyncStalenessManager:
         first = next(iter(self._waiters), None)
         if first is not None and not first.done() and self.capacity > 0:
             first.set_result(None)
+        if self._drained and self._is_drained:
+            drained, self._drained = self._drained, []
+            for waiter in drained:
+                if not waiter.done():
+                    waiter.set_result(None)

@@ -71,6 +71,8 @@ class SimulationSettings:
     """How long requests wait when there is no engine; None: until one comes."""
     send_seconds: float = 0.0
     publish_every_steps: int = 1
+    is_one_step_off: bool = False
+    """See ``config.schema.Schedule``; ``max_staleness_steps`` is to be 1, and ``stream_mini_batch`` false."""
     max_publish_retries: int = 0
     stream_mini_batch: bool = True
     deterministic: bool = False
@@ -171,6 +173,7 @@ def build_simulation(
         settings.max_staleness_steps,
         max_groups,
         limits_buffered_groups=settings.limits_buffered_groups,
+        admits_whole_batches=settings.is_one_step_off,
     )
     buffer = make_buffer(credits)
     generator = generator_over(client)
@@ -296,4 +299,5 @@ def _trainer_settings(settings: SimulationSettings) -> TrainerSettings:
         checkpoint_interval_steps=settings.checkpoint_interval_steps,
         check_interval_steps=0,
         publish_every_steps=settings.publish_every_steps,
+        publishes_between_batches=settings.is_one_step_off,
     )

@@ -121,7 +121,7 @@ def test_a_dictionary_sets_several_keys_of_a_section() -> None:
         ("trainer.lr=1", "unknown key 'trainer.lr'; did you mean training.lr?"),
         ("trainer={num_stepz:1}", "unknown key 'trainer.num_stepz'; did you mean trainer.num_steps?"),
         ("cheese=1", "unknown key 'cheese' (--help lists every key)"),
-        ("trainer=3", "trainer is a section; set one of its keys (max_staleness_steps, "),
+        ("trainer=3", "trainer is a section; set one of its keys (schedule, "),
         ("trainer.num_steps=many", "trainer.num_steps must be integer or null, got 'many'"),
         ("trainer.num_steps=3.5", "trainer.num_steps must be integer or null, got 3.5"),
         ("training.lr=fast", "training.lr must be number, got 'fast'"),

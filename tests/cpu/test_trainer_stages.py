@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_async.checkpoint import Checkpointer
-from skyrl_async.config.schema import TrainerConfig
+from skyrl_async.config.schema import Schedule, TrainerConfig
 from skyrl_async.errors import ConfigError, GenerationError, PublishError
 from skyrl_async.metrics.names import METRICS
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -244,3 +244,86 @@ def test_a_failing_rollout_is_the_rollout_stages_error() -> None:
         assert states["rollout"] is StageState.ERROR
 
     run_in_virtual_time(main())
+
+
+ONE_STEP_OFF = replace(
+    SLOW_PUBLISH,
+    is_one_step_off=True,
+    max_staleness_steps=1,
+    stream_mini_batch=False,
+    send_seconds=0.2,
+    load_seconds=0.1,
+)
+
+
+@given(
+    sigma=st.sampled_from([0.0, 0.8, 1.5]),
+    seconds_per_token=st.sampled_from([1e-4, 1e-3, 1e-2]),
+    seed=st.integers(0, 3),
+)
+@settings(max_examples=15, deadline=None)
+def test_one_step_off_generates_the_next_whole_batch_while_this_one_trains_and_changes_weights_between(
+    sigma: float, seconds_per_token: float, seed: int
+) -> None:
+    simulation, events = run(replace(ONE_STEP_OFF, sigma=sigma, seconds_per_token=seconds_per_token, seed=seed))
+    published = {version: (begin, end) for what, version, begin, end in events if what == "publish"}
+    for step, groups in enumerate(simulation.policy.steps[:-1]):
+        assert len(groups) == ONE_STEP_OFF.mini_batch_size
+        assert {v for group in groups for row in group for v in row.versions} == {max(0, step - 1)}
+        assert all(row.num_aborts == 0 for group in groups for row in group), "weights changed in flight"
+    assert simulation.trainer.totals.staleness_max == 1
+    assert sorted(published) == list(range(ONE_STEP_OFF.num_steps + 1))
+
+
+def test_one_step_off_takes_the_longer_of_generating_and_training_and_sync_their_sum() -> None:
+    settings = replace(ONE_STEP_OFF, sigma=0.0, num_steps=10, half_speed_requests=1e9)
+    overlapped, _ = run(settings)
+    synchronous, _ = run(replace(settings, is_one_step_off=False, max_staleness_steps=0))
+    generate, tokens = 1.0, 4 * 2 * 100
+    train = tokens * settings.seconds_per_token + settings.step_seconds
+    publish = settings.send_seconds + settings.load_seconds
+    expected = 10 * (generate + train + publish) - publish
+    assert synchronous.trainer.totals.training_seconds == pytest.approx(expected, rel=0.02)
+    # Version 1 is published when batch 2 is generated and batch 1 trained; then batch 3 is generated while batch 2 trains.
+    expected = generate + 10 * train + 9 * publish
+    assert overlapped.trainer.totals.training_seconds <= expected * 1.02
+    assert overlapped.trainer.totals.training_seconds < 0.8 * synchronous.trainer.totals.training_seconds
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bound"),
+    [
+        ({}, 4),
+        ({"schedule": Schedule.sync}, 0),
+        ({"schedule": Schedule.one_step_off}, 1),
+        ({"generate_ahead_steps": 2}, 2),
+        ({"generate_ahead_steps": 1, "schedule": Schedule.one_step_off}, 1),
+        ({"max_staleness_steps": 3, "generate_ahead_steps": 3}, 3),
+    ],
+)
+def test_the_schedule_says_the_bound_where_none_is_given(overrides: dict, bound: int) -> None:
+    config = TrainerConfig(**overrides)
+    assert config.staleness_bound == config.max_staleness_steps == bound
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"schedule": Schedule.sync, "max_staleness_steps": 4},
+            r"trainer.max_staleness_steps must be left out, or 0, when trainer.schedule=sync \(fully_async takes any\), got 4",
+        ),
+        (
+            {"schedule": Schedule.one_step_off, "generate_ahead_steps": 2},
+            "trainer.generate_ahead_steps must be left out, or 1, when trainer.schedule=one_step_off",
+        ),
+        (
+            {"max_staleness_steps": 4, "generate_ahead_steps": 2},
+            r"trainer.generate_ahead_steps must be left out, or equal to trainer.max_staleness_steps \(4\)",
+        ),
+        ({"generate_ahead_steps": -1}, "trainer.generate_ahead_steps must be >= 0 or null, got -1"),
+    ],
+)
+def test_a_bound_that_contradicts_the_schedule_is_refused(overrides: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainerConfig(**overrides)
