@@ -36,6 +36,8 @@ class EvaluationResult:
     num_prompts: int
     num_failed: int
     """Prompts left out because their rollouts failed."""
+    versions: tuple[int, int]
+    """Policy versions that the oldest and the newest token were sampled under."""
 
     def values(self) -> dict[str, float]:
         """By metric name."""
@@ -45,6 +47,8 @@ class EvaluationResult:
             "eval/response_tokens_mean": self.response_tokens,
             "eval/truncated_share": self.truncated_share,
             "eval/failed_prompts": float(self.num_failed),
+            "eval/version_min": float(self.versions[0]),
+            "eval/version_max": float(self.versions[1]),
         }
 
 
@@ -135,6 +139,7 @@ def _averaged(groups: Sequence[tuple[Trajectory, ...]], num_failed: int) -> Eval
     mean = sum(rewards) / len(rewards)
     variance = sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)
     num_tokens = sum(sample.num_sampled_tokens for sample in played)
+    versions = {version for group in groups for row in group for version in row.versions}
     return EvaluationResult(
         reward=mean,
         standard_error=(variance / len(rewards)) ** 0.5,
@@ -143,4 +148,5 @@ def _averaged(groups: Sequence[tuple[Trajectory, ...]], num_failed: int) -> Eval
         num_tokens=num_tokens,
         num_prompts=len(groups),
         num_failed=num_failed,
+        versions=(min(versions, default=0), max(versions, default=0)),
     )

@@ -261,6 +261,7 @@ def _summary(left: _Left, run_dir: Path, started: float, booted: float, has_poli
     return {
         "reward_before": trainer.totals.reward_before,
         "reward_after": trainer.reward_after,
+        "throughput_beside_validation": trainer.throughput_beside_validation,
         "steps": trainer.step,
         "seconds": now - started,
         "boot_seconds": booted - started,

@@ -11,7 +11,7 @@ when each happens, and nothing of how.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +20,8 @@ from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.concurrency import first_failure
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.errors import CheckpointError, NoEngineError, PublishError, SkyRLAsyncError
-from skyrl_async.evaluation import EvaluationResult, Evaluator
+from skyrl_async.evaluation import Evaluator
+from skyrl_async.metrics.overlap import OverlapThroughput
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import RunTotals, StepFigures
 from skyrl_async.metrics.trace import Trace
@@ -36,6 +37,7 @@ from skyrl_async.stages import Channel, Lane, StageStatus, run_stage
 from skyrl_async.stopping import StopAsked, StopRequest
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Group
+from skyrl_async.validation import Validation, ValidationSettings
 from skyrl_async.weight_sync.publisher import PublishTimes
 
 logger = logging.getLogger(__name__)
@@ -62,9 +64,7 @@ class TrainerSettings:
     staleness_policy: StalenessPolicy
     stream_mini_batch: bool
     deterministic: bool
-    eval_interval_steps: int
-    num_eval_prompts: int
-    num_eval_prompts_while_training: int
+    validation: ValidationSettings
     checkpoint_interval_steps: int
     check_interval_steps: int
     """Steps between proofs that engines hold the trained weights."""
@@ -72,6 +72,8 @@ class TrainerSettings:
     """Optimizer steps between publishes; at most ``max_staleness_steps + 1``, or training would wait for ever."""
     publishes_between_batches: bool = False
     """Weights change only when the mini-batch being generated is complete."""
+    validates_only: bool = False
+    """Nothing is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +133,6 @@ class FullyAsyncTrainer:
         self._workers = workers
         self._policy = policy
         self._publisher = publisher
-        self._evaluator = evaluator
         self._trace = trace
         self._watchdog = watchdog
         self._recorder = Recorder(log=log, trace=trace, log_groups=log_groups, generation_counts=lambda: workers.counts)
@@ -146,12 +147,19 @@ class FullyAsyncTrainer:
         self._board = board or StageBoard()
         self._preparation = Preparation(buffer, {"reward": reward_with(advantages), **(prepare or {})}, self._board)
         self._trained = Channel[_TrainedStep](1)
-        self._to_validate = Channel[int](1)
         self._stop = stop or StopRequest()
+        self._validation = Validation(
+            evaluator=evaluator,
+            settings=settings.validation,
+            staleness=staleness,
+            recorder=self._recorder,
+            stop=self._stop,
+        )
         self._taken: list[Group] = []
         self._policy_step: int | None = 0
         """Optimizer steps that the policy holds; None in the midst of one."""
         self._is_publish_cut = False
+        self._beside_validation = OverlapThroughput()
         self.reward_after: float | None = None
 
     @property
@@ -162,6 +170,15 @@ class FullyAsyncTrainer:
     def stages(self) -> list[StageStatus]:
         """Where each stage is now, in the order of the data's flow."""
         return self._board.statuses()
+
+    @property
+    def throughput_beside_validation(self) -> float | None:
+        """Tokens trained per second while held-out prompts were played, over those per second without; None where unknown."""
+        return self._beside_validation.ratio
+
+    @property
+    def _seconds_validated(self) -> float:
+        return self._board.stage("validation").statistics()["processing_seconds"]
 
     @property
     def checkpoint_failure(self) -> CheckpointError | None:
@@ -202,7 +219,11 @@ class FullyAsyncTrainer:
 
     async def _run(self) -> None:
         await self._publish(self.step, is_first=True)
-        if self.totals.reward_before is None and (before := await self._evaluate(self._settings.num_eval_prompts)):
+        if self._settings.validates_only:
+            result = await self._validation.before_training()
+            self.reward_after = None if result is None else result.reward
+            return
+        if self.totals.reward_before is None and (before := await self._validation.before_training()):
             self.totals.reward_before = before.reward
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -210,7 +231,7 @@ class FullyAsyncTrainer:
                 generating = tasks.create_task(self._workers.run(), name="generation")
                 preparing = tasks.create_task(self._preparation.run(), name="preparation")
                 updating = tasks.create_task(self._update_parameters(), name="param_update")
-                tasks.create_task(self._validate(), name="validation")
+                tasks.create_task(self._validation.run(self._board.stage("validation")), name="validation")
                 await self._train()
                 await updating
                 await self._publish_the_rest()
@@ -226,7 +247,7 @@ class FullyAsyncTrainer:
             return
         self._recorder.count_generation()
         self.totals.wasted_tokens += sum(group.num_sampled_tokens for group in self._buffer.snapshot())
-        if after := await self._evaluate(self._settings.num_eval_prompts):
+        if after := await self._validation.at_the_end():
             self.reward_after = after.reward
 
     def _is_done(self) -> bool:
@@ -253,6 +274,7 @@ class FullyAsyncTrainer:
         loop = asyncio.get_running_loop()
         started = loop.time()
         version = self.trained_step + 1
+        validated = self._seconds_validated
         figures = StepFigures(version=version - 1, max_staleness_steps=self._staleness.max_staleness_steps)
         try:
             async for whole in self._mini_batch(figures):
@@ -277,6 +299,7 @@ class FullyAsyncTrainer:
         self._taken.clear()
         figures.add_seconds("step", loop.time() - started)
         self.totals.add_step(figures)
+        self._beside_validation.add(figures.num_tokens, figures.seconds["step"], self._seconds_validated - validated)
         return _TrainedStep(version=version, figures=figures, policy_values=policy_values)
 
     async def _add_gradients(self, whole: Group, figures: StepFigures) -> None:
@@ -307,7 +330,7 @@ class FullyAsyncTrainer:
             self._request_validation,
             name_of=lambda trained: f"version {trained.version}",
         )
-        self._to_validate.close()
+        self._validation.close()
 
     async def _bring_to_engines(self, trained: _TrainedStep) -> int | None:
         """Publish a step, where one is due, and log it; returns the version that the engines now have."""
@@ -317,6 +340,7 @@ class FullyAsyncTrainer:
         try:
             if self._is_to_be_published(version):
                 async with self._stop.cut_short(is_patient=True):
+                    await self._validation.release_version()
                     if self._settings.publishes_between_batches:
                         await self._staleness.drained()
                     values |= await self._publish(version, figures=figures)
@@ -337,6 +361,10 @@ class FullyAsyncTrainer:
         if self.step < self.trained_step and not self._is_publish_cut:
             await self._publish(self.trained_step)
             await self._staleness.notify_capacity_change(self.trained_step)
+
+    async def _request_validation(self, version: int | None) -> None:
+        if version is not None and version != self._settings.num_steps:
+            self._validation.request(version)
 
     def _is_to_be_published(self, version: int) -> bool:
         """Also before a checkpoint, and at the end: those hold what engines serve."""
@@ -411,44 +439,6 @@ class FullyAsyncTrainer:
             with self._trace.span("check", track="publish", version=version):
                 return await self._publisher.check(version, is_first=is_first)
         return {}
-
-    async def _evaluate(self, num_prompts: int) -> EvaluationResult | None:
-        if self._evaluator is None:
-            return None
-        step, loop = self.step, asyncio.get_running_loop()
-        started = loop.time()
-        result: EvaluationResult | None = None
-        with self._trace.span("evaluate", track="evaluation", step=step), suppress(StopAsked):
-            async with self._stop.cut_short():
-                result = await self._evaluator.evaluate(num_prompts, priority=self._staleness.next_index)
-        if result is None:
-            return None
-        self.totals.evaluation_tokens += result.num_tokens
-        self._recorder.log(step, result.values() | {"timing/eval": loop.time() - started})
-        return result
-
-    async def _request_validation(self, version: int | None) -> None:
-        """Have a version that the engines serve validated where that is due; left out while two wait."""
-        if version is None or version == self._settings.num_steps:
-            return
-        if not self._is_due(self._settings.eval_interval_steps, version):
-            return
-        if len(self._to_validate):
-            logger.warning("no evaluation at step %d: the one before has not begun", version)
-            return
-        self._to_validate.put_nowait(version)
-
-    async def _validate(self) -> None:
-        """Consumes versions; produces evaluations; waits for neither training nor publishing, nor they for it."""
-
-        async def evaluate(version: int) -> None:
-            await self._evaluate(self._settings.num_eval_prompts_while_training)
-
-        async def logged(_: None) -> None:
-            pass
-
-        stage = self._board.stage("validation")
-        await run_stage(stage, self._to_validate, evaluate, logged, name_of=lambda version: f"version {version}")
 
     async def _save_at_the_end(self) -> None:
         """Write a last checkpoint with what is still being generated; of a run that is stopped, whatever the interval."""

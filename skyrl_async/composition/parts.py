@@ -43,6 +43,7 @@ from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
 from skyrl_async.training.protocol import Policy
 from skyrl_async.training.recovering import RecoveringPolicy
 from skyrl_async.types import Group, PauseMode, SamplingParams
+from skyrl_async.validation import ValidationSettings
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 Log = Callable[[int, dict[str, float]], None]
@@ -298,7 +299,7 @@ def _evaluator(config: Config, generator: Generator, prompts: Prompts) -> Evalua
         prompts=prompts.held_out,
         num_samples=config.evaluation.n_samples_per_prompt,
         sampling=sampling_params(config.evaluation.sampling),
-        max_concurrent=config.engine.num_engines * config.engine.max_num_seqs,
+        max_concurrent=config.evaluation.max_concurrent or config.engine.num_engines * config.engine.max_num_seqs,
         max_retries=config.generator.max_retries,
         timeout_s=config.generator.rollout_timeout_s,
         backoff=_backoff(config),
@@ -314,9 +315,15 @@ def _trainer_settings(config: Config, *, must_wait_for_mini_batch: bool) -> Trai
         staleness_policy=staleness_policy(trainer.staleness_policy.name),
         stream_mini_batch=trainer.stream_mini_batch and not must_wait_for_mini_batch and is_fully_async,
         deterministic=trainer.deterministic,
-        eval_interval_steps=trainer.eval_interval_steps,
-        num_eval_prompts=evaluation.num_prompts,
-        num_eval_prompts_while_training=evaluation.num_prompts_while_training,
+        validation=ValidationSettings(
+            interval_steps=trainer.eval_interval_steps,
+            num_prompts=evaluation.num_prompts,
+            num_prompts_while_training=evaluation.num_prompts_while_training,
+            pins_version=evaluation.pin_version,
+            before_training=trainer.eval_before_train or trainer.eval_only,
+            at_the_end=trainer.eval_at_end,
+        ),
+        validates_only=trainer.eval_only,
         checkpoint_interval_steps=trainer.checkpoint_interval_steps,
         check_interval_steps=trainer.logprob_probe_interval_steps,
         publish_every_steps=trainer.publish_every_steps,

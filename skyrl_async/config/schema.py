@@ -443,6 +443,11 @@ class TrainerConfig:
     eval_interval_steps: int = doc(
         20, "Steps between evaluations while training, beside those before and after; 0 leaves them out."
     )
+    eval_before_train: bool = doc(True, "Evaluate before training, too.")
+    eval_at_end: bool = doc(True, "Evaluate after training, too.")
+    eval_only: bool = doc(
+        False, "Train nothing: evaluate the policy, or with trainer.resume_mode the checkpoint's, and end."
+    )
     output_dir: str | None = doc(None, "The run's directory; null makes one under outputs/.")
     export_hf: bool = doc(True, "Write the final policy as a Hugging Face directory.")
     logprob_probe_interval_steps: int = doc(
@@ -597,10 +602,20 @@ class EvaluationConfig:
     num_prompts: int = doc(256, "Held-out prompts used before and after training.")
     num_prompts_while_training: int = doc(96, "Held-out prompts used between.")
     n_samples_per_prompt: int = doc(1, "Answers per held-out prompt.")
+    max_concurrent: int | None = doc(
+        None, "Held-out prompts played at once, beside training's groups; null: as many as the engines run."
+    )
+    pin_version: bool = doc(
+        True,
+        "While training, play held-out prompts under one version: the next publish waits until they are through, and the trainer with it "
+        "where it is faster. False publishes meanwhile: their tokens are then of several versions.",
+    )
     sampling: SamplingConfig = doc(SamplingConfig, "How held-out prompts are sampled.")
 
     def __post_init__(self) -> None:
         require(self.num_prompts >= 0, "evaluation.num_prompts", ">= 0", self.num_prompts)
+        limit = self.max_concurrent
+        require(limit is None or limit >= 1, "evaluation.max_concurrent", ">= 1 or null", limit)
         require(self.n_samples_per_prompt >= 1, "evaluation.n_samples_per_prompt", ">= 1", self.n_samples_per_prompt)
 
 

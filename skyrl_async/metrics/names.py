@@ -27,6 +27,8 @@ METRICS: dict[str, Metric] = {
     "eval/response_tokens_mean": Metric("tokens", "Mean response length on held-out prompts."),
     "eval/truncated_share": Metric("share", "Of those responses, ended by the token budget."),
     "eval/failed_prompts": Metric("prompts", "Left out of reward/eval because their rollouts failed, after retries."),
+    "eval/version_min": Metric("steps", "Policy version that the oldest token of the evaluation was sampled under."),
+    "eval/version_max": Metric("steps", "The newest; the same where evaluation.pin_version holds it."),
     "async/staleness_mean": Metric("steps", "Policy version trained at minus version scheduled at, mean over groups."),
     "async/staleness_max": Metric("steps", "The same, largest of the step."),
     "async/over_bound_share": Metric(

@@ -37,7 +37,7 @@ class Recorder:
         self.log = log
         self.log_groups = log_groups
         self.totals = RunTotals()
-        self._trace = trace
+        self.trace = trace
         self._generation_counts = generation_counts
         self._counted = generation_counts()
         self._counted_at = 0.0
@@ -51,7 +51,7 @@ class Recorder:
         """Trace a part of a step, and add its seconds to the step's."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        with self._trace.span(name, track=track, step=figures.version + 1):
+        with self.trace.span(name, track=track, step=figures.version + 1):
             yield
         figures.add_seconds(name, loop.time() - started)
 

@@ -39,6 +39,7 @@ _LABELS = {
     "resumed_trajectories": ("running trajectories resumed", "{:,.0f}"),
     "restarted_trajectories": ("  begun anew instead", "{:,.0f}"),
     "pause_seconds_median": ("generation paused per publish, median", "{:.3f} s"),
+    "throughput_beside_validation": ("training throughput during validation / without", "{:.2f}"),
     "trainer_idle_share": ("trainer idle", "{:.0%}"),
 }
 

@@ -32,6 +32,7 @@ from skyrl_async.stage_board import StageBoard, trace_stages
 from skyrl_async.stopping import StopRequest
 from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
 from skyrl_async.types import Group, PauseMode, Prompt, SamplingParams
+from skyrl_async.validation import ValidationSettings
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 
@@ -81,6 +82,8 @@ class SimulationSettings:
     eval_interval_steps: int = 0
     num_eval_prompts: int = 0
     """Played before, while and after training."""
+    pins_eval_version: bool = True
+    validates_only: bool = False
     rollout_timeout_s: float = 1e9
     max_retries: int = 0
     max_failed_fraction: float = 0.5
@@ -293,11 +296,15 @@ def _trainer_settings(settings: SimulationSettings) -> TrainerSettings:
         staleness_policy=staleness_policy(settings.staleness_policy),
         stream_mini_batch=settings.stream_mini_batch,
         deterministic=settings.deterministic,
-        eval_interval_steps=settings.eval_interval_steps,
-        num_eval_prompts=settings.num_eval_prompts,
-        num_eval_prompts_while_training=settings.num_eval_prompts,
+        validation=ValidationSettings(
+            interval_steps=settings.eval_interval_steps,
+            num_prompts=settings.num_eval_prompts,
+            num_prompts_while_training=settings.num_eval_prompts,
+            pins_version=settings.pins_eval_version,
+        ),
         checkpoint_interval_steps=settings.checkpoint_interval_steps,
         check_interval_steps=0,
         publish_every_steps=settings.publish_every_steps,
         publishes_between_batches=settings.is_one_step_off,
+        validates_only=settings.validates_only,
     )

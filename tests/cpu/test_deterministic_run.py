@@ -27,6 +27,7 @@ from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import GroupRequest, PauseMode, Prompt, SamplingParams
+from skyrl_async.validation import ValidationSettings
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 SIZES = PolicySizes(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
@@ -175,9 +176,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
             staleness_policy=staleness_policy("wait"),
             stream_mini_batch=job.stream_mini_batch,
             deterministic=True,
-            eval_interval_steps=0,
-            num_eval_prompts=0,
-            num_eval_prompts_while_training=0,
+            validation=ValidationSettings(),
             checkpoint_interval_steps=job.checkpoint_interval_steps,
             check_interval_steps=job.check_interval_steps,
         ),

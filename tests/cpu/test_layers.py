@@ -39,6 +39,7 @@ LAYERS = {
     "skyrl_async.rollout.worker": 3,
     "skyrl_async.run_lock": 4,
     "skyrl_async.saving": 4,
+    "skyrl_async.validation": 4,
     "skyrl_async.trainer": 4,
     "skyrl_async.composition": 5,
     "skyrl_async.main": 5,

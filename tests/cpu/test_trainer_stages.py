@@ -327,3 +327,51 @@ def test_the_schedule_says_the_bound_where_none_is_given(overrides: dict, bound:
 def test_a_bound_that_contradicts_the_schedule_is_refused(overrides: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainerConfig(**overrides)
+
+
+VALIDATING = replace(SLOW_PUBLISH, eval_interval_steps=3, num_eval_prompts=12, max_staleness_steps=2, send_seconds=0.0)
+
+
+def evaluations_of(simulation: Simulation) -> list[tuple[int, float, float]]:
+    return [(s, v["eval/version_min"], v["eval/version_max"]) for s, v in simulation.logged if "reward/eval" in v]
+
+
+def test_held_out_prompts_are_played_under_one_version_while_training_goes_on() -> None:
+    simulation, events = run(VALIDATING)
+    found = evaluations_of(simulation)
+    assert [step for step, _, _ in found] == [0, 3, 6, 9, 12]
+    assert all(step == oldest == newest for step, oldest, newest in found)
+    beside = [
+        values["stage/validation/processing_share"] for _, values in simulation.logged if "trainer/epoch" in values
+    ]
+    assert max(beside) > 0.3 and len([what for what, *_ in events if what == "step"]) == VALIDATING.num_steps
+    ratio = simulation.trainer.throughput_beside_validation
+    assert ratio is not None and 0.2 < ratio < 1.2
+
+
+def test_without_pinning_versions_change_under_an_evaluation() -> None:
+    simulation, _ = run(replace(VALIDATING, pins_eval_version=False))
+    assert any(oldest < newest for _, oldest, newest in evaluations_of(simulation))
+    pinned, _ = run(VALIDATING)
+    assert simulation.trainer.totals.training_seconds <= pinned.trainer.totals.training_seconds
+
+
+@given(bound=st.integers(0, 2), every=st.integers(1, 3), sigma=st.sampled_from([0.0, 1.2]))
+@settings(max_examples=10, deadline=None)
+def test_pinned_evaluations_hold_up_no_bound_for_ever(bound: int, every: int, sigma: float) -> None:
+    simulation, _ = run(replace(VALIDATING, max_staleness_steps=bound, eval_interval_steps=every, sigma=sigma))
+    assert simulation.trainer.step == VALIDATING.num_steps
+    assert all(step == oldest == newest for step, oldest, newest in evaluations_of(simulation))
+    assert simulation.trainer.totals.staleness_max <= bound
+
+
+def test_a_run_that_only_validates_trains_nothing() -> None:
+    async def main() -> Simulation:
+        simulation = build_simulation(replace(VALIDATING, validates_only=True))
+        await simulation.trainer.run()
+        return simulation
+
+    simulation = run_in_virtual_time(main())
+    assert simulation.trainer.step == 0 and simulation.policy.steps == [[]]
+    assert simulation.trainer.reward_after == 0.0
+    assert [step for step, _, _ in evaluations_of(simulation)] == [0]

@@ -1,0 +1,118 @@
+"""Validation as a stage of its own: held-out prompts at one version, while training goes on.
+
+    param_update ──version──> Validation ──figures, at that version──> log
+         ^                        │
+         └── with ``pins_version`` the next publish waits until it is through
+
+Flows in: versions that engines serve. Flows out: evaluations. Does not know what is trained, nor how engines get a version.
+"""
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+
+from skyrl_async.evaluation import EvaluationResult, Evaluator
+from skyrl_async.metrics.recorder import Recorder
+from skyrl_async.rollout.staleness import _AsyncStalenessManager
+from skyrl_async.stages import Channel, Stage, run_stage
+from skyrl_async.stopping import StopAsked, StopRequest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationSettings:
+    """When held-out prompts are played, and how many; see ``config.schema``."""
+
+    interval_steps: int = 0
+    """Between evaluations while training; 0: none."""
+    num_prompts: int = 0
+    """Before and after training."""
+    num_prompts_while_training: int = 0
+    pins_version: bool = True
+    """No other version is published while one is evaluated."""
+    before_training: bool = True
+    at_the_end: bool = True
+
+
+class Validation:
+    """Evaluates versions.
+
+    Args:
+        evaluator: plays held-out prompts; None evaluates nothing.
+        settings: when.
+        staleness: knows how urgent a request admitted now is.
+        recorder: logs, and counts tokens.
+        stop: ends an evaluation early.
+    """
+
+    def __init__(
+        self,
+        *,
+        evaluator: Evaluator | None,
+        settings: ValidationSettings,
+        staleness: _AsyncStalenessManager,
+        recorder: Recorder,
+        stop: StopRequest,
+    ) -> None:
+        self._evaluator = evaluator
+        self._settings = settings
+        self._staleness = staleness
+        self._recorder = recorder
+        self._stop = stop
+        self._versions = Channel[int](1)
+
+    async def before_training(self) -> EvaluationResult | None:
+        """Evaluate the version that training begins with, where that is asked for."""
+        return await self._evaluate(self._settings.num_prompts) if self._settings.before_training else None
+
+    async def at_the_end(self) -> EvaluationResult | None:
+        """Evaluate the last version, where that is asked for."""
+        return await self._evaluate(self._settings.num_prompts) if self._settings.at_the_end else None
+
+    async def run(self, stage: Stage) -> None:
+        """Consumes versions; produces evaluations; waits for neither training nor publishing."""
+
+        async def evaluate(version: int) -> None:
+            await self._evaluate(self._settings.num_prompts_while_training)
+
+        async def logged(_: None) -> None:
+            pass
+
+        await run_stage(stage, self._versions, evaluate, logged, name_of=lambda version: f"version {version}")
+
+    def request(self, version: int) -> None:
+        """Engines serve ``version`` now: evaluate it, where that is due. Left out while another one has not begun."""
+        interval = self._settings.interval_steps
+        if self._evaluator is None or not interval or version % interval:
+            return
+        if len(self._versions):
+            logger.warning("no evaluation at step %d: the one before has not begun", version)
+            return
+        self._versions.put_nowait(version)
+
+    async def release_version(self) -> None:
+        """Wait until another version may be published."""
+        if self._settings.pins_version:
+            await self._versions.join()
+
+    def close(self) -> None:
+        """No version will follow. Idempotent."""
+        self._versions.close()
+
+    async def _evaluate(self, num_prompts: int) -> EvaluationResult | None:
+        """Evaluate what is served now; None where there is nothing to evaluate, or a stop was asked for."""
+        if self._evaluator is None:
+            return None
+        step, loop = self._staleness.version, asyncio.get_running_loop()
+        started = loop.time()
+        result: EvaluationResult | None = None
+        with self._recorder.trace.span("evaluate", track="evaluation", step=step), suppress(StopAsked):
+            async with self._stop.cut_short():
+                result = await self._evaluator.evaluate(num_prompts, priority=self._staleness.next_index)
+        if result is None:
+            return None
+        self._recorder.totals.evaluation_tokens += result.num_tokens
+        self._recorder.log(step, result.values() | {"timing/eval": loop.time() - started})
+        return result
