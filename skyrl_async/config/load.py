@@ -57,6 +57,7 @@ def run_cli(task_function: Callable[[Config, list[str]], int], argv: Sequence[st
 def load(cfg: DictConfig) -> Config:
     """Build the config object and check it against this machine. Raises ``ConfigError`` or ``PolicyError``."""
     config = _to_object(cfg)
+    config.trainer.max_staleness_steps = config.trainer.staleness_bound
     rules.check(config)
     return config
 

@@ -39,6 +39,10 @@ class Schedule(Enum):
     fully_async = "fully_async"
 
 
+_OWN_BOUNDS = {Schedule.sync: 0, Schedule.one_step_off: 1}
+_DEFAULT_BOUND = 4
+
+
 class OnLostSamples(Enum):
     fill = "fill"
     train_rest = "train_rest"
@@ -471,7 +475,7 @@ class TrainerConfig:
     )
 
     def __post_init__(self) -> None:
-        self._settle_the_bound()
+        self._check_the_bound()
         require(self.policy_mini_batch_size >= 1, "trainer.policy_mini_batch_size", ">= 1", self.policy_mini_batch_size)
         require(self.num_steps is None or self.num_steps >= 1, "trainer.num_steps", ">= 1 or null", self.num_steps)
         require(self.num_epochs >= 1, "trainer.num_epochs", ">= 1", self.num_epochs)
@@ -509,8 +513,8 @@ class TrainerConfig:
             workers,
         )
 
-    def _settle_the_bound(self) -> None:
-        """The schedule's bound where none is given; raises ``ConfigError`` for one that contradicts it."""
+    def _check_the_bound(self) -> None:
+        """Raise ``ConfigError`` for a bound that contradicts the schedule or its other name."""
         bound, ahead = self.max_staleness_steps, self.generate_ahead_steps
         require(ahead is None or ahead >= 0, "trainer.generate_ahead_steps", ">= 0 or null", ahead)
         require(bound is None or bound >= 0, "trainer.max_staleness_steps", ">= 0", bound)
@@ -520,8 +524,7 @@ class TrainerConfig:
             f"left out, or equal to trainer.max_staleness_steps ({bound}), whose other name it is",
             ahead,
         )
-        asked = ahead if bound is None else bound
-        own = {Schedule.sync: 0, Schedule.one_step_off: 1}.get(self.schedule)
+        asked, own = self._asked_bound, _OWN_BOUNDS.get(self.schedule)
         name = "generate_ahead_steps" if bound is None else "max_staleness_steps"
         require(
             None in (asked, own) or asked == own,
@@ -529,13 +532,16 @@ class TrainerConfig:
             f"left out, or {own}, when trainer.schedule={self.schedule.name} (fully_async takes any)",
             asked,
         )
-        self.max_staleness_steps = asked if asked is not None else (4 if own is None else own)
+
+    @property
+    def _asked_bound(self) -> int | None:
+        return self.generate_ahead_steps if self.max_staleness_steps is None else self.max_staleness_steps
 
     @property
     def staleness_bound(self) -> int:
-        """``max_staleness_steps``, settled."""
-        assert self.max_staleness_steps is not None
-        return self.max_staleness_steps
+        """``max_staleness_steps``, or what follows from the schedule where it is null."""
+        default = _OWN_BOUNDS.get(self.schedule, _DEFAULT_BOUND)
+        return default if self._asked_bound is None else self._asked_bound
 
     @property
     def max_concurrent_generation_groups(self) -> int:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_async.checkpoint import Checkpointer
+from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema import Schedule, TrainerConfig
 from skyrl_async.errors import ConfigError, GenerationError, PublishError
 from skyrl_async.metrics.names import METRICS
@@ -302,8 +303,11 @@ def test_one_step_off_takes_the_longer_of_generating_and_training_and_sync_their
     ],
 )
 def test_the_schedule_says_the_bound_where_none_is_given(overrides: dict, bound: int) -> None:
-    config = TrainerConfig(**overrides)
-    assert config.staleness_bound == config.max_staleness_steps == bound
+    assert TrainerConfig(**overrides).staleness_bound == bound
+    words = [
+        f"trainer.{key}={value.name if isinstance(value, Schedule) else value}" for key, value in overrides.items()
+    ]
+    assert from_overrides(*words).trainer.max_staleness_steps == bound
 
 
 @pytest.mark.parametrize(
