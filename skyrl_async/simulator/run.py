@@ -145,6 +145,7 @@ def build_simulation(
     make_buffer: Callable[[int], GroupBuffer] = GroupBuffer,
     advantages: Callable[[Sequence[float]], Sequence[float]] = lambda rewards: [0.0] * len(rewards),
     prepare: Mapping[str, Prepare] | None = None,
+    trace: Trace | None = None,
 ) -> Simulation:
     """Make every part; call inside ``run_in_virtual_time``.
 
@@ -152,7 +153,7 @@ def build_simulation(
     ``advantages`` and ``prepare`` are the trainer's.
     """
     loop = asyncio.get_running_loop()
-    trace = Trace(None, loop.time)
+    trace = trace or Trace(None, loop.time)
     engines = _engines(settings)
     client = InferenceEngineClient(
         [engine_around(engine) for engine in engines],

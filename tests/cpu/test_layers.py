@@ -76,7 +76,7 @@ ALLOWED = {
     "openai": ("skyrl_gym_http/*.py",),
     "hydra": ("skyrl_async/config/load.py",),
     "rich": ("skyrl_async/metrics/console.py", "skyrl_async/metrics/summary.py"),
-    "matplotlib": ("skyrl_async/metrics/curves.py",),
+    "matplotlib": ("skyrl_async/metrics/curves.py", "skyrl_async/metrics/stage_picture.py"),
     "tensorboard": ("skyrl_async/metrics/tensorboard.py",),
     "wandb": ("skyrl_async/metrics/wandb.py",),
 }

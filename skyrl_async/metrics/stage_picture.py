@@ -1,0 +1,144 @@
+"""Where each stage of a run was when, as a picture: a row per stage.
+
+    python -m skyrl_async.metrics.stage_picture outputs/RUN/trace.json stages.png --begin 30 --end 35
+
+Flows in: a run's trace, also that of a run that still goes on or was killed. Flows out: a PNG. Knows the rows that ``stage_board`` draws.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from skyrl_async.errors import ConfigError
+
+_COLORS = {"processing": "#3b6fb6", "waiting for output": "#e08a2e", "waiting for input": "#dfe3e8"}
+_CHARACTER_SHARE = 0.0062
+"""Of the picture's width: an item is shown where there is room for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpan:
+    """A stage in one state, with one item."""
+
+    stage: str
+    state: str
+    item: str
+    begin: float
+    """Seconds since the trace began."""
+    end: float
+
+
+def read_stages(trace: Path) -> list[StageSpan]:
+    """The rows of the stages, in the order of time. Raises ``ConfigError`` where there are none."""
+    text = trace.read_text(encoding="utf-8").rstrip().rstrip("],").rstrip()
+    events = json.loads(text + "]") if text.startswith("[") and text != "[" else []
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = [
+        StageSpan(
+            stage=names[event["tid"]],
+            state=event["args"]["state"],
+            item=event["args"]["item"],
+            begin=event["ts"] / 1e6,
+            end=(event["ts"] + event["dur"]) / 1e6,
+        )
+        for event in events
+        if event["ph"] == "X" and "state" in event["args"]
+    ]
+    if not spans:
+        raise ConfigError(f"{trace} holds no stages: expected the trace.json of a run")
+    return sorted(spans, key=lambda span: span.begin)
+
+
+def draw_stages(
+    traces: Sequence[tuple[str, Path]], png: Path, *, order: Sequence[str], begin: float = 0.0, end: float | None = None
+) -> None:
+    """Draw the stages of one or more runs below each other.
+
+    Args:
+        traces: (title, trace) of each run.
+        png: written.
+        order: of the rows; stages that a run lacks are left out.
+        begin, end: seconds since the trace began; None: to its end.
+
+    Raises ``ConfigError`` for a trace without stages in that time.
+    """
+    panels = [(title, _within(read_stages(trace), begin, end, trace)) for title, trace in traces]
+    heights = [0.8 + 0.36 * len({span.stage for span in spans}) for _, spans in panels]
+    figure = Figure(figsize=(12, sum(heights) + 0.5), dpi=120, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (title, spans) in zip(all_axes, panels, strict=True):
+        _draw(axes, title, spans, [name for name in order if any(span.stage == name for span in spans)])
+    figure.legend(
+        handles=[Patch(color=color, label=state) for state, color in _COLORS.items()],
+        loc="outside upper right",
+        ncols=3,
+        frameon=False,
+        fontsize=9,
+    )
+    figure.savefig(png)
+
+
+def _within(spans: Sequence[StageSpan], begin: float, end: float | None, trace: Path) -> list[StageSpan]:
+    last = max(span.end for span in spans) if end is None else end
+    cut = [
+        StageSpan(stage=s.stage, state=s.state, item=s.item, begin=max(s.begin, begin), end=min(s.end, last))
+        for s in spans
+        if s.end > begin and s.begin < last
+    ]
+    if not cut:
+        raise ConfigError(f"{trace} has no stages from {begin:g} s to {last:g} s: it ends at {spans[-1].end:g} s")
+    return cut
+
+
+def _draw(axes: Axes, title: str, spans: Sequence[StageSpan], stages: Sequence[str]) -> None:
+    first, last = min(span.begin for span in spans), max(span.end for span in spans)
+    for row, stage in enumerate(stages):
+        for span in (span for span in spans if span.stage == stage):
+            width = span.end - span.begin
+            is_wide = width > 0.004 * (last - first)
+            color, line = _COLORS[span.state], 0.4 if is_wide else 0.0
+            axes.barh(row, width, left=span.begin, height=0.72, color=color, edgecolor="white", linewidth=line)
+            if span.state == "processing" and width > len(span.item) * _CHARACTER_SHARE * (last - first):
+                middle = span.begin + width / 2
+                axes.text(middle, row, span.item, ha="center", va="center", fontsize=7.5, color="white", clip_on=True)
+    axes.set_yticks(range(len(stages)), stages, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(first, last)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_xlabel("seconds", fontsize=9)
+    axes.tick_params(axis="x", labelsize=8.5)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; see the module."""
+    from skyrl_async.stage_board import STAGES
+
+    parser = argparse.ArgumentParser(description="Draw where each stage of a run was when.")
+    parser.add_argument("trace", type=Path, help="trace.json of a run")
+    parser.add_argument("png", type=Path, help="the picture to write")
+    parser.add_argument("--begin", type=float, default=0.0, help="seconds since the run began")
+    parser.add_argument("--end", type=float, help="the same; the end of the trace where it is left out")
+    options = parser.parse_args(argv)
+    try:
+        title = str(options.trace)
+        draw_stages([(title, options.trace)], options.png, order=STAGES, begin=options.begin, end=options.end)
+    except (ConfigError, OSError, json.JSONDecodeError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    sys.stdout.write(f"{options.png}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
