@@ -243,6 +243,8 @@ class FullyAsyncTrainer:
             if isinstance(failure, NoEngineError | PublishError):
                 await self._save_what_is_trained()
             raise failure from failure.__cause__
+        finally:
+            await self._workers.give_back()
         if self._stop.is_asked:
             return
         self._recorder.count_generation()
@@ -352,6 +354,9 @@ class FullyAsyncTrainer:
         except StopAsked:
             self._is_publish_cut = True
             logger.warning("step %d is trained and not published", version)
+        except (NoEngineError, PublishError):
+            await self._workers.collect_open_tokens()  # for the last checkpoint, while engines still hold them
+            raise
         finally:
             self._recorder.log_step(figures, trained.policy_values, values | self._state_values(figures))
         return version if is_published else None
@@ -449,11 +454,14 @@ class FullyAsyncTrainer:
                 await self._saver.write(self._policy, step, self._taken, unless_known=self._stop.is_asked)
 
     async def _save_what_is_trained(self) -> None:
-        """Write a checkpoint where engines failed and not the training, unless an optimizer step was cut off by that."""
-        if not self._settings.checkpoint_interval_steps or self._policy_step in (None, self._saver.step):
+        """Write a checkpoint where engines failed and not the training, unless an optimizer step was cut off by that.
+
+        It holds what is in flight, where engines left it.
+        """
+        if not self._settings.checkpoint_interval_steps or self._policy_step is None:
             return
         try:
-            await self._saver.write(self._policy, self._policy_step, self._taken)
+            await self._saver.write(self._policy, self._policy_step, self._taken, unless_known=True)
         except SkyRLAsyncError:
             logger.exception("no checkpoint was written of step %d", self._policy_step)
 

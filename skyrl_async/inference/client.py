@@ -29,7 +29,7 @@ from skyrl_async.inference.pool import EnginePool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.text import CompletionText, Tokenizer
 from skyrl_async.progress import report_engine
-from skyrl_async.rollout.metering import charge
+from skyrl_async.rollout.metering import charge, charge_cut_off
 from skyrl_async.rollout.sampler import OpenGeneration
 from skyrl_async.types import (
     Completion,
@@ -98,7 +98,7 @@ class InferenceEngineClient:
 
     @property
     def num_abandoned_tokens(self) -> int:
-        """Tokens sampled for generations that were cancelled or failed; an open engine call's are not known."""
+        """Tokens sampled for generations that were cancelled or failed; of an open engine call, what ``collect_open_tokens`` found."""
         return self._counts["abandoned_tokens"]
 
     async def add_engine(self, engine: InferenceEngine) -> None:
@@ -273,9 +273,17 @@ class InferenceEngineClient:
                     yield block
         finally:
             self._counts["aborts"] += joined.num_aborts
-            self._counts["tokens" if joined.has_ended else "abandoned_tokens"] += len(joined.token_ids)
-            if joined.has_ended:
-                charge(len(joined.token_ids))
+            self._count_end(joined)
+
+    def _count_end(self, joined: Joined) -> None:
+        """Nothing more is sampled of a generation, whether it has ended or was cut off."""
+        if joined.has_ended:
+            self._counts["tokens"] += len(joined.token_ids)
+            charge(len(joined.token_ids))
+        else:
+            num_tokens = len(joined.so_far().token_ids)
+            self._counts["abandoned_tokens"] += num_tokens
+            charge_cut_off(num_tokens)
 
     async def _segment(
         self, request: EngineRequest, generation_id: str, session_id: str | None, *, streams: bool

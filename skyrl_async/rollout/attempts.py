@@ -16,6 +16,7 @@ from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
 from skyrl_async.progress import RolloutStatus
 from skyrl_async.rollout.generator import Generator, does_keep_samples
 from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff, CollectedGroup, OnLostSamples, PlayedGroup
+from skyrl_async.rollout.metering import write_off
 from skyrl_async.types import GroupRequest, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ class Attempts:
             raise
         except Exception as error:
             group.add_failure(error, request.saved.finished if does_keep_samples(self._generator) else {})
+            write_off()
         else:
             group.add_returned(trajectories)
         request.saved.forget(group.missing)

@@ -1,7 +1,7 @@
-"""How many tokens were delivered on behalf of whom, across tasks and seams that need not know of it.
+"""How many tokens were sampled on behalf of whom, across tasks and seams that need not know of it.
 
-Flows in: completed generations. Flows out: their tokens, for the account that was open where they were asked for: a group's, so
-that what it sampled is known when it is given up.
+Flows in: generations that have ended or were cut off. Flows out: their tokens, for the account that was open where they were asked
+for: a group's, so that what it sampled is known when it is given up.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,12 @@ _open: ContextVar["TokenAccount | None"] = ContextVar("token_account", default=N
 
 @dataclass(slots=True)
 class TokenAccount:
-    """Tokens of completed generations."""
+    """What was sampled for one purpose."""
 
     num_tokens: int = 0
+    """Of completed generations."""
+    num_cut_off_tokens: int = 0
+    """Of generations that were cut off, and that may still be gone on with."""
 
 
 @contextmanager
@@ -33,3 +36,15 @@ def charge(num_tokens: int) -> None:
     """A generation of ``num_tokens`` was delivered to whoever runs now."""
     if account := _open.get():
         account.num_tokens += num_tokens
+
+
+def charge_cut_off(num_tokens: int) -> None:
+    """A generation was cut off after ``num_tokens``."""
+    if account := _open.get():
+        account.num_cut_off_tokens += num_tokens
+
+
+def write_off() -> None:
+    """Nobody goes on with what was cut off so far."""
+    if account := _open.get():
+        account.num_cut_off_tokens = 0

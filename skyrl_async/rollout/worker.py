@@ -119,6 +119,7 @@ class GenerationWorkers:
             **asdict(self._resume_counts),
             "retries": self._attempts.num_retries,
             "abandoned_tokens": self._num_abandoned_tokens()
+            - sum(group.account.num_cut_off_tokens for group in self._in_flight.values())
             + self._counts["redrawn_tokens"]
             + self._attempts.num_wasted_tokens,
         }
@@ -126,16 +127,13 @@ class GenerationWorkers:
     async def run(self) -> None:
         """Consumes prompts, produces finished groups, waits for admission; unblocked by versions and ending groups.
 
-        Returns when the data has ended and every group with it; the buffer is closed then. Cancellation gives every running
-        prompt back to the dataloader. Raises ``GenerationError`` when too many rollouts failed.
+        Returns when the data has ended and every group with it; the buffer is closed then. What a cancellation or a failure leaves
+        in flight stays as it stands, for a checkpoint, until ``give_back``. Raises ``GenerationError`` when too many rollouts failed.
         """
-        try:
-            async with asyncio.TaskGroup() as self._tasks:
-                for taken_up in self._in_flight.values():
-                    self._start(taken_up, self._tasks)
-                await self._start_groups(self._tasks)
-        finally:
-            await self._give_back_all()
+        async with asyncio.TaskGroup() as self._tasks:
+            for taken_up in self._in_flight.values():
+                self._start(taken_up, self._tasks)
+            await self._start_groups(self._tasks)
         self._failures.raise_if_too_many(has_ended=True)
         for name in ("dataloader", "generate", "rollout"):
             self._board.stage(name).finish()
@@ -254,7 +252,7 @@ class GenerationWorkers:
         return group
 
     async def _play(self, group: GroupInFlight) -> None:
-        """Generate one group and say what became of it; a cancelled one stays in flight, for ``run`` to give back."""
+        """Generate one group and say what became of it; a cancelled one stays in flight."""
         uid = group.prompt.uid
         try:
             with self._board.stage("generate").lane() as generate, self._board.stage("rollout").lane() as rollout:
@@ -319,8 +317,8 @@ class GenerationWorkers:
         self._failures.count_failure(group.prompt.uid, error)
         self._failures.raise_if_too_many()
 
-    async def _give_back_all(self) -> None:
-        """What is in flight will not be finished: its prompts are the next to be drawn, oldest first."""
+    async def give_back(self) -> None:
+        """What is in flight will not be finished: its prompts are the next to be drawn, oldest first. Idempotent."""
         for _, group in sorted(self._in_flight.items(), reverse=True):
             group.saved.close()
             await self._dataloader.give_back(group.key)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from skyrl_async.checkpoint import Checkpointer, read_state
+from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
 from skyrl_async.errors import EngineStartError, NoEngineError, PublishError, WeightsWriteError
 from skyrl_async.inference.engine_life import EngineLife, EngineState, LifeSettings
 from skyrl_async.inference.fleet import Fleet, FleetSettings
@@ -21,7 +21,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
-from skyrl_async.types import PauseMode, WeightUpdate
+from skyrl_async.types import Group, PauseMode, WeightUpdate
 
 LIFE = LifeSettings(heartbeat_interval_s=5.0, heartbeat_timeout_s=20.0, max_restarts=3, restart_backoff_s=1.0)
 FLEET = FleetSettings(life=LIFE, all_gone_timeout_s=900.0)
@@ -189,7 +189,13 @@ def test_after_the_deadline_without_engines_the_run_ends_with_a_checkpoint_from_
             await setting.run(setting.at(20.0, setting["engine-0"].kill, setting["engine-1"].freeze))
         step = setting.simulation.trainer.trained_step
         latest = Checkpointer(tmp_path, max_to_keep=0).usable().path
-        assert latest is not None and read_state(latest).step == step > 1 and step % 7
+        assert latest is not None
+        saved = read_state(latest)
+        assert saved.step == step > 1 and step % 7
+        num_open = saved.next_admission_index - 4 * step
+        assert len(saved.running) == num_open - len(saved.groups) > 0 and all(group.num_kept for group in saved.running)
+        assert sum(group.num_tokens for group in saved.running) > 500
+        assert saved.totals["wasted_tokens"] == 0, "they are kept"
         return step
 
     async def go_on() -> None:
@@ -199,7 +205,9 @@ def test_after_the_deadline_without_engines_the_run_ends_with_a_checkpoint_from_
         await setting.simulation.trainer.resume(latest)
         await setting.run()
         assert setting.simulation.dataloader.statistics()["trained_total"] == 40
-        assert setting.simulation.trainer.totals.trained_groups == 40
+        totals = setting.simulation.trainer.totals
+        assert (totals.trained_groups, totals.restarted_trajectories, totals.wasted_tokens) == (40, 0, 0)
+        assert totals.resumed_trajectories > 2 and totals.generated_tokens == totals.trained_tokens
 
     run_in_virtual_time(fail())
     run_in_virtual_time(go_on())
@@ -224,6 +232,70 @@ def test_a_version_that_no_engine_is_left_to_serve_is_in_the_checkpoint(tmp_path
         latest = Checkpointer(tmp_path, max_to_keep=0).usable().path
         assert latest is not None and read_state(latest).step == 9
         assert setting.simulation.trainer.totals.trained_groups == 9 * config.mini_batch_size
+
+    run_in_virtual_time(main())
+
+
+def test_contract_7_a_publish_that_ends_the_run_costs_no_token(tmp_path: Path) -> None:
+    """What the engines hold of open generations is in the last checkpoint, although they are cut off."""
+    config = replace(RUN, checkpoint_interval_steps=100, num_steps=None, num_epochs=1)
+
+    async def fail() -> Simulation:
+        simulation = build_simulation(config, checkpoint_dir=tmp_path)
+        asyncio.get_running_loop().call_later(30.0, setattr, simulation.engines[1], "fails_next_load", PublishError)
+        with pytest.raises(PublishError, match="engine-1 refused version"):
+            await simulation.trainer.run()
+        assert simulation.dataloader.statistics()["running"] == simulation.staleness.num_running == 0
+        return simulation
+
+    failed = run_in_virtual_time(fail())
+    newest = failed.trainer.newest_checkpoint
+    assert newest is not None
+    saved = read_state(newest)
+    assert saved.step == failed.trainer.trained_step == failed.trainer.step + 1
+    num_sampled = sum(engine.num_sampled_tokens for engine in failed.engines)
+    num_running = sum(group.num_tokens for group in saved.running)
+    assert (saved.totals["generated_tokens"] + num_running, saved.totals["wasted_tokens"]) == (num_sampled, 0)
+    assert len(saved.running) > 2 and num_running > 500
+
+    async def go_on() -> None:
+        simulation = build_simulation(config)
+        await simulation.trainer.resume(newest)
+        await simulation.trainer.run()
+        totals = simulation.trainer.totals
+        assert (totals.trained_groups, totals.restarted_trajectories, totals.wasted_tokens) == (40, 0, 0)
+
+    run_in_virtual_time(go_on())
+
+
+def test_contract_7_an_outage_in_a_step_saves_the_step_before_again_with_what_was_generated_since(
+    tmp_path: Path,
+) -> None:
+    config = replace(RUN, checkpoint_interval_steps=1, max_staleness_steps=0)
+
+    async def main() -> None:
+        setting = Setting(config, replace(FLEET, all_gone_timeout_s=5.0), path=tmp_path)
+        simulation = setting.simulation
+        before: list[TrainerState] = []
+        put = simulation.buffer.put
+
+        def put_and_kill(group: Group) -> None:
+            put(group)
+            if simulation.workers.counts["groups"] + 1 == 3 * config.mini_batch_size + 2:
+                newest = simulation.trainer.newest_checkpoint
+                assert newest is not None
+                before.append(read_state(newest))
+                setting["engine-0"].kill()
+                setting["engine-1"].kill()
+
+        simulation.buffer.put = put_and_kill  # type: ignore[method-assign]
+        with pytest.raises(NoEngineError, match="came back within engine.all_gone_timeout_s=5"):
+            await setting.run()
+        assert [(state.step, len(state.groups)) for state in before] == [(3, 0)]
+        newest = simulation.trainer.newest_checkpoint
+        assert newest is not None
+        saved = read_state(newest)
+        assert (saved.step, len(saved.groups), len(saved.running)) == (3, 2, 2)
 
     run_in_virtual_time(main())
 

@@ -150,6 +150,7 @@ def test_prompts_given_back_are_drawn_again_in_their_order() -> None:
         first = simulation.dataloader._ledger.uids(0, UidState.RUNNING)
         generating.cancel()
         await asyncio.wait([generating])
+        await simulation.workers.give_back()
         drawn = [await simulation.dataloader.get_next_non_consumed_data() for _ in first]
         order = build_simulation(LONG_TAILED).dataloader
         return [key[1] for key, _ in drawn], [(await order.get_next_non_consumed_data())[0][1] for _ in first]
@@ -175,6 +176,7 @@ def test_a_generator_that_makes_an_error_of_its_cancellation_is_cancelled_all_th
         await asyncio.wait([generating])
         assert generating.cancelled()
         assert asyncio.get_running_loop().time() == 1.0
+        await simulation.workers.give_back()
         return simulation
 
     simulation = run_in_virtual_time(main())
