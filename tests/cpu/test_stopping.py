@@ -371,6 +371,7 @@ def test_a_stop_while_no_engine_can_take_a_trained_step_saves_it(tmp_path: Path)
     saved = read_state(newest)
     assert saved.step == 3
     assert saved.totals["trained_groups"] == 3 * settings.mini_batch_size
+    assert [step for step, values in simulation.logged if "policy/grad_norm" in values] == [1, 2, 3]
 
     async def go_on() -> Simulation:
         resumed = build_simulation(settings, checkpoint_dir=tmp_path)
