@@ -16,10 +16,11 @@ import logging
 import os
 import shutil
 import threading
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from skyrl_async.checkpoint_files import attest, read_json, sync, verify, write_json
 from skyrl_async.errors import CheckpointError
@@ -34,6 +35,8 @@ from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Group
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FORMAT = 3
 _FORMAT_WITHOUT_RUNNING_GROUPS = 2
@@ -89,6 +92,10 @@ class Checkpointer:
         self._directory = directory
         self._max_to_keep = max_to_keep
         self._on_written = on_written
+        self._turn = threading.Lock()
+        """Of threads that work on the files: one that a cancellation has left behind ends first."""
+        self._begun: set[Path] = set()
+        """Partial ones that a policy may be writing into, whether or not anybody waits for it."""
         self.num_failures = 0
         self.failure: CheckpointError | None = None
         """Of the last one; None when it was written."""
@@ -111,36 +118,51 @@ class Checkpointer:
         Files are written and synced in a thread: the loop goes on. Raises ``CheckpointError`` when they cannot be (a full disk,
         say): nothing is left of them, and what was there before stays.
         """
-        partial = self._directory / f"{_PARTIAL}{_PREFIX}{state.step}"
+        partial = self._directory / f"{_PARTIAL}{_PREFIX}{state.step}-{uuid.uuid4().hex[:8]}"
         is_given_up = threading.Event()
         try:
-            await asyncio.to_thread(self._begin, partial)
+            await self._in_thread(lambda: self._begin(partial))
             await policy.save(partial / "policy")
-            final = await asyncio.to_thread(self._complete, partial, state, is_given_up)
+            final = await self._in_thread(lambda: self._complete(partial, state, is_given_up))
         except (OSError, CheckpointError) as error:
-            await asyncio.to_thread(self._discard, partial)
+            await self._in_thread(lambda: self._discard(partial))
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CheckpointError(
                 f"the checkpoint of step {state.step} could not be written to {self._directory}: {reason}"
             ) from error
         except asyncio.CancelledError:
-            is_given_up.set()  # a thread does not end by cancellation; what it leaves is removed by the next run
+            is_given_up.set()  # neither a thread nor a policy ends by that: the next write, or run, removes what they leave
             raise
         self._on_written(final)
-        await asyncio.to_thread(self._delete_old, state.step)
+        await self._in_thread(lambda: self._delete_old(state.step))
         return final
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        def work_in_turn() -> T:
+            with self._turn:
+                return work()
+
+        return await asyncio.to_thread(work_in_turn)
 
     def _begin(self, partial: Path) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         sync(self._directory.parent)
         self.tidy()
+        self._begun.add(partial)
         partial.mkdir()
+
+    def _remove_cut_off(self, partial: Path) -> None:
+        """A policy makes one call after the other: with ``partial`` saved, it writes into none that was begun before."""
+        for left in self._begun - {partial}:
+            shutil.rmtree(left, ignore_errors=True)
+        self._begun = {partial}
 
     def _complete(self, partial: Path, state: TrainerState, is_given_up: threading.Event) -> Path:
         def check() -> None:
             if is_given_up.is_set():
                 raise CheckpointError("it was given up")
 
+        self._remove_cut_off(partial)
         fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in _FILES}
         write_json(partial / "trainer_state.json", {"format": FORMAT, **fields})
         write_json(partial / "groups.json", [group_to_json(group) for group in state.groups])
@@ -148,13 +170,14 @@ class Checkpointer:
         attest(partial, check=check)
         check()
         pointer = self._prepare_pointer(state.step)  # all that needs room on the disk comes before the renames
-        final = self._move_into_place(partial)
+        final = self._move_into_place(partial, self._path(state.step))
         os.replace(pointer, self._directory / LATEST)
         sync(self._directory)
         return final
 
     def _discard(self, partial: Path) -> None:
         """Of one that failed: leave nothing, and give the one it was to replace its name back."""
+        self._begun.discard(partial)
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(OSError):
             self._pointer_in_work.unlink(missing_ok=True)
@@ -199,13 +222,13 @@ class Checkpointer:
         names = [p.name.removeprefix(_PREFIX) for p in self._directory.glob(f"{_PREFIX}*")]
         return sorted(int(name) for name in names if name.isdigit())
 
-    def _move_into_place(self, partial: Path) -> Path:
+    def _move_into_place(self, partial: Path, final: Path) -> Path:
         """Rename to the final name; one of that name is kept aside until then."""
-        final = self._directory / partial.name.removeprefix(_PARTIAL)
         replaced = self._directory / f"{_REPLACED}{final.name}"
         if final.exists():
             final.rename(replaced)
         partial.rename(final)
+        self._begun.discard(partial)
         sync(self._directory)
         shutil.rmtree(replaced, ignore_errors=True)
         return final
@@ -218,12 +241,13 @@ class Checkpointer:
                 replaced.rename(final)
 
     def tidy(self) -> None:
-        """Remove what a killed run left half done."""
+        """Remove what a killed run left half done; not what may still be written."""
         self._restore_replaced()
         self._pointer_in_work.unlink(missing_ok=True)
         for pattern in (f"{_PARTIAL}{_PREFIX}*", f"{_REPLACED}*"):
             for left in self._directory.glob(pattern):
-                shutil.rmtree(left)
+                if left not in self._begun:
+                    shutil.rmtree(left)
 
     @property
     def _pointer_in_work(self) -> Path:

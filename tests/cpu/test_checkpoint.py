@@ -148,6 +148,37 @@ async def test_what_a_killed_run_left_half_written_is_removed_by_the_next_one(tm
     assert not (tmp_path / ".partial-global_step_7").exists()
 
 
+class CutOffPolicy(FilesPolicy):
+    """Its first save is cut off, which its ranks do not learn of: they go on until it is done, and make the next call then."""
+
+    def __init__(self) -> None:
+        super().__init__("new")
+        self.is_saving = asyncio.Event()
+        self.cut_off: Path | None = None
+
+    async def save(self, directory: Path) -> None:
+        if self.cut_off is None:
+            self.cut_off = directory
+            self.is_saving.set()
+            await asyncio.Event().wait()
+        else:
+            (self.cut_off / "rank-0").mkdir(parents=True)
+            (self.cut_off / "rank-0" / "late").write_text("old")
+            await super().save(directory)
+
+
+async def test_ranks_that_still_write_a_checkpoint_that_was_cut_off_write_into_no_other(tmp_path: Path) -> None:
+    writer, policy = checkpointer(tmp_path), CutOffPolicy()
+    cut_off = asyncio.ensure_future(writer.write(policy, state(2)))
+    await policy.is_saving.wait()
+    cut_off.cancel()
+    await asyncio.wait([cut_off])
+    written = await writer.write(policy, state(2))
+    assert mark_of(written) == "new"
+    assert names_in(written / "policy" / "rank-0") == ["weights"]
+    assert names_in(tmp_path) == ["global_step_2", "latest_ckpt_global_step.txt"]
+
+
 async def test_a_pointer_to_a_checkpoint_that_was_deleted_is_an_error(tmp_path: Path) -> None:
     shutil.rmtree(await write(tmp_path, 3))
     with pytest.raises(CheckpointError, match="names global_step_3, which is not there"):
