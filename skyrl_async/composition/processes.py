@@ -22,6 +22,7 @@ from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.composition.engines import is_supervised, start_engines
 from skyrl_async.config.devices import training_device
 from skyrl_async.config.schema import Config, Device, SamplingConfig
+from skyrl_async.heartbeat import Heartbeat
 from skyrl_async.inference.fleet_news import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.sessions.rows import BranchPolicy
@@ -117,6 +118,9 @@ async def _start_policy(
             num_cpus_per_worker=placement.num_cpus_per_worker,
             num_gpus_per_worker=(1.0 if device is Device.cuda else 0.0) if num_gpus is None else num_gpus,
             call_timeout_s=config.training.step_timeout_s,
+            heartbeat=Heartbeat(
+                interval_s=config.training.heartbeat_interval_s, timeout_s=config.training.heartbeat_timeout_s
+            ),
         )
 
     return await RecoveringPolicy.start(

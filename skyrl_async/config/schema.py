@@ -571,6 +571,12 @@ class TrainingConfig:
         1800.0,
         "Deadline of one call to the workers, and of their start; past it they are replaced (see trainer.max_restarts).",
     )
+    heartbeat_interval_s: float = doc(5.0, "Seconds between the heartbeats asked of a policy worker while it works.")
+    heartbeat_timeout_s: float = doc(
+        60.0,
+        "Policy workers of which one leaves a heartbeat unanswered for so long (its process is stopped, its machine is gone) are replaced, "
+        "see trainer.max_restarts. A thread beside the work answers. At least heartbeat_interval_s.",
+    )
 
     def __post_init__(self) -> None:
         require(self.num_workers >= 1, "training.num_workers", ">= 1", self.num_workers)
@@ -578,6 +584,14 @@ class TrainingConfig:
         require(self.micro_batch_tokens >= 1, "training.micro_batch_tokens", ">= 1", self.micro_batch_tokens)
         require(self.max_grad_norm >= 0, "training.max_grad_norm", ">= 0", self.max_grad_norm)
         require(self.step_timeout_s > 0, "training.step_timeout_s", "> 0", self.step_timeout_s)
+        interval_s = self.heartbeat_interval_s
+        require(interval_s > 0, "training.heartbeat_interval_s", "> 0", interval_s)
+        require(
+            self.heartbeat_timeout_s >= interval_s,
+            "training.heartbeat_timeout_s",
+            f">= training.heartbeat_interval_s ({interval_s:g})",
+            self.heartbeat_timeout_s,
+        )
         require(self.num_warmup_steps >= 0, "training.num_warmup_steps", ">= 0", self.num_warmup_steps)
 
 

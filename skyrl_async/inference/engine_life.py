@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from skyrl_async.errors import StateError
+from skyrl_async.heartbeat import Heartbeat, Silence
 
 _MAX_BACKOFF_S = 60.0
 
@@ -39,6 +40,11 @@ class LifeSettings:
     max_restarts: int
     restart_backoff_s: float
 
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """Of every engine."""
+        return Heartbeat(interval_s=self.heartbeat_interval_s, timeout_s=self.heartbeat_timeout_s)
+
 
 class EngineLife:
     """See the module.
@@ -54,25 +60,18 @@ class EngineLife:
         self.num_missed = 0
         """Intervals without an answer, over its life."""
         self._num_deaths_in_a_row = 0
-        self._silent_s = 0.0
-        self._last_tick: float | None = None
+        self._silence: Silence
 
     def ask(self, now: float) -> None:
         """A heartbeat is asked for at ``now``, in seconds of any clock."""
         self._move({EngineState.serving, EngineState.suspect}, self.state)
-        self._last_tick, self._silent_s = now, 0.0
+        self._silence = Silence(self._settings.heartbeat, now)
 
     def tick(self, now: float) -> bool:
-        """The heartbeat is still unanswered; True when the engine is dead by that.
-
-        However late the call comes, it counts for one interval at most: what stopped may have been this process, and not the engine.
-        """
+        """The heartbeat is still unanswered; True when the engine is dead by that. See ``heartbeat.Silence``."""
         self._move({EngineState.serving, EngineState.suspect}, EngineState.suspect)
-        assert self._last_tick is not None
-        self._silent_s += min(now - self._last_tick, self._settings.heartbeat_interval_s)
-        self._last_tick = now
         self.num_missed += 1
-        return self._silent_s >= self._settings.heartbeat_timeout_s
+        return self._silence.tick(now)
 
     def answer(self) -> None:
         """The heartbeat was answered."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from skyrl_async.concurrency import first_failure
 from skyrl_async.errors import EngineDeadError, InferenceError, PublishError
+from skyrl_async.heartbeat import is_answered
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engine_life import EngineLife, EngineState, LifeSettings
 from skyrl_async.inference.fleet_news import FrontEndPool, InformedFrontEnd, Outage
@@ -192,26 +193,16 @@ class Fleet:
 
     async def _watch(self, member: _Member) -> None:
         """Ask for heartbeats until one is not answered, which seals the engine's fate."""
+        heartbeat = self._settings.life.heartbeat
         while True:
-            await asyncio.sleep(self._settings.life.heartbeat_interval_s)
+            await asyncio.sleep(heartbeat.interval_s)
             member.life.ask(asyncio.get_running_loop().time())
-            if not await self._is_answered(member):
-                return
+            try:
+                if not await is_answered(member.engine.ping, heartbeat.interval_s, member.life.tick):
+                    return member.meet(f"no heartbeat within {heartbeat.timeout_s:g} s")
+            except EngineDeadError as error:
+                return member.meet(str(error))
             member.life.answer()
-
-    async def _is_answered(self, member: _Member) -> bool:
-        """Wait for the answer to one heartbeat; False when the engine is dead by then."""
-        settings, clock = self._settings.life, asyncio.get_running_loop().time
-        async with asyncio.TaskGroup() as tasks:
-            ping = tasks.create_task(_failure_of_ping(member.engine), name=f"ping-{member.engine.name}")
-            while not (await asyncio.wait({ping}, timeout=settings.heartbeat_interval_s))[0]:
-                if member.life.tick(clock()):
-                    ping.cancel()
-                    member.meet(f"no heartbeat within {settings.heartbeat_timeout_s:g} s")
-                    return False
-        if (failure := ping.result()) is not None:
-            member.meet(failure)
-        return failure is None
 
     async def _bring_back(self, member: _Member, reason: str) -> bool:
         """Start another engine in the place of a dead one, as often as it takes; False when no restart is left."""
@@ -248,12 +239,3 @@ class Fleet:
 
 def _future() -> "asyncio.Future[str | None]":
     return asyncio.get_running_loop().create_future()
-
-
-async def _failure_of_ping(engine: InferenceEngine) -> str | None:
-    """Why the engine is dead, if it says so itself."""
-    try:
-        await engine.ping()
-    except EngineDeadError as error:
-        return str(error)
-    return None

@@ -1,10 +1,11 @@
 """``Policy`` over Ray: one actor per rank, each call sent to all of them and awaited with a deadline.
 
-The only file here that knows Ray. Ray restarts no actor: a rank without its optimizer state is of no use. One that dies or hangs
-makes the call fail with an error that says so; the whole group is closed then, and ``recovering`` starts another.
+The only file here that knows Ray. Ray restarts no actor: a rank without its optimizer state is of no use. One that dies, is stopped
+or hangs makes the call fail with an error that says so; the whole group is closed then, and ``recovering`` starts another.
 """
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
@@ -18,6 +19,7 @@ from ray.exceptions import NodeDiedError, RayActorError, RayError, RayTaskError,
 
 from skyrl_async.algorithms.losses import merge_figures
 from skyrl_async.errors import DeadlineError, SkyRLAsyncError, TrainingError, WorkerDiedError
+from skyrl_async.heartbeat import Heartbeat, Ping, listening
 from skyrl_async.training.dispatch import split_work
 from skyrl_async.training.process_group import is_lost_peer
 from skyrl_async.training.rank import PolicyRank
@@ -29,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 10.0
 """A rank whose peer is gone says so at once; Ray, that the peer is gone, a moment later."""
+_PULSE = "pulse"
+"""The actors' threads that answer heartbeats while others work."""
+_HEARTBEAT = Heartbeat(interval_s=5.0, timeout_s=60.0)
 _END_TIMEOUT_S = 10.0
 """The kernel ends a killed process in milliseconds, unless it hangs in a driver or on a dead file system."""
 
@@ -44,6 +49,10 @@ class _RankActor(PolicyRank):
         """The process is up: where it is."""
         return _this_place()
 
+    @ray.method(concurrency_group=_PULSE)
+    def ping(self) -> None:
+        """The process runs, whatever it works on."""
+
 
 def _this_place() -> ProcessPlace:
     return ProcessPlace.of_this_process(ray.get_runtime_context().get_node_id())
@@ -52,8 +61,16 @@ def _this_place() -> ProcessPlace:
 class PolicyWorkers:
     """Implements ``training.protocol.Policy``. Made by ``start``; ``names`` are its actors' names in Ray, by rank."""
 
-    def __init__(self, settings: TrainingSettings, actors: dict[str, ActorHandle], *, call_timeout_s: float) -> None:
+    def __init__(
+        self,
+        settings: TrainingSettings,
+        actors: dict[str, ActorHandle],
+        *,
+        call_timeout_s: float,
+        heartbeat: Heartbeat = _HEARTBEAT,
+    ) -> None:
         self._settings = settings
+        self._heartbeat = heartbeat
         self.names = tuple(actors)
         self._actors = list(actors.values())
         self._processes: dict[str, WorkerProcess] = {}
@@ -69,6 +86,7 @@ class PolicyWorkers:
         num_gpus_per_worker: float = 0.0,
         call_timeout_s: float = 1800.0,
         start_timeout_s: float | None = None,
+        heartbeat: Heartbeat = _HEARTBEAT,
         policy_path: Awaitable[Path] | None = None,
     ) -> "PolicyWorkers":
         """Start one actor per rank in the connected Ray, and load the policy on all of them.
@@ -82,6 +100,7 @@ class PolicyWorkers:
             num_gpus_per_worker: GPUs Ray gives to each.
             call_timeout_s: deadline of every call.
             start_timeout_s: deadline of coming up, ``policy_path`` left out; the same where it is None.
+            heartbeat: one that leaves it unanswered while it has a call to work on counts as dead.
 
         Raises:
             PolicyError: the policy directory cannot be used.
@@ -90,7 +109,7 @@ class PolicyWorkers:
         """
         run_id = uuid.uuid4().hex[:8]
         env_vars = {"OMP_NUM_THREADS": "1"} if settings.device == "cpu" else {}
-        actor_class = ray.remote(_RankActor)
+        actor_class = ray.remote(concurrency_groups={_PULSE: 1})(_RankActor)
         names = [f"policy-worker-{rank}-{run_id}" for rank in range(num_workers)]
         actors = {
             name: actor_class.options(
@@ -103,7 +122,8 @@ class PolicyWorkers:
             ).remote(settings, rank=rank, num_ranks=num_workers)
             for rank, name in enumerate(names)
         }
-        workers = cls(settings, actors, call_timeout_s=call_timeout_s if start_timeout_s is None else start_timeout_s)
+        first_timeout_s = call_timeout_s if start_timeout_s is None else start_timeout_s
+        workers = cls(settings, actors, call_timeout_s=first_timeout_s, heartbeat=heartbeat)
         try:
             await workers._rendezvous(await policy_path if policy_path is not None else None)
         except BaseException:
@@ -115,7 +135,7 @@ class PolicyWorkers:
     async def _rendezvous(self, policy_path: Path | None) -> None:
         """Every group meets at a port of its own: what a dead one left listening is never reached."""
         here = _this_place()
-        for name, place in zip(self.names, await self._call("boot"), strict=True):
+        for name, place in zip(self.names, await self._call("boot", is_up=False), strict=True):
             if process := open_if_here(place, here):
                 self._processes[name] = process
         address = None
@@ -186,19 +206,29 @@ class PolicyWorkers:
             for process in processes.values():
                 process.close()
 
-    async def _call(self, method: str, *arguments: Any, actors: Sequence[ActorHandle] | None = None) -> list[Any]:
+    async def _call(
+        self, method: str, *arguments: Any, actors: Sequence[ActorHandle] | None = None, is_up: bool = True
+    ) -> list[Any]:
         actors = self._actors if actors is None else actors
-        return await self._call_each(method, [arguments] * len(actors), actors=actors)
+        return await self._call_each(method, [arguments] * len(actors), actors=actors, is_up=is_up)
 
     async def _call_each(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], *, actors: Sequence[ActorHandle] | None = None
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        *,
+        actors: Sequence[ActorHandle] | None = None,
+        is_up: bool = True,
     ) -> list[Any]:
-        """Call ``method`` on every actor with its own arguments; the first failure or the deadline ends the wait."""
+        """Call ``method`` on every actor with its own arguments; the first failure, a worker that is silent, although it ``is_up``, or
+        the deadline ends the wait.
+        """
         actors = self._actors if actors is None else actors
         references = [getattr(actor, method).remote(*own) for actor, own in zip(actors, arguments, strict=True)]
         calls = {asyncio.wrap_future(r.future()): name for name, r in zip(self.names, references, strict=False)}
         try:
-            await asyncio.wait(calls, timeout=self._call_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            async with self._listening(method, actors) if is_up else contextlib.nullcontext():
+                await asyncio.wait(calls, timeout=self._call_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             if any(_is_lost_peer(error) for error in _failures(calls).values()):
                 await asyncio.wait(calls, timeout=_LAST_WORDS_S)
             if failures := _failures(calls):
@@ -212,6 +242,23 @@ class PolicyWorkers:
         finally:
             for call in calls:
                 call.cancel()
+
+    def _listening(self, method: str, actors: Sequence[ActorHandle]) -> contextlib.AbstractAsyncContextManager[None]:
+        """While they work on ``method``. Raises ``WorkerDiedError``."""
+
+        def death_of(name: str) -> WorkerDiedError:
+            return WorkerDiedError(f"{name} answered no heartbeat for {self._heartbeat.timeout_s:g} s in {method}")
+
+        pings = {name: _ping_of(actor) for name, actor in zip(self.names, actors, strict=False)}
+        return listening(pings, self._heartbeat, death_of)
+
+
+def _ping_of(actor: ActorHandle) -> Ping:
+    async def ping() -> None:
+        with contextlib.suppress(RayError):  # of one that is dead, the call itself says why
+            await actor.ping.remote()
+
+    return ping
 
 
 def _failures(calls: Mapping["asyncio.Future[Any]", str]) -> dict[str, BaseException]:

@@ -12,18 +12,19 @@ import torch
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from skyrl_async.errors import TrainingError, WorkerDiedError
+from skyrl_async.heartbeat import Heartbeat
 from skyrl_async.training.policy_workers import PolicyWorkers, _as_our_error
 from skyrl_async.training.recovering import RecoveringPolicy
 from skyrl_async.training.worker_process import ProcessPlace, open_if_here
 from tests.cpu.test_policy_workers import train, trajectories, weights, write_policy
 
-CALL_TIMEOUT_S = 6.0
+HEARTBEAT = Heartbeat(interval_s=1.0, timeout_s=6.0)
 
 
 def is_running(pid: int) -> bool:
     """Whether it is a process, and not what is left of one that its parent has not looked at yet."""
     try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False
 
@@ -44,7 +45,7 @@ class Group:
             assert not any(map(is_running, group.pids)), "the ones before must be gone"
             group.past += group.pids
             workers = await PolicyWorkers.start(
-                settings, num_workers=2, call_timeout_s=CALL_TIMEOUT_S, start_timeout_s=120.0
+                settings, num_workers=2, call_timeout_s=600.0, start_timeout_s=120.0, heartbeat=HEARTBEAT
             )
             group.pids = [(await ray.get_actor(name).boot.remote()).pid for name in workers.names]
             return workers
@@ -88,7 +89,7 @@ async def test_ranks_that_are_killed_or_frozen_anywhere_change_no_bit_of_the_wei
     rows, values = trajectories(5, seed=1), torch.randn(5, generator=torch.Generator().manual_seed(1)).tolist()
     assert await policy.forward_backward(rows[1:], values[1:], 1) == figures[4]
     assert await policy.forward_backward(rows[:1], values[:1], 1) == figures[5]
-    os.kill(group.pids[0], signal.SIGSTOP)  # until the deadline
+    os.kill(group.pids[0], signal.SIGSTOP)
     assert await policy.forward_backward(rows, [0.0] * 5, 1) == figures[6]
     assert await policy.step(2 * sum(row.num_sampled_tokens for row in rows)) == figures[7]
     assert await train(policy, first_step=2, num_steps=1) == figures[8:]
@@ -98,7 +99,7 @@ async def test_ranks_that_are_killed_or_frozen_anywhere_change_no_bit_of_the_wei
 
     said = [record.message for record in caplog.records if "; restart" in record.message]
     assert [message.partition("policy-worker-")[2][0] for message in said] == ["0", "1", "0"]
-    assert " did not finish forward_backward within training.step_timeout_s=6 seconds" in said[2]
+    assert " answered no heartbeat for 6 s in forward_backward; restart 3 of at most " in said[2]
     assert said[2].endswith(f"from {tmp_path / 'second'} with 0 steps to do again")
     assert sum("gradient norms differ by at most 0)" in record.message for record in caplog.records) == 3
     assert len(group.past) == 6

@@ -20,6 +20,7 @@ LAYERS = {
     "skyrl_async.samples": 0,
     "skyrl_async.version_spans": 0,
     "skyrl_async.concurrency": 0,
+    "skyrl_async.heartbeat": 0,
     "skyrl_async.stopping": 0,
     "skyrl_async.stages": 0,
     "skyrl_async.stage_board": 0,

@@ -1,6 +1,7 @@
 """Two ranks as Ray actors over gloo, against one rank in this process."""
 
 import asyncio
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -229,6 +230,20 @@ async def test_a_worker_that_fails_or_dies_ends_the_call_by_name_and_close_still
         await step_until_it_is_dead()
     await workers.close()
     await workers.close()
+
+
+async def test_a_worker_answers_heartbeats_while_it_works(two_ranks: PolicyWorkers, tmp_path: Path) -> None:
+    """It is blocked in a file that nobody reads."""
+    os.mkfifo(tmp_path / "rng_1.pt")
+    async with asyncio.TaskGroup() as tasks:
+        saving = tasks.create_task(two_ranks.save(tmp_path))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            await ray.get_actor(two_ranks.names[1]).ping.remote()
+        assert not saving.done()
+        reader = os.open(tmp_path / "rng_1.pt", os.O_RDONLY | os.O_NONBLOCK)
+        await saving
+    os.close(reader)
 
 
 async def test_a_policy_directory_that_cannot_be_used_is_named(ray_session: None, tmp_path: Path) -> None:
