@@ -13,6 +13,7 @@ from skyrl_async.concurrency import run_together
 from skyrl_async.errors import GenerationError, NoEngineError
 from skyrl_async.progress import RolloutStatus
 from skyrl_async.rollout.attempts import Attempts
+from skyrl_async.rollout.deadlines import Deadlines
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff
 from skyrl_async.samples import samples_of
@@ -64,6 +65,7 @@ class Evaluator:
         max_retries: times a failed rollout is tried again.
         timeout_s: deadline of one try.
         backoff: between tries.
+        deadlines: of the tries, see ``Attempts``.
     """
 
     def __init__(
@@ -77,8 +79,11 @@ class Evaluator:
         max_retries: int,
         timeout_s: float,
         backoff: Backoff = NO_BACKOFF,
+        deadlines: Deadlines | None = None,
     ) -> None:
-        self._attempts = Attempts(generator, max_retries=max_retries, timeout_s=timeout_s, backoff=backoff)
+        self._attempts = Attempts(
+            generator, max_retries=max_retries, timeout_s=timeout_s, backoff=backoff, deadlines=deadlines
+        )
         self._prompts = tuple(prompts)
         self._num_samples = num_samples
         self._sampling = sampling

@@ -29,6 +29,7 @@ from skyrl_async.inference.placement import PlacementSettings, default_oldest_we
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.agent_settings import check_agent_settings, make_agent_generator
 from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.deadlines import Deadlines
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.gym_generator import GymGenerator
 from skyrl_async.rollout.lost_samples import Backoff, OnLostSamples
@@ -242,8 +243,9 @@ def make_trainer(
         num_abandoned_tokens=lambda: client.num_abandoned_tokens,
         collect_open_tokens=client.collect_open_tokens,
         board=board,
+        deadlines=client.pool.deadlines,
     )
-    evaluator = _evaluator(config, generator, prompts)
+    evaluator = _evaluator(config, generator, prompts, client.pool.deadlines)
     watchdog = Watchdog(
         Sources(rollouts=lambda: [*workers.statuses(), *evaluator.statuses()], stages=trace.open_spans),
         threshold_s=trainer.stall_warning_s,
@@ -293,7 +295,7 @@ def _backoff(config: Config) -> Backoff:
     return Backoff(base_s=config.generator.retry_backoff_s, max_s=config.generator.max_retry_backoff_s)
 
 
-def _evaluator(config: Config, generator: Generator, prompts: Prompts) -> Evaluator:
+def _evaluator(config: Config, generator: Generator, prompts: Prompts, deadlines: Deadlines) -> Evaluator:
     return Evaluator(
         generator=generator,
         prompts=prompts.held_out,
@@ -303,6 +305,7 @@ def _evaluator(config: Config, generator: Generator, prompts: Prompts) -> Evalua
         max_retries=config.generator.max_retries,
         timeout_s=config.generator.rollout_timeout_s,
         backoff=_backoff(config),
+        deadlines=deadlines,
     )
 
 

@@ -329,7 +329,8 @@ class GeneratorConfig:
     )
     rollout_timeout_s: float = doc(
         600.0,
-        "Deadline of one try of a group: samples that are not finished by then are lost, by name; the others are kept.",
+        "Deadline of one try of a group: samples that are not finished by then are lost, by name; the others are kept. It stands "
+        "still while there is no engine.",
     )
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError
 from skyrl_async.inference.placement import Placement, PlacementSettings
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.router import Router
+from skyrl_async.rollout.deadlines import Deadlines
 from skyrl_async.types import EngineOutput, EngineRequest
 
 Call = Callable[[InferenceEngine, EngineRequest], AsyncGenerator[EngineOutput, None]]
@@ -123,6 +124,8 @@ class EnginePool:
         """Why no engine is to be waited for."""
         self.admission: Admission = _let_in
         self.listener: EngineListener | None = None
+        self.deadlines = Deadlines()
+        """They stand still while there is no engine and one is waited for."""
 
     @property
     def engines(self) -> tuple[InferenceEngine, ...]:
@@ -176,7 +179,7 @@ class EnginePool:
     def give_up(self, reason: str) -> None:
         """Let everybody who waits for an engine fail, now and from now on, until one is added."""
         self.verdict = reason
-        self._news.set()
+        self._look_around()
 
     async def add(self, engine: InferenceEngine) -> None:
         """Send requests to one more engine, once it serves what the others serve.
@@ -201,6 +204,7 @@ class EnginePool:
             raise InferenceError(f"{name} is the only engine; add another one before it is removed")
         seat = self._seats[name]
         self._router.remove(name)
+        self._look_around()
         try:
             async with asyncio.timeout(timeout_s):
                 if self.listener is not None:
@@ -220,6 +224,7 @@ class EnginePool:
         self._router.remove(name)
         self._seats[name].cut_off(reason)
         self._forget(name)
+        self._look_around()
         if self.listener is not None:
             self.listener.engine_died(name, reason)
 
@@ -233,6 +238,7 @@ class EnginePool:
         for name, engine in named.items():
             if self._router.is_free(name):
                 self._take_in(engine)
+        self._look_around()
 
     def statistics(self) -> dict[str, float]:
         """See ``Router.statistics``."""
@@ -247,7 +253,15 @@ class EnginePool:
         self._router.add(engine.name)
         self._seats[engine.name] = Seat(engine)
         self.verdict = None
+        self._look_around()
+
+    def _look_around(self) -> None:
+        """Engines have come or gone, or will not come: who waits for one, and how long, may depend on that."""
         self._news.set()
+        if self.is_expecting and not self._router.engine_names:
+            self.deadlines.stand_still()
+        else:
+            self.deadlines.go_on()
 
     def _forget(self, name: str) -> None:
         """Let go of an engine that was removed, with its last call."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from skyrl_async.concurrency import first_failure
 from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
 from skyrl_async.progress import RolloutStatus
+from skyrl_async.rollout.deadlines import Deadlines
 from skyrl_async.rollout.generator import Generator, does_keep_samples
 from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff, CollectedGroup, OnLostSamples, PlayedGroup
 from skyrl_async.rollout.metering import write_off
@@ -46,6 +47,7 @@ class Attempts:
         timeout_s: deadline of one try.
         on_lost_samples: what to do with a group of which only some samples failed; one of an evaluation has to be whole.
         backoff: between tries.
+        deadlines: stand still while nothing can be sampled; None: never.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class Attempts:
         timeout_s: float,
         on_lost_samples: OnLostSamples = OnLostSamples.TRAIN_REST,
         backoff: Backoff = NO_BACKOFF,
+        deadlines: Deadlines | None = None,
     ) -> None:
         self._generator = generator
+        self._deadlines = deadlines or Deadlines()
         self._max_retries = 0 if on_lost_samples is OnLostSamples.DROP else max_retries
         self._timeout_s = timeout_s
         self._on_lost_samples = on_lost_samples
@@ -150,7 +154,7 @@ class Attempts:
 
         started = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as tasks:
+            async with self._deadlines.within(self._timeout_s), asyncio.TaskGroup() as tasks:
                 tasks.create_task(play(), name=f"rollout-{uid}")
         except TimeoutError as error:
             raise DeadlineError(

@@ -17,6 +17,7 @@ from skyrl_async.progress import RolloutStatus
 from skyrl_async.resumption import ResumeCounts, SavedSamples
 from skyrl_async.rollout.attempts import Attempts
 from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.deadlines import Deadlines
 from skyrl_async.rollout.failure_watch import FailureWatch
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.in_flight import GroupInFlight
@@ -71,6 +72,7 @@ class GenerationWorkers:
         num_abandoned_tokens: says how many tokens were sampled for generations that were cut off, where that is known.
         collect_open_tokens: has open generations know all of their tokens, before ``running_groups`` looks at them.
         board: shows the stages dataloader, generate and rollout.
+        deadlines: of the tries, see ``Attempts``.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class GenerationWorkers:
         num_abandoned_tokens: Callable[[], int] = lambda: 0,
         collect_open_tokens: Callable[[], Awaitable[None]] = _nothing_to_collect,
         board: StageBoard | None = None,
+        deadlines: Deadlines | None = None,
     ) -> None:
         self._dataloader = dataloader
         self._staleness = staleness
@@ -95,6 +98,7 @@ class GenerationWorkers:
             timeout_s=settings.timeout_s,
             on_lost_samples=settings.on_lost_samples,
             backoff=settings.backoff,
+            deadlines=deadlines,
         )
         self._settings = settings
         self._trace = trace

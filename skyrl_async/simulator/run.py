@@ -20,6 +20,7 @@ from skyrl_async.inference.placement import PlacementSettings, default_oldest_we
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.deadlines import Deadlines
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff, OnLostSamples
 from skyrl_async.rollout.policies import staleness_policy
@@ -192,6 +193,7 @@ def build_simulation(
         num_abandoned_tokens=lambda: client.num_abandoned_tokens,
         collect_open_tokens=client.collect_open_tokens,
         board=board,
+        deadlines=client.pool.deadlines,
     )
     publisher = WeightPublisher(
         client=client,
@@ -219,7 +221,7 @@ def build_simulation(
         workers=workers,
         policy=policy,
         publisher=publisher,
-        evaluator=_evaluator(settings, generator, prompts),
+        evaluator=_evaluator(settings, generator, prompts, client.pool.deadlines),
         checkpointer=Checkpointer(checkpoint_dir, max_to_keep=0) if checkpoint_dir else None,
         advantages=advantages,
         prepare=prepare,
@@ -278,7 +280,9 @@ def _rollout_settings(settings: SimulationSettings) -> RolloutSettings:
     )
 
 
-def _evaluator(settings: SimulationSettings, generator: Generator, prompts: list[Prompt]) -> Evaluator:
+def _evaluator(
+    settings: SimulationSettings, generator: Generator, prompts: list[Prompt], deadlines: Deadlines
+) -> Evaluator:
     return Evaluator(
         generator=generator,
         prompts=prompts,
@@ -287,6 +291,7 @@ def _evaluator(settings: SimulationSettings, generator: Generator, prompts: list
         max_concurrent=16,
         max_retries=settings.max_retries,
         timeout_s=settings.rollout_timeout_s,
+        deadlines=deadlines,
     )
 
 

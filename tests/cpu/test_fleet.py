@@ -173,6 +173,23 @@ def test_without_any_engine_the_run_waits_says_so_once_and_goes_on_with_the_next
     run_in_virtual_time(main())
 
 
+def test_an_outage_does_not_count_against_a_rollout() -> None:
+    """It takes thrice as long as a rollout may, before which and after which nobody took half of that."""
+    config = replace(
+        RUN, mean_tokens=100, rollout_timeout_s=BOOT_SECONDS / 3, num_eval_prompts=8, eval_interval_steps=1
+    )
+
+    async def main() -> None:
+        setting = Setting(config)
+        await setting.run(setting.at(20.0, setting["engine-0"].kill, setting["engine-1"].kill))
+        all_is_trained(setting.simulation, config)
+        assert len(setting.lines) == 2
+        failed = [values["eval/failed_prompts"] for _, values in setting.simulation.logged if "reward/eval" in values]
+        assert len(failed) > 3 and not any(failed)
+
+    run_in_virtual_time(main())
+
+
 def test_after_the_deadline_without_engines_the_run_ends_with_a_checkpoint_from_which_it_goes_on(
     tmp_path: Path,
 ) -> None:

@@ -1,0 +1,50 @@
+"""Deadlines that stand still while there is nothing to sample from.
+
+Flows in: when that begins and ends. Flows out: timeouts that count the rest of the time. Does not know engines.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class Deadlines:
+    """Of everything that waits for the same engines."""
+
+    def __init__(self) -> None:
+        self._open: dict[asyncio.Timeout, float] = {}
+        """Deadline -> seconds that it had left when they stood still last."""
+        self._is_still = False
+
+    @asynccontextmanager
+    async def within(self, timeout_s: float) -> AsyncIterator[None]:
+        """Like ``asyncio.timeout``, of the time in which the deadlines do not stand still. Raises ``TimeoutError``."""
+        async with asyncio.timeout(None if self._is_still else timeout_s) as deadline:
+            self._open[deadline] = timeout_s
+            try:
+                yield
+            finally:
+                del self._open[deadline]
+
+    def stand_still(self) -> None:
+        """No time passes from now on. Idempotent."""
+        if self._is_still:
+            return
+        self._is_still = True
+        for deadline in self._running():
+            when = deadline.when()
+            assert when is not None
+            self._open[deadline] = when - asyncio.get_running_loop().time()
+            deadline.reschedule(None)
+
+    def go_on(self) -> None:
+        """Time passes again. Idempotent."""
+        if not self._is_still:
+            return
+        self._is_still = False
+        for deadline in self._running():
+            deadline.reschedule(asyncio.get_running_loop().time() + self._open[deadline])
+
+    def _running(self) -> list[asyncio.Timeout]:
+        """Those that have not passed."""
+        return [deadline for deadline in self._open if not deadline.expired()]
