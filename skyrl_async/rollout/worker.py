@@ -168,8 +168,11 @@ class GenerationWorkers:
     async def redraw(self, is_given_up: Callable[[Admission], bool]) -> None:
         """Abort the groups in flight of which ``is_given_up`` says so; their prompts are the next to be drawn, oldest first.
 
-        What was sampled for them is thrown away. Contains no ``await`` that waits: none of them can finish meanwhile.
+        What was sampled for them is thrown away; it is counted, with what engines have not handed over. After they were asked no
+        ``await`` waits: none of the groups can finish meanwhile.
         """
+        if any(is_given_up(group.admission) for group in self._in_flight.values()):
+            await self.collect_open_tokens()
         given_up = [group for group in self._in_flight.values() if is_given_up(group.admission)]
         for group in sorted(given_up, key=lambda g: -g.admission.index):
             del self._in_flight[group.admission.index]

@@ -1,6 +1,7 @@
 """The staleness policies: which tokens and groups are trained, what is thrown away, and what the bound is said to cost."""
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -9,21 +10,24 @@ from hypothesis import strategies as st
 
 from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.errors import ConfigError
+from skyrl_async.inference.continuing import generate_to_end, joined_for
+from skyrl_async.inference.joined import Joined
 from skyrl_async.metrics.bound_cost import BoundCost, needed_bound
 from skyrl_async.metrics.step import RunTotals, StepFigures
 from skyrl_async.rollout.policies import staleness_policy
 from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import ModelledEngine
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
-from skyrl_async.types import Group, PauseMode, Trajectory
+from skyrl_async.types import EngineOutput, EngineRequest, Group, PauseMode, Trajectory
 
 LONG_TAILED = SimulationSettings(
     mean_tokens=100.0, sigma=1.2, num_steps=12, seconds_per_token=1e-4, load_seconds=0.5, step_seconds=1.0
 )
 
 
-def simulate(settings: SimulationSettings) -> Simulation:
+def simulate(settings: SimulationSettings, **parts) -> Simulation:
     async def main() -> Simulation:
-        simulation = build_simulation(settings)
+        simulation = build_simulation(settings, **parts)
         await simulation.trainer.run()
         return simulation
 
@@ -105,6 +109,52 @@ def test_what_resample_gives_up_is_drawn_again_and_counted_as_wasted() -> None:
     assert totals.generated_tokens + totals.wasted_tokens >= sampled - 1
     assert totals.wasted_tokens == sampled - totals.trained_tokens > 0
     assert totals.length_ratio < 1, "long answers are lost"
+
+
+class OneCallEngine(ModelledEngine):
+    """Goes on with what a weight update aborts by itself, as engines in processes of their own do, and hands over all in the end."""
+
+    def __init__(self, engine: ModelledEngine) -> None:
+        super().__init__(engine.name, num_tokens_of=engine._num_tokens_of, load_seconds=engine._load_seconds)
+        self._open: dict[str, Joined] = {}
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        joined = self._open[request.request_id] = joined_for(request)
+        try:
+            return await generate_to_end(_Segments(self), request, joined)
+        finally:
+            del self._open[request.request_id]
+
+    async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
+        found = {i: self._open[i] for i in request_ids if i in self._open}
+        held = await super().partial_outputs([joined.call_id for joined in found.values() if joined.call_id])
+        for joined in found.values():
+            joined.hold(held)
+        return {i: joined.so_far() for i, joined in found.items()}
+
+
+class _Segments:
+    """The calls that a weight update ends."""
+
+    def __init__(self, engine: ModelledEngine) -> None:
+        self.name = engine.name
+        self._engine = engine
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        return await ModelledEngine.generate(self._engine, request)
+
+
+def test_tokens_that_an_engine_has_not_handed_over_when_a_group_is_given_up_are_counted() -> None:
+    engines: list[ModelledEngine] = []
+
+    def around(engine: ModelledEngine) -> ModelledEngine:
+        engines.append(OneCallEngine(engine))
+        return engines[-1]
+
+    settings = replace(LONG_TAILED, staleness_policy="resample", max_staleness_steps=1, load_seconds=0.2)
+    totals = simulate(settings, engine_around=around).trainer.totals
+    assert totals.redrawn_groups > 3
+    assert sum(engine.num_sampled_tokens for engine in engines) == totals.trained_tokens + totals.wasted_tokens
 
 
 def test_the_account_of_a_group_that_is_given_up_includes_its_finished_members() -> None:
