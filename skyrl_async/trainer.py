@@ -354,8 +354,10 @@ class FullyAsyncTrainer:
         except StopAsked:
             self._is_publish_cut = True
             logger.warning("step %d is trained and not published", version)
+            values |= self._recorder.count_generation()
         except (NoEngineError, PublishError):
             await self._workers.collect_open_tokens()  # for the last checkpoint, while engines still hold them
+            values |= self._recorder.count_generation()
             raise
         finally:
             self._recorder.log_step(figures, trained.policy_values, values | self._state_values(figures))

@@ -224,7 +224,7 @@ def test_after_the_deadline_without_engines_the_run_ends_with_a_checkpoint_from_
         assert setting.simulation.dataloader.statistics()["trained_total"] == 40
         totals = setting.simulation.trainer.totals
         assert (totals.trained_groups, totals.restarted_trajectories, totals.wasted_tokens) == (40, 0, 0)
-        assert totals.resumed_trajectories > 2 and totals.generated_tokens == totals.trained_tokens
+        assert totals.resumed_trajectories >= 2 and totals.generated_tokens == totals.trained_tokens
 
     run_in_virtual_time(fail())
     run_in_virtual_time(go_on())
