@@ -21,6 +21,7 @@ LAYERS = {
     "skyrl_async.version_spans": 0,
     "skyrl_async.concurrency": 0,
     "skyrl_async.heartbeat": 0,
+    "skyrl_async.device_turns": 0,
     "skyrl_async.stopping": 0,
     "skyrl_async.stages": 0,
     "skyrl_async.stage_board": 0,

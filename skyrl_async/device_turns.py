@@ -1,0 +1,205 @@
+"""Turns on devices that several stages share: one holder at a time, first come first served.
+
+    stage ──turn()──> in line ──> holds the devices ──> lets go ──> the next in line holds them
+                                        └── wanted(): somebody waits; a holder that could go on for ever ends its turn
+
+Flows in: members that want the devices. Flows out: at most one holder per group. A group knows nothing of the others, whose turns overlap
+its own freely, and nothing of what is done in a turn.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Never
+
+from skyrl_async.errors import StateError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnStatistics:
+    """Of one group, now."""
+
+    holder: str | None
+    """Member whose turn it is."""
+    held_s: float
+    """Seconds of that turn so far; 0 without one."""
+    waiting: tuple[str, ...]
+    """Members in line, the next one first."""
+    seconds_held: Mapping[str, float]
+    """Member -> seconds of all its turns, the current one included."""
+    seconds_waited: Mapping[str, float]
+    """Member -> seconds in line, those who are in it included."""
+    num_turns: Mapping[str, int]
+    """Member -> turns begun."""
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Somebody's place in line."""
+
+    member: str
+    since: float
+    """When it entered the line, and then when its turn began, in seconds."""
+
+
+class TurnLine:
+    """A line whose first holds; no I/O, times are the caller's, in seconds."""
+
+    def __init__(self, members: Sequence[str]) -> None:
+        self._line: list[Place] = []
+        self._seconds_held = dict.fromkeys(members, 0.0)
+        self._seconds_waited = dict.fromkeys(members, 0.0)
+        self._num_turns = dict.fromkeys(members, 0)
+
+    @property
+    def holder(self) -> Place | None:
+        """Whose turn it is."""
+        return self._line[0] if self._line else None
+
+    @property
+    def waiting(self) -> tuple[Place, ...]:
+        """Who is in line, the next one first."""
+        return tuple(self._line[1:])
+
+    def enter(self, member: str, now: float) -> Place:
+        """Get in line, or hold at once where there is none. Raises ``StateError`` when it is not of this group."""
+        if member not in self._num_turns:
+            raise StateError(f"expected one of {', '.join(self._num_turns)}, whose devices these are, got {member!r}")
+        place = Place(member, now)
+        self._line.append(place)
+        if self.holder is place:
+            self._begin(place, now)
+        return place
+
+    def leave(self, place: Place, now: float) -> None:
+        """Let go, or give up waiting; the next in line holds. Raises ``StateError`` when it has left already."""
+        if place not in self._line:
+            raise StateError(f"{place.member} has left the line already")
+        has_held = self.holder is place
+        self._line.remove(place)
+        seconds = self._seconds_held if has_held else self._seconds_waited
+        seconds[place.member] += now - place.since
+        if has_held and self.holder is not None:
+            self._begin(self.holder, now)
+
+    def _begin(self, place: Place, now: float) -> None:
+        self._seconds_waited[place.member] += now - place.since
+        self._num_turns[place.member] += 1
+        place.since = now
+
+    def statistics(self, now: float) -> TurnStatistics:
+        """Of everything so far."""
+        held, waited = dict(self._seconds_held), dict(self._seconds_waited)
+        if self.holder is not None:
+            held[self.holder.member] += now - self.holder.since
+        for place in self.waiting:
+            waited[place.member] += now - place.since
+        return TurnStatistics(
+            holder=None if self.holder is None else self.holder.member,
+            held_s=0.0 if self.holder is None else now - self.holder.since,
+            waiting=tuple(place.member for place in self.waiting),
+            seconds_held=held,
+            seconds_waited=waited,
+            num_turns=dict(self._num_turns),
+        )
+
+
+class Turn:
+    """Of one holder, made by ``DeviceGroup.turn``."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._task = asyncio.current_task()
+        self._begun = asyncio.Event()
+        self._wanted = asyncio.Event()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody waits for its end."""
+        return self._wanted.is_set()
+
+    async def wanted(self) -> None:
+        """Wait until somebody waits for its end: at once when somebody does."""
+        await self._wanted.wait()
+
+
+class DeviceGroup:
+    """Devices that the members of a group use in turns.
+
+    Args:
+        members: names of the stages.
+    """
+
+    def __init__(self, members: Sequence[str]) -> None:
+        self._line = TurnLine(members)
+        self._turns: dict[Place, Turn] = {}
+
+    @contextlib.asynccontextmanager
+    async def turn(self, member: str) -> AsyncIterator[Turn]:
+        """Hold the devices in the block, after all who asked before; leaving it in any way lets go, at once.
+
+        Raises ``StateError`` when the member is not of this group, and when the task holds the devices already: it would wait for
+        itself.
+        """
+        turn = self._enter(member)
+        try:
+            await turn._begun.wait()
+            yield turn
+        finally:
+            self._leave(turn)
+
+    def statistics(self) -> TurnStatistics:
+        """Who holds, who waits, and for how long; seconds of the running loop."""
+        return self._line.statistics(asyncio.get_running_loop().time())
+
+    def _enter(self, member: str) -> Turn:
+        holder = self._line.holder
+        if holder is not None and self._turns[holder]._task is asyncio.current_task():
+            raise StateError(
+                f"{member} asks for a turn inside of one of {holder.member}, of the same task: one is enough"
+            )
+        place = self._line.enter(member, asyncio.get_running_loop().time())
+        turn = self._turns[place] = Turn(place)
+        self._tell()
+        return turn
+
+    def _leave(self, turn: Turn) -> None:
+        self._line.leave(turn._place, asyncio.get_running_loop().time())
+        del self._turns[turn._place]
+        self._tell()
+
+    def _tell(self) -> None:
+        """Let the holder know that it is, and whether it is waited for."""
+        if self._line.holder is None:
+            return
+        turn = self._turns[self._line.holder]
+        turn._begun.set()
+        if self._line.waiting:
+            turn._wanted.set()
+        else:
+            turn._wanted.clear()
+
+
+def groups_by_member(groups: Iterable[Sequence[str]]) -> dict[str, DeviceGroup]:
+    """One ``DeviceGroup`` per list of members, for each of these."""
+    found: dict[str, DeviceGroup] = {}
+    for members in groups:
+        group = DeviceGroup(members)
+        found.update(dict.fromkeys(members, group))
+    return found
+
+
+async def whenever_free(
+    group: DeviceGroup, member: str, *, begin: Callable[[], Awaitable[None]], end: Callable[[], Awaitable[None]]
+) -> Never:
+    """Use the devices for ever, but for the turns of others: ``begin`` in each turn of its own, ``end`` before it lets go.
+
+    Consumes turns; produces none; waits for another member to want one; unblocked by that. An error of either lets go and is raised;
+    a cancellation lets go without ``end``.
+    """
+    while True:
+        async with group.turn(member) as turn:
+            await begin()
+            await turn.wanted()
+            await end()
