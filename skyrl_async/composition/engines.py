@@ -7,8 +7,9 @@ the place of dead ones. Knows neither the policy workers nor the endpoint.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from skyrl_async.composition.bundles import Bundles, engine_seats
 from skyrl_async.config.devices import engine_device
-from skyrl_async.config.schema import Config, Device, EngineBackend
+from skyrl_async.config.schema import Config, EngineBackend
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engine_life import LifeSettings
 from skyrl_async.inference.fleet import Fleet, FleetSettings
@@ -17,28 +18,29 @@ from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig
 
 
-async def start_engines(config: Config, policy_dir: Path, run_dir: Path) -> Sequence[InferenceEngine]:
+async def start_engines(
+    config: Config, policy_dir: Path, run_dir: Path, bundles: Bundles | None = None
+) -> Sequence[InferenceEngine]:
     if config.engine.backend is EngineBackend.deterministic:
         from skyrl_async.inference.deterministic_engine import DeterministicEngine
 
         return [DeterministicEngine("engine-0", policy_dir, max_model_len=config.engine.max_model_len)]
     names = [f"engine-{i}" for i in range(config.engine.num_engines)]
-    return await _start_vllm_engines(config, policy_dir, run_dir, names)
+    return await _start_vllm_engines(config, policy_dir, run_dir, names, bundles)
 
 
 async def _start_vllm_engines(
-    config: Config, policy_dir: Path, run_dir: Path, names: Sequence[str]
+    config: Config, policy_dir: Path, run_dir: Path, names: Sequence[str], bundles: Bundles | None
 ) -> Sequence[InferenceEngine]:
     from skyrl_async.inference.ray_engine import start_ray_engines
 
-    engine, num_gpus = config.engine, config.placement.num_gpus_per_engine
-    device = engine_device(engine)
+    engine, seats = config.engine, engine_seats(config, bundles, names)
     configs = [
         VLLMEngineConfig(
             name=name,
             policy_dir=str(policy_dir),
             dtype=config.policy.dtype.name,
-            device=device.name,
+            device=engine_device(engine).name,
             tensor_parallel_size=engine.tensor_parallel_size,
             max_model_len=engine.max_model_len,
             max_num_seqs=engine.max_num_seqs,
@@ -56,8 +58,9 @@ async def _start_vllm_engines(
     ]
     return await start_ray_engines(
         configs,
-        num_cpus=config.placement.num_cpus_per_engine,
-        num_gpus=(engine.tensor_parallel_size if device is Device.cuda else 0.0) if num_gpus is None else num_gpus,
+        num_cpus=seats.num_cpus,
+        num_gpus=seats.num_gpus,
+        scheduling_strategies=seats.strategies,
         start_timeout_s=engine.start_timeout_s,
         log_dir=run_dir / "logs",
     )
@@ -76,12 +79,13 @@ def make_fleet(
     *,
     front_ends: Sequence[FrontEndPool],
     say: Callable[[str], None],
+    bundles: Bundles | None = None,
 ) -> Fleet:
     """What keeps the client's engines alive; new ones boot from ``policy_dir`` and load what is served."""
     engine = config.engine
 
     async def start(name: str) -> InferenceEngine:
-        return (await _start_vllm_engines(config, policy_dir, run_dir, [name]))[0]
+        return (await _start_vllm_engines(config, policy_dir, run_dir, [name], bundles))[0]
 
     return Fleet(
         client,

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyrl_async.composition.bundles import Bundles, worker_seats
 from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.composition.engines import is_supervised, start_engines
 from skyrl_async.config.devices import training_device
-from skyrl_async.config.schema import Config, Device, SamplingConfig
+from skyrl_async.config.placement_rules import num_cpu_slots
+from skyrl_async.config.schema import Config, SamplingConfig
 from skyrl_async.heartbeat import Heartbeat
 from skyrl_async.inference.fleet_news import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
@@ -64,6 +66,7 @@ def _init_ray(config: Config) -> None:
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     ray.init(
         address="local",
+        num_cpus=num_cpu_slots(config.placement),
         include_dashboard=False,
         log_to_driver=False,
         configure_logging=False,
@@ -80,18 +83,25 @@ def end_ray() -> None:
 
 
 async def start_engines_and_policy(
-    config: Config, stack: contextlib.AsyncExitStack, files: PolicyFiles, initial: Path, run_dir: Path, num_steps: int
+    config: Config,
+    stack: contextlib.AsyncExitStack,
+    files: PolicyFiles,
+    initial: Path,
+    run_dir: Path,
+    num_steps: int,
+    bundles: Bundles | None = None,
 ) -> tuple[Sequence[InferenceEngine], RecoveringPolicy]:
     """Boot engines while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run."""
 
     async def engines() -> Sequence[InferenceEngine]:
-        started = await start_engines(config, initial, run_dir)
+        started = await start_engines(config, initial, run_dir, bundles)
         for engine in started:
             stack.push_async_callback(engine.close)
         return started
 
     async def start_policy() -> RecoveringPolicy:
-        policy = await _start_policy(config, files, _training_settings(config, initial, num_steps), run_dir)
+        settings = _training_settings(config, initial, num_steps)
+        policy = await _start_policy(config, files, settings, run_dir, bundles)
         stack.push_async_callback(policy.close)
         return policy
 
@@ -102,21 +112,21 @@ async def start_engines_and_policy(
 
 
 async def _start_policy(
-    config: Config, files: PolicyFiles, settings: TrainingSettings, run_dir: Path
+    config: Config, files: PolicyFiles, settings: TrainingSettings, run_dir: Path, bundles: Bundles | None
 ) -> RecoveringPolicy:
     """Policy workers, and what replaces them when they die."""
     from skyrl_async.training.policy_workers import PolicyWorkers
 
-    placement, device = config.placement, training_device(config.training)
-    num_gpus = placement.num_gpus_per_worker
+    seats = worker_seats(config, bundles)
 
     async def start_workers() -> Policy:
         return await PolicyWorkers.start(
             settings,
             policy_path=files.trained(),
             num_workers=config.training.num_workers,
-            num_cpus_per_worker=placement.num_cpus_per_worker,
-            num_gpus_per_worker=(1.0 if device is Device.cuda else 0.0) if num_gpus is None else num_gpus,
+            num_cpus_per_worker=seats.num_cpus,
+            num_gpus_per_worker=seats.num_gpus,
+            scheduling_strategies=seats.strategies,
             call_timeout_s=config.training.step_timeout_s,
             heartbeat=Heartbeat(
                 interval_s=config.training.heartbeat_interval_s, timeout_s=config.training.heartbeat_timeout_s

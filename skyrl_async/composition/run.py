@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from skyrl_async.composition.bundles import reserve_devices
 from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.data import (
     Chat,
@@ -96,9 +97,12 @@ async def started_parts(
     async with stack or ClosingStack() as stack:
         say("starting Ray")
         await start_ray(config, stack)
+        bundles = await reserve_devices(config, stack)
+        if bundles is not None:
+            announce(bundles.plan.table())
         say("booting engines, preparing the policy")
         engines, policy = await start_engines_and_policy(
-            config, stack, files, initial, run_dir, num_planned_steps(config, prompts)
+            config, stack, files, initial, run_dir, num_planned_steps(config, prompts), bundles
         )
         max_model_len = min(engine.max_model_len for engine in engines)
         chat = chat or load_chat(initial, config.policy.trust_remote_code)
@@ -122,7 +126,7 @@ async def started_parts(
         fleet = None
         if is_supervised(config):
             front_ends = endpoint.front_ends if endpoint else ()
-            fleet = make_fleet(config, client, initial, run_dir, front_ends=front_ends, say=announce)
+            fleet = make_fleet(config, client, initial, run_dir, front_ends=front_ends, say=announce, bundles=bundles)
             await stack.enter_async_context(fleet.supervising())
         yield Parts(
             prompts=fitting_prompts(prompts, renderer, max_model_len, say),

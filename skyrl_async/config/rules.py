@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from skyrl_async.config.devices import engine_device, has_distribution, num_gpus, training_device
+from skyrl_async.config.placement_rules import groups_fit_the_devices
 from skyrl_async.config.schema import (
     AdvantageEstimator,
     Config,
@@ -262,7 +263,7 @@ def vllm_is_built_for_the_device(config: Config) -> None:
 
 
 def gpus_suffice(config: Config) -> None:
-    if config.placement.ray_address != "local":
+    if config.placement.ray_address != "local" or config.placement.groups is not None:
         return
     placement, engine, training = config.placement, config.engine, config.training
     per_engine, per_worker = placement.num_gpus_per_engine, placement.num_gpus_per_worker
@@ -302,4 +303,5 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     cuda_is_there,
     vllm_is_built_for_the_device,
     gpus_suffice,
+    groups_fit_the_devices,
 )

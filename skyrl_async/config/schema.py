@@ -710,10 +710,30 @@ class ServerConfig:
 @dataclass
 class PlacementConfig:
     ray_address: str = doc("local", "local starts a Ray of the run's own; auto or host:port joins one.")
+    groups: list[list[str]] | None = doc(
+        None,
+        "Stages that share devices, such as [[policy,logp],[ref],[generate]]: policy (training, and what a publish gathers), logp "
+        "(recomputed log-probs), ref (reference log-probs), generate (engines). Those of a group take turns, groups overlap. Null: "
+        "each actor reserves what num_*_per_engine and num_*_per_worker say.",
+    )
+    ratios: list[float] | None = doc(
+        None,
+        "Each group's part of the cluster's devices (GPUs; CPU slots where nothing runs on GPUs), summing to 1; rounded to whole "
+        "devices.",
+    )
+    devices: list[int] | None = doc(None, "Devices of each group, in place of ratios.")
+    num_cpu_slots: int | None = doc(
+        None,
+        "CPU slots of a Ray of the run's own; null: one per core. Slots are counted, not enforced: more of them than cores share these.",
+    )
     num_cpus_per_engine: float = doc(0.0, "CPU slots Ray reserves per engine.")
     num_gpus_per_engine: float | None = doc(None, "GPUs per engine; null: engine.tensor_parallel_size on cuda, else 0.")
     num_cpus_per_worker: float = doc(0.0, "CPU slots Ray reserves per policy worker.")
     num_gpus_per_worker: float | None = doc(None, "GPUs per policy worker; null: 1 on cuda, else 0.")
+
+    def __post_init__(self) -> None:
+        slots = self.num_cpu_slots
+        require(slots is None or slots >= 1, "placement.num_cpu_slots", ">= 1 or null", slots)
 
 
 @dataclass

@@ -20,6 +20,7 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_async.errors import EngineDeadError, EngineStartError
 from skyrl_async.inference.continuing import generate_to_end, hold_partial_outputs, joined_for, stream_to_end
@@ -252,6 +253,7 @@ async def start_ray_engines(
     *,
     num_cpus: float = 0.0,
     num_gpus: float = 0.0,
+    scheduling_strategies: Sequence[PlacementGroupSchedulingStrategy] | None = None,
     start_timeout_s: float = 300.0,
     log_dir: Path,
 ) -> list[RayEngine]:
@@ -260,6 +262,7 @@ async def start_ray_engines(
     Args:
         num_cpus: CPU slots that Ray reserves per engine.
         num_gpus: GPUs per engine.
+        scheduling_strategies: where Ray puts each engine; None leaves that to Ray.
         start_timeout_s: for all of them together, in seconds.
         log_dir: each engine writes ``<name>.log`` there; made when missing.
 
@@ -269,8 +272,9 @@ async def start_ray_engines(
     log_paths = _log_paths(configs, log_dir)
     with contextlib.ExitStack() as on_failure:
         actors = []
-        for config, log_path in zip(configs, log_paths, strict=True):
-            actor = _make_actor(config, log_path, num_cpus, num_gpus)
+        strategies = scheduling_strategies or [None] * len(configs)
+        for config, log_path, strategy in zip(configs, log_paths, strategies, strict=True):
+            actor = _make_actor(config, log_path, num_cpus, num_gpus, strategy)
             on_failure.callback(ray.kill, actor)
             actors.append(actor)
         boots = {
@@ -313,13 +317,20 @@ def _require_resources(configs: Sequence[VLLMEngineConfig], needed_per_engine: d
             )
 
 
-def _make_actor(config: VLLMEngineConfig, log_path: Path, num_cpus: float, num_gpus: float) -> ActorHandle:
+def _make_actor(
+    config: VLLMEngineConfig,
+    log_path: Path,
+    num_cpus: float,
+    num_gpus: float,
+    strategy: PlacementGroupSchedulingStrategy | None,
+) -> ActorHandle:
     environment = {"VLLM_LOGGING_LEVEL": "INFO"}
     if config.device == "cpu":
         environment["OMP_NUM_THREADS"] = "1"
     actor_class = ray.remote(_EngineActor).options(
         num_cpus=num_cpus,
         num_gpus=num_gpus,
+        scheduling_strategy=strategy,
         max_concurrency=_MAX_CONCURRENT_CALLS,
         max_restarts=0,
         runtime_env={"env_vars": environment},

@@ -16,6 +16,7 @@ import ray
 import torch
 from ray.actor import ActorHandle
 from ray.exceptions import NodeDiedError, RayActorError, RayError, RayTaskError, WorkerCrashedError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_async.algorithms.losses import merge_figures
 from skyrl_async.errors import DeadlineError, SkyRLAsyncError, TrainingError, WorkerDiedError
@@ -84,6 +85,7 @@ class PolicyWorkers:
         num_workers: int,
         num_cpus_per_worker: float = 0.0,
         num_gpus_per_worker: float = 0.0,
+        scheduling_strategies: Sequence[PlacementGroupSchedulingStrategy] | None = None,
         call_timeout_s: float = 1800.0,
         start_timeout_s: float | None = None,
         heartbeat: Heartbeat = _HEARTBEAT,
@@ -98,6 +100,7 @@ class PolicyWorkers:
             num_workers: ranks, >= 1.
             num_cpus_per_worker: CPU slots Ray reserves for each.
             num_gpus_per_worker: GPUs Ray gives to each.
+            scheduling_strategies: where Ray puts each, by rank; None leaves that to Ray.
             call_timeout_s: deadline of every call.
             start_timeout_s: deadline of coming up, ``policy_path`` left out; the same where it is None.
             heartbeat: one that leaves it unanswered while it has a call to work on counts as dead.
@@ -111,16 +114,18 @@ class PolicyWorkers:
         env_vars = {"OMP_NUM_THREADS": "1"} if settings.device == "cpu" else {}
         actor_class = ray.remote(concurrency_groups={_PULSE: 1})(_RankActor)
         names = [f"policy-worker-{rank}-{run_id}" for rank in range(num_workers)]
+        strategies = scheduling_strategies or [None] * num_workers
         actors = {
             name: actor_class.options(
                 name=name,
                 num_cpus=num_cpus_per_worker,
                 num_gpus=num_gpus_per_worker,
+                scheduling_strategy=strategy,
                 max_restarts=0,
                 max_task_retries=0,
                 runtime_env={"env_vars": env_vars},
             ).remote(settings, rank=rank, num_ranks=num_workers)
-            for rank, name in enumerate(names)
+            for rank, (name, strategy) in enumerate(zip(names, strategies, strict=True))
         }
         first_timeout_s = call_timeout_s if start_timeout_s is None else start_timeout_s
         workers = cls(settings, actors, call_timeout_s=first_timeout_s, heartbeat=heartbeat)

@@ -61,6 +61,7 @@ ALLOWED = {
     "vllm": ("skyrl_async/inference/vllm_*.py", "skyrl_async/inference/core_process.py"),
     "ray": (
         "skyrl_async/composition/processes.py",
+        "skyrl_async/composition/bundles.py",
         "skyrl_async/inference/ray_*.py",
         "skyrl_async/inference/server/front_ends.py",
         "skyrl_async/training/policy_workers.py",
