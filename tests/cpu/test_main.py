@@ -48,6 +48,8 @@ LONG_ANSWERS = "generator.sampling.max_tokens=120"
 """Still being sampled whenever a checkpoint is written."""
 NO_VLLM = ("engine=deterministic", "logging.tensorboard=false", "evaluation.num_prompts=0")
 FOR_EVER = "trainer.num_steps=100000"
+SEPARATE = ("placement.groups=[[policy],[generate]]", "placement.devices=[1,1]", "placement.num_cpu_slots=2")
+SHARED = ("placement.groups=[[policy,generate]]", "placement.devices=[1]")
 SUMMARY_KEYS = {
     "reward_before",
     "reward_after",
@@ -263,6 +265,7 @@ def finished(
     first, trained = state(run_dir)[1]["step"], assert_ledger_is_exact(run_dir)
     outcome = run(
         *SMALL,
+        *SEPARATE,
         LONG_ANSWERS,
         f"trainer.num_steps={first + NUM_LAST_STEPS}",
         "generator.kind=gym_http",
@@ -362,6 +365,21 @@ def test_a_run_taken_up_over_http_finishes_with_all_its_files(
     model = AutoModelForCausalLM.from_pretrained(run_dir / "policy")
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "1"}], return_tensors="pt")["input_ids"]
     assert model(prompt).logits.isfinite().all()
+
+
+@pytest.mark.slow
+def test_which_stages_have_which_devices_is_shown_and_logged(
+    finished: tuple[Path, int, list[str], Outcome],
+) -> None:
+    run_dir, _, _, outcome = finished
+    log = (run_dir / "run.log").read_text()
+    for line in (
+        "placement: 2 of 2 CPU slots",
+        "  [policy]    1  policy: training.num_workers=1",
+        "  [generate]  1  generate: engine.num_engines=1, engine.tensor_parallel_size=1",
+    ):
+        assert line in outcome.stdout and line in log
+    assert "while the run was ended" not in outcome.stderr
 
 
 @pytest.mark.slow
@@ -560,7 +578,7 @@ def test_a_policy_worker_that_is_killed_is_replaced_until_restarts_are_used_up_a
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "out"
-    overrides = [*SMALL, *NO_VLLM, f"trainer.output_dir={run_dir}", "trainer.checkpoint_interval_steps=3"]
+    overrides = [*SMALL, *NO_VLLM, *SHARED, f"trainer.output_dir={run_dir}", "trainer.checkpoint_interval_steps=3"]
     with Command([*overrides, FOR_EVER, "trainer.max_restarts=1"], cwd=tmp_path) as command:
         command.wait_for_step(1)
         command.kill_policy_worker()
