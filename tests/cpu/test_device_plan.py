@@ -1,5 +1,7 @@
 """Which stages share which devices: what the placement section resolves to, and what of it is refused."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from skyrl_async.config.device_plan import STAGES, DevicePlan, StageSize, Unit, resolve
 from skyrl_async.config.devices import num_gpus
 from skyrl_async.config.help import all_keys
-from skyrl_async.config.load import from_overrides, to_yaml
+from skyrl_async.config.load import compose_config, from_overrides, load, to_yaml
 from skyrl_async.config.placement_rules import device_plan
 from skyrl_async.config.schema import PlacementConfig
 from skyrl_async.errors import ConfigError
@@ -40,7 +42,7 @@ def separate(**numbers: list[float] | list[int]) -> PlacementConfig:
     return PlacementConfig(groups=[["policy", "logp"], ["ref"], ["generate"]], **numbers)
 
 
-def test_the_groups_of_the_command_line_reach_the_plan_and_the_config_file() -> None:
+def test_the_groups_of_the_command_line_reach_the_plan_and_the_config_file(tmp_path: Path) -> None:
     config = from_overrides(
         SEPARATE,
         "placement.devices=[4,2,2]",
@@ -54,7 +56,8 @@ def test_the_groups_of_the_command_line_reach_the_plan_and_the_config_file() -> 
     assert found.table().splitlines()[-1] == "  [generate]     2"
     assert [group.stages for group in found.groups] == [("policy", "logp"), ("ref",), ("generate",)]
     assert [group.num_devices for group in found.groups] == [4, 2, 2]
-    assert "groups:\n  - - policy\n    - logp\n  - - ref" in to_yaml(config)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load(compose_config([], tmp_path / "config.yaml")) == config
 
 
 def test_without_groups_there_is_no_plan() -> None:
