@@ -187,13 +187,20 @@ class Trajectory:
     """Its harness left or was cut off without a reward: its loss mask is 0 and its reward counts for nothing."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The environment's own figures for this episode."""
+    ref_logprobs: tuple[float, ...] | None = None
+    """(T,) log-probs in nats under the frozen reference, at the sampling temperature; 0.0 where the mask is 0. None: not computed."""
+    old_logprobs: tuple[float, ...] | None = None
+    """(T,) the same under the policy itself, recomputed when the row was finished. None: not computed."""
+    old_version: int | None = None
+    """Policy version of ``old_logprobs``."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.response_token_ids)
-        for name in ("loss_mask", "logprobs", "versions"):
-            if len(getattr(self, name)) != num_tokens:
+        for name in ("loss_mask", "logprobs", "versions", "ref_logprobs", "old_logprobs"):
+            values = getattr(self, name)
+            if values is not None and len(values) != num_tokens:
                 raise ValueError(
-                    f"trajectory.{name} has {len(getattr(self, name))} entries for {num_tokens} response tokens; "
+                    f"trajectory.{name} has {len(values)} entries for {num_tokens} response tokens; "
                     "a generator must return one per response token"
                 )
 
@@ -201,6 +208,25 @@ class Trajectory:
     def num_sampled_tokens(self) -> int:
         """Tokens the policy sampled: those that are trained."""
         return sum(self.loss_mask)
+
+
+class LogprobModel(StrEnum):
+    """Whose log-probs are asked for."""
+
+    POLICY = "policy"
+    """The policy's that is trained."""
+    REF = "ref"
+    """The frozen reference's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLogprobs:
+    """Log-probs of trajectories under one model, at the sampling temperature."""
+
+    values: tuple[tuple[float, ...], ...]
+    """Per trajectory one value per response token, in nats; 0.0 where the mask is 0."""
+    version: int
+    """Optimizer steps of the weights; a reference is always at 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

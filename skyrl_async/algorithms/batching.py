@@ -7,6 +7,7 @@ micro-batches is a pure function of the lengths, the same on every machine.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -40,9 +41,15 @@ class MicroBatch:
     behavior_logprobs: Tensor
     """(N,) float32, nats."""
     advantages: Tensor
-    """(N,) float32, times the weight of the row: both losses are linear in a positive factor of the advantage."""
+    """(N,) float32, times the weight of the row: every policy loss is linear in a positive factor of the advantage."""
+    weights: Tensor
+    """(N,) float32, of the row: what else is summed over tokens counts by it."""
     versions: Tensor
     """(N,) int64, the policy version each token was sampled under."""
+    ref_logprobs: Tensor | None
+    """(N,) float32, nats; None where a row lacks them."""
+    old_logprobs: Tensor | None
+    """(N,) float32, nats; None where a row lacks them."""
 
 
 def plan_micro_batches(
@@ -105,6 +112,7 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
     versions: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
     behavior_logprobs: list[Tensor] = [torch.empty(0)]
     advantages: list[Tensor] = [torch.empty(0)]
+    weights: list[Tensor] = [torch.empty(0)]
     for index, row in enumerate(rows):
         trajectory = row.trajectory
         num_prompt_tokens = len(trajectory.prompt_token_ids)
@@ -116,6 +124,7 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         versions.append(torch.tensor(trajectory.versions, dtype=torch.int64)[sampled])
         behavior_logprobs.append(torch.tensor(trajectory.logprobs, dtype=torch.float32)[sampled])
         advantages.append(torch.full((len(sampled),), row.advantage * trajectory.weight, dtype=torch.float32))
+        weights.append(torch.full((len(sampled),), trajectory.weight, dtype=torch.float32))
     where = torch.cat(positions)
     return MicroBatch(
         input_ids=input_ids.to(device),
@@ -123,5 +132,18 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         targets=input_ids.flatten()[where + 1].to(device),
         behavior_logprobs=torch.cat(behavior_logprobs).to(device),
         advantages=torch.cat(advantages).to(device),
+        weights=torch.cat(weights).to(device),
         versions=torch.cat(versions).to(device),
+        ref_logprobs=_of_sampled(rows, [row.trajectory.ref_logprobs for row in rows], device),
+        old_logprobs=_of_sampled(rows, [row.trajectory.old_logprobs for row in rows], device),
     )
+
+
+def _of_sampled(rows: Sequence[Row], values: Sequence[tuple[float, ...] | None], device: torch.device) -> Tensor | None:
+    """(N,) float32 of the values, one per response token, those of sampled tokens; None where a row has none."""
+    chosen: list[float] = []
+    for row, of_row in zip(rows, values, strict=True):
+        if of_row is None:
+            return None
+        chosen += compress(of_row, row.trajectory.loss_mask)
+    return torch.tensor(chosen, dtype=torch.float32, device=device)

@@ -1,14 +1,15 @@
 """Log-probs of sampled tokens in, one loss per token out, with the figures that say how far off-policy they are.
 
-Every loss is a pure function of three (N,) tensors, one entry per sampled token: the policy's log-probs ``log pi``,
-the behavior log-probs ``log mu`` of the engine that sampled the token, and advantages. Nothing here reduces over
-tokens: the caller sums, and divides by the mini-batch's token count once, so that neither micro-batches nor ranks
-change the result.
+Every loss is a pure function of (N,) tensors, one entry per sampled token: the policy's log-probs ``log pi``, the
+behavior log-probs ``log mu`` of the engine that sampled the token, advantages, and for some the log-probs
+``log pi_prox`` of a policy in between. Nothing here reduces over tokens: the caller sums, and divides by the
+mini-batch's token count once, so that neither micro-batches nor ranks change the result.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,8 +30,14 @@ class TokenLoss:
     """(N,) bool: the importance ratio was cut."""
 
 
-PolicyLossFn = Callable[[Tensor, Tensor, Tensor], TokenLoss]
-"""(log pi, log mu, advantages) -> TokenLoss. A token whose advantage is 0 must have no gradient."""
+class PolicyLossFn(Protocol):
+    """A loss with its constants. A token whose advantage is 0 must have no gradient."""
+
+    def __call__(
+        self, logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, old_logprobs: Tensor | None = None, /
+    ) -> TokenLoss:
+        """(log pi, log mu, advantages, log pi_prox) -> TokenLoss; the last is None where ``needs_old_logprobs`` is false."""
+        ...
 
 
 def importance_ratio(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
@@ -77,16 +84,79 @@ def rollout_is(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, 
     return TokenLoss(loss=-ratio.clamp(max=cap) * advantages * logprobs, is_clipped=ratio > cap)
 
 
+def decoupled_ppo(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    old_logprobs: Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+    cap: float,
+) -> TokenLoss:
+    """``-sg(min(w, cap)) min(u A, clip(u, 1 - eps_low, 1 + eps_high) A)`` with ``u = pi / pi_prox`` and ``w = pi_prox / mu``.
+
+    The decoupled objective of AReaL (arXiv 2505.24298), section 5.2, after Hilton et al. (arXiv 2110.00641): steps are
+    clipped around a recent policy, and how far that is from the one that sampled is an importance weight, hence unbiased while
+    ``cap`` does not act. The paper has no cap; AReaL's code leaves tokens out past one (``behav_imp_weight_cap``), here
+    they are trained with ``cap``, as in truncated importance sampling.
+
+    With ``pi_prox = mu`` it is ``ppo_clip``; with ``pi_prox = pi`` its gradient is that of ``rollout_is``.
+
+    Args:
+        logprobs: (N,) float32, nats, of the policy being trained.
+        behavior_logprobs: (N,) float32, nats, from the engine.
+        advantages: (N,) float32.
+        old_logprobs: (N,) float32, nats, of the proximal policy: a version of the policy, frozen.
+        eps_low: in [0, 1).
+        eps_high: >= 0.
+        cap: largest weight, > 0.
+    """
+    weight = importance_ratio(old_logprobs, behavior_logprobs)
+    proximal = ppo_clip(logprobs, old_logprobs, advantages, eps_low=eps_low, eps_high=eps_high)
+    return TokenLoss(loss=weight.clamp(max=cap) * proximal.loss, is_clipped=proximal.is_clipped | (weight > cap))
+
+
+_WITH_OLD_LOGPROBS = frozenset({"decoupled_ppo"})
+
+
+def needs_old_logprobs(name: str) -> bool:
+    """Whether the loss called ``name`` is made of recomputed log-probs too."""
+    return name in _WITH_OLD_LOGPROBS
+
+
 def make_policy_loss(name: str, *, eps_clip_low: float, eps_clip_high: float, tis_cap: float) -> PolicyLossFn:
     """The loss called ``name`` with its constants. Raises ``ConfigError`` listing the known ones."""
     losses: dict[str, PolicyLossFn] = {
-        "ppo_clip": partial(ppo_clip, eps_low=eps_clip_low, eps_high=eps_clip_high),
-        "rollout_is": partial(rollout_is, cap=tis_cap),
+        "ppo_clip": _anchored_on_behavior(partial(ppo_clip, eps_low=eps_clip_low, eps_high=eps_clip_high)),
+        "rollout_is": _anchored_on_behavior(partial(rollout_is, cap=tis_cap)),
+        "decoupled_ppo": _anchored_on_both(
+            partial(decoupled_ppo, eps_low=eps_clip_low, eps_high=eps_clip_high, cap=tis_cap)
+        ),
     }
     if name not in losses:
         known = ", ".join(sorted(losses))
         raise ConfigError(f"trainer.algorithm.policy_loss_type must be one of {known}, got {name!r}")
     return losses[name]
+
+
+def _anchored_on_behavior(loss: Callable[[Tensor, Tensor, Tensor], TokenLoss]) -> PolicyLossFn:
+    def of_tokens(
+        logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, old_logprobs: Tensor | None = None, /
+    ) -> TokenLoss:
+        return loss(logprobs, behavior_logprobs, advantages)
+
+    return of_tokens
+
+
+def _anchored_on_both(loss: Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]) -> PolicyLossFn:
+    def of_tokens(
+        logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, old_logprobs: Tensor | None = None, /
+    ) -> TokenLoss:
+        assert old_logprobs is not None, "split_work sees to it that rows have them"
+        return loss(logprobs, behavior_logprobs, advantages, old_logprobs)
+
+    return of_tokens
 
 
 @torch.no_grad()

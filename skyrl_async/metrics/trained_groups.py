@@ -23,7 +23,8 @@ class TrainedGroupsLog:
     Args:
         path: of the file.
         resume_step: keep the lines up to that step, and go on after them; None begins a new file.
-        has_tokens: write ids, loss mask, behavior log-probs of every row too (some 20 bytes per token).
+        has_tokens: write ids, loss mask and all log-probs of every row too (some 20 bytes per token, and as many again for each
+            kind of log-probs beside the behavior's).
     """
 
     def __init__(self, path: Path, resume_step: int | None = None, *, has_tokens: bool = False) -> None:
@@ -66,6 +67,8 @@ class TrainedGroupsLog:
             "is_abandoned": row.is_abandoned,
             "policy_versions": spans_of(row.versions),
         }
+        if row.old_version is not None:
+            values["old_version"] = row.old_version
         if self._has_tokens:
             values |= {
                 "prompt_token_ids": row.prompt_token_ids,
@@ -73,4 +76,6 @@ class TrainedGroupsLog:
                 "loss_mask": row.loss_mask,
                 "logprobs": row.logprobs,
             }
+            recomputed = {"ref_logprobs": row.ref_logprobs, "old_logprobs": row.old_logprobs}
+            values |= {name: logprobs for name, logprobs in recomputed.items() if logprobs is not None}
         return values

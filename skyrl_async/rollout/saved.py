@@ -108,8 +108,15 @@ def sampling_to_json(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
-    """A finished group, as it was before it was prepared for training."""
-    return {name: value for name, value in dataclasses.asdict(group).items() if name != "advantages"}
+    """A finished group, without its advantages and its reference log-probs: they are computed again, by the run that resumes.
+
+    Recomputed log-probs are kept with their version: the policy of that version is gone by then.
+    """
+    fields = dataclasses.asdict(group)
+    del fields["advantages"]
+    for row in fields["trajectories"]:
+        del row["ref_logprobs"]
+    return fields
 
 
 def group_from_json(row: Mapping[str, Any]) -> Group:

@@ -1,5 +1,7 @@
 """Planning and padding of micro-batches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -84,7 +86,21 @@ def test_padding_follows_the_rows_and_only_sampled_tokens_are_predicted() -> Non
     assert batch.targets.tolist() == [3, 5, 9]
     assert batch.behavior_logprobs.tolist() == [-3.0, -5.0, -9.0]
     assert batch.advantages.tolist() == [0.5, 0.5, -2.0]
+    assert batch.weights.tolist() == [1.0, 1.0, 1.0]
+    assert batch.ref_logprobs is None and batch.old_logprobs is None
     assert batch.versions.tolist() == [7, 7, 7]
+
+
+def test_log_probs_under_other_models_are_those_of_sampled_tokens_and_given_for_all_rows_or_none() -> None:
+    first, second = row((1, 2), (3, 4, 5), (1, 0, 1), 0.5), row((6, 7, 8), (9,), (1,), -2.0)
+    full = replace(first, trajectory=replace(first.trajectory, ref_logprobs=(-1.0, 0.0, -2.0), weight=0.5))
+    other = replace(second, trajectory=replace(second.trajectory, ref_logprobs=(-3.0,), old_logprobs=(-4.0,)))
+    batch = collate([full, other], CPU)
+    assert batch.ref_logprobs is not None and batch.ref_logprobs.tolist() == [-1.0, -2.0, -3.0]
+    assert batch.old_logprobs is None
+    assert batch.weights.tolist() == [0.5, 0.5, 1.0]
+    with pytest.raises(ValueError, match="trajectory.ref_logprobs has 1 entries for 3 response tokens"):
+        replace(first.trajectory, ref_logprobs=(-1.0,))
 
 
 def test_no_rows_make_an_idle_forward_of_one_token() -> None:

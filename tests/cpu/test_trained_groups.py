@@ -1,5 +1,6 @@
 """The record of what was trained: whole, exact, and without seams over a resume."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from skyrl_async.metrics.tracker import read_rows
@@ -42,6 +43,21 @@ def test_tokens_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
     (line,) = read_rows(tmp_path / "groups.jsonl")
     assert line["rows"][0]["response_token_ids"] == [3, 4, 5]
     assert line["rows"][0]["logprobs"] == [-0.5, 0.0, -0.25]
+    assert not {"ref_logprobs", "old_logprobs", "old_version"} & line["rows"][0].keys()
+
+
+def test_what_was_recomputed_is_on_record_with_its_version(tmp_path: Path) -> None:
+    whole = group("a")
+    row = replace(
+        whole.trajectories[0], ref_logprobs=(-1.0, 0.0, -2.0), old_logprobs=(-0.5, 0.0, -0.125), old_version=1
+    )
+    log = TrainedGroupsLog(tmp_path / "groups.jsonl", has_tokens=True)
+    log.log(1, [replace(whole, trajectories=(row,))])
+    log.close()
+    (line,) = read_rows(tmp_path / "groups.jsonl")
+    (found,) = line["rows"]
+    assert (found["old_version"], found["old_logprobs"]) == (1, [-0.5, 0.0, -0.125])
+    assert found["ref_logprobs"] == [-1.0, 0.0, -2.0]
 
 
 def test_a_resumed_record_forgets_the_steps_that_the_checkpoint_does_not_know(tmp_path: Path) -> None:
