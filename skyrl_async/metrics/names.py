@@ -81,6 +81,10 @@ METRICS: dict[str, Metric] = {
     "policy/ratio_max": Metric("ratio", "The same, largest of the step."),
     "policy/clipped": Metric("share", "Tokens whose ratio was clipped or capped."),
     "policy/behavior_kl": Metric("nats", "Behavior against new policy, per token."),
+    "policy/ref_kl": Metric(
+        "nats",
+        "Divergence of the policy from the reference, as trainer.algorithm.kl_estimator_type says, mean over tokens.",
+    ),
     "policy/logprob_gap_max": Metric("nats", "Largest difference between new and behavior log-prob of a token."),
     "policy/lag0_logprob_gap_max": Metric(
         "nats",

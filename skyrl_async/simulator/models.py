@@ -14,7 +14,7 @@ from skyrl_async.rollout.generator import keeps_samples
 from skyrl_async.rollout.members import play_members
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.simulator.engine import ModelledEngine
-from skyrl_async.types import FinishReason, GroupRequest, Trajectory, WeightUpdate
+from skyrl_async.types import FinishReason, GroupRequest, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 __all__ = ["ModelledEngine", "ModelledGenerator", "ModelledPolicy"]
 
@@ -53,6 +53,13 @@ class ModelledPolicy:
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """What a modelled engine says: -1 everywhere."""
         return [-1.0] * (len(token_ids) - 1)
+
+    async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
+        """The same, in a third of the time of forward and backward."""
+        num_tokens = sum(len(t.response_token_ids) for t in trajectories if t.num_sampled_tokens)
+        await asyncio.sleep(num_tokens * self._seconds_per_token / 3)
+        values = tuple(tuple(-float(is_sampled) for is_sampled in t.loss_mask) for t in trajectories)
+        return RowLogprobs(values=values, version=0 if model is LogprobModel.REF else len(self.steps) - 1)
 
     async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         """An update without tensors."""

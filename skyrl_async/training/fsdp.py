@@ -63,19 +63,9 @@ class FSDPBackend:
         model = model_fn()
         if self._activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        num_ranks = dist.get_world_size()
-        mesh = init_device_mesh(self._device.type, (num_ranks,))
-        policy = (
-            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            if self._mixed_precision
-            else MixedPrecisionPolicy()
-        )
-        layer_classes = set(getattr(model, "_no_split_modules", None) or ())
-        layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
-        for module in [*layers, model]:
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=num_ranks > 1)
-        if num_ranks > 1:
-            for module in self._sharded_modules(model):
+        shard(model, self._device, mixed_precision=self._mixed_precision)
+        if dist.get_world_size() > 1:
+            for module in sharded_modules(model):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
         self._model = model
@@ -89,7 +79,7 @@ class FSDPBackend:
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Accumulate the gradient of ``loss``, a sum over this rank's tokens; summed over the ranks."""
         if dist.get_world_size() == 1:
-            for module in self._sharded_modules(self._model):
+            for module in sharded_modules(self._model):
                 module.set_requires_gradient_sync(is_last, recurse=False)
         loss.backward()
 
@@ -121,6 +111,11 @@ class FSDPBackend:
     def lr(self) -> float:
         """Learning rate of the next step."""
         return float(self._optimizer.param_groups[0]["lr"])
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps that the weights have seen, those before a checkpoint included."""
+        return int(self._scheduler.last_epoch)
 
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full parameter under its Hugging Face name, in a fixed order. Collective."""
@@ -166,13 +161,9 @@ class FSDPBackend:
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
         }
 
-    @staticmethod
-    def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
-        return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
     def _reshard(self) -> None:
         """Drop gathered parameters: after a forward without a backward they would outlive the next step, stale."""
-        for module in self._sharded_modules(self._model):
+        for module in sharded_modules(self._model):
             module.reshard()
 
     def _fill_missing_gradients(self) -> None:
@@ -214,6 +205,26 @@ class FSDPBackend:
             if not gradient.isfinite().all()
         ]
         return f"{', '.join(names[:3])} ({len(names)} of {len(self._parameters)} parameters)" if names else "none"
+
+
+def shard(model: nn.Module, device: torch.device, *, mixed_precision: bool) -> None:
+    """Shard a model per decoder layer over all ranks, in place."""
+    num_ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (num_ranks,))
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if mixed_precision
+        else MixedPrecisionPolicy()
+    )
+    layer_classes = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
+    for module in [*layers, model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=num_ranks > 1)
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules whose parameters are gathered together."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @contextlib.contextmanager

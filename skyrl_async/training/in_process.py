@@ -7,10 +7,10 @@ Calls block the event loop while they compute.
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyrl_async.training.dispatch import split_work
+from skyrl_async.training.dispatch import LogprobDispatch, split_work
 from skyrl_async.training.rank import PolicyRank
 from skyrl_async.training.settings import TrainingSettings
-from skyrl_async.types import Trajectory, WeightUpdate
+from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 
 class InProcessPolicy:
@@ -36,6 +36,15 @@ class InProcessPolicy:
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """See ``Policy``."""
         return self._rank.logprobs(token_ids)
+
+    async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
+        """See ``Policy``."""
+        dispatch = LogprobDispatch.of(trajectories, model, settings=self._settings, num_ranks=1)
+        return dispatch.join([self._rank.logprobs_of(dispatch.works[0])])
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Replace the weights of a policy that does not train."""
+        self._rank.load_weights(update)
 
     async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         """See ``Policy``."""

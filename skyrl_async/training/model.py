@@ -111,15 +111,22 @@ class TokenLogprobs:
         Returns:
             (N,) float32 log-probs in nats with gradients, and (N,) float32 entropies in nats without.
         """
+        logits = self._logits(input_ids, positions, temperature)
+        return -F.cross_entropy(logits, targets, reduction="none"), _entropies(logits)
+
+    def logprobs(self, input_ids: Tensor, positions: Tensor, targets: Tensor, *, temperature: float) -> Tensor:
+        """The same log-probs without the entropies."""
+        return -F.cross_entropy(self._logits(input_ids, positions, temperature), targets, reduction="none")
+
+    def _logits(self, input_ids: Tensor, positions: Tensor, temperature: float) -> Tensor:
+        """(N, V) float32, divided by the temperature."""
         self._positions = positions
         try:
-            logits = self._model(input_ids=input_ids, use_cache=False).logits[0]  # (N, V)
+            logits: Tensor = self._model(input_ids=input_ids, use_cache=False).logits[0]
         finally:
             self._positions = None
         logits = logits.float()
-        if temperature != 1.0:
-            logits = logits / temperature
-        return -F.cross_entropy(logits, targets, reduction="none"), _entropies(logits)
+        return logits if temperature == 1.0 else logits / temperature
 
 
 @torch.no_grad()

@@ -21,12 +21,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from skyrl_async.algorithms.losses import merge_figures
 from skyrl_async.errors import DeadlineError, SkyRLAsyncError, TrainingError, WorkerDiedError
 from skyrl_async.heartbeat import Heartbeat, Ping, listening
-from skyrl_async.training.dispatch import split_work
+from skyrl_async.training.dispatch import LogprobDispatch, split_work
 from skyrl_async.training.process_group import is_lost_peer
 from skyrl_async.training.rank import PolicyRank
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.training.worker_process import ProcessPlace, WorkerProcess, open_if_here
-from skyrl_async.types import Trajectory, WeightUpdate
+from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class PolicyWorkers:
         start_timeout_s: float | None = None,
         heartbeat: Heartbeat = _HEARTBEAT,
         policy_path: Awaitable[Path] | None = None,
+        worker_name: str = "policy-worker",
     ) -> "PolicyWorkers":
         """Start one actor per rank in the connected Ray, and load the policy on all of them.
 
@@ -104,6 +105,7 @@ class PolicyWorkers:
             call_timeout_s: deadline of every call.
             start_timeout_s: deadline of coming up, ``policy_path`` left out; the same where it is None.
             heartbeat: one that leaves it unanswered while it has a call to work on counts as dead.
+            worker_name: in messages and in Ray, before the rank.
 
         Raises:
             PolicyError: the policy directory cannot be used.
@@ -113,7 +115,7 @@ class PolicyWorkers:
         run_id = uuid.uuid4().hex[:8]
         env_vars = {"OMP_NUM_THREADS": "1"} if settings.device == "cpu" else {}
         actor_class = ray.remote(concurrency_groups={_PULSE: 1})(_RankActor)
-        names = [f"policy-worker-{rank}-{run_id}" for rank in range(num_workers)]
+        names = [f"{worker_name}-{rank}-{run_id}" for rank in range(num_workers)]
         strategies = scheduling_strategies or [None] * num_workers
         actors = {
             name: actor_class.options(
@@ -168,6 +170,16 @@ class PolicyWorkers:
         """See ``Policy``."""
         per_rank: list[list[float]] = await self._call("logprobs", list(token_ids))
         return per_rank[0]
+
+    async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
+        """See ``Policy``."""
+        num_ranks = len(self._actors)
+        dispatch = LogprobDispatch.of(trajectories, model, settings=self._settings, num_ranks=num_ranks)
+        return dispatch.join(await self._call_each("logprobs_of", [(work,) for work in dispatch.works]))
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Replace the weights of workers that do not train; see ``FrozenBackend``."""
+        await self._call("load_weights", update)
 
     async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         """See ``Policy``."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from skyrl_async.types import Trajectory, WeightUpdate
+from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,13 @@ class Policy(Protocol):
         """Log-prob in nats of each token after the first given those before it, at temperature 1.
 
         ``len(token_ids) - 1`` values.
+        """
+        ...
+
+    async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
+        """Log-probs of the trajectories' sampled tokens as ``forward_backward`` takes them, under the policy or its reference.
+
+        Gradients accumulated so far stay. Raises ``TrainingError`` where there is no reference.
         """
         ...
 
@@ -90,6 +97,11 @@ class TrainingBackend(Protocol):
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps that the weights have seen, those before a checkpoint included."""
         ...
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -17,12 +17,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
 from skyrl_async.algorithms.batching import MicroBatch, Row, collate
-from skyrl_async.algorithms.losses import make_policy_loss, merge_figures, token_figures
+from skyrl_async.algorithms.losses import merge_figures, token_figures
 from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
 from skyrl_async.training import process_group
+from skyrl_async.training.assembly import load_reference, make_backend, make_objective
 from skyrl_async.training.bucket_writer import write_buckets
-from skyrl_async.training.dispatch import RankWork
-from skyrl_async.training.fsdp import FSDPBackend
+from skyrl_async.training.dispatch import LogprobWork, RankLogprobs, RankWork
+from skyrl_async.training.forward import batch_logprobs, row_logprobs
+from skyrl_async.training.frozen import FrozenBackend
 from skyrl_async.training.hf_export import export_hf_directory
 from skyrl_async.training.manifest import check_manifest, write_manifest
 from skyrl_async.training.model import TokenLogprobs, load_model
@@ -31,7 +33,7 @@ from skyrl_async.training.protocol import TrainingBackend
 from skyrl_async.training.rng import restore_rng_state, rng_state, seed_all
 from skyrl_async.training.saving import save_state
 from skyrl_async.training.settings import TrainingSettings
-from skyrl_async.types import WeightUpdate
+from skyrl_async.types import LogprobModel, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +49,10 @@ class PolicyRank:
         self._rank = rank
         self._num_ranks = num_ranks
         self._store: dist.Store | None = None
-        self._policy_loss = make_policy_loss(
-            settings.policy_loss,
-            eps_clip_low=settings.eps_clip_low,
-            eps_clip_high=settings.eps_clip_high,
-            tis_cap=settings.tis_cap,
-        )
+        self._objective = make_objective(settings)
         self._backend: TrainingBackend
         self._token_logprobs: TokenLogprobs
+        self._reference: TokenLogprobs | None = None
         self._model_type: str
 
     def open_store(self, host: str) -> int:
@@ -102,11 +100,7 @@ class PolicyRank:
         model = load_model(Path(settings.policy_path), trust_remote_code=settings.trust_remote_code)
         self._model_type = str(model.config.model_type)
         self._device = device
-        self._backend = FSDPBackend(
-            device=device,
-            mixed_precision=settings.mixed_precision,
-            activation_checkpointing=settings.activation_checkpointing,
-        )
+        self._backend = make_backend(settings, device)
         module = self._backend.build(
             lambda: model,
             lambda parameters: make_optimizer(parameters, settings),
@@ -114,9 +108,15 @@ class PolicyRank:
         )
         assert isinstance(module, PreTrainedModel)
         self._token_logprobs = TokenLogprobs(module)
+        self._reference = load_reference(settings, device)
         num_parameters = sum(math.prod(shape) for shape in self._backend.parameter_shapes().values())
         logger.info(
-            "rank %d of %d trains %s: %d parameters", self._rank, self._num_ranks, settings.policy_path, num_parameters
+            "rank %d of %d %s %s: %d parameters",
+            self._rank,
+            self._num_ranks,
+            "trains" if settings.trains else "holds",
+            settings.policy_path,
+            num_parameters,
         )
 
     def forward_backward(self, work: RankWork) -> dict[str, float]:
@@ -129,20 +129,23 @@ class PolicyRank:
 
     def _run_micro_batch(self, rows: Sequence[Row], work: RankWork, *, is_last: bool) -> dict[str, float]:
         batch = collate(rows, self._device)
+        ref_logprobs = batch.ref_logprobs
+        if work.runs_reference:
+            ref_logprobs = batch_logprobs(self._held_reference(), batch, temperature=self._settings.temperature)
         with contextlib.nullcontext() if work.has_gradient else torch.no_grad():
             logprobs, entropies = self._token_logprobs(
                 batch.input_ids, batch.positions, batch.targets, temperature=self._settings.temperature
             )
-            token_loss = self._policy_loss(logprobs, batch.behavior_logprobs, batch.advantages)
+            loss = self._objective(logprobs, batch, ref_logprobs)
         if work.has_gradient:
-            self._backend.backward(token_loss.loss.sum(), is_last=is_last)
+            self._backend.backward(loss.total, is_last=is_last)
         if not rows:
             return {}
         figures = token_figures(
-            token_loss, logprobs.detach(), batch.behavior_logprobs, _token_lags(batch, work.version)
+            loss.tokens, logprobs.detach(), batch.behavior_logprobs, _token_lags(batch, work.version)
         )
         figures["entropy_sum"] = entropies.double().sum().item()
-        return figures
+        return figures | loss.figures()
 
     def step(self, num_tokens: float) -> dict[str, float]:
         """Apply what is accumulated, divided by ``num_tokens``; return ``grad_norm`` and the ``lr`` it was applied
@@ -168,6 +171,28 @@ class PolicyRank:
         positions = torch.arange(len(token_ids) - 1, device=self._device)
         logprobs, _ = self._token_logprobs(ids.unsqueeze(0), positions, ids[1:], temperature=1.0)
         return [float(value) for value in logprobs.tolist()]
+
+    def logprobs_of(self, work: LogprobWork) -> RankLogprobs:
+        """This rank's part of ``Policy.logprobs_of``."""
+        is_ref = work.model is LogprobModel.REF
+        values = row_logprobs(
+            self._held_reference() if is_ref else self._token_logprobs,
+            work.micro_batches,
+            device=self._device,
+            temperature=self._settings.temperature,
+        )
+        return RankLogprobs(micro_batches=values, version=0 if is_ref else self._backend.version)
+
+    def _held_reference(self) -> TokenLogprobs:
+        if self._reference is None:
+            raise TrainingError("these workers hold no reference model; give them one, or ask workers that have it")
+        return self._reference
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        """Replace the weights of a model that does not train. Raises ``TrainingError``; the version before stays."""
+        if not isinstance(self._backend, FrozenBackend):
+            raise TrainingError("workers that train take no weights from elsewhere")
+        self._backend.load_weights(update)
 
     def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate | None:
         """Gather the full weights and, on rank 0, write them as ``v<version>-<i>.safetensors`` under ``directory``.

@@ -21,7 +21,7 @@ from typing import TypeVar
 from skyrl_async.errors import CheckpointError, DeadlineError, SkyRLAsyncError, TrainingError, WorkerDiedError
 from skyrl_async.training.journal import CallJournal, GradientsCall
 from skyrl_async.training.protocol import Policy
-from skyrl_async.types import Trajectory, WeightUpdate
+from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,10 @@ class RecoveringPolicy:
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """See ``Policy``."""
         return await self._call("logprobs", lambda p: p.logprobs(token_ids))
+
+    async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
+        """See ``Policy``."""
+        return await self._call("logprobs_of", lambda p: p.logprobs_of(trajectories, model))
 
     async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         """See ``Policy``."""

@@ -48,11 +48,22 @@ class TrainingSettings:
     temperature: float = 1.0
     """The engine samples from ``softmax(logits / temperature)``, so the policy's log-probs are taken there too; > 0."""
 
+    trains: bool = True
+    """False: no optimizer and no gradients; only log-probs are asked for, of weights that ``load_weights`` replaces."""
+    has_reference: bool = False
+    """Hold a frozen reference model beside the policy."""
+    reference_path: str | None = None
+    """Local Hugging Face directory of the reference; None: the policy as it is before the first step."""
+
     policy_loss: str = "ppo_clip"
     """Name known to ``algorithms.losses.make_policy_loss``."""
     eps_clip_low: float = 0.2
     eps_clip_high: float = 0.28
     tis_cap: float = 2.0
+    kl_estimator: str | None = None
+    """Name known to ``algorithms.kl.get_kl_estimator``; None: the loss has no divergence from the reference in it."""
+    kl_coef: float = 0.0
+    """Of that divergence in the loss, >= 0; 0 only measures it."""
     seed: int = 0
     """Of each rank's random state (plus the rank), before a checkpoint replaces it."""
 

@@ -27,7 +27,7 @@ from skyrl_async.training.journal import CallJournal
 from skyrl_async.training.protocol import Policy
 from skyrl_async.training.recovering import RecoveringPolicy
 from skyrl_async.training.settings import TrainingSettings
-from skyrl_async.types import Trajectory, WeightUpdate
+from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 from tests.cpu.test_fsdp_backend import trajectories, write_policy
 
 
@@ -102,6 +102,9 @@ class ModelledWorkers:
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return await self.call(lambda: [float(len(self.weights))])
 
+    async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
+        return await self.call(lambda: RowLogprobs(values=((-1.0,),), version=len(self.weights)))
+
     async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         chunks = ({"path": json.dumps(self.weights)},)
         return await self.call(lambda: WeightUpdate(version=version, chunks=chunks, manifest={}, num_bytes=0))
@@ -128,7 +131,7 @@ class ModelledWorkers:
         self.fate.num_open -= 1
 
 
-CALLS = ("gradients", "gradients", "step", "logprobs", "export", "save", "save in vain", "load")
+CALLS = ("gradients", "gradients", "step", "logprobs", "recompute", "export", "save", "save in vain", "load")
 
 
 async def drive(policy: Any, calls: Sequence[str], directory: Path, checkpoint_written: Any) -> list[Any]:
@@ -142,6 +145,8 @@ async def drive(policy: Any, calls: Sequence[str], directory: Path, checkpoint_w
             answers.append(await policy.step(float(number)))
         elif call == "logprobs":
             answers.append(await policy.logprobs([1, 2]))
+        elif call == "recompute":
+            answers.append(await policy.logprobs_of(one_row(number), LogprobModel.POLICY))
         elif call == "export":
             answers.append(await policy.export_weights(number, directory, 1))
         elif call.startswith("save"):
