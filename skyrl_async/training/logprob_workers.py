@@ -1,0 +1,125 @@
+"""A model that does not train, on workers of its own: rows in, their log-probs out, whatever becomes of the workers.
+
+    stage ──rows──> LogprobWorkers ──calls──> workers ── die, hang ──> new workers, at the version loaded last
+                          ^
+          published versions (of a policy; a reference takes none)
+
+Knows neither Ray nor torch. Workers hold nothing but weights, so that replacing them loses nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
+
+from skyrl_async.errors import SkyRLAsyncError
+from skyrl_async.training.recovering import LOST
+from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ForwardWorkers(Protocol):
+    """One group of ranks that do not train; ``PolicyWorkers`` and ``InProcessPolicy`` with ``trains=False`` are."""
+
+    async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
+        """See ``Policy``."""
+        ...
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Replace all weights by those of a published version. Raises ``TrainingError``; the version before stays."""
+        ...
+
+    async def close(self) -> None:
+        """End every worker."""
+        ...
+
+
+class LogprobWorkers:
+    """Made by ``start``, ended by ``close``. Calls take turns."""
+
+    def __init__(
+        self, workers: ForwardWorkers, start: Callable[[], Awaitable[ForwardWorkers]], *, max_restarts: int
+    ) -> None:
+        self._workers: ForwardWorkers | None = workers
+        self._start = start
+        self._turn = asyncio.Lock()
+        self._max_restarts = max_restarts
+        self._newest: WeightUpdate | None = None
+        self._is_closed = False
+        self.num_restarts = 0
+
+    @classmethod
+    async def start(cls, start: Callable[[], Awaitable[ForwardWorkers]], *, max_restarts: int) -> "LogprobWorkers":
+        """Start the first workers; whatever keeps these from coming up is raised as it is.
+
+        Args:
+            start: starts workers with the weights of version 0. Called again for each restart, when the ones before are closed.
+            max_restarts: >= 0; over all calls.
+        """
+        return cls(await start(), start, max_restarts=max_restarts)
+
+    async def logprobs_of(self, trajectories: Sequence[Trajectory]) -> RowLogprobs:
+        """Log-probs of the trajectories' sampled tokens as training's forward takes them, and the version of the weights.
+
+        Raises:
+            WorkerDiedError, DeadlineError: workers died or hung more often than ``max_restarts`` allows.
+        """
+        return await self._call(lambda workers: workers.logprobs_of(trajectories, LogprobModel.POLICY))
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Go on with a published version. Its files must stay until the next one is loaded: new workers begin with them.
+
+        Raises:
+            TrainingError: it cannot be read or is of another model; the version before stays.
+        """
+
+        async def load(workers: ForwardWorkers) -> None:
+            await workers.load_weights(update)
+            self._newest = update
+
+        await self._call(load)
+
+    async def close(self) -> None:
+        """End every worker. Idempotent."""
+        workers, self._workers, self._is_closed = self._workers, None, True
+        if workers is not None:
+            await workers.close()
+
+    async def _call(self, call: Callable[[ForwardWorkers], Awaitable[T]]) -> T:
+        async with self._turn:
+            while True:
+                assert not self._is_closed, "the log-prob workers are closed"
+                try:
+                    if self._workers is None:
+                        self._workers = await self._start_anew()
+                    return await call(self._workers)
+                except LOST as error:
+                    await self._bury(error)
+
+    async def _bury(self, error: SkyRLAsyncError) -> None:
+        """End what is left of dead workers; raises where they may not be replaced."""
+        lost, self._workers = self._workers, None
+        if lost is not None:
+            await lost.close()
+        if self.num_restarts >= self._max_restarts:
+            raise type(error)(
+                f"{error}; not restarted: trainer.max_restarts={self._max_restarts} are used up. Continue with "
+                "trainer.resume_mode=latest"
+            ) from error
+        self.num_restarts += 1
+        logger.warning(
+            "%s; restart %d of at most trainer.max_restarts=%d", error, self.num_restarts, self._max_restarts
+        )
+
+    async def _start_anew(self) -> ForwardWorkers:
+        workers = await self._start()
+        try:
+            if self._newest is not None:
+                await workers.load_weights(self._newest)
+        except BaseException:  # cancelled or not, nobody may use what is half way there
+            await workers.close()
+            raise
+        return workers
