@@ -145,13 +145,13 @@ def build_simulation(
     engine_around: Callable[[ModelledEngine], InferenceEngine] = lambda engine: engine,
     make_buffer: Callable[[int], GroupBuffer] = GroupBuffer,
     advantages: Callable[[Sequence[float]], Sequence[float]] = lambda rewards: [0.0] * len(rewards),
-    prepare: Mapping[str, Prepare] | None = None,
+    prepare_with: Callable[[ModelledPolicy], Mapping[str, Prepare]] = lambda policy: {},
     trace: Trace | None = None,
 ) -> Simulation:
     """Make every part; call inside ``run_in_virtual_time``.
 
     ``engine_around`` makes what the client uses of each engine, ``make_buffer`` is given the most groups that are held.
-    ``advantages`` and ``prepare`` are the trainer's.
+    ``advantages`` are the trainer's; ``prepare_with`` makes what finished groups go through after them.
     """
     loop = asyncio.get_running_loop()
     trace = trace or Trace(None, loop.time)
@@ -224,7 +224,7 @@ def build_simulation(
         evaluator=_evaluator(settings, generator, prompts, client.pool.deadlines),
         checkpointer=Checkpointer(checkpoint_dir, max_to_keep=0) if checkpoint_dir else None,
         advantages=advantages,
-        prepare=prepare,
+        prepare=prepare_with(policy),
         log=lambda step, values: logged.append((step, values)),
         log_groups=log_groups,
         trace=trace,

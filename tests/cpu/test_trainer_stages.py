@@ -138,7 +138,9 @@ def test_groups_are_prepared_while_others_train_and_in_time() -> None:
         prepared.append(group.admission_index)
         return group
 
-    simulation, _ = run(SLOW_PUBLISH, advantages=lambda rewards: [0.5] * len(rewards), prepare={"ref_logp": ref_logp})
+    simulation, _ = run(
+        SLOW_PUBLISH, advantages=lambda rewards: [0.5] * len(rewards), prepare_with=lambda _: {"ref_logp": ref_logp}
+    )
     inline = sum(0.3 for _ in prepared)
     plain, _ = run(SLOW_PUBLISH)
     extra = simulation.trainer.totals.training_seconds - plain.trainer.totals.training_seconds
@@ -155,7 +157,7 @@ def test_a_group_being_prepared_is_in_the_checkpoint_and_trained_once(tmp_path: 
         return group
 
     async def begin() -> None:
-        simulation = build_simulation(settings, checkpoint_dir=tmp_path, prepare={"ref_logp": slowly})
+        simulation = build_simulation(settings, checkpoint_dir=tmp_path, prepare_with=lambda _: {"ref_logp": slowly})
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(simulation.trainer.run(), timeout=35)
         checkpoint = Checkpointer(tmp_path, max_to_keep=0).usable()
@@ -163,7 +165,7 @@ def test_a_group_being_prepared_is_in_the_checkpoint_and_trained_once(tmp_path: 
         assert all(group.advantages == () for group in checkpoint.state.groups)
 
     async def go_on() -> Simulation:
-        simulation = build_simulation(settings, prepare={"ref_logp": slowly})
+        simulation = build_simulation(settings, prepare_with=lambda _: {"ref_logp": slowly})
         found = Checkpointer(tmp_path, max_to_keep=0).usable()
         await simulation.trainer.resume(found.path)
         await simulation.trainer.run()
