@@ -19,6 +19,7 @@ from skyrl_async.algorithms.advantages import get_advantage_estimator
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.composition.data import Prompts
+from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
 from skyrl_async.composition.processes import Endpoint
 from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig, Schedule
 from skyrl_async.data.dataloader import _AsyncDataloader
@@ -213,6 +214,7 @@ def make_trainer(
     policy: RecoveringPolicy,
     publisher: WeightPublisher,
     generator: Generator,
+    logprobs: LogprobParts,
     run_dir: Path,
     listeners: Listeners,
     trace: Trace,
@@ -260,7 +262,7 @@ def make_trainer(
         buffer=buffer,
         workers=workers,
         policy=policy,
-        publisher=publisher,
+        publisher=publisher if logprobs.old is None else PublisherToWorkers(publisher, logprobs.old),
         evaluator=evaluator,
         checkpointer=Checkpointer(
             run_dir / "checkpoints",
@@ -274,6 +276,7 @@ def make_trainer(
         watchdog=watchdog,
         stop=stop,
         board=board,
+        prepare=stage_works(config, policy, logprobs),
     )
 
 

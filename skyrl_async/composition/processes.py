@@ -21,6 +21,7 @@ from skyrl_async.composition.bundles import Bundles, worker_seats
 from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.composition.engines import is_supervised, start_engines
+from skyrl_async.composition.logprobs import reference_path
 from skyrl_async.config.devices import training_device
 from skyrl_async.config.placement_rules import num_cpu_slots
 from skyrl_async.config.schema import Config, SamplingConfig
@@ -172,10 +173,14 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         max_grad_norm=training.max_grad_norm,
         micro_batch_tokens=training.micro_batch_tokens,
         temperature=config.generator.sampling.temperature,
+        has_reference=algorithm.use_kl_loss and training.num_ref_workers == 0,
+        reference_path=reference_path(config),
         policy_loss=algorithm.policy_loss_type.name,
         eps_clip_low=algorithm.eps_clip_low,
         eps_clip_high=algorithm.eps_clip_high,
         tis_cap=algorithm.tis_cap,
+        kl_estimator=algorithm.kl_estimator_type.name if algorithm.use_kl_loss else None,
+        kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
         seed=config.trainer.seed,
     )
 

@@ -25,6 +25,7 @@ from skyrl_async.composition.data import (
     prepare_prompts,
 )
 from skyrl_async.composition.engines import is_supervised, make_fleet
+from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, start_logprob_workers
 from skyrl_async.composition.parts import (
     Listeners,
     check_generator,
@@ -54,6 +55,7 @@ class Parts:
     client: InferenceEngineClient
     generator: Generator
     policy: RecoveringPolicy
+    logprobs: LogprobParts
     publisher: WeightPublisher
     endpoint_url: str | None
     """Of the endpoint, with ``/v1``; None where none is served."""
@@ -87,6 +89,7 @@ async def started_parts(
     prompts = prepare_prompts(config)
     files = PolicyFiles(config, prompts, say)
     initial = files.initial()
+    check_logprobs(config, initial)
     if checkpoint is not None:
         check_checkpoint_is_of(checkpoint, initial)
     chat: Chat | None = None
@@ -104,6 +107,7 @@ async def started_parts(
         engines, policy = await start_engines_and_policy(
             config, stack, files, initial, run_dir, num_planned_steps(config, prompts), bundles
         )
+        logprobs = await start_logprob_workers(config, stack, files, initial)
         max_model_len = min(engine.max_model_len for engine in engines)
         chat = chat or load_chat(initial, config.policy.trust_remote_code)
         tokenizer, renderer = chat.tokenizer, chat.renderer
@@ -133,6 +137,7 @@ async def started_parts(
             client=client,
             generator=generator,
             policy=policy,
+            logprobs=logprobs,
             publisher=publisher,
             endpoint_url=endpoint.base_url if endpoint else None,
             fleet=fleet,
@@ -158,6 +163,7 @@ def trainer_of(
         prompts=parts.prompts,
         client=parts.client,
         policy=parts.policy,
+        logprobs=parts.logprobs,
         publisher=parts.publisher,
         generator=parts.generator,
         run_dir=run_dir,

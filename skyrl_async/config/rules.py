@@ -6,12 +6,13 @@ the key, the value and what to change. Rules within one class are in ``schema``.
 """
 
 import importlib.util
-import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from skyrl_async.config.devices import engine_device, has_distribution, num_gpus, training_device
+from skyrl_async.config.logprob_rules import logprob_workers_have_work
+from skyrl_async.config.model_directories import policy_directory_is_complete, reference_directory_is_complete
 from skyrl_async.config.placement_rules import groups_fit_the_devices
 from skyrl_async.config.schema import (
     AdvantageEstimator,
@@ -21,12 +22,11 @@ from skyrl_async.config.schema import (
     GeneratorKind,
     ResumeMode,
 )
-from skyrl_async.errors import ConfigError, PolicyError
+from skyrl_async.errors import ConfigError
 
 BUILT_IN_TASKS = ("lagged_fibonacci", "relay", "trail")
 DATASET_TASK = "dataset"
 _MAX_PORT = 65535
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 def check(config: Config) -> None:
@@ -182,38 +182,6 @@ def dataset_files_exist(config: Config) -> None:
                 raise ConfigError(f"{key} must name files that exist, got {name!r} (in {Path.cwd()})")
 
 
-def policy_directory_is_complete(config: Config) -> None:
-    if config.policy.path is None:
-        return
-    path, found = Path(config.policy.path).expanduser(), f"policy.path={config.policy.path}"
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise PolicyError(
-            f"{found} {what}; give a local Hugging Face directory (a model of the hub has to be downloaded first)"
-        )
-    if not (path / "config.json").is_file():
-        raise PolicyError(f"{found} has no config.json; give the directory of a Hugging Face model")
-    weights = [file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
-    if not weights:
-        raise PolicyError(f"{found} has no weights (*.safetensors or *.bin); copy them beside its config.json")
-    for index in path.glob("*.index.json"):
-        _check_shards(index, found)
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        raise PolicyError(f"{found} has no tokenizer (such as tokenizer.json); copy it beside its config.json")
-
-
-def _check_shards(index: Path, found: str) -> None:
-    try:
-        shards = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
-        raise PolicyError(f"{found} has a broken {index.name}; copy the directory again") from error
-    missing = sorted(name for name in shards if not (index.parent / name).is_file())
-    if missing:
-        raise PolicyError(
-            f"{found} lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing[:3])}; copy them"
-        )
-
-
 def server_port_is_free(config: Config) -> None:
     server = config.server
     if not config.serves_endpoint or server.port == 0:
@@ -271,13 +239,14 @@ def gpus_suffice(config: Config) -> None:
         per_engine = engine.tensor_parallel_size if engine_device(engine) is Device.cuda else 0
     if per_worker is None:
         per_worker = 1 if training_device(training) is Device.cuda else 0
-    needed = engine.num_engines * per_engine + training.num_workers * per_worker
+    num_workers = training.num_workers + training.num_ref_workers + training.num_logp_workers
+    needed = engine.num_engines * per_engine + num_workers * per_worker
     if needed > 0 and needed > num_gpus():
         raise ConfigError(
-            f"this run needs {needed:g} GPUs ({engine.num_engines} engines x {per_engine:g} + {training.num_workers} "
-            f"policy workers x {per_worker:g}) and this machine has {num_gpus()}; lower engine.num_engines, "
-            "engine.tensor_parallel_size or training.num_workers, or share GPUs with placement.num_gpus_per_engine=0.5 "
-            "placement.num_gpus_per_worker=0.5 and a smaller engine.gpu_memory_utilization"
+            f"this run needs {needed:g} GPUs ({engine.num_engines} engines x {per_engine:g} + {num_workers} "
+            f"workers of training x {per_worker:g}) and this machine has {num_gpus()}; lower engine.num_engines, "
+            "engine.tensor_parallel_size or training.num_workers (num_ref_workers, num_logp_workers), or share GPUs with "
+            "placement.num_gpus_per_engine=0.5 placement.num_gpus_per_worker=0.5 and a smaller engine.gpu_memory_utilization"
         )
 
 
@@ -287,6 +256,7 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     tiny_policy_has_whole_heads,
     mini_batch_fits_the_prompts,
     grpo_needs_groups,
+    logprob_workers_have_work,
     answers_fit_the_context,
     deterministic_engine_is_single,
     generator_entrypoint_is_a_path,
@@ -299,6 +269,7 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     wandb_is_installed,
     dataset_files_exist,
     policy_directory_is_complete,
+    reference_directory_is_complete,
     server_port_is_free,
     cuda_is_there,
     vllm_is_built_for_the_device,

@@ -78,6 +78,19 @@ class GeneratorKind(Enum):
 class PolicyLoss(Enum):
     ppo_clip = "ppo_clip"
     rollout_is = "rollout_is"
+    decoupled_ppo = "decoupled_ppo"
+
+
+class KlEstimator(Enum):
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+    abs = "abs"
+
+
+class RefLogp(Enum):
+    stage = "stage"
+    inline = "inline"
 
 
 class AdvantageEstimator(Enum):
@@ -367,16 +380,41 @@ class AlgorithmConfig:
     grpo_norm_by_std: bool = doc(True, "Divide GRPO's centred rewards by the group's standard deviation.")
     policy_loss_type: PolicyLoss = doc(
         PolicyLoss.ppo_clip,
-        "ppo_clip, or rollout_is: the token-level truncated importance weight; both anchored on the engine's log-probs.",
+        "ppo_clip, or rollout_is: the token-level truncated importance weight; both anchored on the engine's log-probs. decoupled_ppo "
+        "clips around the policy as it was when the group was finished, and weights by how far that was from the engine's log-probs: "
+        "finished groups are recomputed for it (training.num_logp_workers).",
     )
-    eps_clip_low: float = doc(0.2, "Lower clip range of ppo_clip.")
-    eps_clip_high: float = doc(0.28, "Upper clip range of ppo_clip.")
-    tis_cap: float = doc(2.0, "Largest importance weight of rollout_is.")
+    eps_clip_low: float = doc(0.2, "Lower clip range of ppo_clip and decoupled_ppo.")
+    eps_clip_high: float = doc(0.28, "Upper clip range of ppo_clip and decoupled_ppo.")
+    tis_cap: float = doc(2.0, "Largest importance weight of rollout_is and decoupled_ppo.")
+    use_kl_loss: bool = doc(
+        False,
+        "Add kl_loss_coef times the divergence from a frozen reference (trainer.ref.path) to the loss of every token.",
+    )
+    kl_loss_coef: float = doc(0.001, "Of that divergence, >= 0; 0 only measures it (policy/ref_kl).")
+    kl_estimator_type: KlEstimator = doc(
+        KlEstimator.k3,
+        "Per token, r the reference's probability over the policy's: k1 is -log r (no force in the mean), k2 is (log r)^2 / 2 (pulls as "
+        "KL(policy, reference) does), k3 is r - 1 - log r (GRPO's; pulls as KL(reference, policy) does), abs is |log r|.",
+    )
+    ref_logp: RefLogp = doc(
+        RefLogp.stage,
+        "When the reference's log-probs are computed: stage, as soon as a group is finished; inline, in the training step.",
+    )
 
     def __post_init__(self) -> None:
+        require(self.kl_loss_coef >= 0, "trainer.algorithm.kl_loss_coef", ">= 0", self.kl_loss_coef)
         require(0 <= self.eps_clip_low < 1, "trainer.algorithm.eps_clip_low", "in [0, 1)", self.eps_clip_low)
         require(self.eps_clip_high >= 0, "trainer.algorithm.eps_clip_high", ">= 0", self.eps_clip_high)
         require(self.tis_cap > 0, "trainer.algorithm.tis_cap", "> 0", self.tis_cap)
+
+
+@dataclass
+class RefConfig:
+    path: str | None = doc(
+        None,
+        "Local Hugging Face directory of the reference, with the policy's tokens. Null: the policy that training began with.",
+    )
 
 
 @dataclass
@@ -425,6 +463,7 @@ class TrainerConfig:
     deterministic: bool = doc(False, "Train groups in the order of admission.")
     seed: int = doc(0, "Of everything that is drawn: shuffling, the warm start, sampling where the engine allows.")
     algorithm: AlgorithmConfig = doc(AlgorithmConfig, "Advantages and loss.")
+    ref: RefConfig = doc(RefConfig, "The frozen reference of trainer.algorithm.use_kl_loss.")
     resume_mode: ResumeMode = doc(
         ResumeMode.none,
         "latest continues trainer.output_dir's newest checkpoint (a fresh start where there is none); "
@@ -442,8 +481,8 @@ class TrainerConfig:
     )
     restart_journal_mb: int = doc(
         1024,
-        "Memory for what was trained since the last checkpoint, in case policy workers die (about 20 bytes per token); when it is full "
-        "the run saves the policy for itself, and deletes that at its end.",
+        "Memory for what was trained since the last checkpoint, in case policy workers die (about 20 bytes per token, and 9 for each kind "
+        "of log-probs beside the engine's); when it is full the run saves the policy for itself, and deletes that at its end.",
     )
     eval_interval_steps: int = doc(
         20, "Steps between evaluations while training, beside those before and after; 0 leaves them out."
@@ -555,6 +594,15 @@ class TrainerConfig:
 class TrainingConfig:
     backend: TrainingBackendName = doc(TrainingBackendName.fsdp, "fsdp is FSDP2.")
     num_workers: int = doc(1, "Ranks.")
+    num_ref_workers: int = doc(
+        0,
+        "Ranks of the reference alone; 0: it lives on the policy workers, which compute its log-probs between their other calls.",
+    )
+    num_logp_workers: int = doc(
+        0,
+        "Ranks that recompute log-probs under the newest published weights, for decoupled_ppo; 0: the policy workers do, under the "
+        "weights they hold.",
+    )
     device: Device = doc(Device.auto, "auto takes cuda where there is one.")
     lr: float = doc(8e-4, "Peak learning rate of AdamW.")
     adam_beta1: float = doc(0.9, "Decay of AdamW's first moment.")
@@ -581,6 +629,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         require(self.num_workers >= 1, "training.num_workers", ">= 1", self.num_workers)
+        for key in ("num_ref_workers", "num_logp_workers"):
+            require(getattr(self, key) >= 0, f"training.{key}", ">= 0", getattr(self, key))
         require(self.lr > 0, "training.lr", "> 0", self.lr)
         require(self.micro_batch_tokens >= 1, "training.micro_batch_tokens", ">= 1", self.micro_batch_tokens)
         require(self.max_grad_norm >= 0, "training.max_grad_norm", ">= 0", self.max_grad_norm)

@@ -100,6 +100,11 @@ class WeightPublisher:
         self._engines_change = asyncio.Lock()
         client.pool.admission = self.admission
 
+    @property
+    def serving(self) -> WeightUpdate | None:
+        """What every engine serves; its files stay until the next publish has succeeded. None before the first."""
+        return self._serving
+
     async def publish(self, version: int) -> PublishTimes:
         """Make every engine serve ``version``; on return all have acknowledged it, one at least.
 

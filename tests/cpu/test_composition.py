@@ -1,14 +1,23 @@
 """How values of the configuration reach the parts."""
 
+import asyncio
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from skyrl_async.composition.data import Prompts, num_planned_steps
+from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, completing, stage_works
 from skyrl_async.composition.processes import _training_settings, write_private
 from skyrl_async.config.load import from_overrides
+from skyrl_async.errors import PolicyError
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.training.optimizer import lr_factor
-from skyrl_async.types import Prompt
+from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.types import Group, Prompt, Trajectory
+from tests.cpu.test_config import policy_directory
 
 
 def prompts(num: int) -> Prompts:
@@ -46,6 +55,54 @@ def test_truncated_sampling_is_warned_of_because_it_biases_the_ratios(caplog: py
     caplog.clear()
     _training_settings(from_overrides(), Path("unused"), 1)
     assert caplog.text == ""
+
+
+class TestLogprobs:
+    """Who computes which log-probs."""
+
+    def test_policy_workers_hold_the_reference_unless_it_has_workers_of_its_own(self) -> None:
+        def settings(*overrides: str) -> TrainingSettings:
+            return _training_settings(from_overrides(*overrides), Path("unused"), 1)
+
+        kl = ("trainer.algorithm.use_kl_loss=true", "trainer.algorithm.kl_loss_coef=0.1")
+        assert (settings().has_reference, settings().kl_estimator, settings().kl_coef) == (False, None, 0.0)
+        assert (settings(*kl).has_reference, settings(*kl).kl_estimator, settings(*kl).kl_coef) == (True, "k3", 0.1)
+        assert not settings(*kl, "training.num_ref_workers=1").has_reference
+        assert settings(*kl, "training.num_ref_workers=1").kl_estimator == "k3"
+
+    @pytest.mark.parametrize(
+        ("overrides", "stages"),
+        [
+            ((), []),
+            (("trainer.algorithm.use_kl_loss=true",), ["ref_logp"]),
+            (("trainer.algorithm.use_kl_loss=true", "trainer.algorithm.ref_logp=inline"), []),
+            (("trainer.algorithm.policy_loss_type=decoupled_ppo",), ["logp"]),
+        ],
+    )
+    def test_there_is_a_stage_for_what_the_loss_asks_for(self, overrides: tuple[str, ...], stages: list[str]) -> None:
+        assert list(stage_works(from_overrides(*overrides), ModelledPolicy(), LogprobParts())) == stages
+
+    async def test_a_group_goes_through_both_stages_on_the_policy_workers_where_there_are_no_others(self) -> None:
+        config = from_overrides(
+            "trainer.algorithm.use_kl_loss=true", "trainer.algorithm.policy_loss_type=decoupled_ppo"
+        )
+        trace = Trace(None, asyncio.get_running_loop().time)
+        complete = completing(stage_works(config, ModelledPolicy(), LogprobParts()), trace)
+        row = Trajectory(
+            prompt_token_ids=(1,), response_token_ids=(2,), loss_mask=(1,), logprobs=(-2.0,), versions=(0,), reward=0.0
+        )
+        group = await complete(Group(uid="a", admission_index=0, scheduled_version=0, trajectories=(row,)))
+        assert group.trajectories == (replace(row, ref_logprobs=(-1.0,), old_logprobs=(-1.0,), old_version=0),)
+        assert list(trace.statistics()) == ["ref_logp:ref_logp", "logp:logp"]
+
+    def test_a_reference_with_other_tokens_is_refused_before_anything_boots(self, tmp_path: Path) -> None:
+        for name, num_tokens in (("policy", 48), ("other", 64)):
+            policy_directory(tmp_path / name)
+            (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": num_tokens}))
+        kl = "trainer.algorithm.use_kl_loss=true"
+        check_logprobs(from_overrides(kl, f"trainer.ref.path={tmp_path / 'policy'}"), tmp_path / "policy")
+        with pytest.raises(PolicyError, match=r"trainer.ref.path=.*other has 64 tokens and the policy 48"):
+            check_logprobs(from_overrides(kl, f"trainer.ref.path={tmp_path / 'other'}"), tmp_path / "policy")
 
 
 def test_a_private_file_is_its_owner_s_whatever_was_there(tmp_path: Path) -> None:

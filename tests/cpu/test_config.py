@@ -12,6 +12,7 @@ from skyrl_async.config import help as config_help
 from skyrl_async.config.devices import num_gpus
 from skyrl_async.config.groups import GROUPS
 from skyrl_async.config.load import compose_config, from_overrides, load, run_cli, to_yaml
+from skyrl_async.config.logprob_rules import idle_settings
 from skyrl_async.config.schema import (
     Config,
     Device,
@@ -254,6 +255,18 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
             ["task=dataset", "task.train_files=[x.jsonl]"],
             "policy.path must be a .*directory when task.name=dataset, got nu",
         ),
+        (["trainer.algorithm.kl_loss_coef=-0.1"], "trainer.algorithm.kl_loss_coef must be >= 0, got -0.1"),
+        (["trainer.algorithm.kl_estimator_type=k4"], "kl_estimator_type must be k1 or k2 or k3 or abs, got 'k4'"),
+        (["training.num_ref_workers=-1"], "training.num_ref_workers must be >= 0, got -1"),
+        (["training.num_ref_workers=2"], "num_ref_workers must be 0 with trainer.algorithm.use_kl_loss=false, got 2"),
+        (
+            ["training.num_ref_workers=2", "trainer.algorithm.use_kl_loss=true", "trainer.algorithm.ref_logp=inline"],
+            "num_ref_workers must be 0 with trainer.algorithm.ref_logp=inline, got 2: .* set trainer.algorithm.ref_logp=stage",
+        ),
+        (
+            ["training.num_logp_workers=1"],
+            "num_logp_workers must be 0 with trainer.algorithm.policy_loss_type=ppo_clip, got 1: only decoupled_ppo asks",
+        ),
         (["server.host=0.0.0.0"], "server.api_key must be set when server.host=0.0.0.0 is not loopback, got None"),
     ],
 )
@@ -314,6 +327,27 @@ def test_a_policy_path_that_is_no_directory_is_refused(tmp_path: Path, capsys: p
     assert "does not exist; give a local" in error_of(capsys, "policy=hf", "policy.path=Qwen/Qwen3-0.6B")
     (tmp_path / "file").write_text("")
     assert "is a file; give a local" in error_of(capsys, f"policy.path={tmp_path / 'file'}")
+
+
+def test_an_incomplete_reference_is_refused_by_its_key_and_needs_no_tokenizer(tmp_path: Path) -> None:
+    reference = policy_directory(tmp_path / "reference", without="model.safetensors")
+    with pytest.raises(PolicyError, match=r"trainer.ref.path=.*reference has no weights"):
+        from_overrides(f"trainer.ref.path={reference}")
+    policy_directory(reference, without="tokenizer.json")
+    from_overrides(f"trainer.ref.path={reference}")
+
+
+def test_settings_that_do_nothing_are_named() -> None:
+    assert idle_settings(from_overrides()) == []
+    assert (
+        idle_settings(from_overrides("trainer.algorithm.use_kl_loss=true", "trainer.algorithm.kl_loss_coef=0.1")) == []
+    )
+    (idle,) = idle_settings(from_overrides("trainer.algorithm.kl_loss_coef=0.1"))
+    assert idle == "trainer.algorithm.kl_loss_coef=0.1 does nothing with trainer.algorithm.use_kl_loss=false"
+    decoupled = "trainer.algorithm.policy_loss_type=decoupled_ppo"
+    assert idle_settings(from_overrides(decoupled)) == []
+    (idle,) = idle_settings(from_overrides(decoupled, "trainer.max_staleness_steps=0"))
+    assert "never clips with trainer.max_staleness_steps=0" in idle
 
 
 def test_a_port_in_use_is_refused_only_when_it_would_be_bound() -> None:

@@ -96,6 +96,8 @@ class Job:
     check_interval_steps: int = 1
     env_class: str = "letters"
     sampling: SamplingParams = SAMPLING
+    training: dict[str, Any] = field(default_factory=dict)
+    """More settings of the policy."""
 
 
 STOPPED = Job(sampling=SamplingParams(max_tokens=40, stop=("e", "a", "S")), check_interval_steps=0)
@@ -137,7 +139,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
     engine = DeterministicEngine("engine-0", policy_dir, max_model_len=256, seconds_per_token=0.01)
     client = InferenceEngineClient([engine], tokenizer=tokenizer, max_model_len=256)
     settings = TrainingSettings(policy_path=str(policy_dir), lr=1e-2, micro_batch_tokens=job.micro_batch_tokens)
-    policy = InProcessPolicy(settings)
+    policy = InProcessPolicy(replace(settings, **job.training))
     publisher = WeightPublisher(
         client=client,
         policy=policy,

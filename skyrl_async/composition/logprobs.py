@@ -1,0 +1,154 @@
+"""Log-probs under other models than the engine's: the workers that compute them, and the work of the stages that ask.
+
+    finished group ──> ref_logp ──> logp ──> the buffer            reference: workers of its own, or the policy's
+                                     ^                             recomputed: workers of their own, or the policy's
+             published versions ─────┘
+
+Flows in: the configuration, the policy's files and the policy. Flows out: workers that run and end with the stack, and callables from
+group to group. Does not know who calls them.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from skyrl_async.composition.data import PolicyFiles
+from skyrl_async.config.devices import training_device
+from skyrl_async.config.logprob_rules import idle_settings
+from skyrl_async.config.schema import Config, Device, PolicyLoss, RefLogp
+from skyrl_async.errors import PolicyError
+from skyrl_async.inference.policy_files import read_config, text_config
+from skyrl_async.training.logprob_stage import ComputeLogprobs, LogprobStageWork
+from skyrl_async.training.logprob_workers import ForwardWorkers, LogprobWorkers
+from skyrl_async.training.protocol import Policy
+from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory
+from skyrl_async.weight_sync.publisher import PublishTimes, WeightPublisher
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobParts:
+    """Workers of their own; None where the policy workers compute instead, or nothing is asked for."""
+
+    ref: LogprobWorkers | None = None
+    old: LogprobWorkers | None = None
+    """Of the policy; whoever publishes has them load each version."""
+
+
+def check_logprobs(config: Config, policy_dir: Path) -> None:
+    """Warn of settings that do nothing. Raises ``PolicyError`` when the reference has other tokens than the policy."""
+    for sentence in idle_settings(config):
+        logger.warning("%s", sentence)
+    reference = reference_path(config)
+    if reference is None or not config.trainer.algorithm.use_kl_loss:
+        return
+    sizes = [text_config(read_config(path)).get("vocab_size") for path in (str(policy_dir), reference)]
+    if sizes[0] != sizes[1]:
+        raise PolicyError(
+            f"trainer.ref.path={config.trainer.ref.path} has {sizes[1]} tokens and the policy {sizes[0]}: a reference must have the "
+            "policy's tokenizer"
+        )
+
+
+def reference_path(config: Config) -> str | None:
+    """The directory of the reference; None: the policy as training begins with it."""
+    path = config.trainer.ref.path
+    return None if path is None else str(Path(path).expanduser())
+
+
+async def start_logprob_workers(
+    config: Config, stack: contextlib.AsyncExitStack, files: PolicyFiles, initial: Path
+) -> LogprobParts:
+    """Start what ``training.num_ref_workers`` and ``training.num_logp_workers`` ask for, side by side; ended with ``stack``."""
+
+    async def started(name: str, num_workers: int, path: str | None) -> LogprobWorkers | None:
+        if not num_workers:
+            return None
+        start = partial(_start_workers, config, files, initial, name=name, num_workers=num_workers, path=path)
+        workers = await LogprobWorkers.start(start, max_restarts=config.trainer.max_restarts)
+        stack.push_async_callback(workers.close)
+        return workers
+
+    training = config.training
+    async with asyncio.TaskGroup() as tasks:
+        ref = tasks.create_task(started("ref", training.num_ref_workers, reference_path(config)), name="ref workers")
+        old = tasks.create_task(started("logp", training.num_logp_workers, None), name="logp workers")
+    return LogprobParts(ref=ref.result(), old=old.result())
+
+
+async def _start_workers(
+    config: Config, files: PolicyFiles, initial: Path, *, name: str, num_workers: int, path: str | None
+) -> ForwardWorkers:
+    from skyrl_async.training.policy_workers import PolicyWorkers
+
+    placement, training, device = config.placement, config.training, training_device(config.training)
+    num_gpus = placement.num_gpus_per_worker
+    settings = TrainingSettings(
+        policy_path=str(initial) if path is None else path,
+        trains=False,
+        trust_remote_code=config.policy.trust_remote_code,
+        device=device.name,
+        mixed_precision=training.mixed_precision,
+        micro_batch_tokens=training.micro_batch_tokens,
+        temperature=config.generator.sampling.temperature,
+    )
+    return await PolicyWorkers.start(
+        settings,
+        policy_path=files.trained() if path is None else None,
+        worker_name=f"{name}-worker",
+        num_workers=num_workers,
+        num_cpus_per_worker=placement.num_cpus_per_worker,
+        num_gpus_per_worker=(1.0 if device is Device.cuda else 0.0) if num_gpus is None else num_gpus,
+        call_timeout_s=training.step_timeout_s,
+    )
+
+
+def stage_works(config: Config, policy: Policy, parts: LogprobParts) -> dict[str, LogprobStageWork]:
+    """What each of the stages ``ref_logp`` and ``logp`` does with a finished group; without those that nothing asks for.
+
+    Args:
+        config: checked.
+        policy: computes where there are no workers of their own.
+        parts: those workers.
+    """
+    algorithm = config.trainer.algorithm
+    works = {}
+    if algorithm.use_kl_loss and algorithm.ref_logp is RefLogp.stage:
+        ref = _of_policy(policy, LogprobModel.REF) if parts.ref is None else parts.ref.logprobs_of
+        works["ref_logp"] = LogprobStageWork(ref, LogprobModel.REF)
+    if algorithm.policy_loss_type is PolicyLoss.decoupled_ppo:
+        old = _of_policy(policy, LogprobModel.POLICY) if parts.old is None else parts.old.logprobs_of
+        works["logp"] = LogprobStageWork(old, LogprobModel.POLICY)
+    return works
+
+
+class PublisherToWorkers:
+    """A publisher whose versions are also loaded by workers that recompute log-probs, after the engines serve them."""
+
+    def __init__(self, publisher: WeightPublisher, workers: LogprobWorkers) -> None:
+        self._publisher = publisher
+        self._workers = workers
+
+    async def publish(self, version: int) -> PublishTimes:
+        """See ``WeightPublisher``. Raises ``TrainingError`` where the workers cannot load it."""
+        times = await self._publisher.publish(version)
+        assert self._publisher.serving is not None, "it was published"
+        await self._workers.load_weights(self._publisher.serving)
+        return times
+
+    async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
+        """See ``WeightPublisher``."""
+        return await self._publisher.check(version, is_first=is_first)
+
+
+def _of_policy(policy: Policy, model: LogprobModel) -> ComputeLogprobs:
+    async def logprobs_of(trajectories: Sequence[Trajectory]) -> RowLogprobs:
+        return await policy.logprobs_of(trajectories, model)
+
+    return logprobs_of

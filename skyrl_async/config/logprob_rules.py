@@ -1,0 +1,50 @@
+"""Rules about log-probs under other models than the engine's: who computes them, and whether anybody asks for them.
+
+Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``; or a line for each setting that does nothing.
+"""
+
+from skyrl_async.config.schema import AlgorithmConfig, Config, PolicyLoss, RefLogp
+from skyrl_async.errors import ConfigError
+
+
+def logprob_workers_have_work(config: Config) -> None:
+    """Workers of their own are for log-probs that the loss asks for."""
+    algorithm, training = config.trainer.algorithm, config.training
+    if training.num_ref_workers and not algorithm.use_kl_loss:
+        raise ConfigError(
+            f"training.num_ref_workers must be 0 with trainer.algorithm.use_kl_loss=false, got {training.num_ref_workers}: "
+            "nothing asks for the reference's log-probs"
+        )
+    if training.num_ref_workers and algorithm.ref_logp is RefLogp.inline:
+        raise ConfigError(
+            f"training.num_ref_workers must be 0 with trainer.algorithm.ref_logp=inline, got {training.num_ref_workers}: inline is on "
+            "the policy workers; set trainer.algorithm.ref_logp=stage"
+        )
+    if training.num_logp_workers and algorithm.policy_loss_type is not PolicyLoss.decoupled_ppo:
+        raise ConfigError(
+            f"training.num_logp_workers must be 0 with trainer.algorithm.policy_loss_type={algorithm.policy_loss_type.name}, got "
+            f"{training.num_logp_workers}: only decoupled_ppo asks for recomputed log-probs"
+        )
+
+
+def idle_settings(config: Config) -> list[str]:
+    """What is set and does nothing, a sentence each."""
+    trainer, algorithm = config.trainer, config.trainer.algorithm
+    idle = []
+    if not algorithm.use_kl_loss:
+        set_anyway = {
+            f"trainer.algorithm.kl_loss_coef={algorithm.kl_loss_coef:g}": algorithm.kl_loss_coef
+            != AlgorithmConfig.kl_loss_coef,
+            f"trainer.ref.path={trainer.ref.path}": trainer.ref.path is not None,
+        }
+        idle += [
+            f"{key} does nothing with trainer.algorithm.use_kl_loss=false"
+            for key, is_set in set_anyway.items()
+            if is_set
+        ]
+    if algorithm.policy_loss_type is PolicyLoss.decoupled_ppo and trainer.max_staleness_steps == 0:
+        idle.append(
+            "trainer.algorithm.policy_loss_type=decoupled_ppo never clips with trainer.max_staleness_steps=0, where groups are "
+            "recomputed under the weights that are trained: it is rollout_is then, which costs one forward less"
+        )
+    return idle

@@ -1,0 +1,129 @@
+"""Training with a reference and with recomputed log-probs, bit for bit: the real loop, policy and publisher over the deterministic
+engine."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skyrl_async.checkpoint import Checkpointer, read_state
+from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, completing, stage_works
+from skyrl_async.config.load import from_overrides
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.training.in_process import InProcessPolicy
+from skyrl_async.training.logprob_workers import ForwardWorkers, LogprobWorkers
+from skyrl_async.training.settings import TrainingSettings
+from tests.cpu.test_deterministic_run import STOPPED, Job, Outcome, Running, policy_dir, train
+
+__all__ = ["policy_dir"]
+KL = {"kl_estimator": "k2", "kl_coef": 0.5}
+BOTH = from_overrides("trainer.algorithm.use_kl_loss=true", "trainer.algorithm.policy_loss_type=decoupled_ppo")
+REF_ONLY = from_overrides("trainer.algorithm.use_kl_loss=true")
+
+
+class Apart:
+    """Gives a run workers of their own for both kinds of log-probs; ``before`` is for ``train``."""
+
+    def __init__(self, policy_dir: Path) -> None:
+        self._settings = TrainingSettings(policy_path=str(policy_dir), trains=False)
+        self._started: list[LogprobWorkers] = []
+
+    async def _workers(self) -> LogprobWorkers:
+        async def start() -> ForwardWorkers:
+            return InProcessPolicy(self._settings)
+
+        self._started.append(await LogprobWorkers.start(start, max_restarts=0))
+        return self._started[-1]
+
+    async def close(self) -> None:
+        for workers in self._started:
+            await workers.close()
+
+    def before(self, *, resume: Path | None = None) -> Callable[[Running], Awaitable[None]]:
+        async def prepare(running: Running) -> None:
+            parts = LogprobParts(ref=await self._workers(), old=await self._workers())
+            complete_by(running, parts, config=BOTH)
+            running.trainer._publisher = PublisherToWorkers(running.publisher, parts.old)
+            if resume is not None:
+                await running.trainer.resume(resume)
+
+        return prepare
+
+
+@pytest.fixture
+def apart(policy_dir: Path) -> Iterator[Apart]:
+    workers = Apart(policy_dir)
+    yield workers
+    asyncio.run(workers.close())
+
+
+def complete_by(running: Running, parts: LogprobParts, *, config=BOTH) -> None:
+    trace = Trace(None, lambda: 0.0)
+    running.workers.complete = completing(stage_works(config, running.policy, parts), trace)
+
+
+def divergences(job: Job, policy_dir: Path, directory: Path, before) -> tuple[Outcome, list[float]]:
+    found: list[list[dict[str, float]]] = []
+
+    def prepare(running: Running):
+        found.append(running.logged)
+        return before(running)
+
+    outcome = train(job, policy_dir, directory, prepare)
+    return outcome, [values["policy/ref_kl"] for values in found[0] if "policy/ref_kl" in values]
+
+
+def test_a_reference_gives_the_same_losses_and_weights_wherever_and_whenever_it_runs(
+    policy_dir: Path, tmp_path: Path, apart: Apart
+) -> None:
+    job = Job(max_staleness_steps=2, training={**KL, "has_reference": True})
+    inline = divergences(job, policy_dir, tmp_path / "inline", lambda running: None)
+    on_policy_workers = divergences(
+        job, policy_dir, tmp_path / "shared", lambda running: complete_by(running, LogprobParts(), config=REF_ONLY)
+    )
+    on_their_own = divergences(replace(job, training=KL), policy_dir, tmp_path / "apart", apart.before())
+    assert inline == on_policy_workers == on_their_own
+    _, found = inline
+    assert found[0] == 0.0 and all(divergence > 0 for divergence in found[1:])
+
+
+@pytest.mark.slow
+def test_recomputed_log_probs_make_the_same_run_on_the_policy_workers_and_on_workers_that_load_what_is_published(
+    policy_dir: Path, tmp_path: Path, apart: Apart
+) -> None:
+    job = Job(training={"policy_loss": "decoupled_ppo"})
+    decoupled = from_overrides("trainer.algorithm.policy_loss_type=decoupled_ppo")
+    shared = train(
+        job, policy_dir, tmp_path / "a", lambda running: complete_by(running, LogprobParts(), config=decoupled)
+    )
+    assert train(job, policy_dir, tmp_path / "b", apart.before()) == shared
+    assert len(set(shared.losses)) == len(shared.losses)
+
+
+@pytest.mark.slow
+def test_contract_7_a_resumed_run_with_both_kinds_of_log_probs_has_the_losses_and_weights_of_one_that_was_not_killed(
+    policy_dir: Path, tmp_path: Path, apart: Apart
+) -> None:
+    job = replace(STOPPED, max_staleness_steps=3, training={**KL, "policy_loss": "decoupled_ppo"})
+    whole = train(job, policy_dir, tmp_path / "whole", apart.before())
+
+    def until_step_2(running: Running):
+        step = running.policy.step
+
+        async def dying(num_tokens: float) -> dict[str, float]:
+            if running.trainer.step == 1:
+                raise KeyboardInterrupt
+            return await step(num_tokens)
+
+        running.policy.step = dying  # type: ignore[method-assign]
+        return apart.before()(running)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(replace(job, checkpoint_interval_steps=1), policy_dir, tmp_path / "killed", until_step_2)
+    latest = Checkpointer(tmp_path / "killed" / "checkpoints", max_to_keep=0).usable().path
+    rows = [row for group in read_state(latest).groups for row in group.trajectories]
+    assert rows and all(row.ref_logprobs is None and row.old_logprobs is not None for row in rows)
+    resumed = train(job, policy_dir, tmp_path / "resumed", apart.before(resume=latest))
+    assert resumed == replace(whole, losses=whole.losses[1:])
