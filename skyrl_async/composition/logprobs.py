@@ -40,6 +40,11 @@ class LogprobParts:
     old: LogprobWorkers | None = None
     """Of the policy; whoever publishes has them load each version."""
 
+    @property
+    def num_restarts(self) -> int:
+        """Times that dead workers were replaced."""
+        return sum(workers.num_restarts for workers in (self.ref, self.old) if workers is not None)
+
 
 def check_logprobs(config: Config, policy_dir: Path) -> None:
     """Warn of settings that do nothing. Raises ``PolicyError`` when the reference has other tokens than the policy."""

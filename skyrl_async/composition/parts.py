@@ -270,7 +270,9 @@ def make_trainer(
             on_written=lambda checkpoint: policy.checkpoint_written(checkpoint / "policy"),
         ),
         advantages=functools.partial(estimator.compute, norm_by_std=trainer.algorithm.grpo_norm_by_std),
-        log=lambda step, values: listeners.log(step, {"trainer/restarts": float(policy.num_restarts), **values}),
+        log=lambda step, values: listeners.log(
+            step, {"trainer/restarts": float(policy.num_restarts + logprobs.num_restarts), **values}
+        ),
         log_groups=listeners.log_groups,
         trace=trace,
         watchdog=watchdog,

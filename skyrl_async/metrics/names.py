@@ -144,7 +144,7 @@ METRICS: dict[str, Metric] = {
     "trainer/epoch": Metric("epochs", "Passes over the training prompts completed."),
     "trainer/restarts": Metric(
         "times",
-        "Policy workers replaced since this process began the run or took it up, attempts that failed included.",
+        "Policy and log-prob workers replaced since this process began the run or took it up, attempts that failed included.",
     ),
     "trainer/idle_share": Metric("share", "Of the step, spent waiting for generation."),
 }

@@ -282,6 +282,10 @@ def test_a_combination_that_cannot_run_is_refused(overrides: list[str], expected
         (["engine.device=cuda"], "engine.device must be cpu or auto on this machine, got cuda"),
         (["training.device=cuda"], "training.device must be cpu or auto on this machine, got cuda"),
         (["placement.num_gpus_per_worker=1"], "this run needs 1 GPUs .* and this machine has 0; lower"),
+        (
+            ["placement.num_gpus_per_worker=1", "trainer.algorithm.use_kl_loss=true", "training.num_ref_workers=2"],
+            "this run needs 3 GPUs .* 3 workers of training x 1",
+        ),
     ],
 )
 def test_a_gpu_that_is_not_there_is_missed_before_anything_starts(overrides: list[str], expected: str) -> None:
