@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from skyrl_async.composition.bundles import Bundles, Seats, worker_seats
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.config.devices import training_device
 from skyrl_async.config.logprob_rules import idle_settings
-from skyrl_async.config.schema import Config, Device, PolicyLoss, RefLogp
+from skyrl_async.config.schema import Config, PolicyLoss, RefLogp
 from skyrl_async.errors import PolicyError
 from skyrl_async.inference.policy_files import read_config, text_config
 from skyrl_async.training.logprob_stage import ComputeLogprobs, LogprobStageWork
@@ -68,14 +69,17 @@ def reference_path(config: Config) -> str | None:
 
 
 async def start_logprob_workers(
-    config: Config, stack: contextlib.AsyncExitStack, files: PolicyFiles, initial: Path
+    config: Config, stack: contextlib.AsyncExitStack, files: PolicyFiles, initial: Path, bundles: Bundles | None = None
 ) -> LogprobParts:
     """Start what ``training.num_ref_workers`` and ``training.num_logp_workers`` ask for, side by side; ended with ``stack``."""
 
     async def started(name: str, num_workers: int, path: str | None) -> LogprobWorkers | None:
         if not num_workers:
             return None
-        start = partial(_start_workers, config, files, initial, name=name, num_workers=num_workers, path=path)
+        seats = _seats(config, name, bundles)
+        start = partial(
+            _start_workers, config, files, initial, name=name, num_workers=num_workers, path=path, seats=seats
+        )
         workers = await LogprobWorkers.start(start, max_restarts=config.trainer.max_restarts)
         stack.push_async_callback(workers.close)
         return workers
@@ -87,13 +91,16 @@ async def start_logprob_workers(
     return LogprobParts(ref=ref.result(), old=old.result())
 
 
+def _seats(config: Config, name: str, bundles: Bundles | None) -> Seats:
+    return worker_seats(config, None) if bundles is None else bundles.seats(name)
+
+
 async def _start_workers(
-    config: Config, files: PolicyFiles, initial: Path, *, name: str, num_workers: int, path: str | None
+    config: Config, files: PolicyFiles, initial: Path, *, name: str, num_workers: int, path: str | None, seats: Seats
 ) -> ForwardWorkers:
     from skyrl_async.training.policy_workers import PolicyWorkers
 
-    placement, training, device = config.placement, config.training, training_device(config.training)
-    num_gpus = placement.num_gpus_per_worker
+    training, device = config.training, training_device(config.training)
     settings = TrainingSettings(
         policy_path=str(initial) if path is None else path,
         trains=False,
@@ -108,8 +115,9 @@ async def _start_workers(
         policy_path=files.trained() if path is None else None,
         worker_name=f"{name}-worker",
         num_workers=num_workers,
-        num_cpus_per_worker=placement.num_cpus_per_worker,
-        num_gpus_per_worker=(1.0 if device is Device.cuda else 0.0) if num_gpus is None else num_gpus,
+        num_cpus_per_worker=seats.num_cpus,
+        num_gpus_per_worker=seats.num_gpus,
+        scheduling_strategies=seats.strategies,
         call_timeout_s=training.step_timeout_s,
     )
 

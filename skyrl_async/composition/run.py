@@ -107,7 +107,7 @@ async def started_parts(
         engines, policy = await start_engines_and_policy(
             config, stack, files, initial, run_dir, num_planned_steps(config, prompts), bundles
         )
-        logprobs = await start_logprob_workers(config, stack, files, initial)
+        logprobs = await start_logprob_workers(config, stack, files, initial, bundles)
         max_model_len = min(engine.max_model_len for engine in engines)
         chat = chat or load_chat(initial, config.policy.trust_remote_code)
         tokenizer, renderer = chat.tokenizer, chat.renderer

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from skyrl_async.config.device_plan import DevicePlan, StageSize, Unit, check_groups, resolve
 from skyrl_async.config.devices import engine_device, num_gpus, training_device
-from skyrl_async.config.schema import Config, Device, EngineBackend, PlacementConfig
+from skyrl_async.config.schema import Config, Device, EngineBackend, PlacementConfig, PolicyLoss
 from skyrl_async.errors import ConfigError
 
 _RESERVED_PER_ACTOR = ("num_cpus_per_engine", "num_gpus_per_engine", "num_cpus_per_worker", "num_gpus_per_worker")
@@ -17,21 +17,47 @@ _RESERVED_PER_ACTOR = ("num_cpus_per_engine", "num_gpus_per_engine", "num_cpus_p
 
 def needed_stages(config: Config) -> frozenset[str]:
     """The stages that a run of this configuration has."""
-    return frozenset({"policy", "generate"})
+    return frozenset({"policy", "generate", *_own_logprob_workers(config)})
 
 
 def stage_sizes(config: Config) -> Mapping[str, StageSize]:
     """The stages with actors of their own."""
-    policy = StageSize(num_actors=config.training.num_workers, num_key="training.num_workers")
+    sizes = {"policy": StageSize(num_actors=config.training.num_workers, num_key="training.num_workers")}
+    for stage, num_actors in _own_logprob_workers(config).items():
+        sizes[stage] = StageSize(num_actors=num_actors, num_key=f"training.num_{stage}_workers")
     if config.engine.backend is EngineBackend.deterministic:  # in the driver's process
-        return {"policy": policy}
-    generate = StageSize(
+        return sizes
+    sizes["generate"] = StageSize(
         num_actors=config.engine.num_engines,
         num_key="engine.num_engines",
         devices_per_actor=config.engine.tensor_parallel_size,
         per_actor_key="engine.tensor_parallel_size",
     )
-    return {"policy": policy, "generate": generate}
+    return sizes
+
+
+def _own_logprob_workers(config: Config) -> dict[str, int]:
+    """How many workers ``ref`` and ``logp`` have of their own, where they have any."""
+    numbers = {"ref": config.training.num_ref_workers, "logp": config.training.num_logp_workers}
+    return {stage: number for stage, number in numbers.items() if number}
+
+
+def _check_homes(config: Config) -> None:
+    """What the policy workers compute is computed on their devices. Raises ``ConfigError`` where it is placed elsewhere."""
+    algorithm, groups = config.trainer.algorithm, config.placement.groups or []
+    asked = {
+        "ref": algorithm.use_kl_loss,
+        "logp": algorithm.policy_loss_type is PolicyLoss.decoupled_ppo,
+    }
+    for stage, is_asked in asked.items():
+        if not is_asked or stage in _own_logprob_workers(config):
+            continue
+        for group in groups:
+            if stage in group and "policy" not in group:
+                raise ConfigError(
+                    f"training.num_{stage}_workers must be >= 1 when placement.groups gives {stage} devices that policy has no "
+                    f"share of, got 0: set it to their number, or put {stage} into policy's group"
+                )
 
 
 def device_plan(config: Config, num_available: int) -> DevicePlan | None:
@@ -77,6 +103,7 @@ def groups_fit_the_devices(config: Config) -> None:
     check_groups(placement, needed_stages(config))
     if placement.groups is None:
         return
+    _check_homes(config)
     for key in _RESERVED_PER_ACTOR:
         if value := getattr(placement, key):
             raise ConfigError(

@@ -306,3 +306,20 @@ def test_a_cluster_elsewhere_has_what_ratios_ask_for_or_says_so_when_it_is_joine
 
 def test_the_stages_that_can_be_placed_are_documented() -> None:
     assert all(f"{stage} (" in all_keys()["placement.groups"].text for stage in STAGES)
+
+
+def test_log_probs_with_workers_of_their_own_need_a_place_for_them() -> None:
+    words = ["placement.groups=[[policy],[generate]]", "placement.devices=[1,1]", "placement.num_cpu_slots=3"]
+    own = ["trainer.algorithm.use_kl_loss=true", "training.num_ref_workers=1"]
+    with pytest.raises(ConfigError, match=r"placement.groups .*ref"):
+        from_overrides(*words, *own)
+    words = ["placement.groups=[[policy],[ref],[generate]]", "placement.devices=[1,1,1]", "placement.num_cpu_slots=3"]
+    config = from_overrides(*words, *own)
+    plan = device_plan(config, 3)
+    assert plan is not None and "training.num_ref_workers=1" in plan.table()
+
+
+def test_devices_of_their_own_without_workers_are_refused() -> None:
+    words = ["placement.groups=[[policy],[ref],[generate]]", "placement.devices=[1,1,1]", "placement.num_cpu_slots=3"]
+    with pytest.raises(ConfigError, match="training.num_ref_workers must be >= 1 when placement.groups gives ref devices"):
+        from_overrides(*words, "trainer.algorithm.use_kl_loss=true")
