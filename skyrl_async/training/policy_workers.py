@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ _LAST_WORDS_S = 10.0
 _PULSE = "pulse"
 """The actors' threads that answer heartbeats while others work."""
 _HEARTBEAT = Heartbeat(interval_s=5.0, timeout_s=60.0)
+_GOODBYE_S = 2.0
+"""A worker that Ray ends is gone in milliseconds, and then Ray does not print that it died unexpectedly; a frozen one stays."""
 _END_TIMEOUT_S = 10.0
 """The kernel ends a killed process in milliseconds, unless it hangs in a driver or on a dead file system."""
 
@@ -208,11 +210,12 @@ class PolicyWorkers:
             ray.kill(actor)
         processes, self._processes = self._processes, {}
         try:
-            for process in processes.values():
-                process.kill()
-            async with asyncio.timeout(_END_TIMEOUT_S):
+            try:
+                await _all_ended(processes.values(), _GOODBYE_S)
+            except TimeoutError:
                 for process in processes.values():
-                    await process.ended()
+                    process.kill()
+                await _all_ended(processes.values(), _END_TIMEOUT_S)
         except TimeoutError:
             logger.warning(
                 "a policy worker of %s has not ended %g s after SIGKILL; what it holds on a GPU is still held",
@@ -276,6 +279,13 @@ def _ping_of(actor: ActorHandle) -> Ping:
             await actor.ping.remote()
 
     return ping
+
+
+async def _all_ended(processes: Iterable[WorkerProcess], timeout_s: float) -> None:
+    """Raises ``TimeoutError``."""
+    async with asyncio.timeout(timeout_s):
+        for process in processes:
+            await process.ended()
 
 
 def _failures(calls: Mapping["asyncio.Future[Any]", str]) -> dict[str, BaseException]:

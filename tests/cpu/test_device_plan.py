@@ -321,5 +321,7 @@ def test_log_probs_with_workers_of_their_own_need_a_place_for_them() -> None:
 
 def test_devices_of_their_own_without_workers_are_refused() -> None:
     words = ["placement.groups=[[policy],[ref],[generate]]", "placement.devices=[1,1,1]", "placement.num_cpu_slots=3"]
-    with pytest.raises(ConfigError, match="training.num_ref_workers must be >= 1 when placement.groups gives ref devices"):
+    with pytest.raises(
+        ConfigError, match="training.num_ref_workers must be >= 1 when placement.groups gives ref devices"
+    ):
         from_overrides(*words, "trainer.algorithm.use_kl_loss=true")
