@@ -7,11 +7,16 @@ know what a generator's state means.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skyrl_async.types import Trajectory
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name, as they are: ``dataclasses.asdict`` copies every token, which takes longer than writing them."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

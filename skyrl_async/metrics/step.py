@@ -14,6 +14,8 @@ from skyrl_async.metrics.bound_cost import BoundCost, needed_bound
 from skyrl_async.samples import Sample, live_samples_of, samples_of
 from skyrl_async.types import Group
 
+_MAX_PAUSES = 1000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundWait:
@@ -173,7 +175,7 @@ class RunTotals:
     training_seconds: float = 0.0
     """Wall time of the steps, publishing included, checkpoints not."""
     pauses: list[float] = field(default_factory=list)
-    """Seconds of each publish's pause."""
+    """Seconds of the last publishes' pauses, a thousand of them: a checkpoint does not grow with the run."""
     reward_before: float | None = None
 
     def __post_init__(self) -> None:
@@ -191,6 +193,7 @@ class RunTotals:
         self.groups_over_bound += sum(s > figures.max_staleness_steps for s in figures.staleness)
         self.staleness_wait_seconds += figures.staleness_wait_seconds
         self.training_seconds += figures.seconds["step"]
+        del self.pauses[:-_MAX_PAUSES]
         self.masked_tokens += figures.num_masked_tokens
         self.max_staleness_steps = figures.max_staleness_steps
         free_step_seconds = (self.training_seconds - self.staleness_wait_seconds) / self.steps

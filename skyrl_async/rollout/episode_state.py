@@ -5,11 +5,11 @@ sampled, nor environments: of one that can be restored it holds a snapshot.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from skyrl_async.errors import GenerationError
-from skyrl_async.resumption import SampleState
+from skyrl_async.resumption import SampleState, fields_of
 from skyrl_async.rollout.environment import StepOutcome
 from skyrl_async.rollout.sampler import OpenGeneration
 from skyrl_async.rollout.trajectory import TrajectoryBuilder
@@ -95,8 +95,8 @@ class EpisodeState:
             "reward": self.reward,
             "tokens": self.builder.to_json(),
             "environment": self.environment,
-            "turn": None if turn is None else asdict(turn),
-            "generation": asdict(so_far) if turn is None and so_far.token_ids else None,
+            "turn": None if turn is None else {**fields_of(turn), "completion": fields_of(turn.completion)},
+            "generation": fields_of(so_far) if turn is None and so_far.token_ids else None,
         }
 
     @classmethod

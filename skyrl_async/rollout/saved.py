@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from skyrl_async.resumption import ResumeCounts, SampleState, SavedSamples
+from skyrl_async.resumption import ResumeCounts, SampleState, SavedSamples, fields_of
 from skyrl_async.rollout.staleness import Admission
 from skyrl_async.types import Group, SamplingParams, Trajectory
 
@@ -112,11 +112,12 @@ def group_to_json(group: Group) -> dict[str, Any]:
 
     Recomputed log-probs are kept with their version: the policy of that version is gone by then.
     """
-    fields = dataclasses.asdict(group)
+    fields = fields_of(group)
     del fields["advantages"]
-    for row in fields["trajectories"]:
+    rows = [fields_of(row) for row in group.trajectories]
+    for row in rows:
         del row["ref_logprobs"]
-    return fields
+    return {**fields, "trajectories": rows}
 
 
 def group_from_json(row: Mapping[str, Any]) -> Group:
@@ -126,13 +127,17 @@ def group_from_json(row: Mapping[str, Any]) -> Group:
 
 def running_to_json(group: RunningGroup) -> dict[str, Any]:
     """A running group."""
-    return dataclasses.asdict(group)
+    return {**fields_of(group), "samples": {i: _sample_to_json(sample) for i, sample in group.samples.items()}}
 
 
 def running_from_json(row: Mapping[str, Any]) -> RunningGroup:
     """What ``running_to_json`` was made of."""
     samples = {int(i): _sample(sample) for i, sample in row["samples"].items()}
     return RunningGroup(**{**row, "samples": samples})
+
+
+def _sample_to_json(sample: SampleState) -> dict[str, Any]:
+    return {**fields_of(sample), "rows": None if sample.rows is None else [fields_of(row) for row in sample.rows]}
 
 
 def _sample(saved: Mapping[str, Any]) -> SampleState:

@@ -25,7 +25,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100, help="faults: SIGKILL and SIGSTOP in turns")
     parser.add_argument(
-        "--virtual", action="store_true", help="in virtual time, over modelled engines: 300 faults a minute or so"
+        "--virtual",
+        action="store_true",
+        help="in virtual time, over modelled engines: 6000 faults a minute of CPU time",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

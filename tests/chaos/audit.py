@@ -5,11 +5,16 @@ Flows in: a run directory. Flows out: counts of what was lost, trained twice, to
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_async.metrics.tracker import read_rows, read_steps
+from skyrl_async.metrics.tracker import read_steps
+
+RECORD = "trained_groups.jsonl"
+FINAL_RECORD = "trained_groups-final.jsonl"
+"""Lines that were taken out of ``RECORD`` by who will never resume a checkpoint before them."""
 
 MAX_LOGPROB_GAP = 0.01
 """Nats by which engine and trainer may differ on a token of the version that is trained, in float32."""
@@ -42,10 +47,16 @@ class Audit:
 
 
 def audit(run_dir: Path, *, uids: set[str], mini_batch_size: int, max_staleness_steps: int) -> Audit:
-    """Check the run's record against its newest checkpoint."""
+    """Check the run's record against its newest checkpoint. Reads it line by line: it may be long."""
     state = _newest_state(run_dir)
-    lines = [line for line in read_rows(run_dir / "trained_groups.jsonl") if line["step"] <= state["step"]]
-    keys = Counter((line["epoch"], line["uid"]) for line in lines)
+    keys: Counter[tuple[int, str]] = Counter()
+    sizes: Counter[int] = Counter()
+    num_torn = num_over = 0
+    for line in _lines(run_dir, state["step"]):
+        keys[line["epoch"], line["uid"]] += 1
+        sizes[line["step"]] += 1
+        num_torn += _is_torn(line)
+        num_over += line["trained_version"] - line["scheduled_version"] > max_staleness_steps
     ledger = state["dataloader"]["ledger"]
     failed = ledger["totals"]["failed"]
     open_epochs = {int(epoch): states for epoch, states in ledger["epochs"].items()}
@@ -54,17 +65,25 @@ def audit(run_dir: Path, *, uids: set[str], mini_batch_size: int, max_staleness_
     recorded = {key for key in keys if key[0] in open_epochs}
     failed_in_open = sum(len(states["failed"]) for states in open_epochs.values())
     missing = len(complete - keys.keys()) - (failed - failed_in_open)
-    sizes = Counter(line["step"] for line in lines)
     return Audit(
         steps=state["step"],
-        trained=len(lines),
+        trained=keys.total(),
         lost=abs(missing) + len(claimed ^ recorded),
         failed=failed,
         trained_twice=sum(count - 1 for count in keys.values()),
-        torn_versions=sum(map(_is_torn, lines)) + _num_disagreements(run_dir),
-        over_bound=sum(line["trained_version"] - line["scheduled_version"] > max_staleness_steps for line in lines),
+        torn_versions=num_torn + _num_disagreements(run_dir),
+        over_bound=num_over,
         damaged_steps=sum(sizes[step] != mini_batch_size for step in range(1, state["step"] + 1)),
     )
+
+
+def _lines(run_dir: Path, last_step: int) -> Iterator[dict[str, Any]]:
+    """Of the record, up to a step; an incomplete last line (a killed run's) is left out."""
+    for path in (run_dir / FINAL_RECORD, run_dir / RECORD):
+        if path.exists():
+            with path.open(encoding="utf-8") as file:
+                lines = (json.loads(text) for text in file if text.endswith("\n"))
+                yield from (line for line in lines if line["step"] <= last_step)
 
 
 def _is_torn(line: dict[str, Any]) -> bool:

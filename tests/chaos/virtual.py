@@ -5,16 +5,21 @@ Flows in: faults, and how long to go on after each. Flows out: the files of a ru
 
 import asyncio
 import contextlib
+import json
+import os
 import random
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
+
+import pytest
 
 from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.errors import PublishError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engine_life import LifeSettings
 from skyrl_async.inference.fleet import Fleet, FleetSettings
+from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.metrics.trained_groups import TrainedGroupsLog
 from skyrl_async.rollout.lost_samples import Backoff, OnLostSamples
 from skyrl_async.simulator.clock import VirtualTimeLoop
@@ -22,7 +27,9 @@ from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation, lognormal_length
 from skyrl_async.types import GroupRequest, Trajectory
-from tests.chaos.audit import Audit, audit
+from tests.chaos.audit import FINAL_RECORD, RECORD, Audit, audit
+
+_NUM_CHECKPOINTS = 3
 
 _BOOT_SECONDS = 10.0
 _FLEET = FleetSettings(
@@ -161,17 +168,27 @@ class VirtualRun:
 
     async def _start(self) -> None:
         usable = Checkpointer(self._checkpoints, max_to_keep=0).usable()
-        self._record = TrainedGroupsLog(self._run_dir / "trained_groups.jsonl", usable.state.step if usable else None)
+        if usable is not None:
+            self._set_aside(usable.state.step)
+        self._record = TrainedGroupsLog(self._run_dir / RECORD, usable.state.step if usable else None)
         self._engines.clear()
         self._models.clear()
         self._simulation = build_simulation(
             self._settings,
             checkpoint_dir=self._checkpoints,
+            max_checkpoints_to_keep=_NUM_CHECKPOINTS,
             generator_over=self._new_generator,
             log_groups=self._record.log,
             engine_around=self._process_of,
         )
         self._life = asyncio.create_task(self._live(usable.path if usable else None), name="life")
+
+    def _set_aside(self, step: int) -> None:
+        """No later resumption goes back behind ``step``: what was trained up to there need not be read by each of them."""
+        rows = read_rows(self._run_dir / RECORD)
+        with (self._run_dir / FINAL_RECORD).open("a") as final, (self._run_dir / RECORD).open("w") as rest:
+            for row in rows:
+                (final if row["step"] <= step else rest).write(json.dumps(row) + "\n")
 
     async def _live(self, checkpoint: Path | None) -> None:
         fleet = Fleet(self._simulation.client, start=self._boot, settings=_FLEET, say=lambda line: None)
@@ -225,15 +242,20 @@ class VirtualRun:
 
 
 def attack_virtually(directory: Path, *, num_faults: int, seed: int) -> Audit:
-    """A run under ``num_faults`` random faults, audited at the end. Raises what ended it."""
+    """A run under ``num_faults`` random faults, audited at the end. Raises what ended it.
+
+    Nothing is synced to disk: a fault is a call, and takes no page cache with it.
+    """
     rng = random.Random(seed)
-    run = VirtualRun(directory, replace(SETTINGS, seed=seed))
-    run.go_on(30.0)
-    for _ in range(num_faults):
-        run.happen(rng.choice(list(VirtualFault)))
-        run.go_on(rng.expovariate(1 / 5.0))
-    run.happen(VirtualFault.fail_sample)
-    run.go_on(300.0)
-    found = run.audit()
-    run.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        run = VirtualRun(directory, replace(SETTINGS, seed=seed))
+        run.go_on(30.0)
+        for _ in range(num_faults):
+            run.happen(rng.choice(list(VirtualFault)))
+            run.go_on(rng.expovariate(1 / 5.0))
+        run.happen(VirtualFault.fail_sample)
+        run.go_on(300.0)
+        found = run.audit()
+        run.close()
     return found

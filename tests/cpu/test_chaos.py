@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from skyrl_async.metrics.tracker import read_rows
 from tests.chaos.attack import Attack
 from tests.chaos.attacked_run import Role
-from tests.chaos.audit import audit
+from tests.chaos.audit import RECORD, audit
 from tests.chaos.virtual import SETTINGS, VirtualFault, VirtualRun, attack_virtually
 
 
@@ -49,6 +49,8 @@ def test_a_long_run_under_hundreds_of_faults_loses_nothing(tmp_path: Path) -> No
     found = attack_virtually(tmp_path, num_faults=300, seed=0)
     assert found.problems() == {}
     assert found.steps > 200
+    assert len(list((tmp_path / "checkpoints").glob("global_step_*"))) <= 3
+    assert len(read_rows(tmp_path / RECORD)) < found.trained / 2, "a resumption reads what is not final alone"
 
 
 def test_the_audit_sees_what_is_wrong(tmp_path: Path) -> None:

@@ -232,6 +232,17 @@ def test_a_step_without_sampled_tokens_stays_an_error_where_nothing_was_masked()
     assert figures.loss_tokens == 0
 
 
+def test_the_totals_that_a_checkpoint_holds_do_not_grow_with_the_run() -> None:
+    figures = StepFigures(version=0, max_staleness_steps=1)
+    figures.add_group(group_of([[0]]), {})
+    figures.add_seconds("step", 1.0)
+    totals = RunTotals()
+    for step in range(1500):
+        totals.pauses.append(float(step))
+        totals.add_step(figures)
+    assert totals.pauses == [float(step) for step in range(500, 1500)]
+
+
 def test_an_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="must be one of wait, mask, resample, allow, got 'hope'"):
         staleness_policy("hope")
