@@ -81,14 +81,14 @@ class RecoveringPolicy:
     ) -> dict[str, float]:
         """See ``Policy``."""
         figures = await self._call("forward_backward", lambda p: p.forward_backward(trajectories, advantages, version))
-        if not self._why_not:
+        if self._can_restart:
             self._journal.add_gradients(trajectories, advantages, version)
         return figures
 
     async def step(self, num_tokens: float) -> dict[str, float]:
         """See ``Policy``."""
         figures = await self._call("step", lambda p: p.step(num_tokens))
-        if not self._why_not:
+        if self._can_restart:
             self._journal.add_step(num_tokens, figures["grad_norm"])
             if self._journal.is_full:
                 await self._replace_journal()
@@ -135,6 +135,10 @@ class RecoveringPolicy:
                 await policy.close()
         finally:
             self._own.remove()
+
+    @property
+    def _can_restart(self) -> bool:
+        return not self._why_not and self.num_restarts < self._max_restarts
 
     def _begin_at(self, base: Path) -> None:
         self._base, self._saved_position = base, None
@@ -198,7 +202,7 @@ class RecoveringPolicy:
         started = loop.time()
         failure = lost
         while True:
-            if self._why_not or self.num_restarts >= self._max_restarts:
+            if not self._can_restart:
                 raise self._given_up(lost) from failure
             self.num_restarts += 1
             attempt = f"restart {self.num_restarts} of at most trainer.max_restarts={self._max_restarts}"
@@ -222,6 +226,9 @@ class RecoveringPolicy:
             num_calls,
             difference,
         )
+        if not self._can_restart:  # nothing will be done again any more
+            self._journal.clear()
+            self._own.remove()
 
     def _given_up(self, lost: SkyRLAsyncError) -> SkyRLAsyncError:
         why = self._why_not or f"trainer.max_restarts={self._max_restarts} are used up"

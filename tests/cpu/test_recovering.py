@@ -271,6 +271,36 @@ async def test_what_new_workers_cannot_mend_is_raised_at_once(tmp_path: Path, er
     assert scripted.starts == 1 and policy.num_restarts == 0
 
 
+async def test_when_no_restart_is_left_nothing_is_kept_for_one(tmp_path: Path) -> None:
+    fate = Fate([(5, False)])
+
+    async def start() -> Any:
+        return ModelledWorkers(fate)
+
+    policy = await RecoveringPolicy.start(start, max_restarts=1, directory=tmp_path / "recovery", max_journal_bytes=0)
+
+    async def train() -> None:
+        await policy.forward_backward(one_row(1), [1.0], 0)
+        await policy.step(1)
+
+    await train()  # and a save, in place of the calls
+    await policy.forward_backward(one_row(1), [1.0], 0)
+    assert len(policy._journal) == 1 and (tmp_path / "recovery" / "policy-1").exists()
+    await policy.step(1)
+    assert policy.num_restarts == 1
+    for _ in range(3):
+        await train()
+    assert len(policy._journal) == policy._journal.num_bytes == 0
+    assert not (tmp_path / "recovery").exists()
+    await policy.save(tmp_path / "saved")
+    policy.checkpoint_written(tmp_path / "saved")
+    await train()
+    assert len(policy._journal) == 0
+    fate.deaths[fate.num_calls + 1] = False
+    with pytest.raises(WorkerDiedError, match="not restarted: trainer.max_restarts=1 are used up"):
+        await train()
+
+
 async def test_a_first_start_that_fails_is_not_tried_again(tmp_path: Path) -> None:
     calls = []
 
