@@ -62,7 +62,7 @@ def run(config: Config, overrides: list[str]) -> int:
         except SkyRLAsyncError as error:
             sys.stderr.write(f"error: {error}\n")
             return _REFUSED
-        stack.enter_context(run_logging(run_dir / "run.log", config.logging.level))
+        stack.enter_context(run_logging(run_dir / "run.log", config.logging.level, has_console=config.logging.console))
         interruption = stack.enter_context(Interruption(config.trainer.shutdown_timeout_s))
         logger.info("overrides: %s", " ".join(overrides))
         for reason in found.refused if found is not None else ():

@@ -13,6 +13,7 @@ from typing import Protocol
 from skyrl_async.errors import InferenceError
 from skyrl_async.inference.pool import EnginePool
 from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.metrics.logs import SHOWN
 
 logger = logging.getLogger(__name__)
 
@@ -99,5 +100,5 @@ class Outage:
         self._pool.give_up(f"no inference engine came back within engine.all_gone_timeout_s={self._timeout_s:g}")
 
     def _announce(self, line: str) -> None:
-        logger.warning(line)
+        logger.warning(line, extra=SHOWN)
         self._say(line)

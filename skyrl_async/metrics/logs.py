@@ -1,4 +1,4 @@
-"""Log lines of a run: all of them to its file, warnings also to standard error.
+"""Log lines of a run: all of them to its file, warnings also to standard error, unless the console shows the same.
 
 Flows in: records of every logger in this process. Flows out: ``run.log``. The console display is not touched:
 standard error is looked up at each record, so that a live display can print above itself.
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+SHOWN = {"is_shown": True}
+"""``extra`` of a record about something that the console is told as well."""
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -47,8 +49,11 @@ class _LogFile(logging.FileHandler):
 
 
 @contextmanager
-def run_logging(path: Path, level: str) -> Iterator[None]:
-    """Log to ``path`` (appending) from ``level`` on, and this package's warnings to standard error, while inside."""
+def run_logging(path: Path, level: str, *, has_console: bool = False) -> Iterator[None]:
+    """Log to ``path`` (appending) from ``level`` on, and this package's warnings to standard error, while inside.
+
+    With a console those that are ``SHOWN`` there are in the file alone.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     root, previous_level = logging.getLogger(), logging.getLogger().level
     to_file = _LogFile(path)
@@ -56,6 +61,8 @@ def run_logging(path: Path, level: str) -> Iterator[None]:
     to_stderr = _StandardError()
     to_stderr.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     to_stderr.addFilter(lambda record: record.name.startswith("skyrl_"))
+    if has_console:
+        to_stderr.addFilter(lambda record: not SHOWN.keys() & record.__dict__.keys())
     root.addHandler(to_file)
     root.addHandler(to_stderr)
     root.setLevel(level.upper())

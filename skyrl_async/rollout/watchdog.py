@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from skyrl_async.concurrency import first_failure
+from skyrl_async.metrics.logs import SHOWN
 from skyrl_async.metrics.trace import OpenSpan
 from skyrl_async.progress import RolloutStatus
 
@@ -84,7 +85,7 @@ class Watchdog:
         stuck = self._stuck()
         due = [name for name, (seconds, _) in stuck.items() if seconds >= 2 * self._told.get(name, 0.0)]
         if due:
-            logger.warning("longer than trainer.stall_warning_s=%g: %s", self._threshold_s, _joined(stuck))
+            logger.warning("longer than trainer.stall_warning_s=%g: %s", self._threshold_s, _joined(stuck), extra=SHOWN)
         if stuck or self._told:
             self._show([line for _, line in stuck.values()])
             self._log(self.values())

@@ -2,12 +2,20 @@
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console as Output
 
+from skyrl_async.inference.fleet_news import Outage
+from skyrl_async.inference.pool import EnginePool
 from skyrl_async.metrics.console import Console
+from skyrl_async.metrics.logs import run_logging
 from skyrl_async.metrics.summary import summary_table
+from skyrl_async.progress import RolloutStatus
+from skyrl_async.rollout.watchdog import Sources, Watchdog
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import ModelledEngine
 
 VALUES = {
     "trainer/step": 3.0,
@@ -145,3 +153,29 @@ def test_what_is_stuck_is_a_line_in_a_pipe_and_stays_on_a_terminal_until_it_is_n
         display.stuck(["p3 (generating for 75 s)"])
         display.stuck([])
     assert "p3" not in shown.getvalue().rpartition("starting")[2]
+
+
+@pytest.mark.parametrize("has_console", [True, False])
+def test_an_outage_and_what_is_stuck_are_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], has_console: bool
+) -> None:
+    """By the console where there is one, else on standard error; and in the log."""
+    status = RolloutStatus(uid="p3", phase="in environment step", seconds=75.0, total_seconds=80.0)
+    console = Console(has_console, None)
+
+    async def main() -> None:
+        engine = ModelledEngine("engine-0", num_tokens_of=lambda prompt, seed: 1)
+        pool = EnginePool([engine], wait_s=None)
+        outage = Outage(pool, 900.0, console.message)
+        pool.drop(engine, "it was killed")
+        outage.look()
+        outage.end()
+        sources = Sources(rollouts=lambda: [[status]], stages=lambda: [])
+        Watchdog(sources, threshold_s=60.0, log=lambda values: None, show=console.stuck).look()
+
+    with run_logging(tmp_path / "run.log", "info", has_console=has_console):
+        run_in_virtual_time(main())
+    said, log = capsys.readouterr(), (tmp_path / "run.log").read_text()
+    for line in ("no inference engine is left", "p3 (in environment step for 75 s)"):
+        assert (said.out.count(line), said.err.count(line)) == ((1, 0) if has_console else (0, 1))
+        assert log.count(line) == 1
