@@ -129,10 +129,12 @@ class FSDPBackend:
         return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
 
     def save(self, directory: Path) -> None:
-        """Write model, optimizer and scheduler under ``directory``, synced to disk."""
+        """Write model, optimizer and scheduler under ``directory``, synced to disk.
+
+        Raises ``OSError`` and, on every rank where one fails, torch's ``CheckpointException``, which is no ``Exception``.
+        """
         writer = dcp.FileSystemWriter(directory / STATE_DIRECTORY, sync_files=True)
-        with _as_training_errors(f"write {directory / STATE_DIRECTORY}"):
-            dcp.save(self._state(), storage_writer=writer)
+        dcp.save(self._state(), storage_writer=writer)
         if dist.get_rank() == 0:
             save_state(self._scheduler.state_dict(), directory / SCHEDULER_FILE)
 
@@ -140,7 +142,7 @@ class FSDPBackend:
         """Restore what ``save`` wrote, on any number of ranks. Hyper-parameters stay those of this run."""
         state = self._state()
         reader = dcp.FileSystemReader(directory / STATE_DIRECTORY)
-        with _as_training_errors(f"read {directory / STATE_DIRECTORY}"):
+        with _reading(directory / STATE_DIRECTORY):
             dcp.load(state, storage_reader=reader)
         kept = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         set_model_state_dict(self._model, state["model"])
@@ -228,7 +230,7 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 @contextlib.contextmanager
-def _as_training_errors(what: str) -> Iterator[None]:
+def _reading(directory: Path) -> Iterator[None]:
     """torch tells every rank when one fails, but by what is no ``Exception``."""
     try:
         yield
@@ -237,4 +239,4 @@ def _as_training_errors(what: str) -> Iterator[None]:
             if process_group.is_lost_peer(failure):
                 raise failure from error
         complaints = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
-        raise TrainingError(f"cannot {what}: {complaints}") from error
+        raise TrainingError(f"cannot read {directory}: {complaints}") from error

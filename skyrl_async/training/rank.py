@@ -273,10 +273,10 @@ class PolicyRank:
         except (Exception, CheckpointException) as error:
             failure = error
         reasons: list[str | None] = [None] * self._num_ranks
-        dist.all_gather_object(reasons, None if failure is None else _reason(failure))
+        dist.all_gather_object(reasons, None if failure is None else _reason(failure, self._rank))
         failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
-        if failed:
-            raise CheckpointError(failed[0]) from failure
+        if failed or failure is not None:
+            raise CheckpointError(failed[0] if failed else repr(failure)) from failure
 
     def load(self, directory: Path) -> None:
         """Restore what ``save`` wrote on any number of ranks; a rank that had no random state keeps its own.
@@ -307,8 +307,10 @@ def _token_lags(batch: MicroBatch, version: int) -> torch.Tensor:
     return (version - batch.versions).clamp(min=0)
 
 
-def _reason(failure: BaseException) -> str:
-    """The first line of the error beneath torch's."""
+def _reason(failure: BaseException, rank: int) -> str | None:
+    """The first line of the error beneath torch's, which tells every rank when one fails; None where another one did."""
     if isinstance(failure, CheckpointException):
-        failure = next((error for error, _ in failure.failures.values()), failure)
+        if rank not in failure.failures:
+            return None
+        failure, _ = failure.failures[rank]
     return f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure).strip() else 'no reason'}"
