@@ -28,6 +28,9 @@ class Heartbeat:
     """Silence that means death; > 0. It is noticed at the end of an interval."""
 
 
+DEFAULT = Heartbeat(interval_s=5.0, timeout_s=60.0)
+
+
 class Silence:
     """How long one ping has been unanswered: a state machine without I/O and without a clock.
 

@@ -254,8 +254,7 @@ def _endpoint_settings(
         tool_call_parser=server.tool_call_parser,
         reasoning_parser=server.reasoning_parser,
         max_concurrent_requests=server.max_concurrent_requests,
-        heartbeat_interval_s=server.heartbeat_interval_s,
-        heartbeat_timeout_s=server.heartbeat_timeout_s,
+        heartbeat=Heartbeat(interval_s=server.heartbeat_interval_s, timeout_s=server.heartbeat_timeout_s),
         max_restarts=server.max_restarts,
         engine_wait_s=server.engine_wait_s if is_supervised(config) else 0.0,
         sessions=SessionSettings(

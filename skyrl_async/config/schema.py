@@ -745,8 +745,14 @@ class ServerConfig:
             require(getattr(self, key) >= 1, f"server.{key}", ">= 1", getattr(self, key))
         require(self.engine_wait_s >= 0, "server.engine_wait_s", ">= 0", self.engine_wait_s)
         require(self.max_restarts >= 0, "server.max_restarts", ">= 0", self.max_restarts)
-        for key in ("session_idle_timeout_s", "session_lifetime_s", "heartbeat_interval_s", "heartbeat_timeout_s"):
+        for key in ("session_idle_timeout_s", "session_lifetime_s", "heartbeat_interval_s"):
             require(getattr(self, key) > 0, f"server.{key}", "> 0", getattr(self, key))
+        require(
+            self.heartbeat_timeout_s >= self.heartbeat_interval_s,
+            "server.heartbeat_timeout_s",
+            f">= server.heartbeat_interval_s ({self.heartbeat_interval_s:g})",
+            self.heartbeat_timeout_s,
+        )
         require(self.shutdown_timeout_s >= 0, "server.shutdown_timeout_s", ">= 0", self.shutdown_timeout_s)
         loopback = self.host in ("127.0.0.1", "localhost", "::1")
         require(

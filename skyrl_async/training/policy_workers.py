@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_async.algorithms.losses import merge_figures
 from skyrl_async.errors import DeadlineError, SkyRLAsyncError, TrainingError, WorkerDiedError
-from skyrl_async.heartbeat import Heartbeat, Ping, listening
+from skyrl_async.heartbeat import DEFAULT, Heartbeat, Ping, listening
 from skyrl_async.training.dispatch import LogprobDispatch, split_work
 from skyrl_async.training.process_group import is_lost_peer
 from skyrl_async.training.rank import PolicyRank
@@ -34,7 +34,6 @@ _LAST_WORDS_S = 10.0
 """A rank whose peer is gone says so at once; Ray, that the peer is gone, a moment later."""
 _PULSE = "pulse"
 """The actors' threads that answer heartbeats while others work."""
-_HEARTBEAT = Heartbeat(interval_s=5.0, timeout_s=60.0)
 _GOODBYE_S = 2.0
 """A worker that Ray ends is gone in milliseconds, and then Ray does not print that it died unexpectedly; a frozen one stays."""
 _END_TIMEOUT_S = 10.0
@@ -70,7 +69,7 @@ class PolicyWorkers:
         actors: dict[str, ActorHandle],
         *,
         call_timeout_s: float,
-        heartbeat: Heartbeat = _HEARTBEAT,
+        heartbeat: Heartbeat = DEFAULT,
     ) -> None:
         self._settings = settings
         self._heartbeat = heartbeat
@@ -90,7 +89,7 @@ class PolicyWorkers:
         scheduling_strategies: Sequence[PlacementGroupSchedulingStrategy] | None = None,
         call_timeout_s: float = 1800.0,
         start_timeout_s: float | None = None,
-        heartbeat: Heartbeat = _HEARTBEAT,
+        heartbeat: Heartbeat = DEFAULT,
         policy_path: Awaitable[Path] | None = None,
         worker_name: str = "policy-worker",
     ) -> "PolicyWorkers":

@@ -15,6 +15,7 @@ from openai.types.chat import ChatCompletion
 from ray.exceptions import RayActorError
 
 from skyrl_async.errors import ConfigError, InferenceError
+from skyrl_async.heartbeat import Heartbeat
 from skyrl_async.inference.server.front_ends import endpoint_processes
 from skyrl_async.inference.server.process import EndpointServer, EndpointSettings
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
@@ -195,7 +196,7 @@ async def test_without_engines_for_too_long_a_request_gets_503_and_when_to_come_
 async def test_a_front_end_that_is_killed_or_frozen_is_replaced_on_its_port(
     tmp_path: Path, engine: Any, sign: signal.Signals
 ) -> None:
-    quick = settings(tmp_path, heartbeat_interval_s=0.2, heartbeat_timeout_s=2.0)
+    quick = settings(tmp_path, heartbeat=Heartbeat(interval_s=0.2, timeout_s=5.0))
     async with (
         endpoint_processes(quick, [], num_front_ends=2) as (first, second),
         httpx.AsyncClient(headers={"Authorization": "Bearer c"}) as controller,

@@ -19,6 +19,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from skyrl_async.concurrency import first_failure, run_together
 from skyrl_async.errors import ConfigError, InferenceError
+from skyrl_async.heartbeat import until_silent
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.server.process import EndpointServer, EndpointSettings
 
@@ -131,16 +132,15 @@ class FrontEnd:
         return None
 
     async def _silence(self) -> str:
-        settings = self._settings
-        while True:
-            await asyncio.sleep(settings.heartbeat_interval_s)
-            try:
-                async with asyncio.timeout(settings.heartbeat_timeout_s):
-                    await self.actor.ping.remote()
-            except TimeoutError:
-                return f"does not answer within {settings.heartbeat_timeout_s:g} s"
-            except RayError as error:
-                return f"has ended ({type(error).__name__})"
+        heartbeat = self._settings.heartbeat
+        try:
+            await until_silent(self._ping, heartbeat)
+        except RayError as error:
+            return f"has ended ({type(error).__name__})"
+        return f"does not answer within {heartbeat.timeout_s:g} s"
+
+    async def _ping(self) -> None:
+        await self.actor.ping.remote()
 
     async def _start_again(self) -> None:
         """On the same port, once it is free."""

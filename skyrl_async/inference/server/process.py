@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from skyrl_async.heartbeat import DEFAULT, Heartbeat
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.server.forwarding import Forwarding
 from skyrl_async.inference.server.sweeping import sweep_sessions
@@ -44,10 +45,8 @@ class EndpointSettings:
     reasoning_parser: str = "auto"
     max_concurrent_requests: int = 4096
     engine_wait_s: float = 0.0
-    heartbeat_interval_s: float = 5.0
-    """Between two heartbeats asked of a front end."""
-    heartbeat_timeout_s: float = 60.0
-    """One that leaves a heartbeat unanswered for so long is replaced."""
+    heartbeat: Heartbeat = DEFAULT
+    """A front end that leaves one unanswered is replaced."""
     max_restarts: int = 10
     """Times each front end is replaced."""
     sessions: SessionSettings = field(default_factory=SessionSettings)
