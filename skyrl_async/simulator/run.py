@@ -64,7 +64,9 @@ class SimulationSettings:
     """Of requests in their engine, see ``inference.placement``; None: the default of runs, 1: all alike."""
     mean_tokens: float = 1000.0
     sigma: float = 0.8
-    """Of the lognormal lengths, which are cut at eight times the mean."""
+    """Of the lognormal lengths."""
+    longest_over_mean: float = 8.0
+    """Where they are cut, in means."""
     seconds_per_token: float = 0.0
     """Of training."""
     step_seconds: float = 0.0
@@ -97,7 +99,7 @@ class SimulationSettings:
     @property
     def max_tokens(self) -> int:
         """Where lengths are cut."""
-        return round(8 * self.mean_tokens)
+        return round(self.longest_over_mean * self.mean_tokens)
 
 
 @dataclass(slots=True)
@@ -124,13 +126,16 @@ class _NoText:
         return ""
 
 
-def lognormal_length(mean: float, sigma: float, seed: int) -> Callable[[tuple[int, ...], int | None], int]:
-    """Lengths that depend on the prompt and the seed alone: lognormal of this mean before the cut at eight times the mean."""
+def lognormal_length(
+    mean: float, sigma: float, seed: int, longest_over_mean: float = 8.0
+) -> Callable[[tuple[int, ...], int | None], int]:
+    """Lengths that depend on the prompt and the seed alone: lognormal of this mean before the cut at so many means."""
     location = math.log(mean) - sigma**2 / 2
+    longest = round(longest_over_mean * mean)
 
     def length(prompt: tuple[int, ...], request_seed: int | None) -> int:
         drawn = random.Random(f"{seed}-{prompt}-{request_seed}").lognormvariate(location, sigma)
-        return max(1, min(round(drawn), round(8 * mean)))
+        return max(1, min(round(drawn), longest))
 
     return length
 
@@ -250,7 +255,9 @@ def _engines(settings: SimulationSettings) -> list[ModelledEngine]:
     return [
         ModelledEngine(
             f"engine-{i}",
-            num_tokens_of=lognormal_length(settings.mean_tokens, settings.sigma, settings.seed),
+            num_tokens_of=lognormal_length(
+                settings.mean_tokens, settings.sigma, settings.seed, settings.longest_over_mean
+            ),
             tokens_per_second=settings.tokens_per_second,
             half_speed_requests=settings.half_speed_requests,
             load_seconds=settings.load_seconds,
