@@ -38,8 +38,15 @@ def conditions(**more: Any) -> dict[str, Any]:
     }
 
 
-def report(title: str, figures: dict[str, Any], rows: Sequence[dict[str, Any]], path: Path | None) -> None:
-    """Print rows as a table and figures below it; write both as JSON."""
+def report(
+    title: str,
+    figures: dict[str, Any],
+    rows: Sequence[dict[str, Any]],
+    path: Path | None,
+    *,
+    written: dict[str, Any] | None = None,
+) -> None:
+    """Print rows as a table and figures below it; write both as JSON, with what is only ``written``, or is so with more in it."""
     console = Console() if sys.stdout.isatty() else Console(width=180)
     if rows:
         table = Table(title=title, title_justify="left")
@@ -52,7 +59,7 @@ def report(title: str, figures: dict[str, Any], rows: Sequence[dict[str, Any]], 
         if name != "conditions":
             console.print(f"{name}: {_text(value)}", highlight=False)
     if path is not None:
-        path.write_text(json.dumps({**figures, "rows": list(rows)}, indent=2) + "\n")
+        path.write_text(json.dumps({**figures, "rows": list(rows), **(written or {})}, indent=2) + "\n")
 
 
 def _text(value: Any) -> str:
