@@ -38,13 +38,14 @@ def make_policy(directory: Path, *, seed: int, is_tied: bool) -> Path:
     return directory
 
 
-def make_update(policy_dir: Path, directory: Path, version: int) -> WeightUpdate:
-    """The policy's weights as the trainer sends them: in buckets, whose borders fall inside of fused layers."""
+def make_update(policy_dir: Path, directory: Path, version: int, num_files: int = 2) -> WeightUpdate:
+    """The policy's weights in one file, as the trainer sends them, or in several, whose borders fall inside of fused layers."""
     weights = load_file(policy_dir / "model.safetensors")
     names = sorted(weights)
     directory.mkdir(exist_ok=True)
     chunks = []
-    for i, part in enumerate((names[::2], names[1::2])):
+    for i in range(num_files):
+        part = names[i::num_files]
         path = directory / f"{version}-{i}.safetensors"
         save_file({name: weights[name] for name in part}, path)
         chunks.append({"path": str(path)})
@@ -80,7 +81,11 @@ def make_request(
     )
 
 
-async def publish(engine: VLLMEngine, update: WeightUpdate, mode: PauseMode = PauseMode.ABORT) -> None:
+async def publish(
+    engine: VLLMEngine, update: WeightUpdate, mode: PauseMode = PauseMode.ABORT, *, is_staged: bool = False
+) -> None:
+    if is_staged:
+        await engine.stage_weights(update)
     await engine.pause(mode)
     await engine.load_weights(update)
     await engine.resume()

@@ -8,19 +8,20 @@ continued. There are no threads and no clock, so it runs on a virtual-time event
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import math
 from collections.abc import AsyncGenerator, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from skyrl_async.errors import EngineDeadError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.joined import OpenCalls
 from skyrl_async.inference.policy_files import UpdateValidator, eos_token_ids
+from skyrl_async.inference.weight_map import WeightMap
 from skyrl_async.types import (
     EngineOutput,
     EngineRequest,
@@ -144,16 +145,21 @@ class DeterministicEngine:
         """See ``InferenceEngine.resume``."""
         self._gate.open()
 
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        """Nothing is prepared: it is loaded in no time of the loop's."""
+        self._gate.raise_if_dead()
+
     async def load_weights(self, update: WeightUpdate) -> None:
         """See ``InferenceEngine.load_weights``; chunks are safetensors files."""
         self._gate.raise_if_dead()
         if not self._gate.is_closed:
             raise PublishError(f"engine {self.name} is not paused; pause it before loading weights {update.version}")
         self._validator.check(update)
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        parameters = self._model.state_dict()
         for chunk in update.chunks:
-            for name, tensor in load_file(chunk["path"]).items():
-                parameters[name].copy_(tensor)
+            with WeightMap(chunk["path"], chunk.get("load_bucket_bytes", 1 << 20)) as weights:
+                for name, tensor in itertools.chain.from_iterable(weights.buckets()):
+                    parameters[name].copy_(tensor)
         self._validator.accept(update)
         self._num_loads += 1
         self._version = update.version

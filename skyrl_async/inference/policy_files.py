@@ -15,7 +15,18 @@ from skyrl_async.types import WeightUpdate
 Manifest = dict[str, tuple[str, tuple[int, ...]]]
 """Hugging Face parameter name -> (dtype name such as ``float32``, shape)."""
 
-_DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPE_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
 """Any one of them holds a tokenizer's vocabulary."""
 _TIED_HEAD = "lm_head.weight"

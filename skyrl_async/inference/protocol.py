@@ -54,6 +54,14 @@ class InferenceEngine(Protocol):
         """Sample again, after every pause called before, also a cancelled one. Idempotent."""
         ...
 
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        """Prepare for ``load_weights`` of the update what can be prepared while tokens are sampled, which takes as much memory as the
+        weights; what was staged before is dropped. Nothing has to be done.
+
+        Raises ``PublishError`` when that is not possible: the update is to be loaded all the same.
+        """
+        ...
+
     async def load_weights(self, update: WeightUpdate) -> None:
         """Replace all weights by ``update``, drop every cached key and value, and serve ``update.version``.
 

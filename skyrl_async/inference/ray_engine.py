@@ -174,6 +174,10 @@ class RayEngine:
         """See ``VLLMEngine.connect_transfer``."""
         await self._control("connect_transfer", init_info)
 
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        """See ``InferenceEngine.stage_weights``."""
+        await self._control("stage_weights", update)
+
     async def load_weights(self, update: WeightUpdate) -> None:
         """See ``InferenceEngine.load_weights``."""
         await self._control_in_turn("load_weights", update)

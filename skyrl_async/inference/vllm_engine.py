@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from skyrl_async.errors import (
@@ -25,6 +26,7 @@ from skyrl_async.errors import (
 )
 from skyrl_async.inference.continuing import is_part_of
 from skyrl_async.inference.joined import merged
+from skyrl_async.inference.outcome_fifo import OutcomeFifo
 from skyrl_async.inference.policy_files import TOKENIZER_FILES, UpdateValidator, eos_token_ids
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig, boot
 from skyrl_async.inference.vllm_requests import engine_output, partial_output, versions_of, vllm_sampling_params
@@ -160,6 +162,21 @@ class VLLMEngine:
 
         request = WeightTransferInitRequest(init_info=init_info)
         await self._control("connect the weight transfer", self._llm.init_weight_transfer_engine, request)
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        """See ``InferenceEngine.stage_weights``; only on a CPU there is something to prepare."""
+        if self._config.device != "cpu" or self._config.transfer != "shm":
+            return
+        for chunk in update.chunks:
+            with OutcomeFifo(Path(chunk["path"]).with_suffix(f".{self.name}.fifo")) as fifo:
+                await self._control(
+                    "stage weights", self._llm.collective_rpc, "stage_weights", args=(chunk, str(fifo.path))
+                )
+                failed = await self._control(
+                    "stage weights", fifo.first_failure, num_outcomes=self._config.tensor_parallel_size
+                )
+            if failed is not None:
+                raise PublishError(f"engine {self.name} cannot stage weights {update.version}: {failed}")
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """See ``InferenceEngine.load_weights``."""

@@ -1,15 +1,22 @@
 """The ``shm`` weight-transfer backend of vLLM's workers: one safetensors file per chunk, in shared memory or on disk.
 
+    stage (beside generation, CPU): file ──plan──> new tensors, packed layers ──┐
+    start ──> update ──────────────────────────────────────────────────> swap, or load ──> finish
+
 Flows in: ``update_info`` dictionaries ``{"path": file}``. Flows out: the model's weights, replaced in place on CPU or
 CUDA. vLLM imports this module in each worker (``worker_extension_cls``), which registers the backend there. It knows
 neither versions nor pauses: nothing may run in the engine between the start and the finish of an update.
 """
 
+import contextlib
 import hashlib
+import logging
+import os
+import threading
 from dataclasses import dataclass
 
 import torch
-from safetensors import safe_open
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -18,7 +25,14 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from skyrl_async.inference.outcome_fifo import DONE
+from skyrl_async.inference.vllm_load_plan import LoadPlan, Swap
+from skyrl_async.inference.weight_map import WeightMap
+
+logger = logging.getLogger(__name__)
+
 BACKEND = "shm"
+DEFAULT_LOAD_BUCKET_BYTES = 512 << 20
 _NUM_PROBE_ROWS = 64
 
 
@@ -33,6 +47,8 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
     path: str
     """Safetensors file under Hugging Face names; it may be deleted once the update is finished."""
+    load_bucket_bytes: int = DEFAULT_LOAD_BUCKET_BYTES
+    """Most bytes of the file that are handed to the model, or kept mapped, at a time; a larger tensor apart."""
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
@@ -44,9 +60,37 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """Nothing to connect."""
 
+    _plan: LoadPlan | None = None
+    _planned_layout: bytes | None = None
+    _staged: tuple[str, list[Swap]] | None = None
+    _is_reloading = False
+
+    def stage(self, update_info: ShmUpdateInfo, tell: str) -> None:
+        """Begin to prepare the weights of a file in a thread, in memory of their own, and return; the model goes on with its own.
+
+        ``tell`` is a FIFO: a line is written to it in the end. A model without a plan stages nothing.
+        """
+        self._staged = None
+        try:
+            with WeightMap(update_info.path, update_info.load_bucket_bytes) as weights:
+                plan = self._plan_for(weights)
+        except Exception as error:
+            _tell(tell, error)
+            return
+        threading.Thread(target=self._stage, args=(plan, update_info, tell), name="staging", daemon=True).start()
+
+    def _stage(self, plan: LoadPlan | None, update_info: ShmUpdateInfo, tell: str) -> None:
+        failure: Exception | None = None
+        try:
+            if plan is not None:
+                with torch.inference_mode(), WeightMap(update_info.path, update_info.load_bucket_bytes) as weights:
+                    self._staged = update_info.path, list(plan.swaps(weights, in_place=False))
+        except Exception as error:
+            failure = error
+        _tell(tell, failure)
+
     def start_weight_update(self) -> None:
-        """Give every layer back the parameters it had before it was packed."""
-        initialize_layerwise_reload(self.model)
+        """Which way the weights come is known with the first chunk."""
 
     def update_weights(self, update_info: dict[str, str]) -> None:
         """Load one chunk; the base class would synchronise an accelerator, which a CPU has not."""
@@ -55,18 +99,55 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        """Load every tensor of the file; the layers copy them to their device."""
-        with safe_open(update_info.path, framework="pt", device="cpu") as file:
-            self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+        """Take what was staged of the file, or load it: by the plan, or else as at boot."""
+        staged, self._staged = self._staged, None
+        if staged is not None and staged[0] == update_info.path:
+            old = [swap() for swap in staged[1]]
+            threading.Thread(target=old.clear, name="freeing", daemon=True).start()
+            return
+        with WeightMap(update_info.path, update_info.load_bucket_bytes) as weights:
+            plan = self._plan_for(weights)
+            if plan is not None:
+                with torch.inference_mode():
+                    for swap in plan.swaps(weights, in_place=True):
+                        swap()
+                return
+            if not self._is_reloading:
+                self._is_reloading = True
+                initialize_layerwise_reload(
+                    self.model
+                )  # every layer gets back the parameters it had before it was packed
+            for bucket in weights.buckets():
+                self.model.load_weights(bucket)
 
     def finish_weight_update(self) -> None:
-        """Process and pack what was loaded."""
-        finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cpu":
-            _repack_shared_weights(self.model)
+        """Process and pack what was loaded as at boot."""
+        if self._is_reloading:
+            self._is_reloading = False
+            finalize_layerwise_reload(self.model, self.model_config)
+            if self.device.type == "cpu":
+                _repack_shared_weights(self.model)
+
+    def _plan_for(self, weights: WeightMap) -> LoadPlan | None:
+        if self.device.type != "cpu" or self._is_reloading:
+            return None
+        if weights.layout != self._planned_layout:
+            self._plan, self._planned_layout = LoadPlan.of(self.model, weights), weights.layout
+            if self._plan is None:
+                logger.info("this model's weights are loaded as at boot, while the engine is paused: it takes longer")
+        return self._plan
 
     def shutdown(self) -> None:
         """Nothing is held between chunks."""
+
+
+def _tell(fifo_path: str, failure: Exception | None) -> None:
+    """Say how it ended to whoever waits at the FIFO, if anybody still does."""
+    outcome = DONE if failure is None else f"{type(failure).__name__}: {failure}".replace("\n", " ")[:1000]
+    with contextlib.suppress(OSError):
+        fifo = os.open(fifo_path, os.O_WRONLY | os.O_NONBLOCK)
+        os.write(fifo, f"{outcome}\n".encode())
+        os.close(fifo)
 
 
 def _repack_shared_weights(model: torch.nn.Module) -> None:
@@ -83,6 +164,12 @@ def _repack_shared_weights(model: torch.nn.Module) -> None:
 
 class WorkerExtension:
     """Mixed into vLLM's worker: what ``collective_rpc`` can ask beside vLLM's own methods."""
+
+    def stage_weights(self, update_info: dict[str, str], tell: str) -> None:
+        """See ``ShmWeightTransferEngine.stage``."""
+        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+            engine.stage(engine.parse_update_info(update_info), tell)
 
     def weight_digest(self) -> str:
         """Digest of every parameter, and on CPU of what every packed linear layer multiplies by.

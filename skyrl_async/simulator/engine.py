@@ -40,6 +40,7 @@ class ModelledEngine:
         num_tokens_of: prompt token ids -> tokens of the whole answer; the end of the prompt's first tokens identifies it.
         tokens_per_second: of a request alone in the engine.
         half_speed_requests: requests at which each runs at half of that.
+        stage_seconds: duration of ``stage_weights``.
         load_seconds: duration of ``load_weights``.
         max_num_seqs: requests running at once; the others wait in the engine, the smallest ``priority`` first. None: no limit.
         block_tokens: of a stream; the larger, the faster is the simulation.
@@ -52,6 +53,7 @@ class ModelledEngine:
         num_tokens_of: Callable[[tuple[int, ...], int | None], int],
         tokens_per_second: float = 100.0,
         half_speed_requests: float = 170.0,
+        stage_seconds: float = 0.0,
         load_seconds: float = 0.0,
         max_num_seqs: int | None = None,
         block_tokens: int = 16,
@@ -59,6 +61,7 @@ class ModelledEngine:
         self.name = name
         self.max_model_len = 1 << 30
         self._num_tokens_of = num_tokens_of
+        self._stage_seconds = stage_seconds
         self._load_seconds = load_seconds
         self._block_tokens = block_tokens
         self._shared = SharedSpeed(tokens_per_second, half_speed_requests, max_num_seqs)
@@ -111,6 +114,12 @@ class ModelledEngine:
         """Sample again."""
         self._check_alive()
         self._shared.go_on()
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        """Take the stage's time."""
+        self._check_alive()
+        await asyncio.sleep(self._stage_seconds)
+        self._check_alive()
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Serve ``update.version`` after the load time."""

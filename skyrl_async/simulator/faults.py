@@ -84,6 +84,10 @@ class FaultyEngine:
         """See ``InferenceEngine.resume``."""
         await self._answer(lambda: self._engine.resume())
 
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        """See ``InferenceEngine.stage_weights``."""
+        await self._answer(lambda: self._engine.stage_weights(update))
+
     async def load_weights(self, update: WeightUpdate) -> None:
         """See ``InferenceEngine.load_weights``."""
         await self._answer(lambda: self._engine.load_weights(update))

@@ -7,6 +7,7 @@ import signal
 import sys
 import warnings
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,17 @@ async def test_an_updated_engine_cannot_be_told_from_a_fresh_one_with_the_same_w
         expected = reference_logprobs(policy_dir(1, is_tied), PROMPTS[0], outputs[0], 1.0)
         assert (torch.tensor(outputs[0].logprobs) - expected).abs().max() < 1e-4
         await publish(updated, make_update(policy_dir(0, is_tied), tmp_path, 2))
+        as_at_boot = await updated.checksum()
+        for version, is_staged in ((3, False), (5, True), (7, True)):
+            update = make_update(policy_dir(1, is_tied), tmp_path, version, num_files=1)
+            await publish(updated, update, is_staged=is_staged)
+            assert await updated.checksum() == await fresh.checksum()
+            if version == 5:
+                again = await generate_all(updated, requests)
+                assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
+            back = make_update(policy_dir(0, is_tied), tmp_path, version + 1, num_files=1)
+            await publish(updated, back, is_staged=is_staged)
+            assert await updated.checksum() == as_at_boot
         assert await updated.checksum() == before
     finally:
         await updated.close()
@@ -415,6 +427,27 @@ async def test_a_killed_core_is_an_engine_death_for_every_call_at_once(policy_di
     with pytest.raises(EngineDeadError):
         await engine.version()
     await engine.close()
+
+
+@pytest.mark.slow
+async def test_staged_weights_are_not_served_before_they_are_loaded_and_leave_nothing_behind(
+    engine_0: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
+) -> None:
+    before = await engine_0.checksum()
+    first, second = (make_update(policy_dir(1, False), tmp_path / str(v), v, num_files=1) for v in (1, 2))
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(engine_0.generate(make_request("a", max_tokens=400)))
+        await wait_for_blocks(engine_0, 1)
+        await engine_0.stage_weights(first)
+        assert await engine_0.checksum() == before
+        await engine_0.stage_weights(second)
+    assert set(running.result().versions) == {0}
+    await publish(engine_0, first)  # what was staged is of another file
+    assert await engine_0.checksum() != before and await engine_0.version() == 1
+    gone = replace(first, version=3, chunks=({"path": str(tmp_path / "1" / "gone.safetensors")},))
+    with pytest.raises(PublishError, match=r"engine engine cannot stage weights 3: .*No such file"):
+        await engine_0.stage_weights(gone)
+    assert {path.suffix for version in "12" for path in (tmp_path / version).iterdir()} == {".safetensors"}
 
 
 @pytest.mark.slow
