@@ -226,7 +226,8 @@ def _partial(
         sigma=sigma,
         bound=4,
         assumed="the step's phases (those of verl's one-step-off row on the same machines), 128 groups of 8, engines of 2 GPUs, "
-        f"a mean of an eighth of the longest answer, sigma {sigma}, the split of devices of ours (the fastest quarter, half or three quarters)",
+        f"a mean of an eighth of the longest answer, sigma {sigma}, the split of devices of ours (the fastest quarter, half or three "
+        "quarters)",
     )
 
 

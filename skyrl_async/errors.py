@@ -21,6 +21,7 @@ SkyRLAsyncError
 |-- GenerationError         a generator broke its contract, or too many rollouts failed
 |-- TrainingError           a policy worker failed, or its numbers stopped being numbers
 |   |-- WeightsWriteError   weights cannot be written: shared memory or a disk is full, or refuses
+|   |-- WeightsLostError    gathered weights are gone with the workers that held them
 |   `-- WorkerDiedError     a policy worker is gone, or lost the others; new ones can take up where it was
 `-- DeadlineError           a wait took longer than its deadline; says what is stuck
 """
@@ -119,6 +120,10 @@ class TrainingError(SkyRLAsyncError):
 
 class WeightsWriteError(TrainingError):
     """Weights cannot be written: shared memory or a disk is full, or refuses. The policy is as it was."""
+
+
+class WeightsLostError(TrainingError):
+    """Gathered weights are gone with the workers that held them; those in their place hold later ones."""
 
 
 class WorkerDiedError(TrainingError):

@@ -439,8 +439,11 @@ class FullyAsyncTrainer:
         times = await self._publisher.publish(version)
         self.totals.pauses.append(times.pause)
         if figures is not None:
-            for name, seconds in (("send", times.send), ("load", times.load), ("pause", times.pause)):
-                figures.add_seconds(name, seconds)
+            figures.add_seconds("gather", times.gather)
+            figures.add_seconds("send", times.send)
+            figures.add_seconds("stage", times.stage)
+            figures.add_seconds("load", times.load)
+            figures.add_seconds("pause", times.pause)
             figures.add_seconds("publish", loop.time() - started)
         if is_first or self._is_due(self._settings.check_interval_steps, version):
             with self._trace.span("check", track="publish", version=version):

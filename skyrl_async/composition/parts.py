@@ -7,6 +7,7 @@ here; no part gets the configuration itself, but for a user's own generator.
 import contextlib
 import functools
 import importlib
+import math
 import os
 import shutil
 import tempfile
@@ -27,6 +28,7 @@ from skyrl_async.errors import ConfigError
 from skyrl_async.evaluation import Evaluator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
+from skyrl_async.inference.policy_files import read_manifest
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.agent_settings import check_agent_settings, make_agent_generator
 from skyrl_async.rollout.buffer import GroupBuffer
@@ -47,6 +49,7 @@ from skyrl_async.training.recovering import RecoveringPolicy
 from skyrl_async.types import Group, PauseMode, SamplingParams
 from skyrl_async.validation import ValidationSettings
 from skyrl_async.weight_sync.publisher import WeightPublisher
+from skyrl_async.weight_sync.room import require_room
 
 Log = Callable[[int, dict[str, float]], None]
 """Takes (step, values)."""
@@ -166,6 +169,8 @@ def make_publisher(
         policy=policy,
         directory=directory,
         bucket_bytes=config.weight_sync.send_bucket_mb << 20,
+        load_bucket_bytes=config.weight_sync.load_bucket_mb << 20,
+        dual_buffer=config.weight_sync.dual_buffer,
         pause_mode=PauseMode(config.engine.pause_mode.name),
         trace=trace,
         probe_prompt_token_ids=renderer.render(list(prompts.train[0].messages)),
@@ -177,10 +182,21 @@ def make_publisher(
     return publisher
 
 
+def check_shared_memory(config: Config, policy_dir: Path) -> None:
+    """See that published weights fit into shared memory, before anything starts. Raises ``ConfigError``."""
+    num_elements = sum(math.prod(shape) for _, shape in read_manifest(str(policy_dir)).values())
+    num_bytes = num_elements * {"float32": 4, "bfloat16": 2}[config.policy.dtype.name]
+    require_room(_shared_memory(), num_bytes, dual_buffer=config.weight_sync.dual_buffer)
+
+
+def _shared_memory() -> Path:
+    return Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+
+
 @contextlib.contextmanager
 def _shared_memory_directory() -> Iterator[Path]:
     """A directory in memory, named after this process so that a later run can remove what a killed one left."""
-    root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    root = _shared_memory()
     for left in root.glob("skyrl_async-*"):
         pid = left.name.removeprefix("skyrl_async-").partition("-")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
@@ -271,7 +287,12 @@ def make_trainer(
         ),
         advantages=functools.partial(estimator.compute, norm_by_std=trainer.algorithm.grpo_norm_by_std),
         log=lambda step, values: listeners.log(
-            step, {"trainer/restarts": float(policy.num_restarts + logprobs.num_restarts), **values}
+            step,
+            {
+                "trainer/restarts": float(policy.num_restarts + logprobs.num_restarts),
+                **publisher.lag_values(),
+                **values,
+            },
         ),
         log_groups=listeners.log_groups,
         trace=trace,

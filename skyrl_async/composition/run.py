@@ -29,6 +29,7 @@ from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, start
 from skyrl_async.composition.parts import (
     Listeners,
     check_generator,
+    check_shared_memory,
     make_generator,
     make_publisher,
     make_trainer,
@@ -90,6 +91,7 @@ async def started_parts(
     files = PolicyFiles(config, prompts, say)
     initial = files.initial()
     check_logprobs(config, initial)
+    check_shared_memory(config, initial)
     if checkpoint is not None:
         check_checkpoint_is_of(checkpoint, initial)
     chat: Chat | None = None

@@ -651,7 +651,20 @@ class WeightSyncConfig:
     transfer: WeightTransfer = doc(
         WeightTransfer.auto, "shm: safetensors in shared memory, for trainer and engines of one machine; auto takes it."
     )
-    send_bucket_mb: int = doc(512, "Bucket of a publish, MiB.")
+    send_bucket_mb: int = doc(
+        512, "Most that is sent at a time in a publish, MiB; a larger tensor is sent in several pieces."
+    )
+    load_bucket_mb: int = doc(
+        512,
+        "Most of a publish that an engine hands to its model, or keeps mapped, at a time, MiB; a larger tensor goes alone.",
+    )
+    dual_buffer: bool = doc(
+        True,
+        "Send a version while the one before is being loaded or served, and let engines on CPUs prepare it in memory of their own, so that "
+        "the pause is a swap: up to three versions are in shared memory, and an engine holds its weights twice for a while. false: one "
+        "version, sent when the one before is loaded and its buckets are deleted; longer pauses, and engines that come up wait for the "
+        "version being sent.",
+    )
     verify_checksums: bool = doc(
         False,
         "Ask every engine for its checksum after each publish and stop when they differ (after the first publish it is always done).",
@@ -665,6 +678,7 @@ class WeightSyncConfig:
 
     def __post_init__(self) -> None:
         require(self.send_bucket_mb >= 1, "weight_sync.send_bucket_mb", ">= 1", self.send_bucket_mb)
+        require(self.load_bucket_mb >= 1, "weight_sync.load_bucket_mb", ">= 1", self.load_bucket_mb)
         require(self.max_retries >= 0, "weight_sync.max_retries", ">= 0", self.max_retries)
 
 

@@ -70,6 +70,7 @@ METRICS: dict[str, Metric] = {
     "timing/publish": Metric("s", "From the trainer's weights to every engine serving them."),
     "timing/gather": Metric("s", "Of publish: collecting full parameters; engines go on generating."),
     "timing/send": Metric("s", "Of publish: moving them to the engines; engines go on generating."),
+    "timing/stage": Metric("s", "Of publish: engines preparing to load; they go on generating."),
     "timing/load": Metric("s", "Of publish: replacing the engines' weights, inside the pause."),
     "timing/pause": Metric("s", "Of publish: engines sampling nothing."),
     "timing/checkpoint": Metric("s", "Writing a checkpoint."),
@@ -140,6 +141,10 @@ METRICS: dict[str, Metric] = {
     "stage/<name>/waiting_for_output_share": Metric(
         "share", "The same, waiting for the next stage: back-pressure; for `dataloader`, the staleness credits."
     ),
+    "engines/lag_steps_max": Metric(
+        "steps", "Completed by the trainer and not yet served by an engine: the largest lag of any since the last line."
+    ),
+    "engines/lag_seconds_max": Metric("s", "The same, since the first of those steps was completed."),
     "trainer/step": Metric("steps", "Optimizer steps completed."),
     "trainer/epoch": Metric("epochs", "Passes over the training prompts completed."),
     "trainer/restarts": Metric(

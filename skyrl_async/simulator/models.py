@@ -25,12 +25,21 @@ class ModelledPolicy:
     Args:
         seconds_per_token: of forward and backward.
         step_seconds: of the optimizer step.
-        send_seconds: of gather and send.
+        gather_seconds: of the copy that a publish begins with; nothing is trained meanwhile.
+        send_seconds: of sending that copy, beside training.
     """
 
-    def __init__(self, *, seconds_per_token: float = 0.0, step_seconds: float = 0.0, send_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        seconds_per_token: float = 0.0,
+        step_seconds: float = 0.0,
+        gather_seconds: float = 0.0,
+        send_seconds: float = 0.0,
+    ) -> None:
         self._seconds_per_token = seconds_per_token
         self._step_seconds = step_seconds
+        self._gather_seconds = gather_seconds
         self._send_seconds = send_seconds
         self.steps: list[list[tuple[Trajectory, ...]]] = [[]]
 
@@ -61,7 +70,12 @@ class ModelledPolicy:
         values = tuple(tuple(-float(is_sampled) for is_sampled in t.loss_mask) for t in trajectories)
         return RowLogprobs(values=values, version=0 if model is LogprobModel.REF else len(self.steps) - 1)
 
-    async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+    async def gather_weights(self, version: int) -> int:
+        """Take the gather's time; there are no tensors."""
+        await asyncio.sleep(self._gather_seconds)
+        return 0
+
+    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         """An update without tensors."""
         await asyncio.sleep(self._send_seconds)
         return WeightUpdate(version=version, chunks=(), manifest={}, num_bytes=0)

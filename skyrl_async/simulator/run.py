@@ -70,9 +70,11 @@ class SimulationSettings:
     seconds_per_token: float = 0.0
     """Of training."""
     step_seconds: float = 0.0
+    stage_seconds: float = 0.0
     load_seconds: float = 0.0
     engine_wait_s: float | None = 0.0
     """How long requests wait when there is no engine; None: until one comes."""
+    gather_seconds: float = 0.0
     send_seconds: float = 0.0
     publish_every_steps: int = 1
     is_one_step_off: bool = False
@@ -172,6 +174,7 @@ def build_simulation(
     policy = ModelledPolicy(
         seconds_per_token=settings.seconds_per_token,
         step_seconds=settings.step_seconds,
+        gather_seconds=settings.gather_seconds,
         send_seconds=settings.send_seconds,
     )
     prompts = _prompts(settings)
@@ -260,6 +263,7 @@ def _engines(settings: SimulationSettings) -> list[ModelledEngine]:
             ),
             tokens_per_second=settings.tokens_per_second,
             half_speed_requests=settings.half_speed_requests,
+            stage_seconds=settings.stage_seconds,
             load_seconds=settings.load_seconds,
             max_num_seqs=settings.max_num_seqs,
             block_tokens=settings.block_tokens,

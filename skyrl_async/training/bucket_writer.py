@@ -1,7 +1,6 @@
 """Named tensors in, safetensors files of bounded size out, each complete the moment its name exists.
 
-Used by the weight publish (files in shared memory, read by the engines) and by the Hugging Face export. Knows neither
-models nor engines.
+Used by the Hugging Face export. Knows neither models nor engines.
 """
 
 import os
@@ -43,7 +42,7 @@ def write_buckets(
 
     Args:
         parameters: name and full tensor; consumed once, one bucket in memory at a time.
-        dtype: of the written tensors.
+        dtype: of the written tensors; those of integers keep theirs.
         directory: made if missing.
         prefix: of the file names.
         bucket_bytes: most bytes of tensors per file, >= 1; a larger single tensor goes alone.
@@ -69,7 +68,7 @@ def write_buckets(
         paths.append(path)
         names.append(tuple(bucket))
         for name, tensor in bucket.items():
-            manifest[name] = (str(dtype).removeprefix("torch."), tuple(tensor.shape))
+            manifest[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             num_bytes += tensor.nbytes
     return WrittenBuckets(paths=tuple(paths), names=tuple(names), manifest=manifest, num_bytes=num_bytes)
 
@@ -80,7 +79,8 @@ def _buckets(
     bucket: dict[str, Tensor] = {}
     num_bytes = 0
     for name, parameter in parameters:
-        tensor = parameter.to(device="cpu", dtype=dtype).contiguous()
+        kept = dtype if parameter.is_floating_point() else parameter.dtype
+        tensor = parameter.to(device="cpu", dtype=kept).contiguous()
         if bucket and num_bytes + tensor.nbytes > bucket_bytes:
             yield bucket
             bucket, num_bytes = {}, 0

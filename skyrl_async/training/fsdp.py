@@ -118,11 +118,12 @@ class FSDPBackend:
         return int(self._scheduler.last_epoch)
 
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full parameter under its Hugging Face name, in a fixed order. Collective."""
+        """Yield every full parameter and persistent buffer under its Hugging Face name, in a fixed order. Collective."""
         self._reshard()
         for name, parameter in self._parameters.items():
             assert isinstance(parameter, DTensor)
             yield name, parameter.detach().full_tensor()
+        yield from _persistent_buffers(self._model)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name to full shape, of every parameter."""
@@ -227,6 +228,14 @@ def shard(model: nn.Module, device: torch.device, *, mixed_precision: bool) -> N
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     """The modules whose parameters are gathered together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint of the model holds beside its parameters; the same on every rank."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer.detach()
 
 
 @contextlib.contextmanager

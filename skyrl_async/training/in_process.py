@@ -46,11 +46,13 @@ class InProcessPolicy:
         """Replace the weights of a policy that does not train."""
         self._rank.load_weights(update)
 
-    async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+    async def gather_weights(self, version: int) -> int:
         """See ``Policy``."""
-        update = self._rank.export_weights(version, directory, bucket_bytes)
-        assert update is not None
-        return update
+        return self._rank.gather_weights(version)
+
+    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        """See ``Policy``."""
+        return self._rank.send_weights(version, directory, bucket_bytes)
 
     async def save(self, directory: Path) -> None:
         """See ``Policy``."""

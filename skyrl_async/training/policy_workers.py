@@ -40,12 +40,21 @@ _END_TIMEOUT_S = 10.0
 """The kernel ends a killed process in milliseconds, unless it hangs in a driver or on a dead file system."""
 
 
+_SENDING = "sending"
+"""Name of the thread in which a rank sends its weights."""
+
+
 class _RankActor(PolicyRank):
     """A ``PolicyRank`` as a Ray actor."""
 
     def node_address(self) -> str:
         """Where the other ranks reach this one."""
         return str(ray.util.get_node_ip_address())
+
+    @ray.method(concurrency_group=_SENDING)
+    def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        """In a thread of its own: the other methods run meanwhile."""
+        return super().send_weights(version, directory, bucket_bytes)
 
     def boot(self) -> ProcessPlace:
         """The process is up: where it is."""
@@ -115,7 +124,7 @@ class PolicyWorkers:
         """
         run_id = uuid.uuid4().hex[:8]
         env_vars = {"OMP_NUM_THREADS": "1"} if settings.device == "cpu" else {}
-        actor_class = ray.remote(concurrency_groups={_PULSE: 1})(_RankActor)
+        actor_class = ray.remote(concurrency_groups={_PULSE: 1, _SENDING: 1})(_RankActor)
         names = [f"{worker_name}-{rank}-{run_id}" for rank in range(num_workers)]
         strategies = scheduling_strategies or [None] * num_workers
         actors = {
@@ -182,11 +191,16 @@ class PolicyWorkers:
         """Replace the weights of workers that do not train; see ``FrozenBackend``."""
         await self._call("load_weights", update)
 
-    async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+    async def gather_weights(self, version: int) -> int:
         """See ``Policy``."""
-        updates = await self._call("export_weights", version, directory, bucket_bytes)
-        assert isinstance(updates[0], WeightUpdate)
-        return updates[0]
+        num_bytes: list[int] = await self._call("gather_weights", version)
+        return num_bytes[0]
+
+    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        """See ``Policy``."""
+        (update,) = await self._call("send_weights", version, directory, bucket_bytes, actors=self._actors[:1])
+        assert isinstance(update, WeightUpdate)
+        return update
 
     async def save(self, directory: Path) -> None:
         """See ``Policy``."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Policy(Protocol):
-    """The policy being trained, over all its workers. Calls are made one at a time."""
+    """The policy being trained, over all its workers. Calls are made one at a time, but for ``send_weights``."""
 
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
@@ -47,8 +47,19 @@ class Policy(Protocol):
         """
         ...
 
-    async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-        """Gather the full weights and write them in buckets under ``directory`` (the gather and send of a publish)."""
+    async def gather_weights(self, version: int) -> int:
+        """Copy the full weights as they are now, to be sent as ``version``; returns their bytes. The copy before is forgotten.
+
+        Waits for a ``send_weights`` under way.
+        """
+        ...
+
+    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        """Write the copy under ``directory``, at most ``bucket_bytes`` at a time; other calls may be made meanwhile.
+
+        Raises ``WeightsWriteError`` where there is no room: nothing is left then, and it may be called again. Raises
+        ``WeightsLostError`` where the copy is gone with the workers that held it.
+        """
         ...
 
     async def save(self, directory: Path) -> None:
@@ -66,6 +77,12 @@ class Policy(Protocol):
     async def close(self) -> None:
         """End every worker."""
         ...
+
+
+async def export_weights(policy: Policy, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+    """Gather the weights as they are now and write them under ``directory``."""
+    await policy.gather_weights(version)
+    return await policy.send_weights(version, directory, bucket_bytes)
 
 
 class TrainingBackend(Protocol):
@@ -109,7 +126,7 @@ class TrainingBackend(Protocol):
         ...
 
     def iter_full_params(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Yield every full parameter under its Hugging Face name, in a fixed order. Collective."""
+        """Yield every full parameter and persistent buffer under its Hugging Face name, in a fixed order. Collective."""
         ...
 
     def save(self, directory: Path) -> None:

@@ -1,7 +1,7 @@
 """One rank of the policy: micro-batches in, gradients on a ``TrainingBackend``, steps, weights and checkpoints out.
 
 Synchronous, and free of Ray: ``PolicyWorkers`` runs one per actor, ``InProcessPolicy`` one in this process. Every
-method but ``open_store`` is collective over the ranks.
+method but ``open_store`` and ``send_weights`` is collective over the ranks.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from skyrl_async.algorithms.losses import merge_figures, token_figures
 from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
 from skyrl_async.training import process_group
 from skyrl_async.training.assembly import load_reference, make_backend, make_objective
-from skyrl_async.training.bucket_writer import write_buckets
 from skyrl_async.training.dispatch import LogprobWork, RankLogprobs, RankWork
 from skyrl_async.training.forward import batch_logprobs, row_logprobs
 from skyrl_async.training.frozen import FrozenBackend
@@ -33,6 +32,7 @@ from skyrl_async.training.protocol import TrainingBackend
 from skyrl_async.training.rng import restore_rng_state, rng_state, seed_all
 from skyrl_async.training.saving import save_state
 from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.training.staging import Staging
 from skyrl_async.types import LogprobModel, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class PolicyRank:
         self._rank = rank
         self._num_ranks = num_ranks
         self._store: dist.Store | None = None
+        self._staging = Staging()
         self._objective = make_objective(settings)
         self._backend: TrainingBackend
         self._token_logprobs: TokenLogprobs
@@ -194,28 +195,20 @@ class PolicyRank:
             raise TrainingError("workers that train take no weights from elsewhere")
         self._backend.load_weights(update)
 
-    def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate | None:
-        """Gather the full weights and, on rank 0, write them as ``v<version>-<i>.safetensors`` under ``directory``.
+    def gather_weights(self, version: int) -> int:
+        """Copy the full weights to rank 0's staging memory, which ``send_weights`` reads; returns their bytes (0 on other ranks).
 
-        Other ranks return None. Tied parameters are written once, under the name that Hugging Face keeps.
+        Tied parameters are copied once, under the name that Hugging Face keeps.
         """
         if self._rank != 0:
             self._gather_only()
-            return None
+            return 0
         with self._gathering() as parameters:
-            written = write_buckets(
-                parameters,
-                dtype=self._settings.torch_serve_dtype,
-                directory=directory,
-                prefix=f"v{version:06d}",
-                bucket_bytes=bucket_bytes,
-            )
-        return WeightUpdate(
-            version=version,
-            chunks=tuple({"path": str(path)} for path in written.paths),
-            manifest=written.manifest,
-            num_bytes=written.num_bytes,
-        )
+            return self._staging.take(version, parameters, serve_dtype=self._settings.torch_serve_dtype)
+
+    def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        """Write what was gathered (rank 0 only; not collective). Any thread may call it, beside every other method."""
+        return self._staging.write(version, directory, bucket_bytes)
 
     def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face directory (rank 0; the others only gather)."""

@@ -15,10 +15,18 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from skyrl_async.errors import CheckpointError, DeadlineError, SkyRLAsyncError, TrainingError, WorkerDiedError
+from skyrl_async.errors import (
+    CheckpointError,
+    DeadlineError,
+    SkyRLAsyncError,
+    TrainingError,
+    WeightsLostError,
+    WorkerDiedError,
+)
 from skyrl_async.training.journal import CallJournal, GradientsCall
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
@@ -51,6 +59,7 @@ class RecoveringPolicy:
         self._base: Path | None = None
         self._journal = CallJournal(max_journal_bytes)
         self._saved_position: int | None = None
+        self._gathered: _Gathered | None = None
         self._why_not = "" if max_restarts else "trainer.max_restarts=0"
         self._is_closed = False
         self.num_restarts = 0
@@ -87,6 +96,8 @@ class RecoveringPolicy:
 
     async def step(self, num_tokens: float) -> dict[str, float]:
         """See ``Policy``."""
+        if self._gathered is not None:
+            self._gathered.is_current = False
         figures = await self._call("step", lambda p: p.step(num_tokens))
         if self._can_restart:
             self._journal.add_step(num_tokens, figures["grad_norm"])
@@ -102,9 +113,43 @@ class RecoveringPolicy:
         """See ``Policy``."""
         return await self._call("logprobs_of", lambda p: p.logprobs_of(trajectories, model))
 
-    async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+    async def gather_weights(self, version: int) -> int:
         """See ``Policy``."""
-        return await self._call("export_weights", lambda p: p.export_weights(version, directory, bucket_bytes))
+
+        async def gather(policy: Policy) -> int:
+            num_bytes = await policy.gather_weights(version)
+            self._gathered = _Gathered(version=version, holder=policy)
+            return num_bytes
+
+        return await self._call("gather_weights", gather)
+
+    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        """See ``Policy``. Waits for its turn only where the copy was lost: it is gathered again unless there was a step since."""
+        while True:
+            gathered = self._gathered
+            assert gathered is not None, "nothing was gathered"
+            assert gathered.version == version, f"version {version} was not gathered"
+            lost: SkyRLAsyncError | None = None
+            if gathered.holder is self._policy:
+                try:
+                    return await gathered.holder.send_weights(version, directory, bucket_bytes)
+                except LOST as error:
+                    lost = error
+            await self._gather_again(gathered, lost)
+
+    async def _gather_again(self, gathered: "_Gathered", lost: SkyRLAsyncError | None) -> None:
+        async def gather(policy: Policy) -> None:
+            if lost is not None and policy is gathered.holder:
+                raise lost
+            if not gathered.is_current:
+                raise WeightsLostError(
+                    f"the copy of version {gathered.version} is gone with the policy workers that held it, and later weights are "
+                    "trained by now"
+                )
+            await policy.gather_weights(gathered.version)
+            self._gathered = _Gathered(version=gathered.version, holder=policy)
+
+        await self._call("send_weights", gather)
 
     async def save(self, directory: Path) -> None:
         """See ``Policy``. What was saved counts once ``checkpoint_written`` says where it is."""
@@ -113,6 +158,7 @@ class RecoveringPolicy:
 
     async def load(self, directory: Path) -> None:
         """See ``Policy``. From here on new workers begin with what is loaded."""
+        self._gathered = None
         await self._call("load", lambda p: p.load(directory))
         self._journal.clear()
         self._begin_at(directory)
@@ -259,6 +305,17 @@ class RecoveringPolicy:
                 grad_norm = (await policy.step(call.num_tokens))["grad_norm"]
                 difference = max(difference, abs(grad_norm - call.grad_norm) / max(abs(call.grad_norm), 1e-12))
         return difference
+
+
+@dataclass(slots=True, kw_only=True)
+class _Gathered:
+    """A copy of the weights that waits to be sent."""
+
+    version: int
+    holder: Policy
+    """The workers whose memory it is in."""
+    is_current: bool = True
+    """No step was made since."""
 
 
 class _OwnCheckpoints:

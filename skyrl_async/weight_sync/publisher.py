@@ -1,9 +1,9 @@
-"""Publishes a policy version to every engine: gather and send while they generate, load inside a pause, all or nothing.
+"""Publishes a policy version to every engine: gather, send and load, of which the last alone pauses them; all or nothing.
 
-    policy ──gather, send──> buckets ──pause──> load ──every engine acknowledged──> resume
-                                └──an engine that comes up later──> load ──checksum──> takes requests
+    policy ──gather──> staging ──send──> buckets ──load: (stage) pause, load──> every engine acknowledged ──> resume
+       training waits     └ training goes on    └ an engine that comes up later ──> load ──checksum──> takes requests
 
-Flows in: a version and the policy that holds it; engines that join. Flows out: engines that serve it, and how long each phase took.
+Flows in: versions and the policy that holds them; engines that join. Flows out: engines that serve them, and how long each phase took.
 Does not know requests, groups or the trainer. Pausing is an acknowledgement of each engine, never a sleep (contract 5).
 """
 
@@ -14,17 +14,20 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError, WeightsWriteError
+from skyrl_async.errors import PublishError, WeightsLostError, WeightsWriteError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import PauseMode, WeightUpdate
-from skyrl_async.weight_sync.probe import check_gap, engine_logprob_gap
+from skyrl_async.weight_sync.lag import LagMonitor
+from skyrl_async.weight_sync.proof import EngineProof
+from skyrl_async.weight_sync.room import require_room
+from skyrl_async.weight_sync.shelf import SentUpdate, VersionShelf
 from skyrl_async.weight_sync.switch import EngineSwitch, discard, what_serves
 
 logger = logging.getLogger(__name__)
@@ -39,8 +42,14 @@ _RETRY_PAUSE_S = 1.0
 class PublishTimes:
     """Seconds of one publish."""
 
+    version: int
+    """Served from now on."""
+    gather: float
+    """Collecting the weights: overlaps generation, not training."""
     send: float
-    """Gather and send: overlaps generation."""
+    """Moving them to where engines load them: overlaps generation and training."""
+    stage: float
+    """Engines preparing to load, beside generation."""
     pause: float
     """From the first pause request to the last engine's resumption."""
     load: float
@@ -52,17 +61,22 @@ class PublishTimes:
 class WeightPublisher:
     """Brings every engine from one policy version to the next.
 
+    ``publish`` does it in one go. A trainer that wants to go on meanwhile awaits ``gather``, and lets ``send`` and then ``load`` run
+    beside its next step, in a task of its own.
+
     Args:
         client: knows which engines live.
         policy: holds the weights.
         directory: where buckets are written, in shared memory; made here, emptied by ``close``.
-        bucket_bytes: size of a bucket.
+        bucket_bytes: most bytes that are sent at a time.
+        load_bucket_bytes: most bytes that an engine loads at a time, see ``weight_sync.load_bucket_mb``.
+        dual_buffer: whether a version is sent while the one before is still loaded or served, and prepared for in the engines' memory.
         pause_mode: what happens to requests in flight.
         trace: one span per phase.
         probe_prompt_token_ids: prompt after which the engines' log-probs are compared with the trainer's; empty: never.
         max_logprob_gap: nats per token past which that comparison fails.
         verify_checksums: compare the engines' checksums after every publish, not after the first alone.
-        max_retries: times that a publish which failed is tried again before it is an error.
+        max_retries: times that sending or loading is tried again where it failed, before it is an error.
         clock: seconds, for the times reported.
     """
 
@@ -73,6 +87,8 @@ class WeightPublisher:
         policy: Policy,
         directory: Path,
         bucket_bytes: int,
+        load_bucket_bytes: int = 512 << 20,
+        dual_buffer: bool = True,
         pause_mode: PauseMode,
         trace: Trace,
         probe_prompt_token_ids: Sequence[int] = (),
@@ -85,155 +101,215 @@ class WeightPublisher:
         self._policy = policy
         self._directory = directory
         self._bucket_bytes = bucket_bytes
+        self._load_bucket_bytes = load_bucket_bytes
+        self._dual_buffer = dual_buffer
         self._pause_mode = pause_mode
         self._trace = trace
-        self._probe_prompt_token_ids = tuple(probe_prompt_token_ids)
-        self._max_logprob_gap = max_logprob_gap
         self._verify_checksums = verify_checksums
         self._max_retries = max_retries
         self._clock = clock
-        self._serving: WeightUpdate | None = None
-        self._attested: tuple[int, str] | None = None
-        """(version, the checksum that engines agreed on)."""
+        self._shelf = VersionShelf()
+        self._shelf_changed = asyncio.Event()
+        self._gathered: tuple[int, float] | None = None
+        """(version, seconds) of what is in the policy's staging memory."""
+        self._staging_turn = asyncio.Lock()
+        self._has_room = False
         self._send_numbers = itertools.count()
         self._switch = EngineSwitch(client, pause_mode=pause_mode, trace=trace, clock=clock)
+        self._proof = EngineProof(
+            client=client,
+            policy=policy,
+            switch=self._switch,
+            trace=trace,
+            probe_prompt_token_ids=probe_prompt_token_ids,
+            max_logprob_gap=max_logprob_gap,
+        )
         self._engines_change = asyncio.Lock()
+        self.lag = LagMonitor()
+        """Told of the versions published; may be told of every step."""
         client.pool.admission = self.admission
 
     @property
     def serving(self) -> WeightUpdate | None:
         """What every engine serves; its files stay until the next publish has succeeded. None before the first."""
-        return self._serving
+        return self._shelf.serving
 
     async def publish(self, version: int) -> PublishTimes:
-        """Make every engine serve ``version``; on return all have acknowledged it, one at least.
+        """Make every engine serve ``version``; on return all have acknowledged it, one at least. Raises what the phases raise."""
+        await self.gather(version)
+        await self.send(version)
+        times = await self.load()
+        if times is None or times.version != version:
+            raise PublishError(
+                f"version {version} was not published: {what_serves(self._shelf.serving_version)}, and a publish has to be the only "
+                "one that is under way"
+            )
+        return times
 
-        An engine that dies meanwhile is closed. Where none is left but one may come back, that one is waited for.
-        Raises ``PublishError`` when the update cannot be sent or loaded, after the retries: the version before goes on being served
-        everywhere. Raises ``NoEngineError`` when no engine is left and none is expected.
+    async def gather(self, version: int) -> None:
+        """Copy the policy's weights to its staging memory; on return they may change. Waits for a ``send`` under way.
+
+        Raises ``ConfigError``, the first time, when shared memory has no room for the weights.
         """
-        for num_left in range(self._max_retries, 0, -1):
+        async with self._staging_turn:
+            started = self._clock()
+            self.lag.trained(version, started)
+            with self._trace.span("gather", track="publish", version=version):
+                num_bytes = await self._policy.gather_weights(version)
+            if not self._has_room:
+                require_room(self._directory, num_bytes, dual_buffer=self._dual_buffer)
+                self._has_room = True
+            self._gathered = version, self._clock() - started
+
+    async def send(self, version: int) -> bool:
+        """Send what was gathered, for ``load`` to take up: versions are sent one after the other, beside training and generation.
+
+        Without a dual buffer it first waits until the version before is loaded, and its buckets are deleted. Returns False where
+        another version was gathered since, or policy workers died with the copy after a further step: a newer one is to come then.
+        Raises ``PublishError`` when there is no room, after the retries; whatever fails, none of its buckets is left.
+        """
+        async with self._staging_turn:
+            if self._gathered is None or self._gathered[0] != version:
+                return False
+            if not self._dual_buffer:
+                await self._until(lambda: self._shelf.is_settled)
+                async with self._engines_change:
+                    discard(self._shelf.let_go())
+            started = self._clock()
             try:
-                return await self._publish(version)
-            except PublishError as error:
-                logger.warning("publishing version %d failed, %d more tries: %s", version, num_left, error)
-            await asyncio.sleep(_RETRY_PAUSE_S)
-        return await self._publish(version)
+                with self._trace.span("send", track="publish", version=version):
+                    update = await self._retried(lambda _: self._send(version))
+            except WeightsLostError as error:
+                logger.warning("version %d is not published: %s", version, error)
+                return False
+            send_seconds = self._clock() - started
+            gather_seconds = self._gathered[1]
+            discard(
+                self._shelf.arrived(SentUpdate(update=update, gather_seconds=gather_seconds, send_seconds=send_seconds))
+            )
+            return True
+
+    async def load(self) -> PublishTimes | None:
+        """Make every engine serve the newest version sent; on return all have acknowledged it, one at least.
+
+        None where engines serve it already. A version that a newer one has overtaken is never loaded. An engine that dies meanwhile is
+        closed; where none is left but one may come back, that one is waited for.
+        Raises ``PublishError`` when an engine refuses, after the retries: the version before goes on being served everywhere. Raises
+        ``NoEngineError`` when no engine is left and none is expected.
+        """
+        times = await self._retried(self._load_newest)
+        if times is None:
+            return None
+        await self._client.pool.wait_for_engine()
+        self._client.policy_version = times.version
+        if self._verify_checksums:
+            await self._proof.attest_when_expecting(times.version)
+        return times
 
     @asynccontextmanager
     async def admission(self, engine: InferenceEngine) -> AsyncIterator[None]:
         """Bring an engine to the version being served and prove it; in the block it may begin to serve. See ``pool.Admission``.
 
-        Before the first publish there is nothing to load. Raises ``PublishError`` and ``EngineDeadError``: it must not serve.
+        Before the first publish there is nothing to load; without a dual buffer it waits for the version that is being sent. Raises
+        ``PublishError`` and ``EngineDeadError``: it must not serve.
         """
         async with self._engines_change:
-            if self._serving is not None:
+            while self._shelf.serving_version is not None and self._shelf.serving is None:
+                self._engines_change.release()
+                try:
+                    await self._until(lambda: self._shelf.serving is not None)
+                finally:
+                    await self._engines_change.acquire()
+            if self._shelf.serving is not None:
                 await engine.pause(self._pause_mode)
-                await engine.load_weights(self._serving)
-                await self._prove(engine, self._serving.version)
+                await engine.load_weights(self._shelf.serving)
+                await self._proof.of_one(engine, self._shelf.serving.version)
                 await engine.resume()
+                self.lag.joined(engine.name, self._shelf.serving.version)
             yield
 
-    async def _publish(self, version: int) -> PublishTimes:
-        started = self._clock()
-        with self._trace.span("send", track="publish", version=version):
-            update = await self._send(version)
-        sent = self._clock()
+    def lag_values(self) -> dict[str, float]:
+        """The largest lag of an engine behind the trainer since the last call, as metrics."""
+        now = self._clock()
+        for name in self.lag.lags(now).keys() - {engine.name for engine in self._client.engines}:
+            self.lag.left(name)
+        return self.lag.values(now)
+
+    async def _retried(self, attempt: Callable[[bool], Awaitable[T]]) -> T:
+        """Try as often as was said; the attempt is told whether it is the last."""
+        for num_left in range(self._max_retries, 0, -1):
+            try:
+                return await attempt(False)
+            except PublishError as error:
+                logger.warning("%s; %d more tries", error, num_left)
+            await asyncio.sleep(_RETRY_PAUSE_S)
+        return await attempt(True)
+
+    async def _load_newest(self, is_last_try: bool) -> PublishTimes | None:
         async with self._engines_change:
-            begun = self._clock()
-            engines = list(self._client.engines)
-            with self._trace.span("pause", track="publish", version=version):
-                load_seconds = await self._switch(engines, update, self._serving)
-            resumed = self._clock()
-            discard(self._serving)
-            self._serving = update
-        await self._client.pool.wait_for_engine()
-        self._client.policy_version = version
-        if self._verify_checksums:
-            await self._while_expecting(lambda: self.attest(version))
-        return PublishTimes(send=sent - started, pause=resumed - begun, load=load_seconds, num_bytes=update.num_bytes)
+            sent = self._shelf.take()
+            if sent is None:
+                return None
+            try:
+                return await self._switch_to(sent)
+            except PublishError:
+                if not is_last_try:
+                    discard(self._shelf.put_back())
+                raise
+            finally:
+                discard(self._shelf.given_up())
+                self._shelf_changed.set()
+
+    async def _switch_to(self, sent: SentUpdate) -> PublishTimes:
+        engines, update = list(self._client.engines), sent.update
+        staged = self._clock()
+        if self._dual_buffer:
+            await self._switch.stage(engines, update)
+        begun = self._clock()
+        with self._trace.span("pause", track="publish", version=sent.version):
+            load_seconds = await self._switch(engines, update, self._shelf.serving, self._shelf.serving_version)
+        resumed = self._clock()
+        discard(self._shelf.loaded())
+        self.lag.serves([engine.name for engine in engines], sent.version, resumed)
+        return PublishTimes(
+            version=sent.version,
+            gather=sent.gather_seconds,
+            send=sent.send_seconds,
+            stage=begun - staged,
+            pause=resumed - begun,
+            load=load_seconds,
+            num_bytes=update.num_bytes,
+        )
 
     async def _send(self, version: int) -> WeightUpdate:
         """Write the buckets. Raises ``PublishError`` where there is no room for them; whatever fails, none is left."""
         directory = self._directory / f"{version:06d}-{next(self._send_numbers)}"
         try:
-            return await self._policy.export_weights(version, directory, self._bucket_bytes)
+            update = await self._policy.send_weights(version, directory, self._bucket_bytes)
         except BaseException as error:
             shutil.rmtree(directory, ignore_errors=True)
             if isinstance(error, WeightsWriteError | OSError):
                 raise PublishError(
-                    f"version {version} cannot be sent ({error}); {what_serves(self._serving)}"
+                    f"version {version} cannot be sent ({error}); {what_serves(self._shelf.serving_version)}"
                 ) from error
             raise
+        limit = {"load_bucket_bytes": self._load_bucket_bytes}
+        return replace(update, chunks=tuple(chunk | limit if "path" in chunk else chunk for chunk in update.chunks))
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            self._shelf_changed.clear()
+            await self._shelf_changed.wait()
 
     async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
-        """Prove that engines hold what is trained: checksums after the first publish, and the log-prob probe.
-
-        Returns ``async/engine_logprob_gap`` in nats. Raises ``PublishError`` when they do not.
-        """
-        return await self._while_expecting(lambda: self._check(version, is_first=is_first))
-
-    async def _while_expecting(self, prove: Callable[[], Awaitable[T]]) -> T:
-        """Prove something of the engines, again with the next one where the last of them dies meanwhile."""
-        while True:
-            try:
-                return await prove()
-            except NoEngineError:
-                if not self._client.pool.is_expecting:
-                    raise
-                await self._client.pool.wait_for_engine()
-
-    async def _check(self, version: int, *, is_first: bool) -> dict[str, float]:
-        if is_first:
-            await self.attest(version)
-        if not self._probe_prompt_token_ids:
-            return {}
-        with self._trace.span("probe", track="publish", version=version):
-            gap = await engine_logprob_gap(self._client, self._policy, self._probe_prompt_token_ids, version)
-        check_gap(gap, self._max_logprob_gap, version)
-        return {"async/engine_logprob_gap": gap}
+        """See ``EngineProof.check``."""
+        return await self._proof.check(version, is_first=is_first)
 
     async def attest(self, version: int) -> str:
-        """The checksum all engines agree on. Raises ``PublishError`` when versions or checksums differ."""
-        engines = list(self._client.engines)
-        checksums = await self._switch.everywhere("checksum", lambda engine: engine.checksum(), engines)
-        versions = await self._switch.everywhere("version", lambda engine: engine.version(), engines)
-        if not versions:
-            raise NoEngineError("no inference engine survived 'version'; see the run's log for the first failure")
-        agreed = {checksums[name] for name in versions}
-        if set(versions.values()) != {version} or len(agreed) != 1:
-            raise PublishError(
-                f"expected version {version} and equal weights in every engine, got {versions} and {checksums}"
-            )
-        self._attested = version, agreed.pop()
-        return self._attested[1]
+        """See ``EngineProof.attest``."""
+        return await self._proof.attest(version)
 
     def close(self) -> None:
         """Delete the buckets. Idempotent."""
-        discard(self._serving)
-        self._serving = None
-
-    async def _prove(self, engine: InferenceEngine, version: int) -> None:
-        """Hold an engine that is not yet serving against what is known of the version's weights. Raises ``PublishError``."""
-        found, checksum = await engine.version(), await engine.checksum()
-        expected = await self._checksum_of(version)
-        if found != version or expected not in (None, checksum):
-            raise PublishError(
-                f"{engine.name} came up with version {found} and checksum {checksum}, expected version {version} and {expected}"
-            )
-        if expected is None:
-            logger.info(
-                "%s is the first to serve version %d: no checksum to compare its own with", engine.name, version
-            )
-        self._attested = version, checksum
-
-    async def _checksum_of(self, version: int) -> str | None:
-        """What was attested for the version, or else any engine's that serves it; None when there is none."""
-        if self._attested is not None and self._attested[0] == version:
-            return self._attested[1]
-        for engine in self._client.engines:
-            try:
-                return await engine.checksum()
-            except EngineDeadError as error:
-                await self._switch.bury(engine, error)
-        return None
+        for update in self._shelf.clear():
+            discard(update)

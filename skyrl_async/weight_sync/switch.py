@@ -1,6 +1,7 @@
 """Takes engines from one update to the next: pause, load, resume, all or nothing.
 
-    pause ──every engine──> load ──a refusal: the others load the update before again──> (requests move) ──> resume
+    (stage, beside generation) ──> pause ──every engine──> load ──> (requests move) ──> resume
+                                                            └ a refusal: the others load the update before again
 
 Flows in: engines, the update to be served, the one that is. Flows out: engines that all serve the same. One that dies is closed: which
 version it holds is not known. Does not know where updates come from, nor engines that join meanwhile.
@@ -8,6 +9,7 @@ version it holds is not known. Does not know where updates come from, nor engine
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.types import PauseMode, WeightUpdate
+
+logger = logging.getLogger(__name__)
 
 EngineCall = Callable[[InferenceEngine], Coroutine[Any, Any, Any]]
 
@@ -40,19 +44,39 @@ class EngineSwitch:
         self._trace = trace
         self._clock = clock
 
+    async def stage(self, engines: list[InferenceEngine], update: WeightUpdate) -> None:
+        """Have ``engines`` prepare for ``update`` beside generation; one that cannot will load it all the same.
+
+        Raises ``NoEngineError`` when all die and none is expected.
+        """
+
+        async def stage(engine: InferenceEngine) -> None:
+            try:
+                await engine.stage_weights(update)
+            except PublishError as error:
+                logger.warning("%s; its pause will be longer", error)
+
+        with self._trace.span("stage", track="publish", version=update.version):
+            await self.everywhere("stage", stage, engines)
+
     async def __call__(
-        self, engines: list[InferenceEngine], update: WeightUpdate, before: WeightUpdate | None
+        self,
+        engines: list[InferenceEngine],
+        update: WeightUpdate,
+        before: WeightUpdate | None,
+        serving_version: int | None,
     ) -> float:
         """Have ``engines`` serve ``update``; those that die leave the list. Returns the seconds of the load.
 
-        Raises ``PublishError`` when one refuses: then all of them serve ``before`` again, if there is one, and the files of
-        ``update`` are gone. Raises ``NoEngineError`` when all die and none is expected.
+        Raises ``PublishError`` when one refuses: then all of them serve ``serving_version`` (None: there is none yet) again, those that
+        had loaded ``update`` from ``before``; where that is None they are closed. Raises ``NoEngineError`` when all die and none is
+        expected.
         """
         try:
             await self.everywhere("pause", lambda engine: engine.pause(self._pause_mode), engines)
             loading = self._clock()
             with self._trace.span("load", track="publish", version=update.version):
-                await self._load(engines, update, before)
+                await self._load(engines, update, before, serving_version)
             loaded = self._clock()
             await self._rearrange(engines)
         finally:
@@ -74,7 +98,13 @@ class EngineSwitch:
         self._client.drop_engine(engine, error)
         await engine.close()
 
-    async def _load(self, engines: list[InferenceEngine], update: WeightUpdate, before: WeightUpdate | None) -> None:
+    async def _load(
+        self,
+        engines: list[InferenceEngine],
+        update: WeightUpdate,
+        before: WeightUpdate | None,
+        serving_version: int | None,
+    ) -> None:
         refusals: dict[str, PublishError] = {}
 
         async def load(engine: InferenceEngine) -> None:
@@ -86,11 +116,12 @@ class EngineSwitch:
         await self.everywhere("load", load, engines)
         if not refusals:
             return
-        if before is not None:
+        if serving_version is not None:
             await self._roll_back(engines, before, refusals.keys())
-        discard(update)
         name, error = next(iter(refusals.items()))
-        raise PublishError(f"{name} refused version {update.version} ({error}); {what_serves(before)}") from error
+        raise PublishError(
+            f"{name} refused version {update.version} ({error}); {what_serves(serving_version)}"
+        ) from error
 
     async def _rearrange(self, engines: list[InferenceEngine]) -> None:
         """Hand back the requests that belong in another engine: every key and value has to be computed anew anyway."""
@@ -102,12 +133,18 @@ class EngineSwitch:
 
         await self._on_each("evict", evict, engines)
 
-    async def _roll_back(self, engines: list[InferenceEngine], before: WeightUpdate, refusers: Collection[str]) -> None:
+    async def _roll_back(
+        self, engines: list[InferenceEngine], before: WeightUpdate | None, refusers: Collection[str]
+    ) -> None:
         """Load ``before`` again wherever the new version got in; an engine that cannot go back is closed."""
 
         async def load(engine: InferenceEngine) -> None:
             if engine.name in refusers:
                 return
+            if before is None:
+                raise EngineDeadError(
+                    f"{engine.name} was closed: the weights it should go back to are not kept (weight_sync.dual_buffer=false)"
+                )
             try:
                 await engine.load_weights(before)
             except PublishError as error:
@@ -142,9 +179,9 @@ class EngineSwitch:
             raise NoEngineError(self._client.pool.verdict or reason)
 
 
-def what_serves(update: WeightUpdate | None) -> str:
+def what_serves(version: int | None) -> str:
     """How a failed publish ends, for its error."""
-    return "the run cannot begin" if update is None else f"every engine still serves version {update.version}"
+    return "the run cannot begin" if version is None else f"every engine still serves version {version}"
 
 
 def discard(update: WeightUpdate | None) -> None:

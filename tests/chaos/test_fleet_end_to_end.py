@@ -39,7 +39,7 @@ class Unchanging(ModelledPolicy):
         super().__init__()
         self._policy_dir = policy_dir
 
-    async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         return make_update(self._policy_dir, directory, version)
 
 

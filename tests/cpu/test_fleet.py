@@ -450,16 +450,17 @@ def test_contract_6_whatever_fails_and_when_all_that_serve_after_a_publish_serve
         life = replace(LIFE, max_restarts=50)
         setting = Setting(config, replace(FLEET, life=life))
         simulation, refusals = setting.simulation, random.Random(seed)
-        publisher, publish, export = (
+        publisher, load, send = (
             simulation.publisher,
-            simulation.publisher._publish,
-            simulation.policy.export_weights,
+            simulation.publisher._load_newest,
+            simulation.policy.send_weights,
         )
         is_full = False
 
-        async def checked(version: int) -> object:
+        async def checked(is_last_try: bool) -> object:
+            version = publisher._shelf._complete.version
             try:
-                return await publish(version)
+                return await load(is_last_try)
             finally:
                 serving = [engine for engine in simulation.client.engines if not setting[engine.name].is_frozen]
                 alive = [engine for engine in serving if not setting[engine.name].is_dead]
@@ -471,7 +472,7 @@ def test_contract_6_whatever_fails_and_when_all_that_serve_after_a_publish_serve
             if is_full:
                 is_full = False
                 raise WeightsWriteError("no space left on device")
-            return await export(version, directory, bucket_bytes)
+            return await send(version, directory, bucket_bytes)
 
         async def happen(at: float, fault: str, index: int) -> None:
             nonlocal is_full
@@ -488,8 +489,8 @@ def test_contract_6_whatever_fails_and_when_all_that_serve_after_a_publish_serve
                 getattr(engine, fault)()
 
         publisher._max_retries = 5
-        publisher._publish = checked  # type: ignore[method-assign,assignment]
-        simulation.policy.export_weights = exported  # type: ignore[method-assign]
+        publisher._load_newest = checked  # type: ignore[method-assign,assignment]
+        simulation.policy.send_weights = exported  # type: ignore[method-assign]
         await setting.run(*(happen(*fault) for fault in faults))
         all_is_trained(simulation, config)
         rows = [row for step in simulation.policy.steps for group in step for row in group]

@@ -21,6 +21,7 @@ from skyrl_async.training.fsdp import FSDPBackend
 from skyrl_async.training.hf_export import export_hf_directory
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.optimizer import lr_factor
+from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import Trajectory
 
@@ -95,7 +96,7 @@ def gradients(policy: InProcessPolicy) -> dict[str, Tensor]:
 
 
 async def weights(policy: InProcessPolicy, directory: Path) -> dict[str, Tensor]:
-    update = await policy.export_weights(0, directory, 1 << 30)
+    update = await export_weights(policy, 0, directory, 1 << 30)
     return load_file(update.chunks[0]["path"])
 
 
@@ -179,7 +180,7 @@ class TestGradients:
                     await policy.forward_backward(rows[start : start + 4], values[start : start + 4], step)
                     if policy is with_pauses:
                         await policy.logprobs(list(range(10)))
-                        await policy.export_weights(9, tmp_path / "between", 1 << 30)
+                        await export_weights(policy, 9, tmp_path / "between", 1 << 30)
                 await policy.step(num_tokens(rows))
         assert_equal(await weights(at_once, tmp_path / "a"), await weights(with_pauses, tmp_path / "b"))
 
@@ -313,31 +314,46 @@ class TestSteps:
 
 
 class TestExports:
-    async def test_buckets_hold_every_weight_under_its_name_and_keep_their_size(
+    async def test_an_update_holds_every_weight_under_its_name_in_the_dtype_that_is_served(
         self, make: Make, policy_directory: Path, tmp_path: Path
     ) -> None:
         policy = make(serve_dtype="bfloat16")
-        update = await policy.export_weights(7, tmp_path, 8192)
+        update = await export_weights(policy, 7, tmp_path, 100)
         source = load_file(policy_directory / "model.safetensors")
-        found: dict[str, Tensor] = {}
-        for index, chunk in enumerate(update.chunks):
-            path = Path(chunk["path"])
-            assert path == tmp_path / f"v000007-{index:04d}.safetensors"
-            tensors = load_file(path)
-            assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 8192
-            found |= tensors
-        assert len(update.chunks) > 1
+        assert file_names(tmp_path) == ["v000007.safetensors"]
+        found = load_file(tmp_path / "v000007.safetensors")
+        assert update.chunks == ({"path": str(tmp_path / "v000007.safetensors")},)
         assert_equal(found, {name: tensor.bfloat16() for name, tensor in source.items()})
         assert update.manifest == {name: ("bfloat16", tuple(tensor.shape)) for name, tensor in source.items()}
         assert update.num_bytes == sum(tensor.nbytes for tensor in found.values())
-        assert file_names(tmp_path) == [Path(c["path"]).name for c in update.chunks]
+
+    async def test_what_was_gathered_is_sent_whatever_is_trained_meanwhile(self, make: Make, tmp_path: Path) -> None:
+        policy = make()
+        before = await weights(policy, tmp_path / "before")
+        await policy.gather_weights(1)
+        rows = trajectories(4, seed=1)
+        await policy.forward_backward(rows, advantages(4, seed=2), 1)
+        await policy.step(num_tokens(rows))
+        update = await policy.send_weights(1, tmp_path / "sent", 1 << 30)
+        assert_equal(load_file(update.chunks[0]["path"]), before)
+
+    async def test_persistent_buffers_are_exported_with_their_dtype(self, make: Make, tmp_path: Path) -> None:
+        policy = make(serve_dtype="bfloat16")
+        inner = policy._rank._backend._model.model
+        inner.register_buffer("counts", torch.arange(5))
+        inner.register_buffer("scratch", torch.zeros(2), persistent=False)
+        update = await export_weights(policy, 1, tmp_path / "sent", 1 << 30)
+        assert update.manifest["model.counts"] == ("int64", (5,)) and "model.scratch" not in update.manifest
+        await policy.export_hf(tmp_path / "hf")
+        exported = load_file(tmp_path / "hf" / "model.safetensors")
+        assert torch.equal(exported["model.counts"], torch.arange(5))
 
     async def test_tied_weights_are_written_once(self, tmp_path: Path) -> None:
         policy = InProcessPolicy(TrainingSettings(policy_path=str(write_policy(tmp_path / "tied", tied=True))))
         rows, values = trajectories(4, seed=1), advantages(4, seed=2)
         await policy.forward_backward(rows, values, 0)
         await policy.step(num_tokens(rows))
-        update = await policy.export_weights(1, tmp_path / "out", 1 << 30)
+        update = await export_weights(policy, 1, tmp_path / "out", 1 << 30)
         assert "model.embed_tokens.weight" in update.manifest
         assert "lm_head.weight" not in update.manifest
         await policy.export_hf(tmp_path / "hf")
@@ -349,10 +365,10 @@ class TestExports:
     async def test_weights_that_cannot_be_written_are_an_error_that_names_the_file(
         self, make: Make, tmp_path: Path
     ) -> None:
-        (tmp_path / "v000001-0000.safetensors").mkdir()
-        with pytest.raises(TrainingError, match=r"cannot write \d+ bytes of weights to .*v000001-0000"):
-            await make().export_weights(1, tmp_path, 1 << 30)
-        assert file_names(tmp_path) == ["v000001-0000.safetensors"]
+        (tmp_path / "v000001.safetensors").mkdir()
+        with pytest.raises(TrainingError, match=r"cannot write \d+ bytes of weights to .*v000001"):
+            await export_weights(make(), 1, tmp_path, 1 << 30)
+        assert file_names(tmp_path) == ["v000001.safetensors"]
 
     async def test_an_export_is_a_hugging_face_directory_with_the_tokenizer(
         self, make: Make, policy_directory: Path, tmp_path: Path

@@ -188,7 +188,7 @@ class SavedPolicy(ModelledPolicy):
         super().__init__()
         self._policy_dir = policy_dir
 
-    async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         directory.mkdir(parents=True)  # noqa: ASYNC240
         return make_update(self._policy_dir, directory, version)
 

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError, TrainingError, WeightsWriteError
+from skyrl_async.errors import (
+    ConfigError,
+    EngineDeadError,
+    NoEngineError,
+    PublishError,
+    TrainingError,
+    WeightsLostError,
+    WeightsWriteError,
+)
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -24,10 +32,11 @@ class Letters:
 
 
 class Troubled(ModelledEngine):
-    """Does what its plan says at each call of ``pause``, ``load_weights`` and ``resume``: fine, refuse, die or break."""
+    """Does what its plan says at each call of ``stage_weights``, ``pause``, ``load_weights`` and ``resume``: fine, refuse, die or
+    break."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name, num_tokens_of=lambda prompt, seed: 8, load_seconds=1.0)
+        super().__init__(name, num_tokens_of=lambda prompt, seed: 8, stage_seconds=0.5, load_seconds=1.0)
         self.plan: dict[str, list[str]] = {}
 
     @property
@@ -37,6 +46,10 @@ class Troubled(ModelledEngine):
     async def pause(self, mode: PauseMode) -> None:
         await self._follow("pause")
         await super().pause(mode)
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        await self._follow("stage")
+        await super().stage_weights(update)
 
     async def load_weights(self, update: WeightUpdate) -> None:
         await self._follow("load")
@@ -64,6 +77,7 @@ class Setting:
         policy: ModelledPolicy | None = None,
         *,
         max_retries: int = 0,
+        dual_buffer: bool = True,
         wait_s: float | None = 0.0,
         directory: Path = Path("unused"),
     ) -> None:
@@ -76,6 +90,7 @@ class Setting:
             policy=self.policy,
             directory=directory,
             max_retries=max_retries,
+            dual_buffer=dual_buffer,
             bucket_bytes=1,
             pause_mode=PauseMode.ABORT,
             trace=Trace(None, clock),
@@ -102,6 +117,7 @@ events = st.sampled_from(["fine", "fine", "refuse", "die"])
 plans = st.fixed_dictionaries(
     {
         "pause": st.lists(st.sampled_from(["fine", "fine", "die"]), max_size=4),
+        "stage": st.lists(events, max_size=4),
         "load": st.lists(events, max_size=6),
         "resume": st.lists(st.sampled_from(["fine", "fine", "die"]), max_size=4),
     }
@@ -192,10 +208,10 @@ def test_the_death_of_the_last_engine_is_named_by_the_phase_it_happened_in() -> 
 
 def test_an_export_that_fails_pauses_no_engine_and_the_old_version_is_served() -> None:
     class Broken(ModelledPolicy):
-        async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
             if version:
                 raise TrainingError("the disk is full")
-            return await super().export_weights(version, directory, bucket_bytes)
+            return await super().send_weights(version, directory, bucket_bytes)
 
     async def main() -> None:
         setting = Setting(2, Broken())
@@ -224,8 +240,8 @@ class Full(ModelledPolicy):
         super().__init__(send_seconds=0.5)
         self.failures = list(failures)
 
-    async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-        await super().export_weights(version, directory, bucket_bytes)
+    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        await super().send_weights(version, directory, bucket_bytes)
         path = written(directory / "v.safetensors")
         if version and self.failures:
             raise self.failures.pop(0)
@@ -399,7 +415,7 @@ def test_contract_6_a_probe_that_no_engine_answers_proves_nothing() -> None:
     async def main() -> None:
         setting = Setting(0)
         setting.client = InferenceEngineClient([Mute("mute")], tokenizer=Letters(), max_model_len=100)
-        setting.publisher._client = setting.client
+        setting.publisher._proof._client = setting.client
         await setting.publisher.check(0, is_first=False)
 
     with pytest.raises(NoEngineError, match="no inference engine survived the probe"):
@@ -409,8 +425,188 @@ def test_contract_6_a_probe_that_no_engine_answers_proves_nothing() -> None:
 def test_contract_6_a_prompt_that_fills_the_context_is_probed_at_its_end() -> None:
     async def main() -> dict[str, float]:
         setting = Setting(1)
-        setting.publisher._probe_prompt_token_ids = tuple(range(100))
+        setting.publisher._proof._probe_prompt_token_ids = tuple(range(100))
         await setting.publisher.publish(0)
         return await setting.publisher.check(0, is_first=True)
 
     assert run_in_virtual_time(main()) == {"async/engine_logprob_gap": 0.0}
+
+
+class Buckets(ModelledPolicy):
+    """Its versions are files; remembers what was gathered when, and fails as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(gather_seconds=1.0, send_seconds=4.0)
+        self.failures: dict[tuple[str, int], Exception] = {}
+
+    async def gather_weights(self, version: int) -> int:
+        await super().gather_weights(version)
+        if failure := self.failures.pop(("gather", version), None):
+            raise failure
+        return 7
+
+    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        path = written(directory / f"v{version}.safetensors")
+        await super().send_weights(version, directory, bucket_bytes)
+        if failure := self.failures.pop(("send", version), None):
+            raise failure
+        return WeightUpdate(version=version, chunks=({"path": str(path)},), manifest={}, num_bytes=7)
+
+
+def versions_in(directory: Path) -> set[str]:
+    return {path.stem for path in directory.rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize("dual_buffer", [True, False])
+@pytest.mark.parametrize("phase", ["gather", "send", "stage", "pause", "load"])
+def test_a_publish_killed_in_any_phase_leaves_every_engine_on_the_old_version_and_nothing_of_the_new_one(
+    phase: str, dual_buffer: bool, tmp_path: Path
+) -> None:
+    """Killed by an error that nobody foresaw, and by a cancellation."""
+
+    async def main(is_cancelled: bool) -> None:
+        policy = Buckets()
+        setting = Setting(2, policy, directory=tmp_path, dual_buffer=dual_buffer)
+        await setting.publisher.publish(1)
+        policy.failures[phase, 2] = RuntimeError("killed")
+        setting.engines[0].plan = {} if is_cancelled else {phase: ["break"]}
+        publishing = asyncio.ensure_future(setting.publisher.publish(2))
+        until = {"gather": 0.5, "send": 3.0, "stage": 5.3, "pause": 5.8, "load": 7.3}[phase] - (phase == "load")
+        if is_cancelled:
+            await asyncio.sleep(until)
+            assert not publishing.done()
+            publishing.cancel()
+        await asyncio.wait([publishing])
+        assert publishing.cancelled() or isinstance(publishing.exception(), RuntimeError)
+        assert not any(engine.is_paused for engine in setting.engines)
+        assert await setting.versions_served() == {1} and setting.client.policy_version == 1
+        assert versions_in(tmp_path) <= {"v1"}
+        policy.failures.clear()
+        await setting.publisher.publish(3)
+        assert await setting.versions_served() == {3}
+        setting.publisher.close()
+        assert files(tmp_path) == set()
+
+    if not (phase == "stage" and not dual_buffer):
+        run_in_virtual_time(main(is_cancelled=False))
+    run_in_virtual_time(main(is_cancelled=True))
+
+
+def test_with_a_dual_buffer_a_version_arrives_while_the_one_before_is_loaded(tmp_path: Path) -> None:
+    async def main() -> None:
+        setting = Setting(1, Buckets(), directory=tmp_path)
+        publisher, clock = setting.publisher, asyncio.get_running_loop().time
+        await publisher.publish(1)
+        started = clock()
+        await publisher.gather(2)
+        await publisher.send(2)
+        async with asyncio.TaskGroup() as tasks:
+            loading = tasks.create_task(publisher.load())
+            await publisher.gather(3)
+            assert not loading.done() and versions_in(tmp_path) == {"v1", "v2"}
+            await publisher.send(3)
+        times = loading.result()
+        assert times is not None and times.version == 2 and (times.gather, times.send) == (1.0, 4.0)
+        assert versions_in(tmp_path) == {"v2", "v3"}
+        assert clock() - started == 10.0, "two gathers and two sends: loading cost nothing beside them"
+        assert publisher.lag.lags(clock())["engine-0"].steps == 1
+        assert (await publisher.load()) is not None and versions_in(tmp_path) == {"v3"}
+        assert await publisher.load() is None, "there is nothing newer"
+        assert await setting.versions_served() == {3}
+
+    run_in_virtual_time(main())
+
+
+def test_the_newest_complete_version_is_loaded_and_those_it_overtook_are_deleted(tmp_path: Path) -> None:
+    async def main() -> None:
+        setting = Setting(1, Buckets(), directory=tmp_path)
+        publisher = setting.publisher
+        await publisher.publish(1)
+        for version in (2, 3):
+            await publisher.gather(version)
+            assert await publisher.send(version)
+        assert versions_in(tmp_path) == {"v1", "v3"}
+        await publisher.gather(4)
+        async with asyncio.TaskGroup() as tasks:
+            sending = tasks.create_task(publisher.send(4))
+            await asyncio.sleep(1.0)
+            times = await publisher.load()
+            assert not sending.done()
+        assert times is not None and times.version == 3, "4 was there in part only"
+        assert await setting.versions_served() == {3}
+        await publisher.gather(5)
+        assert not await publisher.send(4), "another version was gathered since"
+
+    run_in_virtual_time(main())
+
+
+def test_without_a_dual_buffer_a_version_is_sent_when_the_one_before_is_loaded_and_gone(tmp_path: Path) -> None:
+    async def main() -> None:
+        setting = Setting(1, Buckets(), directory=tmp_path, dual_buffer=False)
+        publisher = setting.publisher
+        await publisher.publish(1)
+        await publisher.gather(2)
+        await publisher.send(2)
+        async with asyncio.TaskGroup() as tasks:
+            sending = tasks.create_task(publish_halves(publisher, 3))
+            await asyncio.sleep(100.0)
+            assert not sending.done() and versions_in(tmp_path) == {"v2"}
+            await publisher.load()
+            await asyncio.sleep(1.0)
+            assert versions_in(tmp_path) == {"v3"}, "one version at a time"
+            joining = tasks.create_task(setting.client.add_engine(Troubled("engine-9")))
+            await asyncio.sleep(100.0)
+            assert not joining.done(), "it waits for the version that is being sent"
+            await publisher.load()
+        assert await setting.versions_served() == {3} and len(setting.client.engines) == 2
+
+    run_in_virtual_time(main())
+
+
+async def publish_halves(publisher: WeightPublisher, version: int) -> None:
+    await publisher.gather(version)
+    await publisher.send(version)
+
+
+def test_an_engine_that_loaded_what_another_refused_is_closed_where_nothing_is_kept_to_go_back_to(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        setting = Setting(2, Buckets(), directory=tmp_path, dual_buffer=False)
+        await setting.publisher.publish(1)
+        setting.engines[0].plan = {"load": ["refuse"]}
+        with pytest.raises(PublishError, match="engine-0 refused version 2 .* still serves version 1"):
+            await setting.publisher.publish(2)
+        assert setting.client.engines == (setting.engines[0],) and setting.engines[1]._is_dead
+        assert await setting.versions_served() == {1}
+
+    run_in_virtual_time(main())
+
+
+def test_a_copy_that_is_lost_with_its_workers_is_skipped_for_a_newer_one_comes(tmp_path: Path) -> None:
+    async def main() -> None:
+        policy = Buckets()
+        setting = Setting(1, policy, directory=tmp_path)
+        await setting.publisher.publish(1)
+        policy.failures["send", 2] = WeightsLostError("the copy of version 2 is gone")
+        await setting.publisher.gather(2)
+        assert not await setting.publisher.send(2)
+        assert await setting.publisher.load() is None and versions_in(tmp_path) == {"v1"}
+        await setting.publisher.publish(3)
+        assert await setting.versions_served() == {3}
+
+    run_in_virtual_time(main())
+
+
+def test_weights_that_do_not_fit_three_times_are_refused_before_any_is_sent(tmp_path: Path) -> None:
+    class Huge(Buckets):
+        async def gather_weights(self, version: int) -> int:
+            return 1 << 50
+
+    async def main() -> None:
+        setting = Setting(1, Huge(), directory=tmp_path)
+        await setting.publisher.publish(0)
+
+    with pytest.raises(ConfigError, match="weight_sync.dual_buffer must be false, got true: 3 versions of the weights"):
+        run_in_virtual_time(main())
+    assert files(tmp_path) == set()

@@ -24,7 +24,7 @@ from skyrl_async.checkpoint import Checkpointer, TrainerState
 from skyrl_async.errors import CheckpointError, DeadlineError, TrainingError, WorkerDiedError
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.journal import CallJournal
-from skyrl_async.training.protocol import Policy
+from skyrl_async.training.protocol import Policy, export_weights
 from skyrl_async.training.recovering import RecoveringPolicy
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
@@ -67,6 +67,7 @@ class ModelledWorkers:
         self.fate = fate
         self.weights: list[Any] = []
         self.gradients: list[Any] = []
+        self.copy = ""
         self.is_dead = self.is_closed = False
         fate.num_open += 1
         fate.most_open = max(fate.most_open, fate.num_open)
@@ -105,9 +106,18 @@ class ModelledWorkers:
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
         return await self.call(lambda: RowLogprobs(values=((-1.0,),), version=len(self.weights)))
 
-    async def export_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-        chunks = ({"path": json.dumps(self.weights)},)
-        return await self.call(lambda: WeightUpdate(version=version, chunks=chunks, manifest={}, num_bytes=0))
+    async def gather_weights(self, version: int) -> int:
+        def act() -> int:
+            self.copy = json.dumps(self.weights)
+            return len(self.copy)
+
+        return await self.call(act)
+
+    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        def act() -> WeightUpdate:
+            return WeightUpdate(version=version, chunks=({"path": self.copy},), manifest={}, num_bytes=0)
+
+        return await self.call(act)
 
     async def save(self, directory: Path) -> None:
         def act() -> None:
@@ -148,7 +158,7 @@ async def drive(policy: Any, calls: Sequence[str], directory: Path, checkpoint_w
         elif call == "recompute":
             answers.append(await policy.logprobs_of(one_row(number), LogprobModel.POLICY))
         elif call == "export":
-            answers.append(await policy.export_weights(number, directory, 1))
+            answers.append(await export_weights(policy, number, directory, 1))
         elif call.startswith("save"):
             partial, final = directory / "partial" / "policy", directory / f"checkpoint-{number}"
             shutil.rmtree(partial.parent, ignore_errors=True)
@@ -162,7 +172,7 @@ async def drive(policy: Any, calls: Sequence[str], directory: Path, checkpoint_w
         elif latest is not None:
             await policy.load(latest / "policy")
     await policy.step(1.0)
-    answers.append(await policy.export_weights(0, directory, 1))
+    answers.append(await export_weights(policy, 0, directory, 1))
     return answers
 
 
@@ -498,7 +508,7 @@ async def test_with_one_checkpoint_kept_there_is_always_one_to_begin_with(tmp_pa
         workers.fate.deaths[workers.fate.num_calls + 1] = True
         await policy.export_hf(tmp_path)
         assert policy._policy is not workers and policy.num_restarts == number + 1
-        update = await policy.export_weights(number, tmp_path, 1)
+        update = await export_weights(policy, number, tmp_path, 1)
         assert update.chunks[0]["path"] == before
         assert len(list((tmp_path / "checkpoints").glob("global_step_*"))) == 1
     await policy.close()
@@ -543,7 +553,7 @@ async def train(policy: Any, directory: Path, checkpoint_written: Any) -> tuple[
             await policy.save(directory / "checkpoint")
             checkpoint_written(directory / "checkpoint")
         answers.append(await policy.logprobs([1, 2, 3]))
-    update = await policy.export_weights(3, directory / "weights", 1 << 30)
+    update = await export_weights(policy, 3, directory / "weights", 1 << 30)
     return answers, load_file(update.chunks[0]["path"])
 
 

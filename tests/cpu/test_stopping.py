@@ -352,7 +352,7 @@ def test_a_stop_while_no_engine_can_take_a_trained_step_saves_it(tmp_path: Path)
     async def main() -> Simulation:
         stop = StopRequest()
         simulation = build_simulation(settings, checkpoint_dir=tmp_path, stop=stop)
-        loop, publish = asyncio.get_running_loop(), simulation.publisher._publish
+        loop, publish = asyncio.get_running_loop(), simulation.publisher.publish
 
         async def no_engine_is_there(version: int):
             if version == 3:
@@ -360,7 +360,7 @@ def test_a_stop_while_no_engine_can_take_a_trained_step_saves_it(tmp_path: Path)
                 await asyncio.Event().wait()
             return await publish(version)
 
-        simulation.publisher._publish = no_engine_is_there
+        simulation.publisher.publish = no_engine_is_there
         await simulation.trainer.run()
         return simulation
 

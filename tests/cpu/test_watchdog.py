@@ -101,7 +101,7 @@ def test_contract_8_a_stage_of_the_trainer_that_hangs_for_a_while_is_named(
 
     def prepare(simulation: Simulation) -> None:
         owner, name = {
-            "send": (simulation.policy, "export_weights"),
+            "send": (simulation.policy, "send_weights"),
             "load": (simulation.engines[0], "load_weights"),
             "optimizer_step": (simulation.policy, "step"),
             "forward_backward": (simulation.policy, "forward_backward"),

@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.policy_workers import PolicyWorkers
-from skyrl_async.training.protocol import Policy
+from skyrl_async.training.protocol import Policy, export_weights
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import Trajectory
 
@@ -54,7 +54,7 @@ async def train(policy: Policy, *, first_step: int, num_steps: int) -> list[dict
 
 
 async def weights(policy: Policy, directory: Path) -> dict[str, Tensor]:
-    update = await policy.export_weights(0, directory, 1 << 30)
+    update = await export_weights(policy, 0, directory, 1 << 30)
     return load_file(update.chunks[0]["path"])
 
 

@@ -1,0 +1,94 @@
+"""Which version of the weights is where: complete and waiting, being loaded, served. Never a partial one.
+
+    send ──arrived──> complete ──take──> loading ──loaded──> serving
+                         └ overtaken by a newer one: skipped       └ replaced: thrown away
+
+Flows in: updates that were sent whole, and what became of their loading. Flows out: the newest to load, and those whose files are to
+be deleted. Does no I/O, and knows neither engines nor policies.
+"""
+
+from dataclasses import dataclass
+
+from skyrl_async.types import WeightUpdate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentUpdate:
+    """A version whose buckets are all there."""
+
+    update: WeightUpdate
+    gather_seconds: float
+    send_seconds: float
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        return self.update.version
+
+
+class VersionShelf:
+    """Holds at most three updates, each with its files: one complete, one being loaded, one served."""
+
+    def __init__(self) -> None:
+        self._complete: SentUpdate | None = None
+        self._loading: SentUpdate | None = None
+        self._serving: WeightUpdate | None = None
+        self.serving_version: int | None = None
+        """What engines serve; None before the first."""
+        self.num_skipped = 0
+        """Versions that a newer one overtook before they were loaded."""
+
+    @property
+    def serving(self) -> WeightUpdate | None:
+        """What engines serve, where its files are still there."""
+        return self._serving
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing waits to be loaded, nothing is being loaded."""
+        return self._complete is None and self._loading is None
+
+    def arrived(self, sent: SentUpdate) -> WeightUpdate | None:
+        """Every bucket of a version is there. Returns what nobody will load any more, if anything."""
+        before, self._complete = self._complete, sent
+        if before is None:
+            return None
+        if before.version > sent.version:
+            self._complete, before = before, sent
+        self.num_skipped += 1
+        return before.update
+
+    def take(self) -> SentUpdate | None:
+        """Begin to load the newest complete version; None where there is none. Nothing may be loading."""
+        assert self._loading is None, "a version is being loaded"
+        self._loading, self._complete = self._complete, None
+        return self._loading
+
+    def loaded(self) -> WeightUpdate | None:
+        """What was taken is served everywhere. Returns the one before."""
+        assert self._loading is not None, "nothing was being loaded"
+        before, self._serving = self._serving, self._loading.update
+        self.serving_version, self._loading = self._loading.version, None
+        return before
+
+    def put_back(self) -> WeightUpdate | None:
+        """What was taken is to be loaded again, unless a newer one is complete. Returns it in that case."""
+        assert self._loading is not None, "nothing was being loaded"
+        failed, self._loading = self._loading, None
+        return self.arrived(failed)
+
+    def given_up(self) -> WeightUpdate | None:
+        """What was taken is not served; returns it. Idempotent."""
+        failed, self._loading = self._loading, None
+        return None if failed is None else failed.update
+
+    def let_go(self) -> WeightUpdate | None:
+        """Keep no files of what is served: the next version is to take their place. Returns it."""
+        before, self._serving = self._serving, None
+        return before
+
+    def clear(self) -> list[WeightUpdate]:
+        """Everything there is, to be thrown away."""
+        updates = [self.let_go(), self.given_up(), self._complete.update if self._complete is not None else None]
+        self._complete = None
+        return [update for update in updates if update is not None]

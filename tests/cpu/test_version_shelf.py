@@ -1,0 +1,132 @@
+"""Which versions are complete, loading and served, and how far engines lag: the publisher's accounts, without I/O."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from skyrl_async.errors import ConfigError
+from skyrl_async.types import WeightUpdate
+from skyrl_async.weight_sync.lag import Lag, LagMonitor
+from skyrl_async.weight_sync.room import require_room
+from skyrl_async.weight_sync.shelf import SentUpdate, VersionShelf
+
+
+def sent(version: int) -> SentUpdate:
+    update = WeightUpdate(version=version, chunks=(), manifest={}, num_bytes=0)
+    return SentUpdate(update=update, gather_seconds=0.0, send_seconds=0.0)
+
+
+class ShelfMachine(RuleBasedStateMachine):
+    """Versions arrive, are taken, loaded, put back and given up in any order that a publisher may come to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shelf = VersionShelf()
+        self.newest = 0
+        self.held: set[int] = set()
+        self.loading: int | None = None
+        self.served: list[int] = []
+
+    def thrown_away(self, update: WeightUpdate | None) -> None:
+        if update is not None:
+            self.held.remove(update.version)
+
+    @rule()
+    def a_version_arrives(self) -> None:
+        self.newest += 1
+        self.held.add(self.newest)
+        self.thrown_away(self.shelf.arrived(sent(self.newest)))
+
+    @precondition(lambda self: self.loading is None)
+    @rule()
+    def the_newest_is_taken(self) -> None:
+        taken = self.shelf.take()
+        waiting = max((v for v in self.held if v not in self.served[-1:]), default=None)
+        assert (None if taken is None else taken.version) == waiting
+        self.loading = waiting
+
+    @precondition(lambda self: self.loading is not None)
+    @rule()
+    def it_is_loaded(self) -> None:
+        assert self.loading is not None
+        self.served.append(self.loading)
+        self.loading = None
+        self.thrown_away(self.shelf.loaded())
+
+    @precondition(lambda self: self.loading is not None)
+    @rule()
+    def it_is_to_be_tried_again(self) -> None:
+        self.loading = None
+        self.thrown_away(self.shelf.put_back())
+        self.thrown_away(self.shelf.given_up())
+
+    @precondition(lambda self: self.loading is not None)
+    @rule()
+    def it_is_given_up(self) -> None:
+        self.loading = None
+        self.thrown_away(self.shelf.given_up())
+
+    @precondition(lambda self: self.shelf.is_settled)
+    @rule()
+    def what_is_served_makes_room(self) -> None:
+        self.thrown_away(self.shelf.let_go())
+
+    @invariant()
+    def at_most_three_are_held_and_versions_only_go_up(self) -> None:
+        assert len(self.held) <= 3
+        assert self.served == sorted(set(self.served))
+        assert self.shelf.serving_version == (self.served[-1] if self.served else None)
+        assert self.shelf.serving is None or self.shelf.serving.version == self.shelf.serving_version
+
+    def teardown(self) -> None:
+        for update in self.shelf.clear():
+            self.thrown_away(update)
+        assert not self.held
+
+
+TestShelf = ShelfMachine.TestCase
+TestShelf.settings = settings(max_examples=60, deadline=None)
+
+
+def test_an_engine_lags_by_the_steps_it_does_not_serve_since_the_first_of_them_was_completed() -> None:
+    monitor = LagMonitor()
+    monitor.trained(0, 0.0)
+    monitor.serves(["a", "b"], 0, 1.0)
+    assert monitor.lags(9.0) == {"a": Lag(steps=0, seconds=0.0), "b": Lag(steps=0, seconds=0.0)}
+    monitor.trained(1, 10.0)
+    monitor.trained(2, 14.0)
+    assert monitor.lags(15.0)["a"] == Lag(steps=2, seconds=5.0)
+    monitor.serves(["a"], 1, 16.0)
+    monitor.joined("c", 2)
+    assert monitor.lags(16.0) == {"a": Lag(steps=1, seconds=2.0), "c": Lag(steps=0, seconds=0.0)}
+    assert monitor.values(17.0) == {"engines/lag_steps_max": 2.0, "engines/lag_seconds_max": 6.0}
+    monitor.left("a")
+    monitor.values(17.0)
+    assert monitor.values(18.0) == {"engines/lag_steps_max": 0.0, "engines/lag_seconds_max": 0.0}
+
+
+@given(served=st.integers(0, 5), trained=st.lists(st.integers(0, 9), max_size=9), now=st.floats(100, 200))
+def test_a_lag_is_never_negative_and_none_is_reported_by_an_engine_that_is_ahead(
+    served: int, trained: list[int], now: float
+) -> None:
+    monitor = LagMonitor()
+    for at, version in enumerate(trained):
+        monitor.trained(version, float(at))
+    monitor.serves(["a"], served, 50.0)
+    (lag,) = monitor.lags(now).values()
+    assert lag.steps == max(0, max(trained, default=0) - served) and lag.seconds >= 0
+    assert (lag.steps == 0) == (lag.seconds == 0)
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_sizes_and_what_to_set(tmp_path: Path) -> None:
+    require_room(tmp_path / "not" / "there", 1 << 20, dual_buffer=True)
+    with pytest.raises(
+        ConfigError,
+        match=r"weight_sync.dual_buffer must be false, got true: 3 versions .* \(3,145,728 MiB are needed in .*, [\d,]+ MiB are free\)",
+    ):
+        require_room(tmp_path, 1 << 40, dual_buffer=True)
+    with pytest.raises(ConfigError, match=r"do not fit into shared memory, even with weight_sync.dual_buffer=false"):
+        require_room(tmp_path, 1 << 60, dual_buffer=False)
