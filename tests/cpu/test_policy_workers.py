@@ -2,22 +2,27 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import ray
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_async.errors import CheckpointError, DeadlineError, PolicyError, TrainingError, WorkerDiedError
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.deterministic_engine import DeterministicEngine
+from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.policy_workers import PolicyWorkers
 from skyrl_async.training.protocol import Policy, export_weights
 from skyrl_async.training.settings import TrainingSettings
-from skyrl_async.types import Trajectory
+from skyrl_async.types import PauseMode, Trajectory
+from skyrl_async.weight_sync.publisher import WeightPublisher
 
 pytestmark = pytest.mark.slow
 VOCABULARY = 48
@@ -244,6 +249,67 @@ async def test_a_worker_answers_heartbeats_while_it_works(two_ranks: PolicyWorke
         reader = os.open(tmp_path / "rng_1.pt", os.O_RDONLY | os.O_NONBLOCK)
         await saving
     os.close(reader)
+
+
+def held_back(directory: Path, version: int) -> Path:
+    """A FIFO in place of the file that is to be written: whoever writes it waits until somebody reads."""
+    directory.mkdir(parents=True)
+    os.mkfifo(fifo := directory / f".v{version:06d}.safetensors.tmp")
+    return fifo
+
+
+async def test_training_goes_on_while_weights_are_sent_and_what_is_sent_is_what_was_gathered(
+    two_ranks: PolicyWorkers, tmp_path: Path
+) -> None:
+    before = await weights(two_ranks, tmp_path / "before")
+    await two_ranks.gather_weights(5)
+    fifo = held_back(tmp_path / "sent", 5)
+    sending = asyncio.ensure_future(two_ranks.send_weights(5, fifo.parent, 1000))
+    await train(two_ranks, first_step=0, num_steps=1)
+    assert not sending.done()
+    content = await asyncio.to_thread(fifo.read_bytes)
+    assert (await sending).num_bytes == sum(tensor.nbytes for tensor in before.values())
+    assert_close(load(content), before, atol=0.0)
+    after = await weights(two_ranks, tmp_path / "after")
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+async def test_a_rank_killed_while_it_sends_leaves_the_engine_on_the_old_version_and_no_part_of_the_new_one(
+    ray_session: None, settings: TrainingSettings, tmp_path: Path
+) -> None:
+    workers = await PolicyWorkers.start(settings, num_workers=1, call_timeout_s=120.0)
+    engine = DeterministicEngine("engine-0", settings.policy_path)
+    publisher = WeightPublisher(
+        client=InferenceEngineClient([engine], tokenizer=NoText(), max_model_len=64),
+        policy=workers,
+        directory=tmp_path,
+        bucket_bytes=1000,
+        pause_mode=PauseMode.ABORT,
+        trace=Trace(None, lambda: 0.0),
+    )
+    await publisher.publish(1)
+    (old,) = tmp_path.rglob("*.safetensors")  # noqa: ASYNC240
+    checksum = await engine.checksum()
+    pid = await ray.get_actor(workers.names[0]).__ray_call__.remote(lambda rank: os.getpid())
+    await publisher.gather(2)
+    fifo = held_back(tmp_path / "000002-1", 2)
+    sending = asyncio.ensure_future(publisher.send(2))
+    with await asyncio.to_thread(fifo.open, "rb") as written:
+        await asyncio.to_thread(written.read, 10)  # it is in the midst of it
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match=r"policy-worker-0-\w+ died in send_weights"):
+            await sending
+    assert await publisher.load() is None
+    assert await engine.version() == 1 and await engine.checksum() == checksum
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == [old]  # noqa: ASYNC240
+    await workers.close()
+
+
+class NoText:
+    """The policy has no tokenizer."""
+
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        return ""
 
 
 async def test_a_policy_directory_that_cannot_be_used_is_named(ray_session: None, tmp_path: Path) -> None:
