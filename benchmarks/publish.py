@@ -1,0 +1,232 @@
+"""What a publish costs: its phases, and how long engines stand still, against a plain copy of the same bytes in memory.
+
+A random Qwen3 policy of each size, one policy worker and one vLLM engine in processes of their own, eight requests that never end.
+Versions are published one after the other; a row holds medians over them. The first two are left out: there the engine finds out where
+each weight goes, and memory is used for the first time. The copy is made by one thread of this process, between two buffers that were
+written before, after each publish and beside the same requests.
+"""
+
+import asyncio
+import contextlib
+import sys
+import tempfile
+import time
+from bisect import bisect_left
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.report import arguments, conditions, report
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.types import EngineRequest, PauseMode, SamplingParams
+from skyrl_async.weight_sync.publisher import PublishTimes, WeightPublisher
+
+NUM_REQUESTS = 8
+MAX_MODEL_LEN = 1024
+MAX_PAUSE_PER_COPY = 1.5
+NUM_WARM_UP = 2
+SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A policy."""
+
+    name: str
+    dtype: str
+    """As served; training keeps float32."""
+    shape: dict[str, int]
+    """Of ``Qwen3Config``."""
+
+
+def _size(name: str, dtype: str, vocabulary: int, width: int, layers: int, heads: int, head_width: int) -> Size:
+    return Size(
+        name=name,
+        dtype=dtype,
+        shape={
+            "vocab_size": vocabulary,
+            "hidden_size": width,
+            "intermediate_size": 3 * width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // 2,
+            "head_dim": head_width,
+        },
+    )
+
+
+SIZES = (
+    _size("2M", "float32", 512, 192, 4, 4, 48),
+    _size("60M", "float32", 16384, 512, 14, 8, 64),
+    _size("500M", "bfloat16", 32768, 1024, 28, 16, 128),
+)
+
+
+class NoText:
+    """A random policy has no tokenizer."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return ""
+
+
+@dataclass(slots=True)
+class Clocked:
+    """When tokens came."""
+
+    times: list[float] = field(default_factory=list)
+
+    def count(self, begin: float, end: float) -> int:
+        """Tokens that came between."""
+        return bisect_left(self.times, end) - bisect_left(self.times, begin)
+
+    async def play(self, engine: InferenceEngine, number: int) -> None:
+        """Requests one after the other, for ever."""
+        sampling = SamplingParams(max_tokens=MAX_MODEL_LEN - 32, ignore_eos=True)
+        for turn in range(1 << 30):
+            request = EngineRequest(
+                request_id=f"{number}-{turn}",
+                prompt_token_ids=tuple(range(16)),
+                sampling=sampling,
+                stream_interval=1,
+            )
+            async for block in engine.stream(request):
+                self.times += [time.monotonic()] * len(block.token_ids)
+
+
+def make_policy(directory: Path, size: Size, seed: int) -> int:
+    """Write a random policy; returns its parameters."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        **size.shape, max_position_embeddings=MAX_MODEL_LEN, tie_word_embeddings=False, eos_token_id=1, pad_token_id=0
+    )
+    model = Qwen3ForCausalLM(config).to(getattr(torch, size.dtype))
+    model.save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextlib.asynccontextmanager
+async def publisher_of(
+    size: Size, policy_dir: Path, root: Path
+) -> AsyncIterator[tuple[WeightPublisher, InferenceEngine]]:
+    """A publisher over a policy worker and an engine that run."""
+    from skyrl_async.inference.ray_engine import start_ray_engines
+    from skyrl_async.inference.vllm_boot import VLLMEngineConfig
+    from skyrl_async.training.policy_workers import PolicyWorkers
+
+    config = VLLMEngineConfig(
+        name="engine-0", policy_dir=str(policy_dir), dtype=size.dtype, max_model_len=MAX_MODEL_LEN, call_timeout_s=300.0
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        (engine,) = await start_ray_engines([config], log_dir=root / "logs", start_timeout_s=600.0)
+        stack.push_async_callback(engine.close)
+        settings = TrainingSettings(policy_path=str(policy_dir), serve_dtype=size.dtype)
+        policy = await PolicyWorkers.start(settings, num_workers=1)
+        stack.push_async_callback(policy.close)
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl_async-publish-", dir=SHARED_MEMORY))
+        publisher = WeightPublisher(
+            client=InferenceEngineClient([engine], tokenizer=NoText(), max_model_len=MAX_MODEL_LEN),
+            policy=policy,
+            directory=Path(directory),
+            bucket_bytes=64 << 20,
+            load_bucket_bytes=64 << 20,
+            pause_mode=PauseMode.ABORT,
+            trace=Trace(None, time.monotonic),
+        )
+        yield publisher, engine
+
+
+def copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Of a plain copy."""
+    started = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - started
+
+
+async def measure(size: Size, *, num_publishes: int, seed: int) -> dict[str, Any]:
+    """One row."""
+    with tempfile.TemporaryDirectory() as scratch:
+        num_parameters = make_policy(Path(scratch) / "policy", size, seed)
+        async with publisher_of(size, Path(scratch) / "policy", Path(scratch)) as (publisher, engine):
+            tokens, done, copies, during = Clocked(), [], [], []
+            async with asyncio.TaskGroup() as tasks:
+                playing = [tasks.create_task(tokens.play(engine, i), name=f"request-{i}") for i in range(NUM_REQUESTS)]
+                for version in range(num_publishes + NUM_WARM_UP):
+                    await asyncio.sleep(1.0)
+                    began = time.monotonic()
+                    times = await publisher.publish(version)
+                    sent = began + times.gather + times.send
+                    if version >= NUM_WARM_UP:
+                        source = torch.ones(times.num_bytes, dtype=torch.uint8)
+                        target = torch.zeros(times.num_bytes, dtype=torch.uint8)
+                        done.append(times)
+                        copies.append(copy_seconds(source, target))
+                        during.append(tokens.count(began, sent))
+                for task in playing:
+                    task.cancel()
+            publisher.close()
+    return _row(size, num_parameters, done, copies, during)
+
+
+def _row(
+    size: Size, num_parameters: int, done: list[PublishTimes], copies: list[float], during: list[int]
+) -> dict[str, Any]:
+    def ms(seconds: list[float]) -> float:
+        return 1e3 * median(seconds)
+
+    return {
+        "policy": size.name,
+        "parameters": num_parameters,
+        "dtype": size.dtype,
+        "mib": done[0].num_bytes / 2**20,
+        "gather_ms": ms([times.gather for times in done]),
+        "send_ms": ms([times.send for times in done]),
+        "stage_ms": ms([times.stage for times in done]),
+        "load_ms": ms([times.load for times in done]),
+        "pause_ms": ms([times.pause for times in done]),
+        "copy_ms": ms(copies),
+        "pause_per_copy": median([times.pause / copy for times, copy in zip(done, copies, strict=True)]),
+        "tokens_during_send": median(during),
+    }
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument(
+        "--sizes", nargs="+", choices=[size.name for size in SIZES], help="of the policies; all of them"
+    )
+    options = parser.parse_args()
+    import ray
+
+    torch.set_num_threads(1)
+    num_publishes = 3 if options.quick else 9
+    wanted = options.sizes or (["2M", "60M"] if options.quick else [size.name for size in SIZES])
+    under = conditions(num_publishes=num_publishes, num_requests=NUM_REQUESTS, is_quick=options.quick)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=4)
+    try:
+        rows = [
+            asyncio.run(measure(size, num_publishes=num_publishes, seed=options.seed))
+            for size in SIZES
+            if size.name in wanted
+        ]
+    finally:
+        ray.shutdown()
+    large = [row["pause_per_copy"] for row in rows if row["policy"] != "2M"]
+    figures = {
+        "pause_per_copy_from_60m": max(large, default=None),
+        "is_goal_met": bool(large) and max(large) <= MAX_PAUSE_PER_COPY,
+        "conditions": under,
+    }
+    report("a publish, milliseconds", figures, rows, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
