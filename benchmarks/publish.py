@@ -125,11 +125,11 @@ async def publisher_of(
         name="engine-0", policy_dir=str(policy_dir), dtype=size.dtype, max_model_len=MAX_MODEL_LEN, call_timeout_s=300.0
     )
     async with contextlib.AsyncExitStack() as stack:
-        (engine,) = await start_ray_engines([config], log_dir=root / "logs", start_timeout_s=600.0)
-        stack.push_async_callback(engine.close)
         settings = TrainingSettings(policy_path=str(policy_dir), serve_dtype=size.dtype)
         policy = await PolicyWorkers.start(settings, num_workers=1)
-        stack.push_async_callback(policy.close)
+        stack.push_async_callback(policy.close)  # started first: it takes most memory while it makes its optimizer's
+        (engine,) = await start_ray_engines([config], log_dir=root / "logs", start_timeout_s=600.0)
+        stack.push_async_callback(engine.close)
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl_async-publish-", dir=SHARED_MEMORY))
         publisher = WeightPublisher(
             client=InferenceEngineClient([engine], tokenizer=NoText(), max_model_len=MAX_MODEL_LEN),

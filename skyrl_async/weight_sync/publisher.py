@@ -213,20 +213,23 @@ class WeightPublisher:
         Before the first publish there is nothing to load; without a dual buffer it waits for the version that is being sent. Raises
         ``PublishError`` and ``EngineDeadError``: it must not serve.
         """
-        async with self._engines_change:
-            while self._shelf.serving_version is not None and self._shelf.serving is None:
-                self._engines_change.release()
-                try:
-                    await self._until(lambda: self._shelf.serving is not None)
-                finally:
-                    await self._engines_change.acquire()
-            if self._shelf.serving is not None:
-                await engine.pause(self._pause_mode)
-                await engine.load_weights(self._shelf.serving)
-                await self._proof.of_one(engine, self._shelf.serving.version)
-                await engine.resume()
-                self.lag.joined(engine.name, self._shelf.serving.version)
-            yield
+        while True:
+            await self._until(lambda: not self._shelf.is_bare)
+            async with self._engines_change:
+                if self._shelf.is_bare:
+                    continue
+                await self._bring_up(engine)
+                yield
+                return
+
+    async def _bring_up(self, engine: InferenceEngine) -> None:
+        if (serving := self._shelf.serving) is None:
+            return
+        await engine.pause(self._pause_mode)
+        await engine.load_weights(serving)
+        await self._proof.of_one(engine, serving.version)
+        await engine.resume()
+        self.lag.joined(engine.name, serving.version)
 
     def lag_values(self) -> dict[str, float]:
         """The largest lag of an engine behind the trainer since the last call, as metrics."""

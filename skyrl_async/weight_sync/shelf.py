@@ -44,6 +44,11 @@ class VersionShelf:
         return self._serving
 
     @property
+    def is_bare(self) -> bool:
+        """Engines serve a version whose files are gone."""
+        return self.serving_version is not None and self._serving is None
+
+    @property
     def is_settled(self) -> bool:
         """Nothing waits to be loaded, nothing is being loaded."""
         return self._complete is None and self._loading is None

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from skyrl_async.composition.parts import check_shared_memory
+from skyrl_async.config.schema import Config, PolicyConfig
 from skyrl_async.errors import ConfigError
 from skyrl_async.types import WeightUpdate
 from skyrl_async.weight_sync.lag import Lag, LagMonitor
@@ -130,3 +132,13 @@ def test_weights_that_do_not_fit_are_refused_with_the_sizes_and_what_to_set(tmp_
         require_room(tmp_path, 1 << 40, dual_buffer=True)
     with pytest.raises(ConfigError, match=r"do not fit into shared memory, even with weight_sync.dual_buffer=false"):
         require_room(tmp_path, 1 << 60, dual_buffer=False)
+
+
+def test_a_policy_that_does_not_fit_into_shared_memory_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    header = b'{"w": {"dtype": "F32", "shape": [1099511627776], "data_offsets": [0, 4398046511104]}}'
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (4 << 40))
+    config = Config(policy=PolicyConfig(path=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"3 versions of the weights do not fit \(12,582,912 MiB are needed in"):
+        check_shared_memory(config, tmp_path)
