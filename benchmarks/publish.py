@@ -1,6 +1,6 @@
 """What a publish costs: its phases, and how long engines stand still, against a plain copy of the same bytes in memory.
 
-A random Qwen3 policy of each size, one policy worker and one vLLM engine in processes of their own, eight requests that never end.
+A random Qwen3 policy of each size, one policy worker and one vLLM engine in processes of their own, eight requests at all times.
 Versions are published one after the other; a row holds medians over them. The first two are left out: there the engine finds out where
 each weight goes, and memory is used for the first time. The copy is made by one thread of this process, between two buffers that were
 written before, after each publish and beside the same requests.
@@ -31,6 +31,7 @@ from skyrl_async.weight_sync.publisher import PublishTimes, WeightPublisher
 
 NUM_REQUESTS = 8
 MAX_MODEL_LEN = 1024
+NUM_TOKENS = 256
 MAX_PAUSE_PER_COPY = 1.5
 NUM_WARM_UP = 2
 SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -82,6 +83,7 @@ class Clocked:
     """When tokens came."""
 
     times: list[float] = field(default_factory=list)
+    _came: asyncio.Event = field(default_factory=asyncio.Event)
 
     def count(self, begin: float, end: float) -> int:
         """Tokens that came between."""
@@ -89,7 +91,7 @@ class Clocked:
 
     async def play(self, engine: InferenceEngine, number: int) -> None:
         """Requests one after the other, for ever."""
-        sampling = SamplingParams(max_tokens=MAX_MODEL_LEN - 32, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
         for turn in range(1 << 30):
             request = EngineRequest(
                 request_id=f"{number}-{turn}",
@@ -99,6 +101,15 @@ class Clocked:
             )
             async for block in engine.stream(request):
                 self.times += [time.monotonic()] * len(block.token_ids)
+                self._came.set()
+
+    async def more(self, num_tokens: int) -> float:
+        """Wait until so many more have come; returns how many that are per second."""
+        num_before, began = len(self.times), time.monotonic()
+        while len(self.times) < num_before + num_tokens:
+            self._came.clear()
+            await self._came.wait()
+        return num_tokens / (time.monotonic() - began)
 
 
 def make_policy(directory: Path, size: Size, seed: int) -> int:
@@ -143,10 +154,14 @@ async def publisher_of(
         yield publisher, engine
 
 
-def copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Of a plain copy."""
+def copy_seconds(num_bytes: int) -> float:
+    """Of a plain copy, between buffers that are used again for every 128 MiB: several times what caches hold."""
+    size = min(num_bytes, 128 << 20)
+    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     started = time.perf_counter()
-    target.copy_(source)
+    for start in range(0, num_bytes, size):
+        num_left = min(size, num_bytes - start)
+        target[:num_left].copy_(source[:num_left])
     return time.perf_counter() - started
 
 
@@ -155,24 +170,24 @@ async def measure(size: Size, *, num_publishes: int, seed: int) -> dict[str, Any
     with tempfile.TemporaryDirectory() as scratch:
         num_parameters = make_policy(Path(scratch) / "policy", size, seed)
         async with publisher_of(size, Path(scratch) / "policy", Path(scratch)) as (publisher, engine):
-            tokens, done, copies, during = Clocked(), [], [], []
+            tokens, done, copies, during, rates = Clocked(), [], [], [], []
             async with asyncio.TaskGroup() as tasks:
                 playing = [tasks.create_task(tokens.play(engine, i), name=f"request-{i}") for i in range(NUM_REQUESTS)]
                 for version in range(num_publishes + NUM_WARM_UP):
-                    await asyncio.sleep(1.0)
+                    await tokens.more(2 * NUM_REQUESTS)  # the load before has every request's past computed anew
+                    rate = await tokens.more(4 * NUM_REQUESTS)
                     began = time.monotonic()
                     times = await publisher.publish(version)
                     sent = began + times.gather + times.send
                     if version >= NUM_WARM_UP:
-                        source = torch.ones(times.num_bytes, dtype=torch.uint8)
-                        target = torch.zeros(times.num_bytes, dtype=torch.uint8)
                         done.append(times)
-                        copies.append(copy_seconds(source, target))
+                        copies.append(copy_seconds(times.num_bytes))
                         during.append(tokens.count(began, sent))
+                        rates.append(rate)
                 for task in playing:
                     task.cancel()
             publisher.close()
-    return _row(size, num_parameters, done, copies, during)
+    return _row(size, num_parameters, done, copies, during) | {"tokens_per_s_before": median(rates)}
 
 
 def _row(
