@@ -196,12 +196,8 @@ class VLLMEngine:
             self._version = update.version
 
     async def _load(self, update: WeightUpdate) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._llm.start_weight_update()
-        for chunk in update.chunks:
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=chunk))
-        await self._llm.finish_weight_update(str(update.version))
+        await self._llm.collective_rpc("load_update", args=(list(update.chunks),))
+        await self._llm.update_weight_version(str(update.version))
         # Requests frozen by pause(keep) are preempted, so that they recompute their cache under the new weights.
         await self._llm.reset_prefix_cache(reset_running_requests=True)
         await self._llm.reset_encoder_cache()

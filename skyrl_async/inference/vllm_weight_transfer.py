@@ -165,6 +165,13 @@ def _repack_shared_weights(model: torch.nn.Module) -> None:
 class WorkerExtension:
     """Mixed into vLLM's worker: what ``collective_rpc`` can ask beside vLLM's own methods."""
 
+    def load_update(self, chunks: list[dict[str, str]]) -> None:
+        """A whole update by vLLM's own methods, of any transfer, in one call: each would be a round trip inside the pause."""
+        self.start_weight_update()  # type: ignore[attr-defined]
+        for chunk in chunks:
+            self.update_weights(chunk)  # type: ignore[attr-defined]
+        self.finish_weight_update()  # type: ignore[attr-defined]
+
     def stage_weights(self, update_info: dict[str, str], tell: str) -> None:
         """See ``ShmWeightTransferEngine.stage``."""
         engine = self.weight_transfer_engine  # type: ignore[attr-defined]
