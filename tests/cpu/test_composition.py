@@ -1,6 +1,5 @@
 """How values of the configuration reach the parts."""
 
-import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from skyrl_async.composition.data import Prompts, num_planned_steps
-from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, completing, stage_works
+from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, stage_works
 from skyrl_async.composition.processes import _training_settings, write_private
 from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import PolicyError
-from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.training.optimizer import lr_factor
 from skyrl_async.training.settings import TrainingSettings
@@ -86,14 +84,15 @@ class TestLogprobs:
         config = from_overrides(
             "trainer.algorithm.use_kl_loss=true", "trainer.algorithm.policy_loss_type=decoupled_ppo"
         )
-        trace = Trace(None, asyncio.get_running_loop().time)
-        complete = completing(stage_works(config, ModelledPolicy(), LogprobParts()), trace)
+        works = stage_works(config, ModelledPolicy(), LogprobParts())
+        assert list(works) == ["ref_logp", "logp"]
         row = Trajectory(
             prompt_token_ids=(1,), response_token_ids=(2,), loss_mask=(1,), logprobs=(-2.0,), versions=(0,), reward=0.0
         )
-        group = await complete(Group(uid="a", admission_index=0, scheduled_version=0, trajectories=(row,)))
+        group = Group(uid="a", admission_index=0, scheduled_version=0, trajectories=(row,))
+        for work in works.values():
+            group = await work(group)
         assert group.trajectories == (replace(row, ref_logprobs=(-1.0,), old_logprobs=(-1.0,), old_version=0),)
-        assert list(trace.statistics()) == ["ref_logp:ref_logp", "logp:logp"]
 
     def test_a_reference_with_other_tokens_is_refused_before_anything_boots(self, tmp_path: Path) -> None:
         for name, num_tokens in (("policy", 48), ("other", 64)):

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_async.checkpoint import Checkpointer, read_state
-from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, completing, stage_works
+from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
 from skyrl_async.config.load import from_overrides
-from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.logprob_workers import ForwardWorkers, LogprobWorkers
 from skyrl_async.training.settings import TrainingSettings
@@ -60,8 +59,7 @@ def apart(policy_dir: Path) -> Iterator[Apart]:
 
 
 def complete_by(running: Running, parts: LogprobParts, *, config=BOTH) -> None:
-    trace = Trace(None, lambda: 0.0)
-    running.workers.complete = completing(stage_works(config, running.policy, parts), trace)
+    running.trainer._preparation._steps.update(stage_works(config, running.policy, parts))
 
 
 def divergences(job: Job, policy_dir: Path, directory: Path, before) -> tuple[Outcome, list[float]]:
