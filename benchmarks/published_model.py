@@ -32,16 +32,17 @@ class Scale:
     sync_steps: int
     """Of a run whose batches are generated one after the other."""
     least_steps: int
-    steps_per_bound: int
-    """Any other run takes ``least_steps + steps_per_bound * (bound + 1)``."""
+    """Counted of any other run."""
+    least_waves: int
+    """A bound holds back in waves of ``bound + 1`` steps: whole ones are counted, at least so many."""
 
     def num_steps(self, bound: int) -> int:
-        """Of a run with this bound."""
-        return self.least_steps + self.steps_per_bound * (bound + 1)
+        """Of a run with this bound: one wave and a step to fill, what is counted, and one to drain."""
+        return (max(self.least_waves, -(-self.least_steps // (bound + 1))) + 2) * (bound + 1) + 1
 
 
-FULL = Scale(max_answers=1024, sync_steps=16, least_steps=10, steps_per_bound=4)
-QUICK = Scale(max_answers=512, sync_steps=10, least_steps=6, steps_per_bound=2)
+FULL = Scale(max_answers=1024, sync_steps=16, least_steps=16, least_waves=3)
+QUICK = Scale(max_answers=512, sync_steps=10, least_steps=6, least_waves=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +181,7 @@ class Model:
         """Engines are full while they generate: the time in which they finish a batch, then everything else, in turns."""
         bound, sync = 8, self.setting.synchronous  # the bound holds nothing back: a batch is in flight, no more
         settings = replace(
-            self._settings(self.setting.devices, num_steps=self._scale.num_steps(2) + 2 * bound),
+            self._settings(self.setting.devices, num_steps=self._scale.num_steps(bound)),
             max_staleness_steps=bound,
             staleness_policy="allow",
             oldest_weight=1.0,

@@ -157,7 +157,10 @@ def results(scale: Scale, seed: int, num_processes: int, *, is_quick: bool) -> d
     else:
         with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
             futures = [pool.submit(function, *given) for function, given in calls]
-            rows = [future.result() for future in futures]
+            rows = []
+            for future in futures:
+                rows.append(future.result())
+                print(f"[{len(rows)}/{len(calls)}] {rows[-1].get('setting', 'scaling')}", flush=True)
     num_settings, num_scaling = len(SETTINGS), len(calls) - len(devices) * 2
     return {
         "rows": rows[:num_settings],

@@ -154,7 +154,7 @@ def _async_rl(devices: int, sync_s: float, async_s: float | None, *, is_referenc
         synchronous=_MOE_ROW.of_length(sync_s),
         published_step_s=async_s,
         assumed="the step's phases (those of verl's row for Qwen3-30B-A3B), 2,048 answers as 256 groups of 8, "
-        f"the split of devices (a quarter, half or three quarters generate: the fastest in the model), half speed at 170 requests, {_TAIL}",
+        f"the split (a quarter, half or three quarters generate: the fastest in the model), half speed at 170 requests, {_TAIL}",
     )
 
 
@@ -226,8 +226,7 @@ def _partial(
         sigma=sigma,
         bound=4,
         assumed="the step's phases (those of verl's one-step-off row on the same machines), 128 groups of 8, engines of 2 GPUs, "
-        f"a mean of an eighth of the longest answer, sigma {sigma}, the split of devices of ours (the fastest quarter, half or three "
-        "quarters)",
+        f"a mean of an eighth of the longest answer, sigma {sigma}, the split of ours (the fastest quarter, half or three quarters)",
     )
 
 

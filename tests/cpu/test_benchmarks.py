@@ -57,7 +57,16 @@ def test_waking_one_waiter_admits_many_times_what_waking_all_of_them_does() -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["async_speedup", "control_plane", "endpoint_overhead", "publish", "schedules", "staleness_policies"]
+    "name",
+    [
+        "async_speedup",
+        "control_plane",
+        "endpoint_overhead",
+        "publish",
+        "published_results",
+        "schedules",
+        "staleness_policies",
+    ],
 )
 def test_a_benchmark_says_what_it_takes(name: str) -> None:
     done = subprocess.run(

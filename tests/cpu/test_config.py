@@ -70,7 +70,10 @@ def test_a_run_leaves_nothing_in_the_working_directory(tmp_path: Path, monkeypat
 
 
 def test_defaults_are_those_of_the_schema() -> None:
-    assert from_overrides() == Config()
+    config = from_overrides()
+    assert config.trainer.max_staleness_steps == Config().trainer.staleness_bound == 4
+    config.trainer.max_staleness_steps = None
+    assert config == Config()
 
 
 @pytest.mark.parametrize(("group", "option"), [(group, option) for group in GROUPS for option in GROUPS[group]])

@@ -13,6 +13,7 @@ from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.logprob_stage import LogprobStageWork
 from skyrl_async.training.logprob_workers import LogprobWorkers
 from skyrl_async.training.policy_workers import PolicyWorkers
+from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 from tests.cpu.test_fsdp_backend import advantages, num_tokens, trajectories, write_policy
@@ -184,7 +185,7 @@ async def test_the_same_log_probs_and_losses_on_two_ranks_and_on_workers_of_thei
     for frozen in (await two_ranks.logprobs_of(rows, REF), await alone.logprobs_of(rows, REF)):
         assert_close(frozen.values, reference.values, tolerance=1e-6)
 
-    await apart.load_weights(await two_ranks.export_weights(2, tmp_path / "v2", 8192))
+    await apart.load_weights(await export_weights(two_ranks, 2, tmp_path / "v2", 8192))
     recomputed = await apart.logprobs_of(rows)
     assert recomputed.version == 2
     assert_close(recomputed.values, (await two_ranks.logprobs_of(rows, POLICY)).values, tolerance=1e-6)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_async.errors import TrainingError
 from skyrl_async.rollout.saved import group_from_json, group_to_json
 from skyrl_async.training.in_process import InProcessPolicy
+from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import Group, LogprobModel, Trajectory
 from tests.cpu.test_fsdp_backend import (
@@ -127,7 +128,7 @@ class TestLogprobs:
         trained = await policy.logprobs_of(rows, POLICY)
         assert trained.version == 1
         assert (await frozen.logprobs_of(rows, POLICY)).values != trained.values
-        await frozen.load_weights(await policy.export_weights(1, tmp_path / "v1", 8192))
+        await frozen.load_weights(await export_weights(policy, 1, tmp_path / "v1", 8192))
         assert await frozen.logprobs_of(rows, POLICY) == trained
 
     async def test_they_leave_accumulated_gradients_and_what_follows_alone(self, make: Make, tmp_path: Path) -> None:
@@ -167,10 +168,10 @@ class TestFrozenWeights:
         rows = trajectories(3, seed=1)
         frozen = make(trains=False)
         before = await frozen.logprobs_of(rows, POLICY)
-        update = await make().export_weights(4, tmp_path / "v4", 8192)
+        update = await export_weights(make(), 4, tmp_path / "v4", 8192)
         other = InProcessPolicy(TrainingSettings(policy_path=str(write_policy(tmp_path / "other", hidden_size=64))))
         with pytest.raises(TrainingError, match=r"version 5 is of another model: model.embed_tokens.weight has shape"):
-            await frozen.load_weights(await other.export_weights(5, tmp_path / "v5", 1 << 30))
+            await frozen.load_weights(await export_weights(other, 5, tmp_path / "v5", 1 << 30))
         await other.close()
         shutil.rmtree(tmp_path / "v4")
         with pytest.raises(TrainingError, match="the weights of version 4 cannot be read: .*v000004"):
@@ -187,7 +188,7 @@ class TestFrozenWeights:
         with pytest.raises(TrainingError, match="does not train cannot step"):
             await frozen.step(1.0)
         with pytest.raises(TrainingError, match="workers that train take no weights from elsewhere"):
-            await policy.load_weights(await policy.export_weights(1, tmp_path, 1 << 30))
+            await policy.load_weights(await export_weights(policy, 1, tmp_path, 1 << 30))
         with pytest.raises(TrainingError, match="hold no reference model"):
             await policy.logprobs_of(rows, REF)
 

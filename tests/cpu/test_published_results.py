@@ -13,7 +13,7 @@ from benchmarks.published_model import Model, Scale, one_step_off_s, pipeline_s
 from benchmarks.published_results import SYNC_TOLERANCE, main, measure, with_linearity
 from benchmarks.published_settings import SETTINGS, Schedule, Setting, Synchronous, half_speed_requests
 
-SMALL = Scale(max_answers=64, sync_steps=4, least_steps=8, steps_per_bound=1)
+SMALL = Scale(max_answers=64, sync_steps=4, least_steps=4, least_waves=1)
 
 
 def setting_of(schedule: Schedule, devices: int) -> Setting:
