@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,8 +22,10 @@ from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
 from skyrl_async.composition.processes import Endpoint
+from skyrl_async.composition.turns import policy_in_turn, prepare_in_turn
 from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig, Schedule
 from skyrl_async.data.dataloader import _AsyncDataloader
+from skyrl_async.device_turns import DeviceGroup
 from skyrl_async.errors import ConfigError
 from skyrl_async.evaluation import Evaluator
 from skyrl_async.inference.client import InferenceEngineClient
@@ -231,13 +233,14 @@ def make_trainer(
     publisher: WeightPublisher,
     generator: Generator,
     logprobs: LogprobParts,
+    device_groups: Mapping[str, DeviceGroup],
     run_dir: Path,
     listeners: Listeners,
     trace: Trace,
     stop: StopRequest | None = None,
 ) -> FullyAsyncTrainer:
     """A trainer, with generation's side of it, over running parts; checkpoints go below ``run_dir``."""
-    trainer = config.trainer
+    trainer, in_turn = config.trainer, policy_in_turn(policy, device_groups)
     mini_batch_size = trainer.policy_mini_batch_size
     is_one_step_off = trainer.schedule is Schedule.one_step_off
     dataloader = _AsyncDataloader(prompts.train, seed=trainer.seed, num_epochs=trainer.num_epochs)
@@ -277,7 +280,7 @@ def make_trainer(
         staleness=staleness,
         buffer=buffer,
         workers=workers,
-        policy=policy,
+        policy=in_turn,
         publisher=publisher if logprobs.old is None else PublisherToWorkers(publisher, logprobs.old),
         evaluator=evaluator,
         checkpointer=Checkpointer(
@@ -299,7 +302,7 @@ def make_trainer(
         watchdog=watchdog,
         stop=stop,
         board=board,
-        prepare=stage_works(config, policy, logprobs),
+        prepare=prepare_in_turn(stage_works(config, in_turn, logprobs), device_groups),
     )
 
 

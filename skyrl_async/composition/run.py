@@ -6,7 +6,7 @@ Flows in: a checked ``Config`` and a run directory. Flows out: parts that run an
 """
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,8 +36,10 @@ from skyrl_async.composition.parts import (
     placement,
 )
 from skyrl_async.composition.processes import serving_endpoint, start_engines_and_policy, start_ray
+from skyrl_async.composition.turns import device_groups, policy_in_turn
 from skyrl_async.config.rules import DATASET_TASK
 from skyrl_async.config.schema import Config
+from skyrl_async.device_turns import DeviceGroup
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.fleet import Fleet
 from skyrl_async.metrics.trace import Trace
@@ -57,6 +59,8 @@ class Parts:
     generator: Generator
     policy: RecoveringPolicy
     logprobs: LogprobParts
+    device_groups: Mapping[str, DeviceGroup]
+    """Of the stages that take turns on devices."""
     publisher: WeightPublisher
     endpoint_url: str | None
     """Of the endpoint, with ``/v1``; None where none is served."""
@@ -128,7 +132,9 @@ async def started_parts(
             serving = serving_endpoint(config, initial, engines, max_model_len, run_dir)
             endpoint = await stack.enter_async_context(serving)
         generator = make_generator(config, client, renderer, endpoint, stack)
-        publisher = make_publisher(config, client, policy, renderer, prompts, trace, stack)
+        groups = device_groups(bundles)
+        in_turn = policy_in_turn(policy, groups)
+        publisher = make_publisher(config, client, in_turn, renderer, prompts, trace, stack)
         fleet = None
         if is_supervised(config):
             front_ends = endpoint.front_ends if endpoint else ()
@@ -140,6 +146,7 @@ async def started_parts(
             generator=generator,
             policy=policy,
             logprobs=logprobs,
+            device_groups=groups,
             publisher=publisher,
             endpoint_url=endpoint.base_url if endpoint else None,
             fleet=fleet,
@@ -166,6 +173,7 @@ def trainer_of(
         client=parts.client,
         policy=parts.policy,
         logprobs=parts.logprobs,
+        device_groups=parts.device_groups,
         publisher=parts.publisher,
         generator=parts.generator,
         run_dir=run_dir,
