@@ -783,8 +783,8 @@ class PlacementConfig:
     groups: list[list[str]] | None = doc(
         None,
         "Stages that share devices, such as [[policy,logp],[ref],[generate]]: policy (training, and what a publish gathers), logp "
-        "(recomputed log-probs), ref (reference log-probs), generate (engines). Those of a group take turns, but for engines; groups overlap. Null: "
-        "each actor reserves what num_*_per_engine and num_*_per_worker say.",
+        "(recomputed log-probs), ref (reference log-probs), generate (engines). Those of a group take turns, but for engines; groups "
+        "overlap. Null: each actor reserves what num_*_per_engine and num_*_per_worker say.",
     )
     ratios: list[float] | None = doc(
         None,
