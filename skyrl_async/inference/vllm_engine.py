@@ -327,7 +327,10 @@ class VLLMEngine:
                 loop.remove_reader(process.sentinel)
                 process.kill()
             self._llm.shutdown()
-            self._llm.engine_core.ctx._shadow_obj.destroy(linger=0)  # vLLM leaves its zmq context to the collector
+            # vLLM's own watch over the core may have begun the shutdown: it leaves the sockets for this loop to close later,
+            # and the end of their context, which vLLM leaves to the collector, waits for that.
+            self._llm.engine_core.resources()
+            self._llm.engine_core.ctx._shadow_obj.destroy(linger=0)
             error = EngineDeadError(f"engine {self.name} is gone: {reason}")
             self._llm.output_processor.propagate_error(error)
             for deadline in self._open_deadlines:

@@ -15,6 +15,7 @@ from skyrl_async.inference.ray_engine import RayEngine, start_ray_engines
 from skyrl_async.inference.vllm_engine import VLLMEngineConfig
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, SamplingParams, WeightUpdate
 from tests.engine_checks import MAX_MODEL_LEN, make_policy, make_request, wait_for_blocks
+from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -29,6 +30,15 @@ def engine_processes(log_dir: Path) -> set[psutil.Process]:
         except OSError:
             continue
     return found
+
+
+def what_became_of(pid: int) -> str:
+    """A process's state, and what each of its threads waits for in the kernel."""
+    try:
+        threads = [f"{path.parent.name}:{path.read_text()}" for path in Path(f"/proc/{pid}/task").glob("*/wchan")]
+        return f"{psutil.Process(pid).status()} {threads}"
+    except (psutil.Error, OSError):
+        return "gone"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -49,7 +59,7 @@ async def engines(
     for engine in engines:
         await engine.close()
         await engine.close()
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert not alive
 
 
@@ -205,7 +215,7 @@ async def test_a_cancelled_call_ends_its_request_in_the_engine(engines: list[Ray
     await stream.aclose()
     await asyncio.wait(calls)
     assert all(call.cancelled() for call in calls)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while (await engine.statistics())["num_requests"]:
             continue
 
@@ -217,7 +227,7 @@ async def test_an_engine_that_does_not_come_up_shows_its_last_log_lines_and_leav
     bad = VLLMEngineConfig(name="bad", policy_dir=str(policy_dir), extra_args={"max_num_batched_tokens": -1})
     with pytest.raises(EngineStartError, match=r"(?s)engine bad did not come up.*last log lines.*bad\.log"):
         await start_ray_engines([good, bad], log_dir=tmp_path)
-    _, alive = psutil.wait_procs(engine_processes(tmp_path), timeout=10)
+    _, alive = psutil.wait_procs(engine_processes(tmp_path), timeout=PATIENCE_S)
     assert not alive
 
 
@@ -225,7 +235,7 @@ async def test_an_engine_that_is_late_is_named_and_killed(ray_session: None, pol
     config = VLLMEngineConfig(name="late", policy_dir=str(policy_dir))
     with pytest.raises(EngineStartError, match=r"engine late was not up within 0.1 s \(engine.start_timeout_s\)"):
         await start_ray_engines([config], start_timeout_s=0.1, log_dir=tmp_path)
-    _, alive = psutil.wait_procs(engine_processes(tmp_path), timeout=10)
+    _, alive = psutil.wait_procs(engine_processes(tmp_path), timeout=PATIENCE_S)
     assert not alive
 
 
@@ -240,16 +250,20 @@ async def test_a_resource_that_the_cluster_lacks_is_an_error_at_once(
 async def test_a_killed_core_and_a_killed_actor_are_engine_deaths_for_calls_in_flight(engines: list[RayEngine]) -> None:
     for engine, role in zip(engines, ("core", "actor"), strict=True):
         statistics = await engine.statistics()
-        core_pid, actor_pid = statistics["core_process_id"], statistics["process_id"]
-        calls = [
-            asyncio.ensure_future(engine.generate(make_request(str(i), max_tokens=MAX_MODEL_LEN - 10)))
+        pids = {"core": statistics["core_process_id"], "actor": statistics["process_id"]}
+        calls = {
+            asyncio.create_task(engine.generate(make_request(str(i), max_tokens=MAX_MODEL_LEN - 10)), name=str(i))
             for i in range(3)
-        ]
+        }
         stream = engine.stream(make_request("stream", max_tokens=MAX_MODEL_LEN - 10))
         await anext(stream)
-        psutil.Process(core_pid if role == "core" else actor_pid).send_signal(signal.SIGKILL)
-        done, pending = await asyncio.wait(calls, timeout=10)
-        assert not pending
+        psutil.Process(pids[role]).send_signal(signal.SIGKILL)
+        calls.add(asyncio.create_task(engine.generate(make_request("just after", max_tokens=64)), name="just after"))
+        done, pending = await asyncio.wait(calls, timeout=PATIENCE_S)
+        assert not pending, (
+            f"the {role} was killed and {sorted(call.get_name() for call in pending)} wait; "
+            f"processes: { {name: what_became_of(pid) for name, pid in pids.items()} }"
+        )
         assert {type(call.exception()) for call in done} == {EngineDeadError}
         with pytest.raises(EngineDeadError, match=f"engine {engine.name} is gone"):
             async for _ in stream:
@@ -257,5 +271,6 @@ async def test_a_killed_core_and_a_killed_actor_are_engine_deaths_for_calls_in_f
         for call in (engine.pause(PauseMode.ABORT), engine.checksum(), engine.generate(make_request("late"))):
             with pytest.raises(EngineDeadError):
                 await call
-        psutil.wait_procs([psutil.Process(core_pid)] if psutil.pid_exists(core_pid) else [], timeout=10)
-        assert not psutil.pid_exists(core_pid)
+        core = pids["core"]
+        psutil.wait_procs([psutil.Process(core)] if psutil.pid_exists(core) else [], timeout=PATIENCE_S)
+        assert not psutil.pid_exists(core)

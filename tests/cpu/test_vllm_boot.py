@@ -2,8 +2,14 @@
 
 import gc
 import os
+import subprocess
+import sys
+
+import psutil
+import pytest
 
 from skyrl_async.inference.vllm_boot import _BoundForkContext
+from tests.patience import PATIENCE_S
 
 
 class Cycle:
@@ -24,7 +30,7 @@ def test_a_forked_core_leaves_its_parent_s_garbage_alone() -> None:
         Cycle(write_end)
         core = _BoundForkContext().Process(target=gc.collect)
         core.start()
-        core.join(30)
+        core.join(PATIENCE_S)
         assert core.exitcode == 0
         gc.collect()
     finally:
@@ -32,3 +38,26 @@ def test_a_forked_core_leaves_its_parent_s_garbage_alone() -> None:
     os.close(write_end)
     with os.fdopen(read_end) as found:
         assert found.read() == f"{os.getpid()} "
+
+
+SLEEPING_CORE = """
+import sys, time
+from skyrl_async.inference import vllm_boot
+
+if __name__ == "__main__":
+    core = getattr(vllm_boot, sys.argv[1])().Process(target=time.sleep, args=(1000.0,))
+    core.start()
+    print(core.pid, flush=True)
+    time.sleep(1000.0)
+"""
+
+
+@pytest.mark.parametrize("context", ["_BoundForkContext", "_BoundSpawnContext"])
+def test_a_core_does_not_outlive_a_parent_that_is_killed(context: str) -> None:
+    """``test_ray_engine`` kills the parent of a real one."""
+    with subprocess.Popen([sys.executable, "-c", SLEEPING_CORE, context], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        core = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    psutil.wait_procs([core], timeout=PATIENCE_S)
+    assert not core.is_running()
