@@ -20,6 +20,7 @@ from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
 from skyrl_async.tasks.tokenizer import train_tokenizer
 from tests.chaos.attacked_run import AttackedRun, Role
 from tests.chaos.audit import Audit, audit
+from tests.patience import PATIENCE_S
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,6 @@ KINDS = ("killed", "frozen")
 NUM_PROMPTS = 24
 _BOOT_TIMEOUT_S = 300.0
 _RECOVERY_TIMEOUT_S = 240.0
-_GONE_TIMEOUT_S = 60.0
 _MAX_DELAY_S = 3.0
 _TRAINER_FROZEN_S = 3.0
 _STEPS_AFTER = MAX_STALENESS_STEPS + 3
@@ -112,7 +112,7 @@ class Attack:
             time.sleep(_TRAINER_FROZEN_S)
             self._run.find(role, self._rng).send_signal(signal.SIGCONT)  # type: ignore[union-attr]
         elif role is Role.trainer:
-            left = self._run.wait_until_gone(_GONE_TIMEOUT_S)
+            left = self._run.wait_until_gone(PATIENCE_S)
             self._run.resume()
         survived = victim is not None and self._run.wait(
             lambda: self._run.step >= step + _STEPS_AFTER, _RECOVERY_TIMEOUT_S

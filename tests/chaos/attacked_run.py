@@ -19,6 +19,7 @@ import psutil
 
 from skyrl_async.metrics.tracker import read_rows
 from tests.chaos import environment
+from tests.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
 _MARK = "SKYRL_ASYNC_CHAOS"
@@ -125,7 +126,7 @@ class AttackedRun:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(10)
+            self._process.wait(PATIENCE_S)
 
 
 def _with_interrupts() -> None:

@@ -19,6 +19,7 @@ from skyrl_async import checkpoint as checkpoint_module
 from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
 from skyrl_async.errors import CheckpointError
 from skyrl_async.simulator.models import ModelledPolicy
+from tests.patience import PATIENCE_S
 
 
 class FilesPolicy(ModelledPolicy):
@@ -372,7 +373,7 @@ async def test_the_loop_goes_on_while_a_checkpoint_is_written(tmp_path: Path, mo
 
     def slow(handle: int) -> None:
         threads.add(threading.get_ident())
-        assert turned.wait(timeout=20)
+        assert turned.wait(timeout=PATIENCE_S)
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", slow)
@@ -391,7 +392,7 @@ async def test_a_checkpoint_that_is_given_up_leaves_no_name_behind(
 
     def slow(directory: Path, *, check: Callable[[], None]) -> None:
         loop.call_soon_threadsafe(syncing.set)
-        assert cancelled.wait(timeout=20)
+        assert cancelled.wait(timeout=PATIENCE_S)
         attest(directory, check=check)
 
     await write(tmp_path, 1, "old")

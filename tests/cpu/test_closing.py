@@ -13,6 +13,7 @@ from skyrl_async.composition.interruption import Interruption, Phase
 from skyrl_async.concurrency import first_failure, run_together
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.stopping import StopAsked
+from tests.patience import PATIENCE_S
 
 
 async def test_a_part_that_cannot_be_ended_hides_no_error_and_keeps_no_other_from_ending() -> None:
@@ -57,7 +58,7 @@ async def test_a_blocking_call_that_hangs_is_left_in_a_thread_that_no_exit_waits
 
     def hang() -> None:
         threads.append(threading.current_thread())
-        released.wait(timeout=30)
+        released.wait(timeout=PATIENCE_S)
 
     async with stack:
         stack.callback_in_thread("Ray", hang)
@@ -69,7 +70,7 @@ async def test_a_blocking_call_that_hangs_is_left_in_a_thread_that_no_exit_waits
         "Ray did not end within 0.05 s",
     ]
     assert threads[0].daemon
-    threads[0].join(timeout=30)
+    threads[0].join(timeout=PATIENCE_S)
     assert not stack.has_stuck_thread
 
 

@@ -237,13 +237,17 @@ async def trained(served: Serving, directory: Path, mode: PauseMode = PauseMode.
 
 
 async def stream(served: Serving, publish: Any, num_publishes: int) -> list[CompletionDelta]:
-    """Stream a greedy completion, and after every second block publish the next version: it is open meanwhile."""
+    """Stream a greedy completion, and after every second block publish the next version: it is open meanwhile.
+
+    The engine stands still while that version is made: a slow machine would come too late with it.
+    """
     deltas: list[CompletionDelta] = []
     version = 0
     async for delta in served.client.stream_tokens(served.prompt, GREEDY):
         deltas.append(delta)
         if len(deltas) % 2 == 0 and version < num_publishes and delta.finish_reason is None:
             version += 1
+            await served.engine.pause(PauseMode.KEEP)
             await publish(version)
     assert version == num_publishes
     return deltas

@@ -22,6 +22,7 @@ from skyrl_async.types import SamplingParams
 from tests.cpu.scripted_sampler import ScriptedSampler
 from tests.cpu.session_endpoint import HeldSampler, error_of
 from tests.cpu.tiny_chat import END, RENDERER, spelled
+from tests.patience import PATIENCE_S
 
 KEY = "right-key"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -387,7 +388,7 @@ async def test_a_client_that_leaves_cancels_its_generation(is_streamed: bool) ->
         leaving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await leaving
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await sampler.cancelled.wait()
         sampler.is_held = False
         assert (await running.post({"messages": HELLO})).status_code == 200

@@ -20,6 +20,7 @@ from skyrl_async.inference.sessions.session import SessionLimits
 from skyrl_async.inference.sessions.settings import SessionSettings
 from tests.cpu.scripted_sampler import CONTROLLER_KEY, RENDERER, RUN_KEY
 from tests.cpu.session_endpoint import PARSER, Endpoint, HeldSampler, OpenSession, endpoint, error_of, events_of, user
+from tests.patience import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [user()]}
@@ -296,7 +297,7 @@ async def test_the_sdk_resends_what_was_lost_and_gets_what_was_sampled(sampler: 
 
 async def until(is_so: Any) -> None:
     """Let the loop and its sockets run until ``is_so()``."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not is_so():  # noqa: ASYNC110 - what the server sees of a socket sets no event
             await asyncio.sleep(0)
 

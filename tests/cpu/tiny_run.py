@@ -20,6 +20,7 @@ from skyrl_async.metrics.summary import write_summary
 from skyrl_async.metrics.tracker import MetricsLog
 from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
 from skyrl_async.tasks.tokenizer import train_tokenizer
+from tests.patience import PATIENCE_S
 
 KEY = "sk-test"
 CONTROLLER_KEY = "ck-test"
@@ -81,7 +82,7 @@ def served_run(run_dir: Path) -> Iterator[Path]:
     thread = threading.Thread(target=work, name="served-run")
     thread.start()
     try:
-        host, port = started.result(timeout=30)
+        host, port = started.result(timeout=PATIENCE_S)
         root = f"http://{host}:{port}"
         endpoint = {
             "base_url": f"{root}/v1",
@@ -95,4 +96,4 @@ def served_run(run_dir: Path) -> Iterator[Path]:
     finally:
         if thread.is_alive():
             loop.call_soon_threadsafe(stopping.set)
-        thread.join(timeout=30)
+        thread.join(timeout=PATIENCE_S)

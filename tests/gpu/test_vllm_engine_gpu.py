@@ -25,6 +25,7 @@ from tests.engine_checks import (
     reference_logprobs,
     wait_for_blocks,
 )
+from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -139,7 +140,7 @@ async def test_a_killed_core_is_an_engine_death_and_leaves_no_process(tmp_path: 
     calls = [asyncio.ensure_future(engine.generate(make_request(str(i), max_tokens=450))) for i in range(3)]
     await wait_for_blocks(engine, 2)
     core.kill()
-    done, pending = await asyncio.wait(calls, timeout=10)
+    done, pending = await asyncio.wait(calls, timeout=PATIENCE_S)
     assert not pending and {type(call.exception()) for call in done} == {EngineDeadError}
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert not alive
