@@ -1,7 +1,9 @@
-"""Two ranks as Ray actors over gloo, killed and frozen: their successors hold the weights of workers that were left alone."""
+"""Policy workers killed and frozen: two ranks over gloo, whose successors hold the weights of ranks that were left alone, and a run's."""
 
 import asyncio
+import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -13,9 +15,11 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from skyrl_async.errors import TrainingError, WorkerDiedError
 from skyrl_async.heartbeat import Heartbeat
+from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.training.policy_workers import PolicyWorkers, _as_our_error
 from skyrl_async.training.recovering import RecoveringPolicy
 from skyrl_async.training.worker_process import ProcessPlace, open_if_here
+from tests.cpu.test_main import FOR_EVER, NO_VLLM, SHARED, SMALL, Command, assert_ledger_is_exact, state
 from tests.cpu.test_policy_workers import train, trajectories, weights, write_policy
 
 HEARTBEAT = Heartbeat(interval_s=1.0, timeout_s=6.0)
@@ -105,6 +109,53 @@ async def test_ranks_that_are_killed_or_frozen_anywhere_change_no_bit_of_the_wei
     assert len(group.past) == 6
     await policy.close()
     assert not any(map(is_running, group.past + group.pids))
+
+
+def kill_policy_worker(command: Command) -> None:
+    """The only one, by kill -9."""
+    children = psutil.Process(command.process.pid).children(recursive=True)
+    (worker,) = (child for child in children if "ray::_RankActor" in "".join(child.cmdline()))
+    worker.kill()
+
+
+@pytest.mark.slow
+def test_a_policy_worker_that_is_killed_is_replaced_until_restarts_are_used_up_and_then_the_run_can_be_taken_up(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "out"
+    overrides = [*SMALL, *NO_VLLM, *SHARED, f"trainer.output_dir={run_dir}", "trainer.checkpoint_interval_steps=3"]
+    with Command([*overrides, FOR_EVER, "trainer.max_restarts=1"], cwd=tmp_path) as command:
+        command.wait_for_step(1)
+        kill_policy_worker(command)
+        command.wait_for_step(5)
+        kill_policy_worker(command)
+        ended = command.finish()
+    assert ended.code == 1 and ended.orphans == ()
+    assert re.match(r"error: policy-worker-0-\w+ died in \w+ \(The actor is dead because", ended.error), ended.error
+    assert "not restarted: trainer.max_restarts=1 are used up. Continue with trainer.resume_mode=latest" in ended.error
+    first, trained = state(run_dir)[1]["step"], assert_ledger_is_exact(run_dir)
+    last = first + 6
+    resume = [f"trainer.num_steps={last}", "trainer.resume_mode=latest"]
+    with Command([*overrides, *resume], cwd=tmp_path) as command:
+        command.wait_for_step(first + 2)
+        kill_policy_worker(command)
+        outcome = command.finish()
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.orphans == ()
+    assert set(trained) < set(assert_ledger_is_exact(run_dir))
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["policy_restarts"]) == (last, 1)
+    assert "policy workers restarted" in outcome.stdout
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "reward/mean" in row]
+    assert [row["step"] for row in rows] == list(range(1, last + 1))
+    assert (rows[0]["trainer/restarts"], rows[-1]["trainer/restarts"]) == (0, 1)
+    for told in (ended.stderr, outcome.stderr):
+        assert re.search(
+            r"WARNING policy-worker-0-\w+ died in \w+ .*; restart 1 of at most trainer.max_restarts=", told
+        )
+        assert re.search(r"the policy workers are back in \w+ after [\d.]+ s .* differ by at most 0\)", told)
+        assert "Traceback" not in told
+    assert not (run_dir / "recovery").exists()
 
 
 def from_worker(cause: Exception) -> RayTaskError:

@@ -1,18 +1,20 @@
 """Runs that end otherwise than they were meant to, as processes: by bugs, by signals, by damage on the disk.
 
-With the deterministic engine, which boots faster; ``test_main`` stops a run of the default one.
+With the deterministic engine, which boots faster; ``test_main`` kills a run of the default one.
 """
 
 import os
 import shutil
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.cpu.test_main import FOR_EVER, NO_VLLM, SMALL, Command, run, state
+from tests.cpu.test_main import FOR_EVER, NO_VLLM, SMALL, Command, assert_ledger_is_exact, run, state
+from tests.patience import PATIENCE_S
 
 GENERATORS = """
 import asyncio
@@ -60,6 +62,28 @@ def test_contract_8_a_bug_ends_the_run_with_one_traceback(workplace: Path) -> No
 
 
 @pytest.mark.slow
+def test_a_run_that_is_asked_to_end_saves_its_step_and_ends_cleanly(workplace: Path) -> None:
+    out = workplace / "out"
+    overrides = [*SMALL, *NO_VLLM, FOR_EVER, f"trainer.output_dir={out}", "trainer.checkpoint_interval_steps=0"]
+    with Command([*overrides, "server.enabled=true"], cwd=workplace) as command:
+        endpoint = command.read_until("endpoint: ").rsplit("endpoint: http://127.0.0.1:", 1)[1]
+        command.wait_for_step(2)
+        command.process.send_signal(signal.SIGTERM)
+        outcome = command.finish()
+    assert outcome.code == 143, outcome.stderr
+    assert outcome.orphans == () and shared_memory(outcome.pid) == []
+    directory, saved, _ = state(out)
+    assert f"stopped after step {saved['step']}, saved in {directory}" in outcome.stderr
+    assert f"interrupted; continue with trainer.resume_mode=latest trainer.output_dir={out}" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert outcome.seconds < PATIENCE_S
+    assert saved["step"] >= 2, "no checkpoint was due, but for the stop"
+    assert_ledger_is_exact(out)
+    with socket.socket() as port:
+        assert port.connect_ex(("127.0.0.1", int(endpoint.partition("/")[0]))) != 0
+
+
+@pytest.mark.slow
 def test_a_second_run_is_refused_a_second_ctrl_c_ends_at_once_and_a_damaged_checkpoint_is_passed_over(
     workplace: Path,
 ) -> None:
@@ -83,7 +107,7 @@ def test_a_second_run_is_refused_a_second_ctrl_c_ends_at_once_and_a_damaged_chec
     newest, _, _ = state(out)
     assert f"ended at once, the last checkpoint is {newest}" in outcome.stderr
     assert not (out / "endpoint.json").exists()
-    assert outcome.seconds < 60
+    assert outcome.seconds < PATIENCE_S
 
     shutil.copytree(newest, damaged := out / "checkpoints" / "global_step_9")
     (damaged / "groups.json").write_text("[")

@@ -76,9 +76,9 @@ def test_the_audit_sees_what_is_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_real_run_survives_the_death_of_its_processes(tmp_path: Path) -> None:
-    attack = Attack(tmp_path, seed=0, roles=(Role.engine, Role.worker, Role.server), kinds=("killed",))
-    faults = list(attack.run(3))
-    assert [fault.problems for fault in faults] == [{}, {}, {}]
-    assert all(fault.survived for fault in faults)
+def test_a_real_run_survives_the_death_of_an_engine(tmp_path: Path) -> None:
+    """``tests/chaos/test_real_run.py`` kills its other processes."""
+    attack = Attack(tmp_path, seed=0, roles=(Role.engine,), kinds=("killed",))
+    (fault,) = attack.run(1)
+    assert fault.survived and fault.problems == {}
     assert attack.audit().problems() == {}

@@ -197,6 +197,17 @@ class AlwaysFailing(ModelledGenerator):
         raise RuntimeError(f"no answer for {request.prompt.uid}")
 
 
+class Mismatched(ModelledGenerator):
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        columns = {"response_token_ids": (2, 3), "loss_mask": (1, 1), "versions": (0, 0)}
+        return (Trajectory(prompt_token_ids=(1,), logprobs=(-1.0,), reward=1.0, **columns),)  # type: ignore[arg-type]
+
+
+def test_a_generator_that_returns_mismatched_lengths_ends_the_run_with_what_differs() -> None:
+    with pytest.raises(GenerationError, match=r"trajectory\.logprobs has 1 entries for 2 response tokens"):
+        simulate(LONG_TAILED, generator_over=Mismatched)
+
+
 def test_contract_8_a_run_of_few_prompts_that_all_fail_is_an_error_and_not_a_run_without_steps() -> None:
     settings = replace(LONG_TAILED, num_steps=None, num_epochs=1, num_prompts=4, max_failed_fraction=1.0)
     with pytest.raises(GenerationError, match="4 of the last 4 groups failed.*no answer for p"):
