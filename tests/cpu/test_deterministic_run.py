@@ -244,6 +244,12 @@ def plain_loop(policy_dir: Path, directory: Path) -> Outcome:
     return run_in_virtual_time(main())
 
 
+@pytest.fixture(scope="module")
+def synchronous(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The plain job: no staleness, streamed, whole mini-batches at once."""
+    return train(Job(), policy_dir, tmp_path_factory.mktemp("synchronous"))
+
+
 def request(prompt: Prompt, index: int) -> GroupRequest:
     from random import Random
 
@@ -252,24 +258,23 @@ def request(prompt: Prompt, index: int) -> GroupRequest:
 
 
 def test_contract_3_staleness_zero_gives_the_losses_and_weights_of_a_plain_loop_bit_for_bit(
-    policy_dir: Path, tmp_path: Path
+    policy_dir: Path, synchronous: Outcome, tmp_path: Path
 ) -> None:
-    asynchronous = train(Job(), policy_dir, tmp_path / "a")
-    assert asynchronous == plain_loop(policy_dir, tmp_path / "b")
-    assert len(set(asynchronous.losses)) == NUM_STEPS
+    assert synchronous == plain_loop(policy_dir, tmp_path)
+    assert len(set(synchronous.losses)) == NUM_STEPS
 
 
 def test_contract_9_streamed_accumulation_equals_the_whole_mini_batch_bit_for_bit(
-    policy_dir: Path, tmp_path: Path
+    policy_dir: Path, synchronous: Outcome, tmp_path: Path
 ) -> None:
-    streamed = train(Job(), policy_dir, tmp_path / "a")
-    assert streamed == train(Job(stream_mini_batch=False), policy_dir, tmp_path / "b")
+    assert synchronous == train(Job(stream_mini_batch=False), policy_dir, tmp_path)
 
 
-def test_contract_9_the_micro_batch_size_does_not_change_the_losses(policy_dir: Path, tmp_path: Path) -> None:
-    large = train(Job(), policy_dir, tmp_path / "a")
-    small = train(Job(micro_batch_tokens=1), policy_dir, tmp_path / "b")
-    assert small.losses == pytest.approx(large.losses, abs=1e-5)
+def test_contract_9_the_micro_batch_size_does_not_change_the_losses(
+    policy_dir: Path, synchronous: Outcome, tmp_path: Path
+) -> None:
+    small = train(Job(micro_batch_tokens=1), policy_dir, tmp_path)
+    assert small.losses == pytest.approx(synchronous.losses, abs=1e-5)
 
 
 def test_two_runs_of_the_same_job_are_equal_bit_for_bit_at_any_staleness(policy_dir: Path, tmp_path: Path) -> None:
@@ -280,12 +285,12 @@ def test_two_runs_of_the_same_job_are_equal_bit_for_bit_at_any_staleness(policy_
 @pytest.mark.parametrize(
     ("max_staleness_steps", "job"),
     [
-        pytest.param(0, STOPPED),
+        pytest.param(0, STOPPED, marks=pytest.mark.slow),
         pytest.param(1, STOPPED, marks=pytest.mark.slow),
         pytest.param(2, STOPPED, marks=pytest.mark.slow),
         pytest.param(3, STOPPED),
         pytest.param(1, DIALOGUE, marks=pytest.mark.slow),
-        pytest.param(2, DIALOGUE),
+        pytest.param(2, DIALOGUE, marks=pytest.mark.slow),
         pytest.param(3, DIALOGUE, marks=pytest.mark.slow),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else value.env_class,

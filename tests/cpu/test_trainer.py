@@ -35,6 +35,7 @@ def step_values(simulation: Simulation, name: str) -> list[float]:
     return [values[name] for _, values in simulation.logged if name in values]
 
 
+@pytest.mark.slow
 @given(
     bound=st.integers(0, 4),
     sigma=st.sampled_from([0.0, 0.8, 1.5]),
