@@ -3,6 +3,7 @@
 Each runs in an environment of its own, which uv makes and caches; the registry is all of the network that they reach.
 """
 
+import asyncio
 import json
 import os
 import shutil
@@ -140,14 +141,6 @@ async def test_mini_swe_agent_repairs_a_repository_with_tool_calls(installed: Ca
     assert all([tool["function"]["name"] for tool in e.body["tools"]] == ["bash"] for e in exchanges)
 
 
-@pytest.mark.slow
-async def test_mini_swe_agent_gives_up_at_once_where_a_cap_ends_its_session(installed: Callable[[str], str]) -> None:
-    command = installed("mini_swe_agent")
-    rows, exchanges = await play_first("mini_swe_agent", mini_swe_agent_script.script, command, max_turns=2)
-    assert [exchange.status for exchange in exchanges] == [200, 200, 401]
-    assert [(row.reward, row.num_turns, row.is_truncated) for row in rows] == [(0.0, 2, True)]
-
-
 def forgetful(conversation: str) -> str:
     """Forgets the command, and submits when told so."""
     if "Format error" not in conversation:
@@ -156,27 +149,40 @@ def forgetful(conversation: str) -> str:
 
 
 @pytest.mark.slow
-async def test_a_turn_that_mini_swe_agent_drops_for_its_format_is_a_branch_of_its_own(
-    installed: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+async def test_mini_swe_agent_gives_up_where_a_cap_ends_its_session_and_a_turn_it_drops_for_its_format_is_a_branch(
+    installed: Callable[[str], str],
 ) -> None:
-    monkeypatch.setenv("AGENT_FORMAT", "text")
-    rows, exchanges = await play_first("mini_swe_agent", forgetful, installed("mini_swe_agent"))
+    command = installed("mini_swe_agent")
+    async with asyncio.TaskGroup() as tasks:
+        capped = tasks.create_task(
+            play_first("mini_swe_agent", mini_swe_agent_script.script, command, max_turns=2), name="capped"
+        )
+        in_text = f"env AGENT_FORMAT=text {command}"
+        dropped = tasks.create_task(play_first("mini_swe_agent", forgetful, in_text), name="dropped")
+    rows, exchanges = capped.result()
+    assert [exchange.status for exchange in exchanges] == [200, 200, 401]
+    assert [(row.reward, row.num_turns, row.is_truncated) for row in rows] == [(0.0, 2, True)]
+    rows, exchanges = dropped.result()
     assert [(row.reward, row.weight, row.sample_index) for row in rows] == [(0.0, 0.5, 0)] * 2
     assert len(exchanges) == 2 and not any("tools" in e.body for e in exchanges)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("api", "path"), [("responses", "/v1/responses"), ("chat_completions", "/v1/chat/completions")]
-)
-async def test_an_agent_of_the_openai_sdk_calls_function_tools(
-    installed: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, api: str, path: str
-) -> None:
-    monkeypatch.setenv("AGENT_API", api)
-    rows, exchanges = await play_first("openai_agents", openai_agents_script.script, installed("openai_agents"))
-    assert [row.reward for row in rows] == [1.0]
-    assert_one_exact_row(rows[0], num_turns=3)
-    assert [(e.path, e.status) for e in exchanges] == [(path, 200)] * 3
+async def test_an_agent_of_the_openai_sdk_calls_function_tools_over_either_api(installed: Callable[[str], str]) -> None:
+    command = installed("openai_agents")
+    paths = {"responses": "/v1/responses", "chat_completions": "/v1/chat/completions"}
+    async with asyncio.TaskGroup() as tasks:
+        played = {
+            path: tasks.create_task(
+                play_first("openai_agents", openai_agents_script.script, f"env AGENT_API={api} {command}"), name=api
+            )
+            for api, path in paths.items()
+        }
+    for path, task in played.items():
+        rows, exchanges = task.result()
+        assert [row.reward for row in rows] == [1.0]
+        assert_one_exact_row(rows[0], num_turns=3)
+        assert [(e.path, e.status) for e in exchanges] == [(path, 200)] * 3
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from skyrl_async.inference.server.front_ends import endpoint_processes
 from skyrl_async.inference.server.process import EndpointServer, EndpointSettings
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
 from tests.cpu.tiny_chat import END, TOKENIZER, spelled
+from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
 
@@ -89,9 +90,17 @@ async def ask(url: str, api_key: str = "k") -> ChatCompletion:
         )
 
 
-async def test_an_actor_serves_over_its_own_client_and_is_gone_afterwards(tmp_path: Path, engine: Any) -> None:
-    async with endpoint_processes(settings(tmp_path), [engine]) as (front_end,):
+async def test_an_actor_serves_finishes_what_is_open_when_it_stops_and_is_gone_afterwards(
+    tmp_path: Path, engine: Any
+) -> None:
+    async with endpoint_processes(settings(tmp_path, shutdown_timeout_s=PATIENCE_S), [engine]) as (front_end,):
         reply = await ask(f"{front_end.url}/v1")
+        async with openai.AsyncOpenAI(base_url=f"{front_end.url}/v1", api_key="k", max_retries=0) as client:
+            stream = await client.chat.completions.create(model="policy", messages=HELLO, stream=True)
+            first = await anext(stream)
+            await front_end.actor.stop.remote()
+            rest = [chunk async for chunk in stream]
+        await front_end.actor.wait.remote()
     choice = reply.choices[0]
     assert choice.message.content == "hé"
     assert choice.finish_reason == "stop"
@@ -99,8 +108,12 @@ async def test_an_actor_serves_over_its_own_client_and_is_gone_afterwards(tmp_pa
     assert tuple(choice.model_extra["token_ids"]) == ANSWER
     assert choice.model_extra["num_aborts"] == 1
     assert choice.model_extra["policy_versions"] == [{"version": 3, "start": 0, "end": 4}]
+    assert first.choices[0].delta.role == "assistant"
+    assert rest[-1].choices[0].finish_reason == "stop"
     with pytest.raises(RayActorError):
         await until_dead(front_end.actor)
+    with pytest.raises(InferenceError, match=f"the front end on port {front_end.port} is gone"):
+        await front_end.follow([engine])
 
 
 async def test_a_port_in_use_reaches_the_driver_as_one_clear_error(tmp_path: Path, engine: Any) -> None:
@@ -111,12 +124,6 @@ async def test_a_port_in_use_reaches_the_driver_as_one_clear_error(tmp_path: Pat
             raise AssertionError
     taken.close()
     await taken.wait_closed()
-
-
-async def test_stopping_ends_the_wait(tmp_path: Path, engine: Any) -> None:
-    async with endpoint_processes(settings(tmp_path), [engine]) as (front_end,):
-        await front_end.actor.stop.remote()
-        await front_end.actor.wait.remote()
 
 
 async def test_any_front_end_serves_every_session_and_hands_it_to_the_one_that_holds_it(
@@ -143,19 +150,6 @@ async def test_any_front_end_serves_every_session_and_hands_it_to_the_one_that_h
         with pytest.raises(openai.AuthenticationError, match="is finished"):
             await ask(f"{first.url}/v1", made["api_key"])
         assert (await controller.get(f"{first.url}/sessions/{made['id']}")).status_code == 404
-
-
-async def test_a_stream_that_is_open_when_the_endpoint_stops_is_finished(tmp_path: Path, engine: Any) -> None:
-    async with (
-        endpoint_processes(settings(tmp_path, shutdown_timeout_s=20), [engine]) as (front_end,),
-        openai.AsyncOpenAI(base_url=f"{front_end.url}/v1", api_key="k", max_retries=0) as client,
-    ):
-        stream = await client.chat.completions.create(model="policy", messages=HELLO, stream=True)
-        first = await anext(stream)
-        await front_end.actor.stop.remote()
-        rest = [chunk async for chunk in stream]
-    assert first.choices[0].delta.role == "assistant"
-    assert rest[-1].choices[0].finish_reason == "stop"
 
 
 async def test_front_ends_follow_the_engines_that_they_are_told_of_and_hold_what_has_none(
@@ -192,10 +186,7 @@ async def test_without_engines_for_too_long_a_request_gets_503_and_when_to_come_
         assert (await ask(f"{front_end.url}/v1")).choices[0].message.content == "hé"
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-async def test_a_front_end_that_is_killed_or_frozen_is_replaced_on_its_port(
-    tmp_path: Path, engine: Any, sign: signal.Signals
-) -> None:
+async def test_a_front_end_that_is_killed_or_frozen_is_replaced_on_its_port(tmp_path: Path, engine: Any) -> None:
     quick = settings(tmp_path, heartbeat=Heartbeat(interval_s=0.2, timeout_s=5.0))
     async with (
         endpoint_processes(quick, [], num_front_ends=2) as (first, second),
@@ -203,19 +194,20 @@ async def test_a_front_end_that_is_killed_or_frozen_is_replaced_on_its_port(
     ):
         for front_end in (first, second):
             await front_end.follow([engine])
-        made = (await controller.post(f"{first.url}/sessions")).json()
-        replaced = first.actor
-        os.kill(await replaced.__ray_call__.remote(lambda self: os.getpid()), sign)
-        while first.actor is replaced:  # noqa: ASYNC110 - what is tested is that nobody is told
-            await asyncio.sleep(0.05)
-        async with openai.AsyncOpenAI(base_url=f"{first.url}/v1", api_key="k", max_retries=20) as client:
-            reply = await client.chat.completions.create(model="policy", messages=HELLO)
-        assert reply.choices[0].message.content == "hé"
-        for front_end in (first, second):
-            with pytest.raises(openai.AuthenticationError):
-                await ask(f"{front_end.url}/v1", made["api_key"])
-        again = (await controller.post(f"{first.url}/sessions")).json()
-        assert (await ask(f"{second.url}/v1", again["api_key"])).choices[0].message.content == "hé"
+        for struck, other, sign in ((first, second, signal.SIGKILL), (second, first, signal.SIGSTOP)):
+            made = (await controller.post(f"{struck.url}/sessions")).json()
+            replaced = struck.actor
+            os.kill(await replaced.__ray_call__.remote(lambda self: os.getpid()), sign)
+            while struck.actor is replaced:  # noqa: ASYNC110 - what is tested is that nobody is told
+                await asyncio.sleep(0.05)
+            async with openai.AsyncOpenAI(base_url=f"{struck.url}/v1", api_key="k", max_retries=20) as client:
+                reply = await client.chat.completions.create(model="policy", messages=HELLO)
+            assert reply.choices[0].message.content == "hé"
+            for front_end in (struck, other):
+                with pytest.raises(openai.AuthenticationError):
+                    await ask(f"{front_end.url}/v1", made["api_key"])
+            again = (await controller.post(f"{struck.url}/sessions")).json()
+            assert (await ask(f"{other.url}/v1", again["api_key"])).choices[0].message.content == "hé"
 
 
 async def test_a_front_end_may_be_told_of_engines_before_it_serves(tmp_path: Path, engine: Any) -> None:
@@ -234,10 +226,3 @@ async def test_a_front_end_that_dies_too_often_ends_the_run(tmp_path: Path, engi
 
     with pytest.raises(InferenceError, match=r"has ended \(.*server.max_restarts=0 are used up"):
         await serve()
-
-
-async def test_a_front_end_that_is_gone_is_an_error_for_who_tells_it_of_engines(tmp_path: Path, engine: Any) -> None:
-    async with endpoint_processes(settings(tmp_path), [engine]) as (front_end,):
-        pass
-    with pytest.raises(InferenceError, match=f"the front end on port {front_end.port} is gone"):
-        await front_end.follow([engine])
