@@ -10,11 +10,9 @@ when each happens, and nothing of how.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.concurrency import first_failure
@@ -25,65 +23,25 @@ from skyrl_async.metrics.overlap import OverlapThroughput
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import RunTotals, StepFigures
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.mini_batches import MiniBatches
+from skyrl_async.param_update import ParamUpdate, Publisher, TrainedStep
 from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.rollout.policies import StalenessPolicy
 from skyrl_async.rollout.preparation import Preparation, Prepare, reward_with
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.watchdog import Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers
 from skyrl_async.saving import RunSaver
 from skyrl_async.stage_board import StageBoard
-from skyrl_async.stages import Channel, Lane, StageStatus, run_stage
+from skyrl_async.stages import Channel, Lane, StageStatus
 from skyrl_async.stopping import StopAsked, StopRequest
+from skyrl_async.trainer_settings import TrainerSettings, is_due
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Group
-from skyrl_async.validation import Validation, ValidationSettings
-from skyrl_async.weight_sync.publisher import PublishTimes
+from skyrl_async.validation import Validation
 
 logger = logging.getLogger(__name__)
 
-
-class Publisher(Protocol):
-    """What the trainer needs of weight sync."""
-
-    async def publish(self, version: int) -> PublishTimes:
-        """Make every engine serve ``version``."""
-        ...
-
-    async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
-        """Prove that engines hold what is trained; figures for the metrics."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSettings:
-    """The schedule; see ``config.schema.TrainerConfig`` for what each means."""
-
-    mini_batch_size: int
-    num_steps: int | None
-    staleness_policy: StalenessPolicy
-    stream_mini_batch: bool
-    deterministic: bool
-    validation: ValidationSettings
-    checkpoint_interval_steps: int
-    check_interval_steps: int
-    """Steps between proofs that engines hold the trained weights."""
-    publish_every_steps: int = 1
-    """Optimizer steps between publishes; at most ``max_staleness_steps + 1``, or training would wait for ever."""
-    publishes_between_batches: bool = False
-    """Weights change only when the mini-batch being generated is complete."""
-    validates_only: bool = False
-    """Nothing is trained."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TrainedStep:
-    """What the train stage hands to the next one."""
-
-    version: int
-    figures: StepFigures
-    policy_values: dict[str, float]
-    """What the policy said of its optimizer step."""
+__all__ = ["FullyAsyncTrainer", "TrainerSettings"]
 
 
 class FullyAsyncTrainer:
@@ -132,7 +90,6 @@ class FullyAsyncTrainer:
         self._buffer = buffer
         self._workers = workers
         self._policy = policy
-        self._publisher = publisher
         self._trace = trace
         self._watchdog = watchdog
         self._recorder = Recorder(log=log, trace=trace, log_groups=log_groups, generation_counts=lambda: workers.counts)
@@ -146,7 +103,7 @@ class FullyAsyncTrainer:
         )
         self._board = board or StageBoard()
         self._preparation = Preparation(buffer, {"reward": reward_with(advantages), **(prepare or {})}, self._board)
-        self._trained = Channel[_TrainedStep](1)
+        self._trained = Channel[TrainedStep](1)
         self._stop = stop or StopRequest()
         self._validation = Validation(
             evaluator=evaluator,
@@ -155,10 +112,29 @@ class FullyAsyncTrainer:
             recorder=self._recorder,
             stop=self._stop,
         )
-        self._taken: list[Group] = []
+        self._mini_batches = MiniBatches(
+            settings=settings,
+            buffer=buffer,
+            staleness=staleness,
+            workers=workers,
+            recorder=self._recorder,
+            stop=self._stop,
+        )
+        self._param_update = ParamUpdate(
+            settings=settings,
+            policy=policy,
+            publisher=publisher,
+            staleness=staleness,
+            workers=workers,
+            mini_batches=self._mini_batches,
+            validation=self._validation,
+            saver=self._saver,
+            recorder=self._recorder,
+            stop=self._stop,
+            values=self._state_values,
+        )
         self._policy_step: int | None = 0
         """Optimizer steps that the policy holds; None in the midst of one."""
-        self._is_publish_cut = False
         self._beside_validation = OverlapThroughput()
         self.reward_after: float | None = None
 
@@ -218,7 +194,7 @@ class FullyAsyncTrainer:
             await self._run()
 
     async def _run(self) -> None:
-        await self._publish(self.step, is_first=True)
+        await self._param_update.publish(self.step, is_first=True)
         if self._settings.validates_only:
             result = await self._validation.before_training()
             self.reward_after = None if result is None else result.reward
@@ -230,11 +206,13 @@ class FullyAsyncTrainer:
                 self._recorder.start()
                 generating = tasks.create_task(self._workers.run(), name="generation")
                 preparing = tasks.create_task(self._preparation.run(), name="preparation")
-                updating = tasks.create_task(self._update_parameters(), name="param_update")
+                updating = tasks.create_task(
+                    self._param_update.run(self._board.stage("param_update"), self._trained), name="param_update"
+                )
                 tasks.create_task(self._validation.run(self._board.stage("validation")), name="validation")
                 await self._train()
                 await updating
-                await self._publish_the_rest()
+                await self._param_update.publish_the_rest()
                 await self._save_at_the_end()
                 generating.cancel()
                 preparing.cancel()
@@ -265,13 +243,13 @@ class FullyAsyncTrainer:
                     break
                 lane.wait_for_output()
                 await self._trained.put(trained)
-                if self._is_due(self._settings.checkpoint_interval_steps, trained.version):
+                if is_due(self._settings.checkpoint_interval_steps, trained.version):
                     await self._trained.join()
                 lane.wait_for_input()
         stage.finish()
         self._trained.close()
 
-    async def _train_step(self, lane: Lane) -> _TrainedStep | None:
+    async def _train_step(self, lane: Lane) -> TrainedStep | None:
         """One optimizer step from the next mini-batch; None when no group is left, or the run is to end."""
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -279,14 +257,14 @@ class FullyAsyncTrainer:
         validated = self._seconds_validated
         figures = StepFigures(version=version - 1, max_staleness_steps=self._staleness.max_staleness_steps)
         try:
-            async for whole in self._mini_batch(figures):
+            async for whole in self._mini_batches.groups(figures):
                 lane.process(whole.uid)
                 await self._add_gradients(whole, figures)
                 lane.wait_for_input()
             if figures.groups:
                 await self._wait_for_publish(lane, figures)
         except StopAsked:
-            logger.warning("step %d is left: %d of its groups were there", version, len(self._taken))
+            logger.warning("step %d is left: %d of its groups were there", version, len(self._mini_batches.taken))
             return None
         if not figures.groups:
             return None
@@ -298,11 +276,11 @@ class FullyAsyncTrainer:
         self._recorder.log_groups(figures.version, figures.groups)
         self._policy_step = version
         await self._staleness.notify_step(version)
-        self._taken.clear()
+        self._mini_batches.taken.clear()
         figures.add_seconds("step", loop.time() - started)
         self.totals.add_step(figures)
         self._beside_validation.add(figures.num_tokens, figures.seconds["step"], self._seconds_validated - validated)
-        return _TrainedStep(version=version, figures=figures, policy_values=policy_values)
+        return TrainedStep(version=version, figures=figures, policy_values=policy_values)
 
     async def _add_gradients(self, whole: Group, figures: StepFigures) -> None:
         """Train on a group, or on what the staleness policy leaves of it."""
@@ -320,135 +298,8 @@ class FullyAsyncTrainer:
             await self._staleness.notify_trainer_waiting(True)
             await self._trained.join()
             await self._staleness.notify_trainer_waiting(False)
-        if self._stop.is_asked and self._is_publish_cut:
+        if self._stop.is_asked and self._param_update.is_cut:
             raise StopAsked
-
-    async def _update_parameters(self) -> None:
-        """Consumes trained steps; produces policy versions; waits for engines. The work of step k+1 overlaps it, but for its step."""
-        await run_stage(
-            self._board.stage("param_update"),
-            self._trained,
-            self._bring_to_engines,
-            self._request_validation,
-            name_of=lambda trained: f"version {trained.version}",
-        )
-        self._validation.close()
-
-    async def _bring_to_engines(self, trained: _TrainedStep) -> int | None:
-        """Publish a step, where one is due, and log it; returns the version that the engines now have."""
-        version, figures = trained.version, trained.figures
-        is_published = False
-        values: dict[str, float] = {}
-        try:
-            if self._is_to_be_published(version):
-                async with self._stop.cut_short(is_patient=True):
-                    await self._validation.release_version()
-                    if self._settings.publishes_between_batches:
-                        await self._staleness.drained()
-                    values |= await self._publish(version, figures=figures)
-                is_published = True
-            values |= await self._save_if_due(version, figures)
-            if is_published:
-                await self._staleness.notify_capacity_change(version)
-            await self._workers.redraw(lambda admission: self._is_given_up(admission.scheduled_version))
-        except StopAsked:
-            self._is_publish_cut = True
-            logger.warning("step %d is trained and not published", version)
-            values |= self._recorder.count_generation()
-        except (NoEngineError, PublishError):
-            await self._workers.collect_open_tokens()  # for the last checkpoint, while engines still hold them
-            values |= self._recorder.count_generation()
-            raise
-        finally:
-            self._recorder.log_step(figures, trained.policy_values, values | self._state_values(figures))
-        return version if is_published else None
-
-    async def _publish_the_rest(self) -> None:
-        """Where the data ended between two publishes."""
-        if self.step < self.trained_step and not self._is_publish_cut:
-            await self._publish(self.trained_step)
-            await self._staleness.notify_capacity_change(self.trained_step)
-
-    async def _request_validation(self, version: int | None) -> None:
-        if version is not None and version != self._settings.num_steps:
-            self._validation.request(version)
-
-    def _is_to_be_published(self, version: int) -> bool:
-        """Also before a checkpoint, and at the end: those hold what engines serve."""
-        return (
-            self._is_due(self._settings.publish_every_steps, version)
-            or self._is_due(self._settings.checkpoint_interval_steps, version)
-            or version == self._settings.num_steps
-        )
-
-    async def _save_if_due(self, version: int, figures: StepFigures) -> dict[str, float]:
-        if not self._is_due(self._settings.checkpoint_interval_steps, version):
-            return self._recorder.count_generation()
-        with self._recorder.timed(figures, "checkpoint", track="training"):
-            return await self._saver.write(self._policy, version, self._taken)
-
-    async def _mini_batch(self, figures: StepFigures) -> AsyncIterator[Group]:
-        """The groups of the step, each as soon as it may be trained (all at once without streaming)."""
-        collected: list[Group] = []
-        for num_taken in range(self._settings.mini_batch_size):
-            with self._recorder.timed(figures, "wait_for_groups", track="waiting"):
-                async with self._stop.cut_short(is_patient=True):
-                    group = await self._next_group(self._settings.mini_batch_size - num_taken, figures)
-            if group is None:
-                break
-            self._taken.append(group)
-            await self._staleness.on_rollout_trained(group.admission_index)
-            if self._settings.stream_mini_batch:
-                yield group
-            else:
-                collected.append(group)
-        for group in sorted(collected, key=lambda g: g.admission_index):
-            yield group
-
-    def _is_given_up(self, scheduled_version: int) -> bool:
-        return self._settings.staleness_policy.is_given_up(scheduled_version, self._staleness)
-
-    async def _next_group(self, num_free: int, figures: StepFigures) -> Group | None:
-        """The oldest finished group that the staleness policy lets be trained."""
-        while (group := await self._next_finished(num_free, figures)) and self._is_given_up(group.scheduled_version):
-            await self._workers.redraw_finished(group)
-        return group
-
-    async def _next_finished(self, num_free: int, figures: StepFigures) -> Group | None:
-        """The oldest finished group that the staleness policy lets go."""
-
-        def is_allowed(group: Group) -> bool:
-            if self._settings.deterministic:
-                return group.admission_index == self._staleness.first_open_index()
-            return self._settings.staleness_policy.may_train(group, self._staleness, num_free)
-
-        held_before = self._buffer.held_seconds
-        await self._staleness.notify_trainer_waiting(not self._buffer.can_give(is_allowed))
-        group = await self._buffer.get(is_allowed)
-        await self._staleness.notify_trainer_waiting(False)
-        held_seconds = self._buffer.held_seconds - held_before
-        if held_seconds and group and not self._settings.deterministic:
-            figures.add_wait(group, held_seconds)
-        return group
-
-    async def _publish(
-        self, version: int, *, is_first: bool = False, figures: StepFigures | None = None
-    ) -> dict[str, float]:
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        times = await self._publisher.publish(version)
-        self.totals.pauses.append(times.pause)
-        if figures is not None:
-            figures.add_seconds("gather", times.gather)
-            figures.add_seconds("send", times.send)
-            figures.add_seconds("stage", times.stage)
-            figures.add_seconds("load", times.load)
-            figures.add_seconds("pause", times.pause)
-            figures.add_seconds("publish", loop.time() - started)
-        if is_first or self._is_due(self._settings.check_interval_steps, version):
-            with self._trace.span("check", track="publish", version=version):
-                return await self._publisher.check(version, is_first=is_first)
-        return {}
 
     async def _save_at_the_end(self) -> None:
         """Write a last checkpoint with what is still being generated; of a run that is stopped, whatever the interval."""
@@ -456,7 +307,7 @@ class FullyAsyncTrainer:
         is_due = self._settings.checkpoint_interval_steps and self._saver.step != step
         if self._stop.is_asked or is_due:
             with self._trace.span("checkpoint", track="training", step=step):
-                await self._saver.write(self._policy, step, self._taken, unless_known=self._stop.is_asked)
+                await self._saver.write(self._policy, step, self._mini_batches.taken, unless_known=self._stop.is_asked)
 
     async def _save_what_is_trained(self) -> None:
         """Write a checkpoint where engines failed and not the training, unless an optimizer step was cut off by that.
@@ -466,12 +317,9 @@ class FullyAsyncTrainer:
         if not self._settings.checkpoint_interval_steps or self._policy_step is None:
             return
         try:
-            await self._saver.write(self._policy, self._policy_step, self._taken, unless_known=True)
+            await self._saver.write(self._policy, self._policy_step, self._mini_batches.taken, unless_known=True)
         except SkyRLAsyncError:
             logger.exception("no checkpoint was written of step %d", self._policy_step)
-
-    def _is_due(self, interval: int, version: int) -> bool:
-        return bool(interval) and version % interval == 0
 
     def _state_values(self, figures: StepFigures) -> dict[str, float]:
         return {
