@@ -191,10 +191,11 @@ TRAINING = (Phase.TRAINING, 100.0)
 def test_what_signals_do_depends_on_the_phase(
     phases: list[tuple[Phase, float]], signals: list[float], expected: tuple[str, float]
 ) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     run = Interrupted(*phases)
     assert run.run(*((at, signal.SIGTERM) for at in signals)) == expected
     assert run.interruption.exit_code == 143
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_run_that_cannot_save_in_time_is_cancelled() -> None:

@@ -190,6 +190,7 @@ def test_any_text_survives_the_way_through_a_config_file(
 ) -> None:
     config = Config()
     config.generator.sampling.stop = stop
+    config.trainer.max_staleness_steps = config.trainer.staleness_bound
     file = tmp_path_factory.mktemp("config") / "config.yaml"
     file.write_bytes(to_yaml(config).encode())
     assert load(compose_config([], file)) == config
