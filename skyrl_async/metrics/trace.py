@@ -101,10 +101,12 @@ class Trace:
                 )
 
     def past_span(self, name: str, track: str, begin: float, end: float, **args: Any) -> None:
-        """Trace what went on from ``begin`` to ``end``, seconds on the trace's clock; on such a track they must not overlap."""
+        """Trace what went on from ``begin`` to ``end``, seconds on the trace's clock; on such a track they must not overlap.
+
+        They are not in the statistics.
+        """
         with self._lock:
             lane = self._lanes_of(track)[0]
-            self._count(track, name, end - begin)
             self._write("X", name, track, lane.thread_id, begin, {"dur": self._micros(end) - self._micros(begin)}, args)
 
     def instant(self, name: str, track: str, **args: Any) -> None:

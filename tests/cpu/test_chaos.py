@@ -23,16 +23,19 @@ class ARunUnderFaults(RuleBasedStateMachine):
         super().__init__()
         self.directory = Path(tempfile.mkdtemp())
         self.run = VirtualRun(self.directory)
+        self.num_hung = 0
 
     @rule(fault=st.sampled_from(VirtualFault), seconds=st.floats(0.0, 10.0))
     def something_happens(self, fault: VirtualFault, seconds: float) -> None:
+        self.num_hung += fault is VirtualFault.hang_sample
         self.run.happen(fault)
         self.run.go_on(seconds)
 
     def teardown(self) -> None:
         step = self.run.step
         self.run.happen(VirtualFault.fail_sample)  # also ends a full disk
-        self.run.go_on(120.0)
+        one_after_another = self.num_hung * (SETTINGS.rollout_timeout_s + SETTINGS.backoff.max_s)
+        self.run.go_on(120.0 + one_after_another)  # they may all be tries of the group that is waited for
         found = self.run.audit()
         self.run.close()
         shutil.rmtree(self.directory)

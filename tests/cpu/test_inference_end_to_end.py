@@ -96,9 +96,13 @@ def skip_repacking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """
     switch = tmp_path_factory.mktemp("switch") / "skip"
     with warnings.catch_warnings(action="ignore"):  # vLLM's own deprecations
-        from skyrl_async.inference import vllm_weight_transfer
+        from skyrl_async.inference import vllm_load_plan, vllm_weight_transfer
     original = vllm_weight_transfer._repack_shared_weights
+    shares = vllm_load_plan._multiplies_packed
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            vllm_load_plan, "_multiplies_packed", lambda layer, tensor: not switch.exists() and shares(layer, tensor)
+        )
         patch.setattr(
             vllm_weight_transfer,
             "_repack_shared_weights",

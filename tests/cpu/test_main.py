@@ -124,7 +124,7 @@ class Command:
 
     def wait_for_step(self, step: int) -> None:
         """Read until a step from ``step`` on is reported."""
-        while int(self.read_until("step ").rsplit("step ", 1)[1].partition("/")[0]) < step:
+        while not (found := re.match(r"step (\d+)", self.read_until("step ").splitlines()[-1])) or int(found[1]) < step:
             pass
 
     def finish(self, timeout_s: float = 4 * PATIENCE_S) -> "Outcome":

@@ -43,8 +43,8 @@ from tests.patience import PATIENCE_S
 
 MAX_CALLBACKS_PER_GROUP = 16.0
 MAX_BYTES_KEPT_PER_GROUP = 48
-MAX_BYTES_PER_GROUP = 400
-"""Of the peak. One finished group takes more than a thousand; the log of a step, which the simulator keeps, 125 per group."""
+MAX_BYTES_PER_GROUP = 700
+"""Of the peak. One finished group takes more than a thousand; the log of a step, which the simulator keeps, 470 per group."""
 NUM_REQUESTS = 1000
 NUM_HELD = 4300
 
