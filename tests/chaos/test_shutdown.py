@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from skyrl_async.metrics.tracker import read_rows
 from tests.cpu.test_main import FOR_EVER, NO_VLLM, SMALL, Command, assert_ledger_is_exact, run, state
 from tests.patience import PATIENCE_S
 
@@ -91,10 +92,14 @@ def test_a_second_run_is_refused_a_second_ctrl_c_ends_at_once_and_a_damaged_chec
     out = workplace / "out"
     small = [*SMALL, *NO_VLLM, "trainer.output_dir=out"]
     entrypoint = "generator.entrypoint=my_generators:make_hanging"
-    with Command([*small, FOR_EVER, entrypoint, "server.enabled=true"], cwd=workplace) as command:
+    hanging = [entrypoint, "server.enabled=true", "evaluation.pin_version=false"]  # evaluations hang, too
+    with Command([*small, FOR_EVER, *hanging], cwd=workplace) as command:
         command.wait_for_step(1)
         refused = run(*small, "trainer.resume_mode=latest", cwd=workplace)
         assert refused.code == 2 and f"in use by another run (process {command.process.pid} on" in refused.stderr
+        while max(row["step"] for row in read_rows(out / "metrics.jsonl")) < 3:
+            with pytest.raises(subprocess.TimeoutExpired):
+                command.process.wait(timeout=0.1)
         os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
         while "SIGINT: finishing the step (for at most 30 s)" not in command.stderr_path.read_text():
             with pytest.raises(subprocess.TimeoutExpired):
@@ -103,7 +108,8 @@ def test_a_second_run_is_refused_a_second_ctrl_c_ends_at_once_and_a_damaged_chec
         outcome = command.finish()
     assert outcome.code == 130, outcome.stderr
     assert outcome.orphans == () and shared_memory(outcome.pid) == []
-    assert "SIGINT: the run ends at once" in outcome.stderr and "Traceback" not in outcome.stderr
+    assert "SIGINT: the run ends at once" in outcome.stderr, outcome.stderr
+    assert "Traceback" not in outcome.stderr, outcome.stderr
     newest, _, _ = state(out)
     assert f"ended at once, the last checkpoint is {newest}" in outcome.stderr
     assert not (out / "endpoint.json").exists()

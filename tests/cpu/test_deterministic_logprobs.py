@@ -44,7 +44,7 @@ class Apart:
         async def prepare(running: Running) -> None:
             parts = LogprobParts(ref=await self._workers(), old=await self._workers())
             complete_by(running, parts, config=BOTH)
-            running.trainer._publisher = PublisherToWorkers(running.publisher, parts.old)
+            running.trainer._param_update._publisher = PublisherToWorkers(running.publisher, parts.old)
             if resume is not None:
                 await running.trainer.resume(resume)
 

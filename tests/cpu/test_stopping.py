@@ -165,7 +165,7 @@ def test_a_checkpoint_just_written_is_not_written_again(tmp_path: Path) -> None:
                 stop.ask(10.0)
                 await super().save(directory)
 
-        simulation.trainer._policy = StopsWhileSaving()
+        simulation.trainer._policy = simulation.trainer._param_update._policy = StopsWhileSaving()
         await simulation.trainer.run()
         assert simulation.trainer.step == 1
 
@@ -218,7 +218,7 @@ class NoRoomPolicy(ModelledPolicy):
 def run_with(policy: ModelledPolicy, settings: SimulationSettings, directory: Path) -> Simulation:
     async def main() -> Simulation:
         simulation = build_simulation(settings, checkpoint_dir=directory)
-        simulation.trainer._policy = policy
+        simulation.trainer._policy = simulation.trainer._param_update._policy = policy
         await simulation.trainer.run()
         return simulation
 
