@@ -1,7 +1,6 @@
 """Turns on devices that several stages share: one holder at a time, first come first served.
 
     stage ──turn()──> in line ──> holds the devices ──> lets go ──> the next in line holds them
-                                        └── wanted(): somebody waits; a holder that could go on for ever ends its turn
 
 Flows in: members that want the devices. Flows out: at most one holder per group. A group knows nothing of the others, whose turns overlap
 its own freely, and nothing of what is done in a turn.
@@ -9,9 +8,8 @@ its own freely, and nothing of what is done in a turn.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Never
 
 from skyrl_async.errors import StateError
 
@@ -105,23 +103,13 @@ class TurnLine:
         )
 
 
-class Turn:
-    """Of one holder, made by ``DeviceGroup.turn``."""
+class _Turn:
+    """Of one member that holds the devices, or waits for them."""
 
     def __init__(self, place: Place) -> None:
-        self._place = place
-        self._task = asyncio.current_task()
-        self._begun = asyncio.Event()
-        self._wanted = asyncio.Event()
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether anybody waits for its end."""
-        return self._wanted.is_set()
-
-    async def wanted(self) -> None:
-        """Wait until somebody waits for its end: at once when somebody does."""
-        await self._wanted.wait()
+        self.place = place
+        self.task = asyncio.current_task()
+        self.begun = asyncio.Event()
 
 
 class DeviceGroup:
@@ -133,10 +121,10 @@ class DeviceGroup:
 
     def __init__(self, members: Sequence[str]) -> None:
         self._line = TurnLine(members)
-        self._turns: dict[Place, Turn] = {}
+        self._turns: dict[Place, _Turn] = {}
 
     @contextlib.asynccontextmanager
-    async def turn(self, member: str) -> AsyncIterator[Turn]:
+    async def turn(self, member: str) -> AsyncIterator[None]:
         """Hold the devices in the block, after all who asked before; leaving it in any way lets go, at once.
 
         Raises ``StateError`` when the member is not of this group, and when the task holds the devices already: it would wait for
@@ -144,8 +132,8 @@ class DeviceGroup:
         """
         turn = self._enter(member)
         try:
-            await turn._begun.wait()
-            yield turn
+            await turn.begun.wait()
+            yield
         finally:
             self._leave(turn)
 
@@ -153,32 +141,26 @@ class DeviceGroup:
         """Who holds, who waits, and for how long; seconds of the running loop."""
         return self._line.statistics(asyncio.get_running_loop().time())
 
-    def _enter(self, member: str) -> Turn:
+    def _enter(self, member: str) -> _Turn:
         holder = self._line.holder
-        if holder is not None and self._turns[holder]._task is asyncio.current_task():
+        if holder is not None and self._turns[holder].task is asyncio.current_task():
             raise StateError(
                 f"{member} asks for a turn inside of one of {holder.member}, of the same task: one is enough"
             )
         place = self._line.enter(member, asyncio.get_running_loop().time())
-        turn = self._turns[place] = Turn(place)
+        turn = self._turns[place] = _Turn(place)
         self._tell()
         return turn
 
-    def _leave(self, turn: Turn) -> None:
-        self._line.leave(turn._place, asyncio.get_running_loop().time())
-        del self._turns[turn._place]
+    def _leave(self, turn: _Turn) -> None:
+        self._line.leave(turn.place, asyncio.get_running_loop().time())
+        del self._turns[turn.place]
         self._tell()
 
     def _tell(self) -> None:
-        """Let the holder know that it is, and whether it is waited for."""
-        if self._line.holder is None:
-            return
-        turn = self._turns[self._line.holder]
-        turn._begun.set()
-        if self._line.waiting:
-            turn._wanted.set()
-        else:
-            turn._wanted.clear()
+        """Let the holder know that it is."""
+        if self._line.holder is not None:
+            self._turns[self._line.holder].begun.set()
 
 
 def groups_by_member(groups: Iterable[Sequence[str]]) -> dict[str, DeviceGroup]:
@@ -188,18 +170,3 @@ def groups_by_member(groups: Iterable[Sequence[str]]) -> dict[str, DeviceGroup]:
         group = DeviceGroup(members)
         found.update(dict.fromkeys(members, group))
     return found
-
-
-async def whenever_free(
-    group: DeviceGroup, member: str, *, begin: Callable[[], Awaitable[None]], end: Callable[[], Awaitable[None]]
-) -> Never:
-    """Use the devices for ever, but for the turns of others: ``begin`` in each turn of its own, ``end`` before it lets go.
-
-    Consumes turns; produces none; waits for another member to want one; unblocked by that. An error of either lets go and is raised;
-    a cancellation lets go without ``end``.
-    """
-    while True:
-        async with group.turn(member) as turn:
-            await begin()
-            await turn.wanted()
-            await end()

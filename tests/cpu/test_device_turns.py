@@ -1,14 +1,13 @@
 """Turns on shared devices: the line by Hypothesis, its tasks in virtual time."""
 
 import asyncio
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from skyrl_async.device_turns import DeviceGroup, Place, TurnLine, groups_by_member, whenever_free
+from skyrl_async.device_turns import DeviceGroup, Place, TurnLine, groups_by_member
 from skyrl_async.errors import StateError
 from skyrl_async.simulator.clock import run_in_virtual_time
 
@@ -140,61 +139,25 @@ def test_a_cancellation_at_any_await_keeps_no_turn_and_gives_none_away(victim: i
     run_in_virtual_time(main())
 
 
-def test_a_holder_learns_that_it_is_waited_for_and_that_it_no_longer_is() -> None:
+def test_it_says_who_held_the_devices_and_who_waited_for_how_long() -> None:
     async def main() -> None:
         group = DeviceGroup(MEMBERS)
-        async with group.turn("generate") as turn:
-            assert not turn.is_wanted
 
-            async def take() -> None:
-                async with group.turn("policy"):
-                    pass
-
-            waiting = asyncio.get_running_loop().create_task(take())
-            await turn.wanted()
-            assert turn.is_wanted and group.statistics().waiting == ("policy",)
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            assert not turn.is_wanted
-
-    run_in_virtual_time(main())
-
-
-def test_generation_that_shares_its_devices_alternates_with_training() -> None:
-    async def main() -> None:
-        group, events = DeviceGroup(MEMBERS), []
-        loop = asyncio.get_running_loop()
-
-        def note(what: str) -> Any:
-            async def noted() -> None:
-                events.append((loop.time(), what))
-
-            return noted
+        async def take() -> None:
+            async with group.turn("ref"):
+                await asyncio.sleep(2)
 
         async with asyncio.TaskGroup() as tasks:
-            generating = tasks.create_task(
-                whenever_free(group, "generate", begin=note("resume"), end=note("pause")), name="generate"
-            )
-            for _ in range(2):
-                await asyncio.sleep(10)
-                async with group.turn("policy"):
-                    events.append((loop.time(), "train"))
-                    await asyncio.sleep(5)
-            await asyncio.sleep(1)
-            generating.cancel()
-        assert events == [
-            (0, "resume"),
-            (10, "pause"),
-            (10, "train"),
-            (15, "resume"),
-            (25, "pause"),
-            (25, "train"),
-            (30, "resume"),
-        ]
+            async with group.turn("policy"):
+                tasks.create_task(take())
+                await asyncio.sleep(5)
+                assert group.statistics().waiting == ("ref",)
+            await asyncio.sleep(0)
+            assert group.statistics().holder == "ref"
         found = group.statistics()
-        assert found.seconds_held == {"policy": 10, "ref": 0, "generate": 21}
-        assert found.seconds_waited == {"policy": 0, "ref": 0, "generate": 10}
-        assert found.num_turns == {"policy": 2, "ref": 0, "generate": 3}
+        assert found.seconds_held == {"policy": 5, "ref": 2, "generate": 0}
+        assert found.seconds_waited == {"policy": 0, "ref": 5, "generate": 0}
+        assert found.num_turns == {"policy": 1, "ref": 1, "generate": 0}
         assert found.holder is None
 
     run_in_virtual_time(main())

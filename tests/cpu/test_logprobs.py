@@ -1,11 +1,9 @@
 """Log-probs of rows under the policy and under a frozen reference, and training with them: one rank in this process."""
 
-import asyncio
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,12 +20,14 @@ from tests.cpu.test_fsdp_backend import (
     advantages,
     assert_equal,
     gradients,
+    make,
     num_tokens,
     trajectories,
     weights,
     write_policy,
 )
 
+__all__ = ["make"]
 Make = Callable[..., InProcessPolicy]
 POLICY, REF = LogprobModel.POLICY, LogprobModel.REF
 TEMPERATURE = 0.7
@@ -50,21 +50,6 @@ def other_directory(policy_directory: Path, tmp_path_factory: pytest.TempPathFac
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(directory)
     return directory
-
-
-@pytest.fixture
-def make(policy_directory: Path) -> Iterator[Make]:
-    """Makes policies on ``policy_directory`` that leave the process group afterwards."""
-    made: list[InProcessPolicy] = []
-
-    def make_policy(**changes: Any) -> InProcessPolicy:
-        settings = replace(TrainingSettings(policy_path=str(policy_directory), lr=1e-2), **changes)
-        made.append(InProcessPolicy(settings))
-        return made[-1]
-
-    yield make_policy
-    for policy in made:
-        asyncio.run(policy.close())
 
 
 def plain_logprobs(directory: Path, rows: Sequence[Trajectory]) -> list[Tensor]:
