@@ -4,8 +4,8 @@
     start ──> update ──────────────────────────────────────────────────> swap, or load ──> finish
 
 Flows in: ``update_info`` dictionaries ``{"path": file}``. Flows out: the model's weights, replaced in place on CPU or
-CUDA. vLLM imports this module in each worker (``worker_extension_cls``), which registers the backend there. It knows
-neither versions nor pauses: nothing may run in the engine between the start and the finish of an update.
+CUDA. vLLM imports this module in each worker (``worker_extension_cls``), which registers the backend there, and asks the kernel for the
+CPU's matrix tiles. It knows neither versions nor pauses: nothing may run in the engine between the start and the finish of an update.
 """
 
 import contextlib
@@ -210,3 +210,5 @@ def _input_width(module: torch.nn.Module) -> int:
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, ShmWeightTransferEngine)
+# Where the CPU has AMX, vLLM's attention in bfloat16 uses it unasked, and Linux ends a process that did not ask (SIGILL).
+torch.cpu._init_amx()

@@ -115,6 +115,17 @@ async def test_logprobs_are_those_of_a_float32_forward_at_the_sampling_temperatu
 
 
 @pytest.mark.slow
+async def test_bfloat16_weights_are_served_within_the_limit_of_the_probe(
+    policy_dir: Callable[[int, bool], Path],
+) -> None:
+    engine = await start(policy_dir(0, False), "bfloat16", dtype="bfloat16")
+    output = await engine.generate(make_request("a", max_tokens=100, temperature=1.0))
+    expected = reference_logprobs(policy_dir(0, False), PROMPTS[0], output, 1.0)
+    assert (torch.tensor(output.logprobs) - expected).abs().max() < 0.3
+    await engine.close()
+
+
+@pytest.mark.slow
 async def test_the_likeliest_tokens_are_those_of_a_float32_forward_whole_and_in_blocks(
     engine_0: VLLMEngine, policy_dir: Callable[[int, bool], Path]
 ) -> None:
