@@ -164,6 +164,7 @@ def overrides_of(directory: Path) -> list[str]:
     return [
         "policy=hf",
         f"policy.path={directory / 'policy'}",
+        "policy.dtype=float32",
         "task=dataset",
         f"task.train_files=[{directory / 'prompts.jsonl'}]",
         "task.env_class=tests.chaos.environment:ChildEnv",
