@@ -38,6 +38,8 @@ class MicroBatch:
     """(N,) int64 into the B * T flattened positions: where the logits that predict each sampled token are."""
     targets: Tensor
     """(N,) int64, the sampled tokens."""
+    row_indices: Tensor
+    """(N,) int64, ascending: the row of each, 0 to B - 1."""
     behavior_logprobs: Tensor
     """(N,) float32, nats."""
     advantages: Tensor
@@ -109,6 +111,7 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
     num_columns = max((row.num_tokens for row in rows), default=1)
     input_ids = torch.zeros((max(len(rows), 1), num_columns), dtype=torch.int64)
     positions: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+    row_indices: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
     versions: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
     behavior_logprobs: list[Tensor] = [torch.empty(0)]
     advantages: list[Tensor] = [torch.empty(0)]
@@ -121,6 +124,7 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         input_ids[index, : row.num_tokens] = torch.tensor(trajectory.prompt_token_ids + trajectory.response_token_ids)
         sampled = torch.tensor(trajectory.loss_mask, dtype=torch.bool).nonzero().flatten()  # (n,) into the response
         positions.append(sampled + (index * num_columns + num_prompt_tokens - 1))
+        row_indices.append(torch.full((len(sampled),), index, dtype=torch.int64))
         versions.append(torch.tensor(trajectory.versions, dtype=torch.int64)[sampled])
         behavior_logprobs.append(torch.tensor(trajectory.logprobs, dtype=torch.float32)[sampled])
         advantages.append(torch.full((len(sampled),), row.advantage * trajectory.weight, dtype=torch.float32))
@@ -130,6 +134,7 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         input_ids=input_ids.to(device),
         positions=where.to(device),
         targets=input_ids.flatten()[where + 1].to(device),
+        row_indices=torch.cat(row_indices).to(device),
         behavior_logprobs=torch.cat(behavior_logprobs).to(device),
         advantages=torch.cat(advantages).to(device),
         weights=torch.cat(weights).to(device),

@@ -84,6 +84,7 @@ def test_padding_follows_the_rows_and_only_sampled_tokens_are_predicted() -> Non
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]]
     assert batch.positions.tolist() == [1, 3, 7]
     assert batch.targets.tolist() == [3, 5, 9]
+    assert batch.row_indices.tolist() == [0, 0, 1]
     assert batch.behavior_logprobs.tolist() == [-3.0, -5.0, -9.0]
     assert batch.advantages.tolist() == [0.5, 0.5, -2.0]
     assert batch.weights.tolist() == [1.0, 1.0, 1.0]

@@ -110,6 +110,7 @@ class TestObjective:
             input_ids=where.unsqueeze(0),
             positions=where,
             targets=where,
+            row_indices=where,
             behavior_logprobs=tensor(-0.6, -2.8, -1.2),
             advantages=tensor(0.5, -1.0, 0.25),
             weights=tensor(*self.WEIGHTS),
