@@ -14,34 +14,35 @@ class Deadlines:
     def __init__(self) -> None:
         self._open: dict[asyncio.Timeout, float] = {}
         """Deadline -> seconds that it had left when they stood still last."""
-        self._is_still = False
+        self._reasons: set[str] = set()
+        """Why they stand still; none: time passes."""
 
     @asynccontextmanager
     async def within(self, timeout_s: float) -> AsyncIterator[None]:
         """Like ``asyncio.timeout``, of the time in which the deadlines do not stand still. Raises ``TimeoutError``."""
-        async with asyncio.timeout(None if self._is_still else timeout_s) as deadline:
+        async with asyncio.timeout(None if self._reasons else timeout_s) as deadline:
             self._open[deadline] = timeout_s
             try:
                 yield
             finally:
                 del self._open[deadline]
 
-    def stand_still(self) -> None:
-        """No time passes from now on. Idempotent."""
-        if self._is_still:
+    def stand_still(self, why: str = "no engine") -> None:
+        """No time passes from now on, until ``go_on`` was called for every reason. Idempotent."""
+        was_still, self._reasons = bool(self._reasons), self._reasons | {why}
+        if was_still:
             return
-        self._is_still = True
         for deadline in self._running():
             when = deadline.when()
             assert when is not None
             self._open[deadline] = when - asyncio.get_running_loop().time()
             deadline.reschedule(None)
 
-    def go_on(self) -> None:
-        """Time passes again. Idempotent."""
-        if not self._is_still:
+    def go_on(self, why: str = "no engine") -> None:
+        """Time passes again, unless another reason is left. Idempotent."""
+        was_still, self._reasons = bool(self._reasons), self._reasons - {why}
+        if self._reasons or not was_still:
             return
-        self._is_still = False
         for deadline in self._running():
             deadline.reschedule(asyncio.get_running_loop().time() + self._open[deadline])
 

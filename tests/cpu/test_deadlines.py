@@ -69,3 +69,18 @@ def test_what_ends_in_time_is_not_disturbed_by_what_comes_later() -> None:
         await asyncio.sleep(10.0)
 
     run_in_virtual_time(main())
+
+
+def test_with_two_reasons_to_stand_still_time_passes_when_both_are_gone() -> None:
+    async def main() -> float:
+        deadlines, loop = Deadlines(), asyncio.get_running_loop()
+        deadlines.stand_still("no engine")
+        deadlines.stand_still("others compute")
+        loop.call_at(5.0, deadlines.go_on, "no engine")
+        loop.call_at(8.0, deadlines.go_on, "others compute")
+        with pytest.raises(TimeoutError):
+            async with deadlines.within(2.0):
+                await asyncio.Event().wait()
+        return loop.time()
+
+    assert run_in_virtual_time(main()) == pytest.approx(10.0)
