@@ -122,6 +122,7 @@ class DeviceGroup:
     def __init__(self, members: Sequence[str]) -> None:
         self._line = TurnLine(members)
         self._turns: dict[Place, _Turn] = {}
+        self._entered = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def turn(self, member: str) -> AsyncIterator[None]:
@@ -130,27 +131,58 @@ class DeviceGroup:
         Raises ``StateError`` when the member is not of this group, and when the task holds the devices already: it would wait for
         itself.
         """
-        turn = self._enter(member)
+        turn = await self._begun(member)
         try:
-            await turn.begun.wait()
             yield
         finally:
             self._leave(turn)
+
+    @contextlib.asynccontextmanager
+    async def turn_unless_held(self, member: str) -> AsyncIterator[None]:
+        """The same; in a turn of the member that this task holds already, the block is a part of that one."""
+        if self._is_held_here(member):
+            yield
+            return
+        async with self.turn(member):
+            yield
+
+    async def wanted(self) -> None:
+        """Wait until a member is in line behind the holder. Unblocked by one that asks for a turn."""
+        while not self._line.waiting:
+            self._entered.clear()
+            await self._entered.wait()
 
     def statistics(self) -> TurnStatistics:
         """Who holds, who waits, and for how long; seconds of the running loop."""
         return self._line.statistics(asyncio.get_running_loop().time())
 
+    async def _begun(self, member: str) -> _Turn:
+        turn = self._enter(member)
+        try:
+            await turn.begun.wait()
+        except BaseException:
+            self._leave(turn)
+            raise
+        return turn
+
     def _enter(self, member: str) -> _Turn:
         holder = self._line.holder
-        if holder is not None and self._turns[holder].task is asyncio.current_task():
+        if holder is not None and self._is_held_here(holder.member):
             raise StateError(
                 f"{member} asks for a turn inside of one of {holder.member}, of the same task: one is enough"
             )
         place = self._line.enter(member, asyncio.get_running_loop().time())
         turn = self._turns[place] = _Turn(place)
+        self._entered.set()
         self._tell()
         return turn
+
+    def _is_held_here(self, member: str) -> bool:
+        """Whether the running task holds the devices as this member."""
+        holder = self._line.holder
+        if holder is None or holder.member != member:
+            return False
+        return self._turns[holder].task is asyncio.current_task()
 
     def _leave(self, turn: _Turn) -> None:
         self._line.leave(turn.place, asyncio.get_running_loop().time())
@@ -161,6 +193,36 @@ class DeviceGroup:
         """Let the holder know that it is."""
         if self._line.holder is not None:
             self._turns[self._line.holder].begun.set()
+
+
+class Sitting:
+    """A turn over several calls of one task, which lets go before it waits for anybody else.
+
+    Args:
+        group: whose devices; None where the member has them for itself: then nothing is waited for.
+        member: name of the stage.
+    """
+
+    def __init__(self, group: DeviceGroup | None = None, member: str = "") -> None:
+        self._group = group
+        self._member = member
+        self._turn: _Turn | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether there is nothing to wait for before computing."""
+        return self._group is None or self._turn is not None
+
+    async def take(self) -> None:
+        """Hold the devices, after all who asked before; nothing to do where they are held. Raises what ``DeviceGroup.turn`` raises."""
+        if self._group is not None and self._turn is None:
+            self._turn = await self._group._begun(self._member)
+
+    def leave(self) -> None:
+        """Let go. Idempotent."""
+        turn, self._turn = self._turn, None
+        if self._group is not None and turn is not None:
+            self._group._leave(turn)
 
 
 def groups_by_member(groups: Iterable[Sequence[str]]) -> dict[str, DeviceGroup]:

@@ -7,6 +7,7 @@ Flows in: prepared groups. Flows out: those of a step, oldest admitted first. Do
 
 from collections.abc import AsyncIterator
 
+from skyrl_async.device_turns import Sitting
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.rollout.buffer import GroupBuffer
@@ -25,6 +26,7 @@ class MiniBatches:
         buffer, staleness, workers: generation's side.
         recorder: times the waiting.
         stop: ends it early.
+        turn: is left while a group is waited for.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class MiniBatches:
         workers: GenerationWorkers,
         recorder: Recorder,
         stop: StopRequest,
+        turn: Sitting,
     ) -> None:
         self._settings = settings
         self._buffer = buffer
@@ -43,6 +46,7 @@ class MiniBatches:
         self._workers = workers
         self._recorder = recorder
         self._stop = stop
+        self._turn = turn
         self.taken: list[Group] = []
         """Groups of the step in progress: finished and untrained, for checkpoints; whoever trains them clears it."""
 
@@ -79,7 +83,10 @@ class MiniBatches:
             return self._settings.staleness_policy.may_train(group, self._staleness, num_free)
 
         held_before = self._buffer.held_seconds
-        await self._staleness.notify_trainer_waiting(not self._buffer.can_give(is_allowed))
+        must_wait = not self._buffer.can_give(is_allowed)
+        if must_wait:
+            self._turn.leave()
+        await self._staleness.notify_trainer_waiting(must_wait)
         group = await self._buffer.get(is_allowed)
         await self._staleness.notify_trainer_waiting(False)
         held_seconds = self._buffer.held_seconds - held_before

@@ -17,6 +17,7 @@ from pathlib import Path
 from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.concurrency import first_failure
 from skyrl_async.data.dataloader import _AsyncDataloader
+from skyrl_async.device_turns import Sitting
 from skyrl_async.errors import CheckpointError, NoEngineError, PublishError, SkyRLAsyncError
 from skyrl_async.evaluation import Evaluator
 from skyrl_async.metrics.overlap import OverlapThroughput
@@ -56,6 +57,7 @@ class FullyAsyncTrainer:
         advantages: rewards of a group -> one advantage per sample; the work of the reward stage.
         prepare: further stages between a finished group and training: name -> work, in order.
         board: of the stages, those of generation included.
+        turn: the devices that training shares with others; None: with nobody.
         log: takes (step, values) for each step.
         trace: one span per stage.
         log_groups: takes (policy version trained at, groups) of each step.
@@ -83,6 +85,7 @@ class FullyAsyncTrainer:
         watchdog: Watchdog | None = None,
         prepare: Mapping[str, Prepare] | None = None,
         board: StageBoard | None = None,
+        turn: Sitting | None = None,
     ) -> None:
         self._settings = settings
         self._dataloader = dataloader
@@ -104,6 +107,7 @@ class FullyAsyncTrainer:
         self._board = board or StageBoard()
         self._preparation = Preparation(buffer, {"reward": reward_with(advantages), **(prepare or {})}, self._board)
         self._trained = Channel[TrainedStep](1)
+        self._turn = turn or Sitting()
         self._stop = stop or StopRequest()
         self._validation = Validation(
             evaluator=evaluator,
@@ -119,6 +123,7 @@ class FullyAsyncTrainer:
             workers=workers,
             recorder=self._recorder,
             stop=self._stop,
+            turn=self._turn,
         )
         self._param_update = ParamUpdate(
             settings=settings,
@@ -239,7 +244,11 @@ class FullyAsyncTrainer:
         with stage.lane() as lane:
             lane.wait_for_input()
             while not self._is_done() and not self._stop.is_asked:
-                if (trained := await self._train_step(lane)) is None:
+                try:
+                    trained = await self._train_step(lane)
+                finally:
+                    self._turn.leave()
+                if trained is None:
                     break
                 lane.wait_for_output()
                 await self._trained.put(trained)
@@ -269,6 +278,7 @@ class FullyAsyncTrainer:
         if not figures.groups:
             return None
         lane.process(f"step {version}")
+        await self._take_turn(figures)
         self._policy_step = None
         with self._recorder.timed(figures, "optimizer_step", track="training"):
             policy_values = await self._policy.step(figures.loss_tokens)
@@ -285,15 +295,23 @@ class FullyAsyncTrainer:
     async def _add_gradients(self, whole: Group, figures: StepFigures) -> None:
         """Train on a group, or on what the staleness policy leaves of it."""
         version = figures.version
+        await self._take_turn(figures)
         group = self._settings.staleness_policy.trained_part(whole, version, figures.max_staleness_steps)
         with self._recorder.timed(figures, "forward_backward", track="training"):
             sums = await self._policy.forward_backward(group.trajectories, group.advantages, version)
         figures.add_group(group, sums, whole.num_sampled_tokens - group.num_sampled_tokens)
 
+    async def _take_turn(self, figures: StepFigures) -> None:
+        """Have the devices, until groups or engines are waited for, or the step is made."""
+        if not self._turn.is_held:
+            with self._recorder.timed(figures, "wait_for_devices", track="waiting"):
+                await self._turn.take()
+
     async def _wait_for_publish(self, lane: Lane, figures: StepFigures) -> None:
         """Weights stay as they are until the engines have them. Raises ``StopAsked`` when that was given up."""
         lane.process(f"step {figures.version + 1}")
         lane.wait_for_output()
+        self._turn.leave()
         with self._recorder.timed(figures, "wait_for_publish", track="waiting"):
             await self._staleness.notify_trainer_waiting(True)
             await self._trained.join()

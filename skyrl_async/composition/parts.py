@@ -22,7 +22,7 @@ from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
 from skyrl_async.composition.processes import Endpoint
-from skyrl_async.composition.turns import policy_in_turn, prepare_in_turn
+from skyrl_async.composition.turns import policy_in_turn, prepare_in_turn, training_turn, turn_values
 from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig, Schedule
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.device_turns import DeviceGroup
@@ -50,6 +50,7 @@ from skyrl_async.training.protocol import Policy
 from skyrl_async.training.recovering import RecoveringPolicy
 from skyrl_async.types import Group, PauseMode, SamplingParams
 from skyrl_async.validation import ValidationSettings
+from skyrl_async.weight_sync.engine_turns import HoldEngines
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from skyrl_async.weight_sync.room import require_room
 
@@ -164,6 +165,7 @@ def make_publisher(
     prompts: Prompts,
     trace: Trace,
     stack: contextlib.ExitStack | contextlib.AsyncExitStack,
+    hold_engines: HoldEngines = contextlib.nullcontext,
 ) -> WeightPublisher:
     directory = stack.enter_context(_shared_memory_directory())
     publisher = WeightPublisher(
@@ -179,6 +181,7 @@ def make_publisher(
         max_logprob_gap=config.trainer.max_engine_logprob_gap,
         verify_checksums=config.weight_sync.verify_checksums,
         max_retries=config.weight_sync.max_retries,
+        hold_engines=hold_engines,
     )
     stack.callback(publisher.close)
     return publisher
@@ -294,6 +297,7 @@ def make_trainer(
             {
                 "trainer/restarts": float(policy.num_restarts + logprobs.num_restarts),
                 **publisher.lag_values(),
+                **turn_values(device_groups),
                 **values,
             },
         ),
@@ -303,6 +307,7 @@ def make_trainer(
         stop=stop,
         board=board,
         prepare=prepare_in_turn(stage_works(config, in_turn, logprobs), device_groups),
+        turn=training_turn(device_groups),
     )
 
 

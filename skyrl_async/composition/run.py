@@ -6,7 +6,8 @@ Flows in: a checked ``Config`` and a run directory. Flows out: parts that run an
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,12 +37,13 @@ from skyrl_async.composition.parts import (
     placement,
 )
 from skyrl_async.composition.processes import serving_endpoint, start_engines_and_policy, start_ray
-from skyrl_async.composition.turns import device_groups, policy_in_turn
+from skyrl_async.composition.turns import device_groups, engine_turns, policy_in_turn
 from skyrl_async.config.rules import DATASET_TASK
 from skyrl_async.config.schema import Config
 from skyrl_async.device_turns import DeviceGroup
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.fleet import Fleet
+from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.stopping import StopRequest
@@ -90,6 +92,76 @@ async def started_parts(
         checkpoint: what will be resumed; one of another model is refused before anything boots.
         stack: ends the parts; it knows afterwards what did not end.
     """
+    plan = _planned(config, checkpoint, say)
+    async with stack or ClosingStack() as stack:
+        say("starting Ray")
+        await start_ray(config, stack)
+        bundles = await reserve_devices(config, stack)
+        if bundles is not None:
+            announce(bundles.plan.table())
+        say("booting engines, preparing the policy")
+        num_steps = num_planned_steps(config, plan.prompts)
+        engines, policy = await start_engines_and_policy(
+            config, stack, plan.files, plan.initial, run_dir, num_steps, bundles
+        )
+        logprobs = await start_logprob_workers(config, stack, plan.files, plan.initial, bundles)
+        chat = plan.chat or load_chat(plan.initial, config.policy.trust_remote_code)
+        client = _client(config, engines, chat)
+        endpoint = None
+        if config.serves_endpoint:
+            say("starting the endpoint")
+            serving = serving_endpoint(config, plan.initial, engines, client.max_model_len, run_dir)
+            endpoint = await stack.enter_async_context(serving)
+        groups = device_groups(bundles)
+        turns = engine_turns(
+            groups,
+            client,
+            shortest_s=config.placement.shortest_generate_turn_s,
+            is_busy=lambda: (
+                endpoint is not None or client.pool.is_busy
+            ),  # who comes by the endpoint is not in this pool
+            trace=trace,
+            clock=time.monotonic,
+        )
+        in_turn = policy_in_turn(policy, groups)
+        hold_engines = turns.holding if turns else contextlib.nullcontext
+        generator = make_generator(config, client, chat.renderer, endpoint, stack)
+        publisher = make_publisher(config, client, in_turn, chat.renderer, plan.prompts, trace, stack, hold_engines)
+        fleet = None
+        if is_supervised(config):
+            front_ends = endpoint.front_ends if endpoint else ()
+            fleet = make_fleet(
+                config, client, plan.initial, run_dir, front_ends=front_ends, say=announce, bundles=bundles
+            )
+            await stack.enter_async_context(fleet.supervising())
+        if turns is not None:
+            await stack.enter_async_context(turns.running())
+        yield Parts(
+            prompts=fitting_prompts(plan.prompts, chat.renderer, client.max_model_len, say),
+            client=client,
+            generator=generator,
+            policy=policy,
+            logprobs=logprobs,
+            device_groups=groups,
+            publisher=publisher,
+            endpoint_url=endpoint.base_url if endpoint else None,
+            fleet=fleet,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What is known and checked before anything boots."""
+
+    prompts: Prompts
+    files: PolicyFiles
+    initial: Path
+    """The policy's directory as training begins with it."""
+    chat: Chat | None
+
+
+def _planned(config: Config, checkpoint: Path | None, say: Say) -> _Plan:
+    """Refuse what can be refused without a process. Raises ``ConfigError`` and ``PolicyError``."""
     check_generator(config)
     prompts = prepare_prompts(config)
     files = PolicyFiles(config, prompts, say)
@@ -103,54 +175,19 @@ async def started_parts(
         # Somebody's own prompts may not fit: say so before anything boots. Built-in ones do, and loading takes seconds.
         chat = load_chat(initial, config.policy.trust_remote_code)
         prompts = fitting_prompts(prompts, chat.renderer, known_context(config, initial), say)
-    async with stack or ClosingStack() as stack:
-        say("starting Ray")
-        await start_ray(config, stack)
-        bundles = await reserve_devices(config, stack)
-        if bundles is not None:
-            announce(bundles.plan.table())
-        say("booting engines, preparing the policy")
-        engines, policy = await start_engines_and_policy(
-            config, stack, files, initial, run_dir, num_planned_steps(config, prompts), bundles
-        )
-        logprobs = await start_logprob_workers(config, stack, files, initial, bundles)
-        max_model_len = min(engine.max_model_len for engine in engines)
-        chat = chat or load_chat(initial, config.policy.trust_remote_code)
-        tokenizer, renderer = chat.tokenizer, chat.renderer
-        client = InferenceEngineClient(
-            engines,
-            tokenizer=tokenizer,
-            max_model_len=max_model_len,
-            renderer=renderer,
-            carries_tokens=is_supervised(config),
-            engine_wait_s=None if is_supervised(config) else 0.0,
-            placement=placement(config),
-        )
-        endpoint = None
-        if config.serves_endpoint:
-            say("starting the endpoint")
-            serving = serving_endpoint(config, initial, engines, max_model_len, run_dir)
-            endpoint = await stack.enter_async_context(serving)
-        generator = make_generator(config, client, renderer, endpoint, stack)
-        groups = device_groups(bundles)
-        in_turn = policy_in_turn(policy, groups)
-        publisher = make_publisher(config, client, in_turn, renderer, prompts, trace, stack)
-        fleet = None
-        if is_supervised(config):
-            front_ends = endpoint.front_ends if endpoint else ()
-            fleet = make_fleet(config, client, initial, run_dir, front_ends=front_ends, say=announce, bundles=bundles)
-            await stack.enter_async_context(fleet.supervising())
-        yield Parts(
-            prompts=fitting_prompts(prompts, renderer, max_model_len, say),
-            client=client,
-            generator=generator,
-            policy=policy,
-            logprobs=logprobs,
-            device_groups=groups,
-            publisher=publisher,
-            endpoint_url=endpoint.base_url if endpoint else None,
-            fleet=fleet,
-        )
+    return _Plan(prompts=prompts, files=files, initial=initial, chat=chat)
+
+
+def _client(config: Config, engines: Sequence[InferenceEngine], chat: Chat) -> InferenceEngineClient:
+    return InferenceEngineClient(
+        engines,
+        tokenizer=chat.tokenizer,
+        max_model_len=min(engine.max_model_len for engine in engines),
+        renderer=chat.renderer,
+        carries_tokens=is_supervised(config),
+        engine_wait_s=None if is_supervised(config) else 0.0,
+        placement=placement(config),
+    )
 
 
 def trainer_of(

@@ -1,33 +1,70 @@
 """Stages that share devices take turns on them.
 
-    placement.groups ──> a line per group ──> policy, ref, logp: one at a time, first come first served
+    placement.groups ──> a line per group ──> policy, ref, logp, engines: one at a time, first come first served
 
-Flows in: reserved devices, a policy, the work of stages. Flows out: the same, each in its turn. Generation takes no turns: its engines
-share their devices with whatever else is placed there. Knows nothing of what is done in a turn.
+Flows in: reserved devices, a policy, engines, the work of stages. Flows out: the same, each in its turn. Knows nothing of what is done in a
+turn.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from skyrl_async.composition.bundles import Bundles
-from skyrl_async.device_turns import DeviceGroup, groups_by_member
+from skyrl_async.config.device_plan import PlannedGroup
+from skyrl_async.device_turns import DeviceGroup, Sitting, groups_by_member
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
+from skyrl_async.weight_sync.engine_turns import GENERATE, EngineTurns
 
-_TAKE_TURNS = ("policy", "ref", "logp")
+_WITH_WORKERS = ("policy", "ref", "logp")
 
 
 def device_groups(bundles: Bundles | None) -> Mapping[str, DeviceGroup]:
     """The stages that take turns, and on which devices; a stage that has its devices for itself is left out."""
     if bundles is None:
         return {}
-    shared = [
-        members
-        for group in bundles.plan.groups
-        if len(members := [stage for stage in _TAKE_TURNS if stage in group.sizes]) > 1
-    ]
+    shared = [members for group in bundles.plan.groups if len(members := members_of(group)) > 1]
     return groups_by_member(shared)
+
+
+def members_of(group: PlannedGroup) -> list[str]:
+    """Who computes on its devices: stages with workers of their own, and engines, wherever they run."""
+    members = [stage for stage in _WITH_WORKERS if stage in group.sizes]
+    return members + [GENERATE] * (GENERATE in group.stages)
+
+
+def engine_turns(
+    groups: Mapping[str, DeviceGroup],
+    client: InferenceEngineClient,
+    *,
+    shortest_s: float,
+    is_busy: Callable[[], bool],
+    trace: Trace,
+    clock: Callable[[], float],
+) -> EngineTurns | None:
+    """Generation's turns; None where engines have their devices for themselves. For the arguments see ``EngineTurns``."""
+    if GENERATE not in groups:
+        return None
+    return EngineTurns(client, groups[GENERATE], shortest_s=shortest_s, is_busy=is_busy, trace=trace, clock=clock)
+
+
+def training_turn(groups: Mapping[str, DeviceGroup]) -> Sitting:
+    """What the trainer holds over the groups it has at once and its optimizer step, instead of a turn for each."""
+    return Sitting(groups.get("policy"), "policy")
+
+
+def turn_values(groups: Mapping[str, DeviceGroup]) -> dict[str, float]:
+    """What the turns of each stage came to so far, as metrics."""
+    values = {}
+    for member, group in groups.items():
+        turns = group.statistics()
+        values[f"devices/{member}/turns"] = float(turns.num_turns[member])
+        values[f"devices/{member}/held_seconds"] = turns.seconds_held[member]
+        values[f"devices/{member}/waited_seconds"] = turns.seconds_waited[member]
+    return values
 
 
 def prepare_in_turn(works: Mapping[str, Prepare], groups: Mapping[str, DeviceGroup]) -> dict[str, Prepare]:
@@ -63,27 +100,27 @@ class PolicyInTurn:
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
     ) -> dict[str, float]:
         """See ``Policy``."""
-        async with self._group.turn("policy"):
+        async with self._group.turn_unless_held("policy"):
             return await self._policy.forward_backward(trajectories, advantages, version)
 
     async def step(self, num_tokens: float) -> dict[str, float]:
         """See ``Policy``."""
-        async with self._group.turn("policy"):
+        async with self._group.turn_unless_held("policy"):
             return await self._policy.step(num_tokens)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """See ``Policy``."""
-        async with self._group.turn("policy"):
+        async with self._group.turn_unless_held("policy"):
             return await self._policy.logprobs(token_ids)
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
         """See ``Policy``."""
-        async with self._group.turn("policy"):
+        async with self._group.turn_unless_held("policy"):
             return await self._policy.logprobs_of(trajectories, model)
 
     async def gather_weights(self, version: int) -> int:
         """See ``Policy``."""
-        async with self._group.turn("policy"):
+        async with self._group.turn_unless_held("policy"):
             return await self._policy.gather_weights(version)
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:

@@ -783,8 +783,8 @@ class PlacementConfig:
     groups: list[list[str]] | None = doc(
         None,
         "Stages that share devices, such as [[policy,logp],[ref],[generate]]: policy (training, and what a publish gathers), logp "
-        "(recomputed log-probs), ref (reference log-probs), generate (engines). Those of a group take turns, but for engines; groups "
-        "overlap. Null: each actor reserves what num_*_per_engine and num_*_per_worker say.",
+        "(recomputed log-probs), ref (reference log-probs), generate (engines). Those of a group take turns; groups overlap. "
+        "Null: each actor reserves what num_*_per_engine and num_*_per_worker say.",
     )
     ratios: list[float] | None = doc(
         None,
@@ -796,6 +796,11 @@ class PlacementConfig:
         None,
         "CPU slots of a Ray of the run's own; null: one per core. Slots are counted, not enforced: more of them than cores share these.",
     )
+    shortest_generate_turn_s: float = doc(
+        1.0,
+        "Seconds that a turn of generation lasts at least, where its engines share devices (placement.groups), have requests, and others "
+        "wait: what bounds how often devices change hands, and how long training waits.",
+    )
     num_cpus_per_engine: float = doc(0.0, "CPU slots Ray reserves per engine.")
     num_gpus_per_engine: float | None = doc(None, "GPUs per engine; null: engine.tensor_parallel_size on cuda, else 0.")
     num_cpus_per_worker: float = doc(0.0, "CPU slots Ray reserves per policy worker.")
@@ -804,6 +809,8 @@ class PlacementConfig:
     def __post_init__(self) -> None:
         slots = self.num_cpu_slots
         require(slots is None or slots >= 1, "placement.num_cpu_slots", ">= 1 or null", slots)
+        shortest_s = self.shortest_generate_turn_s
+        require(shortest_s >= 0, "placement.shortest_generate_turn_s", ">= 0", shortest_s)
 
 
 @dataclass

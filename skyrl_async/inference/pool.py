@@ -137,6 +137,11 @@ class EnginePool:
         """Whether it is worth waiting for an engine when there is none."""
         return self._wait_s != 0 and self.verdict is None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call of this client's is open in an engine that takes requests."""
+        return any(self._router.num_running(name) for name in self._router.engine_names)
+
     @asynccontextmanager
     async def seat(self, session_id: str | None, generation_id: str, request: EngineRequest) -> AsyncIterator[Seat]:
         """A place for one call of a generation, in the engine that it was moved to, the session's own, or the one with most room.

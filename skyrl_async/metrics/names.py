@@ -65,6 +65,9 @@ METRICS: dict[str, Metric] = {
     ),
     "timing/wait_for_groups": Metric("s", "Trainer waiting for generation."),
     "timing/wait_for_publish": Metric("s", "Trainer waiting for engines to have the step before, gradients in hand."),
+    "timing/wait_for_devices": Metric(
+        "s", "Trainer waiting for its turn on devices that others share; absent without."
+    ),
     "timing/forward_backward": Metric("s", "Forward and backward passes."),
     "timing/optimizer_step": Metric("s", "Clipping and optimizer."),
     "timing/publish": Metric("s", "From the trainer's weights to every engine serving them."),
@@ -141,6 +144,9 @@ METRICS: dict[str, Metric] = {
     "stage/<name>/waiting_for_output_share": Metric(
         "share", "The same, waiting for the next stage: back-pressure; for `dataloader`, the staleness credits."
     ),
+    "devices/<stage>/turns": Metric("turns", "On devices that it shares with others, since the run began."),
+    "devices/<stage>/held_seconds": Metric("s", "Of those turns."),
+    "devices/<stage>/waited_seconds": Metric("s", "Waited for them."),
     "engines/lag_steps_max": Metric(
         "steps", "Completed by the trainer and not yet served by an engine: the largest lag of any since the last line."
     ),

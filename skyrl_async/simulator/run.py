@@ -8,12 +8,15 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from skyrl_async.checkpoint import Checkpointer
+from skyrl_async.composition.turns import engine_turns, policy_in_turn, prepare_in_turn, training_turn
 from skyrl_async.data.dataloader import _AsyncDataloader
+from skyrl_async.device_turns import DeviceGroup, groups_by_member
 from skyrl_async.evaluation import Evaluator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
@@ -22,86 +25,22 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.deadlines import Deadlines
 from skyrl_async.rollout.generator import Generator
-from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff, OnLostSamples
 from skyrl_async.rollout.policies import staleness_policy
 from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.watchdog import Sources, Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
+from skyrl_async.simulator.settings import SimulationSettings
 from skyrl_async.stage_board import StageBoard, trace_stages
 from skyrl_async.stopping import StopRequest
 from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
-from skyrl_async.types import Group, PauseMode, Prompt, SamplingParams
+from skyrl_async.types import Group, Prompt, SamplingParams
 from skyrl_async.validation import ValidationSettings
+from skyrl_async.weight_sync.engine_turns import EngineTurns
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationSettings:
-    """What is simulated; seconds are virtual."""
-
-    mini_batch_size: int = 8
-    """Groups per step."""
-    group_size: int = 2
-    """Trajectories per group."""
-    max_staleness_steps: int = 2
-    staleness_policy: str = "wait"
-    num_steps: int | None = 20
-    num_prompts: int = 64
-    num_epochs: int | None = None
-    num_workers: int | None = None
-    """Groups in flight; None: all that the credits allow."""
-    limits_buffered_groups: bool = False
-    num_engines: int = 2
-    tokens_per_second: float = 100.0
-    half_speed_requests: float = 170.0
-    max_num_seqs: int | None = None
-    """Requests running at once in an engine; None: no limit."""
-    block_tokens: int = 16
-    """Of a stream; the larger, the faster is the simulation."""
-    oldest_weight: float | None = None
-    """Of requests in their engine, see ``inference.placement``; None: the default of runs, 1: all alike."""
-    mean_tokens: float = 1000.0
-    sigma: float = 0.8
-    """Of the lognormal lengths."""
-    longest_over_mean: float = 8.0
-    """Where they are cut, in means."""
-    seconds_per_token: float = 0.0
-    """Of training."""
-    step_seconds: float = 0.0
-    stage_seconds: float = 0.0
-    load_seconds: float = 0.0
-    engine_wait_s: float | None = 0.0
-    """How long requests wait when there is no engine; None: until one comes."""
-    gather_seconds: float = 0.0
-    send_seconds: float = 0.0
-    publish_every_steps: int = 1
-    is_one_step_off: bool = False
-    """See ``config.schema.Schedule``; ``max_staleness_steps`` is to be 1, and ``stream_mini_batch`` false."""
-    max_publish_retries: int = 0
-    stream_mini_batch: bool = True
-    deterministic: bool = False
-    pause_mode: PauseMode = PauseMode.ABORT
-    checkpoint_interval_steps: int = 0
-    eval_interval_steps: int = 0
-    num_eval_prompts: int = 0
-    """Played before, while and after training."""
-    pins_eval_version: bool = True
-    validates_only: bool = False
-    rollout_timeout_s: float = 1e9
-    max_retries: int = 0
-    max_failed_fraction: float = 0.5
-    on_lost_samples: OnLostSamples = OnLostSamples.TRAIN_REST
-    backoff: Backoff = NO_BACKOFF
-    stall_warning_s: float | None = None
-    """What takes longer is named; None watches nothing."""
-    seed: int = 0
-
-    @property
-    def max_tokens(self) -> int:
-        """Where lengths are cut."""
-        return round(self.longest_over_mean * self.mean_tokens)
+__all__ = ["Simulation", "SimulationSettings", "build_simulation", "lognormal_length"]
 
 
 @dataclass(slots=True)
@@ -117,8 +56,15 @@ class Simulation:
     buffer: GroupBuffer
     workers: GenerationWorkers
     publisher: WeightPublisher
+    device_groups: Mapping[str, DeviceGroup]
+    engine_turns: EngineTurns | None
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """(step, values) as the trainer logged them."""
+
+    async def run(self) -> None:
+        """The trainer's run, with generation's turns beside it where it shares devices."""
+        async with self.engine_turns.running() if self.engine_turns else nullcontext():
+            await self.trainer.run()
 
 
 class _NoText:
@@ -177,6 +123,16 @@ def build_simulation(
         gather_seconds=settings.gather_seconds,
         send_seconds=settings.send_seconds,
     )
+    device_groups = groups_by_member([settings.shared_by] if settings.shared_by else [])
+    in_turn = policy_in_turn(policy, device_groups)
+    turns = engine_turns(
+        device_groups,
+        client,
+        shortest_s=settings.shortest_generate_turn_s,
+        is_busy=lambda: client.pool.is_busy,
+        trace=trace,
+        clock=loop.time,
+    )
     prompts = _prompts(settings)
     dataloader = _AsyncDataloader(prompts, seed=settings.seed, num_epochs=settings.num_epochs)
     credits = settings.mini_batch_size * (settings.max_staleness_steps + 1)
@@ -206,11 +162,12 @@ def build_simulation(
     )
     publisher = WeightPublisher(
         client=client,
-        policy=policy,
+        policy=in_turn,
         directory=Path("unused"),
         bucket_bytes=1,
         pause_mode=settings.pause_mode,
         max_retries=settings.max_publish_retries,
+        hold_engines=turns.holding if turns else nullcontext,
         trace=trace,
         clock=loop.time,
     )
@@ -228,12 +185,13 @@ def build_simulation(
         staleness=staleness,
         buffer=buffer,
         workers=workers,
-        policy=policy,
+        policy=in_turn,
         publisher=publisher,
         evaluator=_evaluator(settings, generator, prompts, client.pool.deadlines),
         checkpointer=Checkpointer(checkpoint_dir, max_to_keep=max_checkpoints_to_keep) if checkpoint_dir else None,
         advantages=advantages,
-        prepare=prepare_with(policy),
+        prepare=prepare_in_turn(prepare_with(policy), device_groups),
+        turn=training_turn(device_groups),
         log=lambda step, values: logged.append((step, values)),
         log_groups=log_groups,
         trace=trace,
@@ -241,7 +199,20 @@ def build_simulation(
         watchdog=watchdog,
         board=board,
     )
-    return Simulation(trainer, engines, policy, client, dataloader, staleness, buffer, workers, publisher, logged)
+    return Simulation(
+        trainer=trainer,
+        engines=engines,
+        policy=policy,
+        client=client,
+        dataloader=dataloader,
+        staleness=staleness,
+        buffer=buffer,
+        workers=workers,
+        publisher=publisher,
+        device_groups=device_groups,
+        engine_turns=turns,
+        logged=logged,
+    )
 
 
 def _placement(settings: SimulationSettings) -> PlacementSettings | None:

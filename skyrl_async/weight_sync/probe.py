@@ -7,26 +7,49 @@ layer can stay stale behind equal checksums; the log-probs of the next tokens th
 import math
 import uuid
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.training.protocol import Policy
-from skyrl_async.types import EngineRequest, SamplingParams
+from skyrl_async.types import EngineOutput, EngineRequest, SamplingParams
+from skyrl_async.weight_sync.engine_turns import HoldEngines
 
 _NUM_TOKENS = 24
 
 
 async def engine_logprob_gap(
-    client: InferenceEngineClient, policy: Policy, prompt_token_ids: Sequence[int], version: int
+    client: InferenceEngineClient,
+    policy: Policy,
+    prompt_token_ids: Sequence[int],
+    version: int,
+    *,
+    hold_engines: HoldEngines = nullcontext,
 ) -> float:
     """Let every engine sample 24 tokens after the prompt and return the largest ``|log pi_engine - log pi_trainer|``.
 
     A prompt that leaves less room is cut at its beginning. NaN where one of them is. Raises ``PublishError`` when an engine
-    stamps its tokens with another version, and ``NoEngineError`` when none answers. A weight update must not be under way.
+    stamps its tokens with another version, and ``NoEngineError`` when none answers. A weight update must not be under way. Where engines
+    share devices with the policy, they sample in one turn of theirs, and it computes in its own.
     """
-    gaps: list[float] = []
     prompt = tuple(prompt_token_ids)[-max(1, client.max_model_len - _NUM_TOKENS) :]
     budget = min(_NUM_TOKENS, client.max_model_len - len(prompt))
+    async with hold_engines():
+        outputs = await _sampled(client, prompt, budget, version)
+    if not outputs:
+        raise NoEngineError("no inference engine survived the probe; see the run's log for the first failure")
+    gaps: list[float] = []
+    for output in outputs:
+        trained = (await policy.logprobs([*prompt, *output.token_ids]))[-len(output.token_ids) :]
+        gaps += [abs(a - b) for a, b in zip(output.logprobs, trained, strict=True)]
+    return max(gaps, key=lambda gap: math.inf if math.isnan(gap) else gap)
+
+
+async def _sampled(
+    client: InferenceEngineClient, prompt: tuple[int, ...], budget: int, version: int
+) -> list[EngineOutput]:
+    """What each engine that survives it says after the prompt."""
+    outputs = []
     for engine in client.engines:
         request = EngineRequest(
             request_id=f"probe-{uuid.uuid4().hex}",
@@ -42,11 +65,8 @@ async def engine_logprob_gap(
             raise PublishError(
                 f"{engine.name} stamps tokens with {sorted(set(output.versions))}, expected version {version}"
             )
-        trained = (await policy.logprobs([*prompt, *output.token_ids]))[-len(output.token_ids) :]
-        gaps += [abs(a - b) for a, b in zip(output.logprobs, trained, strict=True)]
-    if not gaps:
-        raise NoEngineError("no inference engine survived the probe; see the run's log for the first failure")
-    return max(gaps, key=lambda gap: math.inf if math.isnan(gap) else gap)
+        outputs.append(output)
+    return outputs
 
 
 def check_gap(gap: float, limit: float, version: int) -> None:

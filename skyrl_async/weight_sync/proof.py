@@ -13,6 +13,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.protocol import Policy
+from skyrl_async.weight_sync.engine_turns import HoldEngines
 from skyrl_async.weight_sync.probe import check_gap, engine_logprob_gap
 from skyrl_async.weight_sync.switch import EngineSwitch
 
@@ -33,6 +34,7 @@ class EngineProof:
         trace: Trace,
         probe_prompt_token_ids: Sequence[int],
         max_logprob_gap: float,
+        hold_engines: HoldEngines,
     ) -> None:
         self._client = client
         self._policy = policy
@@ -40,6 +42,7 @@ class EngineProof:
         self._trace = trace
         self._probe_prompt_token_ids = tuple(probe_prompt_token_ids)
         self._max_logprob_gap = max_logprob_gap
+        self._hold_engines = hold_engines
         self._attested: tuple[int, str] | None = None
         """(version, the checksum that engines agreed on)."""
 
@@ -66,7 +69,9 @@ class EngineProof:
         if not self._probe_prompt_token_ids:
             return {}
         with self._trace.span("probe", track="publish", version=version):
-            gap = await engine_logprob_gap(self._client, self._policy, self._probe_prompt_token_ids, version)
+            gap = await engine_logprob_gap(
+                self._client, self._policy, self._probe_prompt_token_ids, version, hold_engines=self._hold_engines
+            )
         check_gap(gap, self._max_logprob_gap, version)
         return {"async/engine_logprob_gap": gap}
 

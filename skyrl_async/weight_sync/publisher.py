@@ -13,7 +13,7 @@ import logging
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +24,7 @@ from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import PauseMode, WeightUpdate
+from skyrl_async.weight_sync.engine_turns import HoldEngines
 from skyrl_async.weight_sync.lag import LagMonitor
 from skyrl_async.weight_sync.proof import EngineProof
 from skyrl_async.weight_sync.room import require_room
@@ -77,6 +78,7 @@ class WeightPublisher:
         max_logprob_gap: nats per token past which that comparison fails.
         verify_checksums: compare the engines' checksums after every publish, not after the first alone.
         max_retries: times that sending or loading is tried again where it failed, before it is an error.
+        hold_engines: engines have their devices in its block, where they share them.
         clock: seconds, for the times reported.
     """
 
@@ -95,6 +97,7 @@ class WeightPublisher:
         max_logprob_gap: float = 0.0,
         verify_checksums: bool = False,
         max_retries: int = 0,
+        hold_engines: HoldEngines = nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -107,6 +110,7 @@ class WeightPublisher:
         self._trace = trace
         self._verify_checksums = verify_checksums
         self._max_retries = max_retries
+        self._hold_engines = hold_engines
         self._clock = clock
         self._shelf = VersionShelf()
         self._shelf_changed = asyncio.Event()
@@ -123,6 +127,7 @@ class WeightPublisher:
             trace=trace,
             probe_prompt_token_ids=probe_prompt_token_ids,
             max_logprob_gap=max_logprob_gap,
+            hold_engines=hold_engines,
         )
         self._engines_change = asyncio.Lock()
         self.lag = LagMonitor()
@@ -210,16 +215,17 @@ class WeightPublisher:
     async def admission(self, engine: InferenceEngine) -> AsyncIterator[None]:
         """Bring an engine to the version being served and prove it; in the block it may begin to serve. See ``pool.Admission``.
 
-        Before the first publish there is nothing to load; without a dual buffer it waits for the version that is being sent. Raises
-        ``PublishError`` and ``EngineDeadError``: it must not serve.
+        Before the first publish there is nothing to load; without a dual buffer it waits for the version that is being sent. Where engines
+        share devices, it is done in their turn. Raises ``PublishError`` and ``EngineDeadError``: it must not serve.
         """
         while True:
             await self._until(lambda: not self._shelf.is_bare)
             async with self._engines_change:
                 if self._shelf.is_bare:
                     continue
-                await self._bring_up(engine)
-                yield
+                async with self._hold_engines():
+                    await self._bring_up(engine)
+                    yield
                 return
 
     async def _bring_up(self, engine: InferenceEngine) -> None:
@@ -254,7 +260,8 @@ class WeightPublisher:
             if sent is None:
                 return None
             try:
-                return await self._switch_to(sent)
+                async with self._hold_engines():
+                    return await self._switch_to(sent)
             except PublishError:
                 if not is_last_try:
                     discard(self._shelf.put_back())

@@ -73,14 +73,15 @@ class EngineSwitch:
         expected.
         """
         try:
-            await self.everywhere("pause", lambda engine: engine.pause(self._pause_mode), engines)
+            await self.pause(engines)
+            self._require(engines, "pause")
             loading = self._clock()
             with self._trace.span("load", track="publish", version=update.version):
                 await self._load(engines, update, before, serving_version)
             loaded = self._clock()
             await self._rearrange(engines)
         finally:
-            await self._resume(engines)
+            await self.resume(engines)
         self._require(engines, "resume")
         return loaded - loading
 
@@ -92,6 +93,18 @@ class EngineSwitch:
         answers = await self._on_each(what, call, engines)
         self._require(engines, what)
         return answers
+
+    async def pause(self, engines: list[InferenceEngine]) -> None:
+        """Have all of them sample nothing; on return each has acknowledged it. Those that die leave the list."""
+        await self._on_each("pause", lambda engine: engine.pause(self._pause_mode), engines)
+
+    async def resume(self, engines: list[InferenceEngine]) -> None:
+        """Resume every engine, again where a cancellation cut that short: engines may serve others than this run."""
+        try:
+            await self._on_each("resume", lambda engine: engine.resume(), engines)
+        except asyncio.CancelledError:
+            await self._on_each("resume", lambda engine: engine.resume(), engines)
+            raise
 
     async def bury(self, engine: InferenceEngine, error: EngineDeadError) -> None:
         """Drop a dead engine, and see that it serves nobody else either."""
@@ -151,14 +164,6 @@ class EngineSwitch:
                 raise EngineDeadError(f"{engine.name} was closed: it cannot go back to {before.version}") from error
 
         await self.everywhere("roll back", load, engines)
-
-    async def _resume(self, engines: list[InferenceEngine]) -> None:
-        """Resume every engine, again where a cancellation cut that short: engines may serve others than this run."""
-        try:
-            await self._on_each("resume", lambda engine: engine.resume(), engines)
-        except asyncio.CancelledError:
-            await self._on_each("resume", lambda engine: engine.resume(), engines)
-            raise
 
     async def _on_each(self, what: str, call: EngineCall, engines: list[InferenceEngine]) -> dict[str, Any]:
         answers: dict[str, Any] = {}

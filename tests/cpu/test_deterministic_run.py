@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 from skyrl_async.algorithms.advantages import grpo_advantages
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint import Checkpointer, read_state
+from skyrl_async.composition.turns import engine_turns, policy_in_turn, training_turn
 from skyrl_async.data.dataloader import _AsyncDataloader
+from skyrl_async.device_turns import groups_by_member
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.deterministic_engine import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
@@ -28,6 +31,7 @@ from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import GroupRequest, PauseMode, Prompt, SamplingParams
 from skyrl_async.validation import ValidationSettings
+from skyrl_async.weight_sync.engine_turns import EngineTurns
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 SIZES = PolicySizes(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
@@ -96,6 +100,8 @@ class Job:
     check_interval_steps: int = 1
     env_class: str = "letters"
     sampling: SamplingParams = SAMPLING
+    shared_by: tuple[str, ...] = ()
+    """Stages on the same devices."""
     training: dict[str, Any] = field(default_factory=dict)
     """More settings of the policy."""
 
@@ -115,6 +121,7 @@ class Running:
     workers: GenerationWorkers
     dataloader: _AsyncDataloader
     staleness: _AsyncStalenessManager
+    turns: EngineTurns | None
     logged: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -140,9 +147,14 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
     client = InferenceEngineClient([engine], tokenizer=tokenizer, max_model_len=256)
     settings = TrainingSettings(policy_path=str(policy_dir), lr=1e-2, micro_batch_tokens=job.micro_batch_tokens)
     policy = InProcessPolicy(replace(settings, **job.training))
+    groups = groups_by_member([job.shared_by] if job.shared_by else [])
+    in_turn = policy_in_turn(policy, groups)
+    clock = asyncio.get_running_loop().time
+    turns = engine_turns(groups, client, shortest_s=0.05, is_busy=lambda: client.pool.is_busy, trace=trace, clock=clock)
     publisher = WeightPublisher(
         client=client,
-        policy=policy,
+        policy=in_turn,
+        hold_engines=turns.holding if turns else nullcontext,
         directory=directory / "buckets",
         bucket_bytes=1 << 20,
         pause_mode=PauseMode.ABORT,
@@ -186,7 +198,8 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         staleness=staleness,
         buffer=buffer,
         workers=workers,
-        policy=policy,
+        policy=in_turn,
+        turn=training_turn(groups),
         publisher=publisher,
         evaluator=None,
         checkpointer=Checkpointer(directory / "checkpoints", max_to_keep=0),
@@ -194,7 +207,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         log=lambda step, values: running[0].logged.append(values),
         trace=trace,
     )
-    running.append(Running(trainer, engine, policy, publisher, workers, dataloader, staleness))
+    running.append(Running(trainer, engine, policy, publisher, workers, dataloader, staleness, turns))
     return running[0]
 
 
@@ -207,7 +220,8 @@ def train(
             preparation = before(running)
             if preparation is not None:
                 await preparation
-            await running.trainer.run()
+            async with running.turns.running() if running.turns else nullcontext():
+                await running.trainer.run()
             losses = [values["policy/loss"] for values in running.logged if "policy/loss" in values]
             return Outcome(losses, await running.engine.checksum())
         finally:
@@ -262,6 +276,20 @@ def test_contract_3_staleness_zero_gives_the_losses_and_weights_of_a_plain_loop_
 ) -> None:
     assert synchronous == plain_loop(policy_dir, tmp_path)
     assert len(set(synchronous.losses)) == NUM_STEPS
+
+
+def test_engines_that_share_their_devices_with_the_policy_change_no_bit_of_the_losses(
+    policy_dir: Path, synchronous: Outcome, tmp_path: Path
+) -> None:
+    """Its probes and its publishes come in turns too."""
+    assert synchronous == train(Job(shared_by=("policy", "generate")), policy_dir, tmp_path)
+
+
+@pytest.mark.slow
+def test_nor_does_it_of_dialogues_whose_episodes_are_frozen_in_any_turn(policy_dir: Path, tmp_path: Path) -> None:
+    job = Job(env_class="dialogue")
+    shared = train(replace(job, shared_by=("policy", "ref", "generate")), policy_dir, tmp_path / "shared")
+    assert shared == train(job, policy_dir, tmp_path / "separate")
 
 
 def test_contract_9_streamed_accumulation_equals_the_whole_mini_batch_bit_for_bit(

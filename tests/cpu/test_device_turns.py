@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from skyrl_async.device_turns import DeviceGroup, Place, TurnLine, groups_by_member
+from skyrl_async.device_turns import DeviceGroup, Place, Sitting, TurnLine, groups_by_member
 from skyrl_async.errors import StateError
 from skyrl_async.simulator.clock import run_in_virtual_time
 
@@ -200,5 +200,41 @@ def test_a_stage_of_another_group_gets_no_turn() -> None:
             async with group.turn("reward"):
                 pytest.fail("had a turn")
         assert group.statistics().holder is None
+
+    run_in_virtual_time(main())
+
+
+def test_a_sitting_is_one_turn_over_several_calls_until_it_is_left() -> None:
+    async def main() -> None:
+        group = DeviceGroup(MEMBERS)
+        sitting = Sitting(group, "policy")
+        assert not sitting.is_held
+        await sitting.take()
+        await sitting.take()
+        async with group.turn_unless_held("policy"):
+            assert group.statistics().num_turns["policy"] == 1
+        other = asyncio.ensure_future(group.wanted())
+        waiting = asyncio.ensure_future(Sitting(group, "ref").take())
+        await other
+        assert sitting.is_held and not waiting.done()
+        sitting.leave()
+        sitting.leave()
+        await waiting
+        assert group.statistics().holder == "ref" and not sitting.is_held
+        taking = asyncio.ensure_future(sitting.take())
+        await group.wanted()
+        taking.cancel()
+        await asyncio.wait([taking])
+        assert group.statistics().waiting == () and not sitting.is_held
+
+    run_in_virtual_time(main())
+
+
+def test_a_sitting_without_a_group_holds_what_nobody_else_wants() -> None:
+    async def main() -> None:
+        sitting = Sitting()
+        assert sitting.is_held
+        await sitting.take()
+        sitting.leave()
 
     run_in_virtual_time(main())

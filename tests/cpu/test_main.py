@@ -51,7 +51,7 @@ LONG_ANSWERS = "generator.sampling.max_tokens=120"
 NO_VLLM = ("engine=deterministic", "logging.tensorboard=false", "evaluation.num_prompts=0")
 FOR_EVER = "trainer.num_steps=100000"
 SEPARATE = ("placement.groups=[[policy],[generate]]", "placement.devices=[1,1]", "placement.num_cpu_slots=2")
-SHARED = ("placement.groups=[[policy,generate]]", "placement.devices=[1]")
+SHARED = ("placement.groups=[[policy,generate]]", "placement.devices=[1]", "placement.shortest_generate_turn_s=0.2")
 SUMMARY_KEYS = {
     "reward_before",
     "reward_after",
@@ -359,6 +359,28 @@ def test_which_stages_have_which_devices_is_shown_and_logged(
     ):
         assert line in outcome.stdout and line in log
     assert "while the run was ended" not in outcome.stderr
+
+
+@pytest.mark.slow
+def test_an_engine_and_a_policy_on_one_device_take_turns_on_it(workplace: Path) -> None:
+    run_dir = workplace / "shared"
+    outcome = run(*SMALL, *SHARED, LONG_ANSWERS, "trainer.num_steps=4", f"trainer.output_dir={run_dir}", cwd=workplace)
+    assert outcome.code == 0, outcome.stderr
+    assert "[policy,generate]  1  policy: training.num_workers=1; generate: engine.num_engines=1" in outcome.stdout
+    spans = [event for event in json.loads((run_dir / "trace.json").read_text()) if event["ph"] == "X"]
+    times = {name: [] for name in ("others compute", "forward_backward", "optimizer_step", "load")}
+    for span in spans:
+        if span["name"] in times:
+            times[span["name"]].append((span["ts"], span["ts"] + span["dur"]))
+    paused = times.pop("others compute")
+    for name in ("forward_backward", "optimizer_step"):
+        assert times[name]
+        assert all(any(a <= begin and end <= b for a, b in paused) for begin, end in times[name]), name
+    assert times["load"]
+    assert not any(a < end and begin < b for a, b in paused for begin, end in times["load"]), "loaded in others' turn"
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "reward/mean" in row]
+    assert len(rows) == 4 and sum(row["generate/tokens"] for row in rows) > 0
+    assert 4 <= rows[-1]["devices/policy/turns"] <= rows[-1]["devices/generate/turns"] + 1
 
 
 @pytest.mark.slow

@@ -1,0 +1,79 @@
+"""What is simulated, as values.
+
+Flows in: nothing. Flows out: sizes and speeds that ``simulator.run`` builds a run of.
+"""
+
+from dataclasses import dataclass
+
+from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff, OnLostSamples
+from skyrl_async.types import PauseMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationSettings:
+    """What is simulated; seconds are virtual."""
+
+    mini_batch_size: int = 8
+    """Groups per step."""
+    group_size: int = 2
+    """Trajectories per group."""
+    max_staleness_steps: int = 2
+    staleness_policy: str = "wait"
+    num_steps: int | None = 20
+    num_prompts: int = 64
+    num_epochs: int | None = None
+    num_workers: int | None = None
+    """Groups in flight; None: all that the credits allow."""
+    limits_buffered_groups: bool = False
+    num_engines: int = 2
+    tokens_per_second: float = 100.0
+    half_speed_requests: float = 170.0
+    max_num_seqs: int | None = None
+    """Requests running at once in an engine; None: no limit."""
+    block_tokens: int = 16
+    """Of a stream; the larger, the faster is the simulation."""
+    oldest_weight: float | None = None
+    """Of requests in their engine, see ``inference.placement``; None: the default of runs, 1: all alike."""
+    mean_tokens: float = 1000.0
+    sigma: float = 0.8
+    """Of the lognormal lengths."""
+    longest_over_mean: float = 8.0
+    """Where they are cut, in means."""
+    seconds_per_token: float = 0.0
+    """Of training."""
+    step_seconds: float = 0.0
+    stage_seconds: float = 0.0
+    load_seconds: float = 0.0
+    engine_wait_s: float | None = 0.0
+    """How long requests wait when there is no engine; None: until one comes."""
+    gather_seconds: float = 0.0
+    send_seconds: float = 0.0
+    publish_every_steps: int = 1
+    is_one_step_off: bool = False
+    """See ``config.schema.Schedule``; ``max_staleness_steps`` is to be 1, and ``stream_mini_batch`` false."""
+    max_publish_retries: int = 0
+    stream_mini_batch: bool = True
+    deterministic: bool = False
+    pause_mode: PauseMode = PauseMode.ABORT
+    checkpoint_interval_steps: int = 0
+    eval_interval_steps: int = 0
+    num_eval_prompts: int = 0
+    """Played before, while and after training."""
+    pins_eval_version: bool = True
+    validates_only: bool = False
+    rollout_timeout_s: float = 1e9
+    max_retries: int = 0
+    max_failed_fraction: float = 0.5
+    on_lost_samples: OnLostSamples = OnLostSamples.TRAIN_REST
+    backoff: Backoff = NO_BACKOFF
+    shared_by: tuple[str, ...] = ()
+    """Stages that take turns on the same devices: ``policy``, ``ref``, ``logp``, ``generate``."""
+    shortest_generate_turn_s: float = 1.0
+    stall_warning_s: float | None = None
+    """What takes longer is named; None watches nothing."""
+    seed: int = 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Where lengths are cut."""
+        return round(self.longest_over_mean * self.mean_tokens)
