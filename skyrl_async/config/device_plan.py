@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from skyrl_async.config.schema import PlacementConfig, require
+from skyrl_async.config.fields import require
+from skyrl_async.config.schema import PlacementConfig
 from skyrl_async.errors import ConfigError
 
 STAGES = ("policy", "logp", "ref", "generate")

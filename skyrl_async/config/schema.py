@@ -5,25 +5,11 @@ each key is what ``--help`` and the configuration reference print. Rules that in
 (omegaconf runs it when it builds the object); rules across classes are in ``config.rules``.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from skyrl_async.errors import ConfigError
-
-
-def doc(default: Any, text: str) -> Any:
-    """A dataclass field with its documentation; a callable default is a factory."""
-    metadata = {"doc": text}
-    if callable(default) and not isinstance(default, Enum):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def require(is_fine: bool, key: str, expected: str, found: object) -> None:
-    """Raise ``ConfigError`` naming the key, what it must be and what it is."""
-    if not is_fine:
-        raise ConfigError(f"{key} must be {expected}, got {found!r}")
+from skyrl_async.config.fields import doc, require
 
 
 class StalenessPolicy(Enum):
