@@ -33,7 +33,7 @@ from skyrl_async.inference.sessions.session import SessionLimits
 from skyrl_async.inference.sessions.settings import ReasoningPolicy, SessionSettings
 from skyrl_async.training.protocol import Policy
 from skyrl_async.training.recovering import RecoveringPolicy
-from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.training.settings import LoraSettings, TrainingSettings
 
 if TYPE_CHECKING:
     from skyrl_async.inference.server.process import EndpointSettings
@@ -163,6 +163,7 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         serve_dtype=config.policy.dtype.name,
         mixed_precision=training.mixed_precision,
         activation_checkpointing=training.activation_checkpointing,
+        lora=_lora_settings(config),
         lr=training.lr,
         adam_beta1=training.adam_beta1,
         adam_beta2=training.adam_beta2,
@@ -181,6 +182,21 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         tis_cap=algorithm.tis_cap,
         kl_estimator=algorithm.kl_estimator_type.name if algorithm.use_kl_loss else None,
         kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
+        seed=config.trainer.seed,
+    )
+
+
+def _lora_settings(config: Config) -> LoraSettings | None:
+    lora = config.policy.lora
+    if not lora.is_on:
+        return None
+    return LoraSettings(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        dropout=lora.dropout,
+        target_modules=tuple(lora.target_modules),
+        exclude_modules=tuple(lora.exclude_modules),
+        init_method=lora.init_method.name,
         seed=config.trainer.seed,
     )
 

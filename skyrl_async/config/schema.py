@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from skyrl_async.config.fields import doc, require
+from skyrl_async.config.lora import LoraConfig
 
 
 class StalenessPolicy(Enum):
@@ -175,6 +176,7 @@ class PolicyConfig:
     intermediate_size: int = doc(512, "Of the tiny policy.")
     tie_word_embeddings: bool = doc(False, "Of the tiny policy.")
     warm_start: WarmStartConfig = doc(WarmStartConfig, "What the tiny policy learns before reinforcement.")
+    lora: LoraConfig = doc(LoraConfig, "Adapters of low rank that train in place of the weights.")
 
 
 @dataclass

@@ -3,6 +3,8 @@
 Knows every kind of them, and none of what a rank does with them.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,25 +18,54 @@ from skyrl_async.training.model import TokenLogprobs, load_model
 from skyrl_async.training.protocol import TrainingBackend
 from skyrl_async.training.settings import TrainingSettings
 
+Reference = Callable[[], contextlib.AbstractContextManager[TokenLogprobs]]
+"""While the context lasts, its log-probs are the reference's."""
+
 
 def make_backend(settings: TrainingSettings, device: torch.device) -> TrainingBackend:
     """Of the policy; nothing is loaded yet."""
     if not settings.trains:
         return FrozenBackend(device=device, mixed_precision=settings.mixed_precision)
-    return FSDPBackend(
+    backend = FSDPBackend(
         device=device,
         mixed_precision=settings.mixed_precision,
         activation_checkpointing=settings.activation_checkpointing,
     )
+    if settings.lora is None:
+        return backend
+    from skyrl_async.training.lora import LoraBackend
+
+    return LoraBackend(backend, settings.lora, base=settings.policy_path)
 
 
-def load_reference(settings: TrainingSettings, device: torch.device) -> TokenLogprobs | None:
-    """The frozen model beside the policy, loaded once for as long as the process lives; None where none is asked for."""
+def load_reference(
+    settings: TrainingSettings, device: torch.device, backend: TrainingBackend, policy: TokenLogprobs
+) -> Reference | None:
+    """The frozen model beside the policy, loaded once for as long as the process lives; None where none is asked for.
+
+    With adapters it is the policy itself without them, unless the reference has a path of its own.
+    """
     if not settings.has_reference:
         return None
+    if settings.lora is not None and settings.reference_path is None:
+        return _without_adapters(backend, policy)
     path = Path(settings.policy_path if settings.reference_path is None else settings.reference_path)
-    backend = FrozenBackend(device=device, mixed_precision=settings.mixed_precision)
-    return TokenLogprobs(backend.build(lambda: load_model(path, trust_remote_code=settings.trust_remote_code)))
+    frozen = FrozenBackend(device=device, mixed_precision=settings.mixed_precision)
+    reference = TokenLogprobs(frozen.build(lambda: load_model(path, trust_remote_code=settings.trust_remote_code)))
+    return lambda: contextlib.nullcontext(reference)
+
+
+def _without_adapters(backend: TrainingBackend, policy: TokenLogprobs) -> Reference:
+    from skyrl_async.training.lora import LoraBackend
+
+    assert isinstance(backend, LoraBackend)
+
+    @contextlib.contextmanager
+    def reference() -> Iterator[TokenLogprobs]:
+        with backend.without_adapters():
+            yield policy
+
+    return reference
 
 
 def make_objective(settings: TrainingSettings) -> Objective:

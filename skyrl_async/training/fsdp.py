@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -130,7 +131,7 @@ class FSDPBackend:
         return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
 
     def save(self, directory: Path) -> None:
-        """Write model, optimizer and scheduler under ``directory``, synced to disk.
+        """Write model, optimizer and scheduler under ``directory``, synced to disk; not the parameters that never train.
 
         Raises ``OSError`` and, on every rank where one fails, torch's ``CheckpointException``, which is no ``Exception``.
         """
@@ -146,7 +147,8 @@ class FSDPBackend:
         with _reading(directory / STATE_DIRECTORY):
             dcp.load(state, storage_reader=reader)
         kept = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        set_model_state_dict(self._model, state["model"])
+        is_whole = len(self._trained) == len(self._parameters)
+        set_model_state_dict(self._model, state["model"], options=StateDictOptions(strict=is_whole))
         set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
         for group, values in zip(self._optimizer.param_groups, kept, strict=True):
             group.update(values)
@@ -160,7 +162,7 @@ class FSDPBackend:
     def _state(self) -> dict[str, Any]:
         self._reshard()
         return {
-            "model": get_model_state_dict(self._model),
+            "model": get_model_state_dict(self._model, options=StateDictOptions(ignore_frozen_params=True)),
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
         }
 

@@ -20,7 +20,8 @@ from skyrl_async.algorithms.batching import MicroBatch, Row, collate
 from skyrl_async.algorithms.losses import merge_figures, token_figures
 from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
 from skyrl_async.training import process_group
-from skyrl_async.training.assembly import load_reference, make_backend, make_objective
+from skyrl_async.training.adapter_file import check_adapter
+from skyrl_async.training.assembly import Reference, load_reference, make_backend, make_objective
 from skyrl_async.training.dispatch import LogprobWork, RankLogprobs, RankWork
 from skyrl_async.training.forward import batch_logprobs, row_logprobs
 from skyrl_async.training.frozen import FrozenBackend
@@ -53,7 +54,7 @@ class PolicyRank:
         self._objective = make_objective(settings)
         self._backend: TrainingBackend
         self._token_logprobs: TokenLogprobs
-        self._reference: TokenLogprobs | None = None
+        self._reference: Reference | None = None
         self._model_type: str
 
     def open_store(self, host: str) -> int:
@@ -109,7 +110,7 @@ class PolicyRank:
         )
         assert isinstance(module, PreTrainedModel)
         self._token_logprobs = TokenLogprobs(module)
-        self._reference = load_reference(settings, device)
+        self._reference = load_reference(settings, device, self._backend, self._token_logprobs)
         num_parameters = sum(math.prod(shape) for shape in self._backend.parameter_shapes().values())
         logger.info(
             "rank %d of %d %s %s: %d parameters",
@@ -132,7 +133,8 @@ class PolicyRank:
         batch = collate(rows, self._device)
         ref_logprobs = batch.ref_logprobs
         if work.runs_reference:
-            ref_logprobs = batch_logprobs(self._held_reference(), batch, temperature=self._settings.temperature)
+            with self._held_reference() as reference:
+                ref_logprobs = batch_logprobs(reference, batch, temperature=self._settings.temperature)
         with contextlib.nullcontext() if work.has_gradient else torch.no_grad():
             logprobs, entropies = self._token_logprobs(
                 batch.input_ids, batch.positions, batch.targets, temperature=self._settings.temperature
@@ -176,18 +178,16 @@ class PolicyRank:
     def logprobs_of(self, work: LogprobWork) -> RankLogprobs:
         """This rank's part of ``Policy.logprobs_of``."""
         is_ref = work.model is LogprobModel.REF
-        values = row_logprobs(
-            self._held_reference() if is_ref else self._token_logprobs,
-            work.micro_batches,
-            device=self._device,
-            temperature=self._settings.temperature,
-        )
+        with self._held_reference() if is_ref else contextlib.nullcontext(self._token_logprobs) as model:
+            values = row_logprobs(
+                model, work.micro_batches, device=self._device, temperature=self._settings.temperature
+            )
         return RankLogprobs(micro_batches=values, version=0 if is_ref else self._backend.version)
 
-    def _held_reference(self) -> TokenLogprobs:
+    def _held_reference(self) -> contextlib.AbstractContextManager[TokenLogprobs]:
         if self._reference is None:
             raise TrainingError("these workers hold no reference model; give them one, or ask workers that have it")
-        return self._reference
+        return self._reference()
 
     def load_weights(self, update: WeightUpdate) -> None:
         """Replace the weights of a model that does not train. Raises ``TrainingError``; the version before stays."""
@@ -278,11 +278,15 @@ class PolicyRank:
             CheckpointError: it is incomplete, damaged or of another model.
         """
         check_manifest(directory, model_type=self._model_type, shapes=self._backend.parameter_shapes())
+        if self._settings.lora is None:
+            check_adapter(directory, None)
         try:
             self._backend.load(directory)
             rng_file = directory / f"rng_{self._rank}.pt"
             if rng_file.is_file():
                 restore_rng_state(torch.load(rng_file, weights_only=True))
+        except CheckpointError:
+            raise
         except (Exception, CheckpointException) as error:
             if process_group.is_lost_peer(error):
                 raise

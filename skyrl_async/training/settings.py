@@ -13,6 +13,35 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Adapters that train in place of the weights; see ``training.lora``."""
+
+    rank: int
+    """>= 1."""
+    alpha: float
+    """> 0."""
+    dropout: float = 0.0
+    """In [0, 1); of the adapters' inputs, where gradients are taken."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Ends of the names of linear layers, or ``all-linear`` alone."""
+    exclude_modules: tuple[str, ...] = ()
+    init_method: str = "kaiming"
+    """``kaiming`` or ``gaussian``: how A is drawn."""
+    seed: int = 0
+    """Of A; the same on every rank."""
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the adapters' outputs."""
+        return self.alpha / self.rank
+
+    @property
+    def adapts_all_linear(self) -> bool:
+        """Every linear layer but the output projection has one."""
+        return self.target_modules == ("all-linear",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSettings:
     """Everything a ``PolicyRank`` needs to know."""
 
@@ -28,6 +57,8 @@ class TrainingSettings:
     """bfloat16 forward and backward over float32 weights."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    lora: LoraSettings | None = None
+    """None: the weights train."""
 
     lr: float = 3e-4
     """Peak learning rate of AdamW, > 0."""
@@ -53,7 +84,8 @@ class TrainingSettings:
     has_reference: bool = False
     """Hold a frozen reference model beside the policy."""
     reference_path: str | None = None
-    """Local Hugging Face directory of the reference; None: the policy as it is before the first step."""
+    """Local Hugging Face directory of the reference; None: the policy as it is before the first step, which with adapters is the policy
+    without them and no second model."""
 
     policy_loss: str = "ppo_clip"
     """Name known to ``algorithms.losses.make_policy_loss``."""

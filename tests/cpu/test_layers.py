@@ -70,6 +70,7 @@ ALLOWED = {
         "skyrl_async/training/policy_workers.py",
     ),
     "deepspeed": ("skyrl_async/training/deepspeed*.py",),
+    "peft": ("skyrl_async/training/lora.py",),
     "torch": (
         "skyrl_async/config/devices.py",
         "skyrl_async/algorithms/*.py",
