@@ -85,7 +85,7 @@ class RunSaver:
         taken_up = TakenUp.of(state.groups, state.running, admissions)
         self._workers.take_up(taken_up.running)
         for finished in taken_up.finished:
-            self._buffer.put(finished)
+            await self._workers.hand_over.put(finished)
         for dropped in reversed(taken_up.dropped):
             await self._dataloader.give_back((dropped.epoch, dropped.uid))
         totals.wasted_tokens += taken_up.num_dropped_tokens

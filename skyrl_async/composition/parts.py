@@ -23,7 +23,7 @@ from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
 from skyrl_async.composition.processes import Endpoint
 from skyrl_async.composition.turns import policy_in_turn, prepare_in_turn, training_turn, turn_values
-from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig, Schedule
+from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig, Schedule, TrainerConfig
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.device_turns import DeviceGroup
 from skyrl_async.errors import ConfigError
@@ -35,6 +35,7 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.agent_settings import check_agent_settings, make_agent_generator
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.deadlines import Deadlines
+from skyrl_async.rollout.dynamic_sampling import SignalFilter
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.gym_generator import GymGenerator
 from skyrl_async.rollout.lost_samples import Backoff, OnLostSamples
@@ -268,6 +269,7 @@ def make_trainer(
         collect_open_tokens=client.collect_open_tokens,
         board=board,
         deadlines=client.pool.deadlines,
+        signal=_signal(trainer),
     )
     evaluator = _evaluator(config, generator, prompts, client.pool.deadlines)
     watchdog = Watchdog(
@@ -322,6 +324,14 @@ def _rollout_settings(config: Config) -> RolloutSettings:
         timeout_s=generator.rollout_timeout_s,
         on_lost_samples=OnLostSamples(generator.on_lost_samples.name),
         backoff=_backoff(config),
+    )
+
+
+def _signal(trainer: TrainerConfig) -> SignalFilter | None:
+    if not trainer.fully_async.sample_full_batch:
+        return None
+    return SignalFilter(
+        max_in_a_row=trainer.max_filtered_in_a_row, tolerance=trainer.algorithm.zero_variance_filter_tol
     )
 
 

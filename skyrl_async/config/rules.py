@@ -73,6 +73,14 @@ def grpo_needs_groups(config: Config) -> None:
         )
 
 
+def full_batches_need_groups(config: Config) -> None:
+    if config.trainer.fully_async.sample_full_batch and config.generator.n_samples_per_prompt < 2:
+        raise ConfigError(
+            "generator.n_samples_per_prompt must be >= 2 with trainer.fully_async.sample_full_batch=true, got 1: "
+            "rewards of one sample never differ, and every group would be filtered"
+        )
+
+
 def answers_fit_the_context(config: Config) -> None:
     context = config.engine.max_model_len
     if context is None:
@@ -255,6 +263,7 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     tiny_policy_needs_a_built_in_task,
     tiny_policy_has_whole_heads,
     mini_batch_fits_the_prompts,
+    full_batches_need_groups,
     grpo_needs_groups,
     logprob_workers_have_work,
     answers_fit_the_context,

@@ -28,6 +28,8 @@ class Schedule(Enum):
 
 _OWN_BOUNDS = {Schedule.sync: 0, Schedule.one_step_off: 1}
 _DEFAULT_BOUND = 4
+_FILTERED_MINI_BATCHES = 30
+"""SkyRL's ``dynamic_sampling.max_sample_batches``."""
 
 
 class OnLostSamples(Enum):
@@ -365,6 +367,9 @@ class AlgorithmConfig:
     advantage_estimator: AdvantageEstimator = doc(
         AdvantageEstimator.grpo, "Rewards to advantages; grpo centres them within the group."
     )
+    zero_variance_filter_tol: float = doc(
+        1e-6, "Rewards of a group that differ by no more are equal to trainer.fully_async.sample_full_batch."
+    )
     grpo_norm_by_std: bool = doc(True, "Divide GRPO's centred rewards by the group's standard deviation.")
     policy_loss_type: PolicyLoss = doc(
         PolicyLoss.ppo_clip,
@@ -391,10 +396,30 @@ class AlgorithmConfig:
     )
 
     def __post_init__(self) -> None:
+        tolerance = self.zero_variance_filter_tol
+        require(tolerance >= 0, "trainer.algorithm.zero_variance_filter_tol", ">= 0", tolerance)
         require(self.kl_loss_coef >= 0, "trainer.algorithm.kl_loss_coef", ">= 0", self.kl_loss_coef)
         require(0 <= self.eps_clip_low < 1, "trainer.algorithm.eps_clip_low", "in [0, 1)", self.eps_clip_low)
         require(self.eps_clip_high >= 0, "trainer.algorithm.eps_clip_high", ">= 0", self.eps_clip_high)
         require(self.tis_cap > 0, "trainer.algorithm.tis_cap", "> 0", self.tis_cap)
+
+
+@dataclass
+class FullyAsyncConfig:
+    sample_full_batch: bool = doc(
+        False,
+        "Dynamic sampling (DAPO): groups whose rewards do not differ are filtered as soon as they are finished, and other prompts take "
+        "their places, so that every mini-batch is full of groups with a signal. Filtered prompts are done for this epoch.",
+    )
+    max_filtered_in_a_row: int | None = doc(
+        None,
+        "So many groups one after the other without a difference in reward end the run with an error that says what they had instead. "
+        "Null: 30 mini-batches of them; 0: only the data's end does.",
+    )
+
+    def __post_init__(self) -> None:
+        most = self.max_filtered_in_a_row
+        require(most is None or most >= 0, "trainer.fully_async.max_filtered_in_a_row", ">= 0 or null", most)
 
 
 @dataclass
@@ -451,6 +476,7 @@ class TrainerConfig:
     deterministic: bool = doc(False, "Train groups in the order of admission.")
     seed: int = doc(0, "Of everything that is drawn: shuffling, the warm start, sampling where the engine allows.")
     algorithm: AlgorithmConfig = doc(AlgorithmConfig, "Advantages and loss.")
+    fully_async: FullyAsyncConfig = doc(FullyAsyncConfig, "Dynamic sampling.")
     ref: RefConfig = doc(RefConfig, "The frozen reference of trainer.algorithm.use_kl_loss.")
     resume_mode: ResumeMode = doc(
         ResumeMode.none,
@@ -570,6 +596,12 @@ class TrainerConfig:
         """``max_staleness_steps``, or what follows from the schedule where it is null."""
         default = _OWN_BOUNDS.get(self.schedule, _DEFAULT_BOUND)
         return default if self._asked_bound is None else self._asked_bound
+
+    @property
+    def max_filtered_in_a_row(self) -> int:
+        """Groups; 0 where there is no limit."""
+        most = self.fully_async.max_filtered_in_a_row
+        return _FILTERED_MINI_BATCHES * self.policy_mini_batch_size if most is None else most
 
     @property
     def max_concurrent_generation_groups(self) -> int:

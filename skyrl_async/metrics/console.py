@@ -207,7 +207,10 @@ class _PlainLines:
 
 
 def cells(values: Mapping[str, float]) -> dict[str, str]:
-    """The figures worth a glance, as text; "-" for one that is not known yet. Engines are shown where they can come and go."""
+    """The figures worth a glance, as text; "-" for one that is not known yet.
+
+    Engines are shown where they can come and go, filtered groups where there are any: the share of the last step, and how many so far.
+    """
 
     def text(pattern: str, *names: str) -> str:
         known = [values[name] for name in names if name in values]
@@ -219,6 +222,11 @@ def cells(values: Mapping[str, float]) -> dict[str, str]:
         "staleness mean/max": text("{:.1f}/{:.0f}", "async/staleness_mean", "async/staleness_max"),
         "buffered/running": text("{:.0f}/{:.0f}", "async/buffer_groups", "async/running_groups"),
         "tokens/s": text("{:,.0f}", "generate/tokens_per_second"),
+        **(
+            {"filtered": text("{:.0%} ({:,.0f})", "generate/filtered_share", "generate/filtered_groups")}
+            if values.get("generate/filtered_groups")
+            else {}
+        ),
         **({"engines": text("{:.0f}", "engines/serving")} if "engines/serving" in values else {}),
         "trainer idle": text("{:.0%}", "trainer/idle_share"),
     }

@@ -116,6 +116,15 @@ METRICS: dict[str, Metric] = {
     ),
     "generate/truncated_share": Metric("share", "Of those trajectories, ended by the token budget."),
     "generate/failed_groups": Metric("groups", "Failed since the run began, after retries."),
+    "generate/filtered_groups": Metric(
+        "groups",
+        "Left out by trainer.fully_async.sample_full_batch since the run began: their rewards did not differ. Others took their places.",
+    ),
+    "generate/filtered_share": Metric("share", "Of the groups finished since the last step, so left out."),
+    "generate/filtered_all_zero": Metric("groups", "Of generate/filtered_groups, those whose rewards were all 0."),
+    "generate/filtered_all_one": Metric("groups", "The same, all 1."),
+    "generate/filtered_constant": Metric("groups", "The same, all equal to something else."),
+    "generate/filtered_too_few": Metric("groups", "The same, with fewer than two trained samples."),
     "generate/lost_samples": Metric("samples", "That other groups were trained without, since the run began."),
     "generate/retries": Metric(
         "times", "Groups tried again since the run began, for all of their samples or for lost ones."

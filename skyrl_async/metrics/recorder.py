@@ -62,7 +62,11 @@ class Recorder:
         seconds = max(now - self._counted_at, 1e-9)
         self._counted, self._counted_at = counts, now
         self.totals.add_generation(new)
-        return {"generate/tokens": float(new["tokens"]), "generate/tokens_per_second": new["tokens"] / seconds}
+        return {
+            "generate/tokens": float(new["tokens"]),
+            "generate/tokens_per_second": new["tokens"] / seconds,
+            "generate/filtered_share": new["filtered_groups"] / max(1, new["groups"]),
+        }
 
     def log_step(self, figures: StepFigures, policy: Mapping[str, float], more: Mapping[str, float]) -> None:
         """Log a step with what the policy said of its optimizer step, and values that go by their full names."""

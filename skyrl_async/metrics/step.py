@@ -15,6 +15,7 @@ from skyrl_async.samples import Sample, live_samples_of, samples_of
 from skyrl_async.types import Group
 
 _MAX_PAUSES = 1000
+_FILTERED = "filtered/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +171,10 @@ class RunTotals:
     bound_cost: BoundCost = field(default_factory=BoundCost)
     masked_tokens: int = 0
     redrawn_groups: int = 0
+    filtered_groups: int = 0
+    """Finished and not trained: their rewards did not differ."""
+    filtered_by: dict[str, int] = field(default_factory=dict)
+    """Of these, by what they had instead: see ``rollout.dynamic_sampling``; keys are metrics' names."""
     idle_seconds: float = 0.0
     train_seconds: float = 0.0
     training_seconds: float = 0.0
@@ -210,8 +215,12 @@ class RunTotals:
         self.failed_groups += new["failed_groups"]
         self.lost_samples += new["lost_samples"]
         self.retries += new["retries"]
-        self.wasted_tokens += new["abandoned_tokens"] + new["lost_tokens"]
+        self.wasted_tokens += new["abandoned_tokens"] + new["lost_tokens"] + new["filtered_tokens"]
         self.redrawn_groups += new["redrawn_groups"]
+        self.filtered_groups += new["filtered_groups"]
+        for name in (name for name in new if name.startswith(_FILTERED)):
+            metric = name.replace("/", "_")
+            self.filtered_by[metric] = self.filtered_by.get(metric, 0) + new[name]
         self.resumed_trajectories += new["resumed_trajectories"]
         self.restarted_trajectories += new["restarted_trajectories"]
 
@@ -232,6 +241,8 @@ class RunTotals:
             "generate/failed_groups": float(self.failed_groups),
             "generate/lost_samples": float(self.lost_samples),
             "generate/retries": float(self.retries),
+            "generate/filtered_groups": float(self.filtered_groups),
+            **{f"generate/{name}": float(num) for name, num in self.filtered_by.items()},
         }
 
     def summary(self) -> dict[str, float | str | None]:
@@ -248,6 +259,7 @@ class RunTotals:
             "staleness_bound": self._bound_in_words(),
             "masked_share": self.masked_tokens / max(1, self.trained_tokens + self.masked_tokens),
             "redrawn_groups": self.redrawn_groups,
+            "filtered_groups": self.filtered_groups,
             "wasted_tokens": self.wasted_tokens,
             "length_ratio": self.length_ratio,
             "failed_groups": self.failed_groups,

@@ -28,8 +28,8 @@ class _AsyncStalenessManager:
     """Admits groups by the capacity rule (AReaL, section 5.1; SkyRL).
 
     At the step being worked on (1-based: completed steps + 1), ``accepted + running <= (max_staleness_steps + step) *
-    mini_batch_size`` and ``running <= max_concurrent_generation_groups``, where accepted counts every group finished so far, the
-    trained ones included. A group admitted at version v is then among the first ``(max_staleness_steps + v + 1) *
+    mini_batch_size`` and ``running <= max_concurrent_generation_groups``, where accepted counts every group finished so far and not
+    filtered, the trained ones included. A group admitted at version v is then among the first ``(max_staleness_steps + v + 1) *
     mini_batch_size``, so a trainer that asks ``may_train`` never exceeds the bound.
 
     Args:
@@ -100,14 +100,19 @@ class _AsyncStalenessManager:
         return len(self._running)
 
     @property
+    def num_accepted(self) -> int:
+        """Groups finished so far and not filtered, the trained ones included."""
+        return self._num_trained + len(self._finished)
+
+    @property
     def capacity(self) -> int:
         """Groups that may be admitted now."""
         limit = (self._max_staleness_steps + self._version + 1) * self._mini_batch_size
         if self._max_groups is not None:
             limit = min(limit, self._max_groups)
-        num_accepted = self._num_trained + len(self._finished) + len(self._running)
-        credits = limit - num_accepted
-        if self._admits_whole_batches and self._running and num_accepted % self._mini_batch_size == 0:
+        num_admitted = self.num_accepted + len(self._running)
+        credits = limit - num_admitted
+        if self._admits_whole_batches and self._running and num_admitted % self._mini_batch_size == 0:
             return 0
         is_ahead = self._limits_buffered_groups and not self._is_trainer_waiting
         num_placed = len(self._running) + (len(self._finished) if is_ahead else 0)
@@ -257,7 +262,7 @@ class _AsyncStalenessManager:
         return {
             "running_groups": float(len(self._running)),
             "buffer_groups": float(len(self._finished)),
-            "accepted_groups": float(self._num_trained + len(self._finished)),
+            "accepted_groups": float(self.num_accepted),
             "capacity": float(self.capacity),
         }
 

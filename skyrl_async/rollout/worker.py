@@ -18,12 +18,14 @@ from skyrl_async.resumption import ResumeCounts, SavedSamples
 from skyrl_async.rollout.attempts import Attempts
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.deadlines import Deadlines
+from skyrl_async.rollout.dynamic_sampling import SignalFilter
 from skyrl_async.rollout.failure_watch import FailureWatch
 from skyrl_async.rollout.generator import Generator
+from skyrl_async.rollout.hand_over import HandOver
 from skyrl_async.rollout.in_flight import GroupInFlight
 from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff, OnLostSamples, PlayedGroup
 from skyrl_async.rollout.metering import charged_to
-from skyrl_async.rollout.saved import RunningGroup
+from skyrl_async.rollout.saved import RunningGroup, admission_of
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
 from skyrl_async.samples import live_samples_of
 from skyrl_async.stage_board import StageBoard
@@ -73,6 +75,7 @@ class GenerationWorkers:
         collect_open_tokens: has open generations know all of their tokens, before ``running_groups`` looks at them.
         board: shows the stages dataloader, generate and rollout.
         deadlines: of the tries, see ``Attempts``.
+        signal: filters finished groups that teach nothing; None keeps all.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class GenerationWorkers:
         collect_open_tokens: Callable[[], Awaitable[None]] = _nothing_to_collect,
         board: StageBoard | None = None,
         deadlines: Deadlines | None = None,
+        signal: SignalFilter | None = None,
     ) -> None:
         self._dataloader = dataloader
         self._staleness = staleness
@@ -106,6 +110,7 @@ class GenerationWorkers:
         self.collect_open_tokens = collect_open_tokens
         self._board = board or StageBoard()
         self._failures = FailureWatch(settings.max_failed_fraction)
+        self.hand_over = HandOver(dataloader, staleness, buffer, signal)
         self._resume_counts = ResumeCounts()
         self._in_flight: dict[int, GroupInFlight] = {}
         self._playing: dict[int, asyncio.Task[None]] = {}
@@ -116,10 +121,11 @@ class GenerationWorkers:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of finished groups (trajectories, tokens, aborts, samples they lack), failures, retries, redrawn groups, tokens thrown away,
-        and what became of a checkpoint's samples, so far."""
+        """Of finished groups (trajectories, tokens, aborts, samples they lack), failures, retries, redrawn and filtered groups, tokens
+        thrown away, and what became of a checkpoint's samples, so far."""
         return {
             **self._counts,
+            **self.hand_over.counts,
             **asdict(self._resume_counts),
             "retries": self._attempts.num_retries,
             "abandoned_tokens": self._num_abandoned_tokens()
@@ -132,13 +138,15 @@ class GenerationWorkers:
         """Consumes prompts, produces finished groups, waits for admission; unblocked by versions and ending groups.
 
         Returns when the data has ended and every group with it; the buffer is closed then. What a cancellation or a failure leaves
-        in flight stays as it stands, for a checkpoint, until ``give_back``. Raises ``GenerationError`` when too many rollouts failed.
+        in flight stays as it stands, for a checkpoint, until ``give_back``. Raises ``GenerationError`` when too many rollouts failed,
+        or too many groups were filtered.
         """
         async with asyncio.TaskGroup() as self._tasks:
             for taken_up in self._in_flight.values():
                 self._start(taken_up, self._tasks)
             await self._start_groups(self._tasks)
         self._failures.raise_if_too_many(has_ended=True)
+        self.hand_over.raise_if_nothing_is_left()
         for name in ("dataloader", "generate", "rollout"):
             self._board.stage(name).finish()
         self._buffer.close()
@@ -196,9 +204,7 @@ class GenerationWorkers:
             self._draw_again()
         else:
             await self._dataloader.mark_filtered_uids([key])
-        await self._staleness.on_rollout_filtered(
-            Admission(index=group.admission_index, scheduled_version=group.scheduled_version)
-        )
+        await self._staleness.on_rollout_filtered(admission_of(group))
 
     def _draw_again(self) -> None:
         """There are prompts again, even if the data had ended."""
@@ -286,21 +292,20 @@ class GenerationWorkers:
         group.saved.close()
         await self._dataloader.mark_finished_uid(group.key)
         await self._staleness.on_rollout_accepted(group.admission)
-        self._buffer.put(
-            Group(
-                uid=group.prompt.uid,
-                epoch=group.epoch,
-                admission_index=group.admission.index,
-                scheduled_version=group.admission.scheduled_version,
-                trajectories=trajectories,
-                generation_seconds=asyncio.get_running_loop().time() - group.started,
-            )
+        finished = Group(
+            uid=group.prompt.uid,
+            epoch=group.epoch,
+            admission_index=group.admission.index,
+            scheduled_version=group.admission.scheduled_version,
+            trajectories=trajectories,
+            generation_seconds=asyncio.get_running_loop().time() - group.started,
         )
         self._counts["groups"] += 1
         self._counts["trajectories"] += len(live_samples_of(trajectories))
         self._counts["tokens"] += sum(t.num_sampled_tokens for t in trajectories)
         self._counts["aborts"] += sum(t.num_aborts for t in trajectories)
         self._counts["lost_samples"] += played.num_lost
+        await self.hand_over.put(finished)
         if played.failure is not None and played.num_lost:
             self._lose(group, played.num_lost, played.failure)
         else:

@@ -24,6 +24,7 @@ from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.deadlines import Deadlines
+from skyrl_async.rollout.dynamic_sampling import SignalFilter
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.policies import staleness_policy
 from skyrl_async.rollout.preparation import Prepare
@@ -159,6 +160,7 @@ def build_simulation(
         collect_open_tokens=client.collect_open_tokens,
         board=board,
         deadlines=client.pool.deadlines,
+        signal=_signal(settings),
     )
     publisher = WeightPublisher(
         client=client,
@@ -261,6 +263,12 @@ def _rollout_settings(settings: SimulationSettings) -> RolloutSettings:
         on_lost_samples=settings.on_lost_samples,
         backoff=settings.backoff,
     )
+
+
+def _signal(settings: SimulationSettings) -> SignalFilter | None:
+    if not settings.sample_full_batch:
+        return None
+    return SignalFilter(max_in_a_row=settings.max_filtered_in_a_row, tolerance=0.0)
 
 
 def _evaluator(

@@ -66,6 +66,8 @@ class SimulationSettings:
     max_failed_fraction: float = 0.5
     on_lost_samples: OnLostSamples = OnLostSamples.TRAIN_REST
     backoff: Backoff = NO_BACKOFF
+    sample_full_batch: bool = False
+    max_filtered_in_a_row: int = 0
     shared_by: tuple[str, ...] = ()
     """Stages that take turns on the same devices: ``policy``, ``ref``, ``logp``, ``generate``."""
     shortest_generate_turn_s: float = 1.0

@@ -28,8 +28,8 @@ class Audit:
     trained: int
     """Groups."""
     lost: int
-    """Prompts of complete epochs that were neither trained nor counted as failed, and groups that only one of checkpoint and
-    record knows."""
+    """Prompts of complete epochs that were neither trained nor counted as failed or filtered, and groups that only one of checkpoint
+    and record knows."""
     failed: int
     trained_twice: int
     """Groups beyond the first of one prompt in one epoch."""
@@ -63,8 +63,9 @@ def audit(run_dir: Path, *, uids: set[str], mini_batch_size: int, max_staleness_
     complete = {(epoch, uid) for epoch in range(ledger["next_epoch"]) if epoch not in open_epochs for uid in uids}
     claimed = {(epoch, uid) for epoch, states in open_epochs.items() for uid in states["trained"]}
     recorded = {key for key in keys if key[0] in open_epochs}
-    failed_in_open = sum(len(states["failed"]) for states in open_epochs.values())
-    missing = len(complete - keys.keys()) - (failed - failed_in_open)
+    left_out = failed + ledger["totals"]["filtered"]
+    left_out_in_open = sum(len(states["failed"]) + len(states["filtered"]) for states in open_epochs.values())
+    missing = len(complete - keys.keys()) - (left_out - left_out_in_open)
     return Audit(
         steps=state["step"],
         trained=keys.total(),

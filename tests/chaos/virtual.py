@@ -57,6 +57,7 @@ SETTINGS = SimulationSettings(
     max_failed_fraction=1.0,
     on_lost_samples=OnLostSamples.FILL,
     backoff=Backoff(base_s=0.5, max_s=5.0),
+    sample_full_batch=True,
 )
 
 
@@ -74,7 +75,7 @@ class VirtualFault(StrEnum):
 
 
 class _UnluckyGenerator(ModelledGenerator):
-    """Does to the next samples what it is told to."""
+    """Does to the next samples what it is told to; rewards of every fourth admission do not differ."""
 
     def __init__(self, sampler: InferenceEngineClient) -> None:
         super().__init__(sampler)
@@ -87,7 +88,7 @@ class _UnluckyGenerator(ModelledGenerator):
         trajectory = await super()._one(request, index, seed)
         if fate is VirtualFault.fail_sample:
             raise RuntimeError("the environment broke at the end")
-        return trajectory
+        return replace(trajectory, reward=1.0) if request.priority % 4 == 0 else trajectory
 
 
 class VirtualRun:

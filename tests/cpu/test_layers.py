@@ -38,6 +38,7 @@ LAYERS = {
     "skyrl_async.checkpoint": 3,
     "skyrl_async.checkpoint_files": 3,
     "skyrl_async.weight_sync": 3,
+    "skyrl_async.rollout.hand_over": 3,
     "skyrl_async.rollout.worker": 3,
     "skyrl_async.run_lock": 4,
     "skyrl_async.saving": 4,
