@@ -21,6 +21,17 @@ class Sample:
         return self.rows[0].reward
 
     @property
+    def shaped_reward(self) -> float:
+        """What advantages are computed of: the reward, where nothing shapes it."""
+        shaped = self.rows[0].shaped_reward
+        return self.reward if shaped is None else shaped
+
+    @property
+    def is_overlong(self) -> bool:
+        """Nothing of it is trained, since a length limit cut it; its reward is reported, and no part of the baseline."""
+        return self.rows[0].is_overlong
+
+    @property
     def is_abandoned(self) -> bool:
         """Nothing of it is trained, and its reward counts for nothing."""
         return self.rows[0].is_abandoned
@@ -48,6 +59,11 @@ def samples_of(trajectories: Sequence[Trajectory]) -> tuple[Sample, ...]:
     return tuple(Sample(rows=tuple(of_one)) for of_one in rows.values())
 
 
-def live_samples_of(trajectories: Sequence[Trajectory]) -> tuple[Sample, ...]:
+def rewarded_samples_of(trajectories: Sequence[Trajectory]) -> tuple[Sample, ...]:
     """The samples that were not abandoned."""
     return tuple(sample for sample in samples_of(trajectories) if not sample.is_abandoned)
+
+
+def live_samples_of(trajectories: Sequence[Trajectory]) -> tuple[Sample, ...]:
+    """Of these, the samples that are trained: those that make up the group's baseline."""
+    return tuple(sample for sample in rewarded_samples_of(trajectories) if not sample.is_overlong)

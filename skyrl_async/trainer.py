@@ -27,6 +27,7 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.mini_batches import MiniBatches
 from skyrl_async.param_update import ParamUpdate, Publisher, TrainedStep
 from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.overlong import Shape
 from skyrl_async.rollout.preparation import Preparation, Prepare, reward_with
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.watchdog import Watchdog
@@ -55,6 +56,7 @@ class FullyAsyncTrainer:
         evaluator: plays held-out prompts; None evaluates nothing.
         checkpointer: None writes none.
         advantages: rewards of a group -> one advantage per sample; the work of the reward stage.
+        reward_shapes: make the rewards that advantages are computed of, one after the other.
         prepare: further stages between a finished group and training: name -> work, in order.
         board: of the stages, those of generation included.
         turn: the devices that training shares with others; None: with nobody.
@@ -78,6 +80,7 @@ class FullyAsyncTrainer:
         evaluator: Evaluator | None,
         checkpointer: Checkpointer | None,
         advantages: Callable[[Sequence[float]], Sequence[float]],
+        reward_shapes: Sequence[Shape] = (),
         log: Callable[[int, dict[str, float]], None],
         trace: Trace,
         log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None,
@@ -105,7 +108,9 @@ class FullyAsyncTrainer:
             checkpointer=checkpointer,
         )
         self._board = board or StageBoard()
-        self._preparation = Preparation(buffer, {"reward": reward_with(advantages), **(prepare or {})}, self._board)
+        self._preparation = Preparation(
+            buffer, {"reward": reward_with(advantages, reward_shapes), **(prepare or {})}, self._board
+        )
         self._trained = Channel[TrainedStep](1)
         self._turn = turn or Sitting()
         self._stop = stop or StopRequest()

@@ -173,6 +173,8 @@ class Trajectory:
     """(T,) policy version per token; ``ENVIRONMENT_VERSION`` where the mask is 0."""
     reward: float
     """Sum of the environment's rewards."""
+    shaped_reward: float | None = None
+    """What advantages are computed of instead, where rewards are shaped."""
     num_turns: int = 1
     is_truncated: bool = False
     """The token budget ended it, not the policy."""
@@ -185,6 +187,8 @@ class Trajectory:
     """Of the row's tokens in the loss, in (0, 1]; the weights of a sample's rows add up to 1."""
     is_abandoned: bool = False
     """Its harness left or was cut off without a reward: its loss mask is 0 and its reward counts for nothing."""
+    is_overlong: bool = False
+    """A length limit cut its sample, which is masked for that: its loss mask is 0, and its reward is no part of the group's baseline."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The environment's own figures for this episode."""
     ref_logprobs: tuple[float, ...] | None = None

@@ -64,14 +64,14 @@ def grpo_advantages(rewards: Sequence[float], *, norm_by_std: bool, epsilon: flo
 def row_advantages(
     trajectories: Sequence[Trajectory], compute: Callable[[Sequence[float]], Sequence[float]]
 ) -> list[float]:
-    """One advantage per row of a group: its sample's. Abandoned samples are no part of the baseline, and get 0.
+    """One advantage per row of a group: its sample's. Abandoned and overlong samples are no part of the baseline, and get 0.
 
     Args:
         trajectories: the group's rows.
-        compute: rewards of its samples -> one advantage per sample.
+        compute: (shaped) rewards of its live samples -> one advantage per sample.
     """
     live = live_samples_of(trajectories)
-    of_sample = compute([sample.reward for sample in live])
+    of_sample = compute([sample.shaped_reward for sample in live])
     of_row = {id(row): advantage for sample, advantage in zip(live, of_sample, strict=True) for row in sample.rows}
     return [of_row.get(id(row), 0.0) for row in trajectories]
 

@@ -14,19 +14,20 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from skyrl_async.algorithms.advantages import get_advantage_estimator
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.composition.data import Prompts
+from skyrl_async.composition.imports import imported
 from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
 from skyrl_async.composition.processes import Endpoint
+from skyrl_async.composition.rewards import reward_shapes
 from skyrl_async.composition.turns import policy_in_turn, prepare_in_turn, training_turn, turn_values
 from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig, Schedule, TrainerConfig
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.device_turns import DeviceGroup
-from skyrl_async.errors import ConfigError
 from skyrl_async.evaluation import Evaluator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
@@ -85,12 +86,13 @@ def sampling_params(sampling: SamplingConfig) -> SamplingParams:
 
 
 def check_generator(config: Config) -> None:
-    """See that what the generator needs can be found. Raises ``ConfigError``."""
+    """See that what the generator needs and what shapes rewards can be found. Raises ``ConfigError``."""
+    reward_shapes(config)
     generator = config.generator
     if generator.kind is GeneratorKind.agent:
         check_agent_settings(command=generator.command, entrypoint=generator.entrypoint, reward=generator.reward)
     elif generator.entrypoint is not None:
-        _imported(generator.entrypoint)
+        imported("generator.entrypoint", generator.entrypoint)
 
 
 def make_generator(
@@ -145,17 +147,8 @@ def make_generator(
 def _user_generator(
     entrypoint: str, client: InferenceEngineClient, renderer: ChatRenderer, config: Config
 ) -> Generator:
-    generator: Generator = _imported(entrypoint)(client, renderer, config)
+    generator: Generator = imported("generator.entrypoint", entrypoint)(client, renderer, config)
     return generator
-
-
-def _imported(entrypoint: str) -> Callable[..., Any]:
-    module_name, _, attribute = entrypoint.partition(":")
-    try:
-        make: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"generator.entrypoint={entrypoint!r} cannot be imported: {error}") from error
-    return make
 
 
 def make_publisher(
@@ -293,6 +286,7 @@ def make_trainer(
             max_to_keep=trainer.max_checkpoints_to_keep,
             on_written=lambda checkpoint: policy.checkpoint_written(checkpoint / "policy"),
         ),
+        reward_shapes=reward_shapes(config),
         advantages=functools.partial(estimator.compute, norm_by_std=trainer.algorithm.grpo_norm_by_std),
         log=lambda step, values: listeners.log(
             step,
@@ -324,6 +318,7 @@ def _rollout_settings(config: Config) -> RolloutSettings:
         timeout_s=generator.rollout_timeout_s,
         on_lost_samples=OnLostSamples(generator.on_lost_samples.name),
         backoff=_backoff(config),
+        masks_overlong=generator.apply_overlong_filtering,
     )
 
 

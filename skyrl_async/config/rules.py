@@ -81,6 +81,22 @@ def full_batches_need_groups(config: Config) -> None:
         )
 
 
+def overlong_buffer_fits_the_answer(config: Config) -> None:
+    length, longest = config.trainer.algorithm.overlong_buffer_len, config.generator.longest_response
+    if length > longest:
+        raise ConfigError(
+            f"trainer.algorithm.overlong_buffer_len must be <= the longest response, {longest} tokens "
+            f"(generator.max_trajectory_tokens, or generator.sampling.max_tokens where that is null), got {length}"
+        )
+
+
+def reward_shaping_is_a_path(config: Config) -> None:
+    path = config.trainer.algorithm.reward_shaping
+    module, _, function = (path or "module:function").partition(":")
+    if not module or not function:
+        raise ConfigError(f"trainer.algorithm.reward_shaping must be module:function, got {path!r}")
+
+
 def answers_fit_the_context(config: Config) -> None:
     context = config.engine.max_model_len
     if context is None:
@@ -265,6 +281,8 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     mini_batch_fits_the_prompts,
     full_batches_need_groups,
     grpo_needs_groups,
+    overlong_buffer_fits_the_answer,
+    reward_shaping_is_a_path,
     logprob_workers_have_work,
     answers_fit_the_context,
     deterministic_engine_is_single,

@@ -307,6 +307,11 @@ class GeneratorConfig:
         None, "Where agents' working directories are made, one each; null: temporary ones, deleted after use."
     )
     n_samples_per_prompt: int = doc(8, "Group size.")
+    apply_overlong_filtering: bool = doc(
+        False,
+        "Answers that a length limit cut are masked from the loss and left out of their group's baseline (DAPO, section 3.4): what they "
+        "would have earned counts for nothing.",
+    )
     max_turns: int = doc(8, "Most turns of an episode, whatever the environment says.")
     max_trajectory_tokens: int | None = doc(
         None,
@@ -361,12 +366,28 @@ class GeneratorConfig:
         own = self.kind is not GeneratorKind.agent and self.entrypoint is not None
         return self.kind is not GeneratorKind.gym and not own
 
+    @property
+    def longest_response(self) -> int:
+        """Tokens of a response at which a limit cuts it: of an episode, or where that has no limit, of a generation call."""
+        return self.max_trajectory_tokens or self.sampling.max_tokens
+
 
 @dataclass
 class AlgorithmConfig:
     advantage_estimator: AdvantageEstimator = doc(
         AdvantageEstimator.grpo, "Rewards to advantages; grpo centres them within the group."
     )
+    reward_shaping: str | None = doc(
+        None,
+        "module:function that makes the rewards which advantages are computed of: called with the samples of a group "
+        "(skyrl_async.samples), returns one number each. What is reported stays the environment's reward.",
+    )
+    overlong_buffer_len: int = doc(
+        0,
+        "Soft overlong punishment (DAPO, equation 13): over the last so many tokens before generator.max_trajectory_tokens (where null: "
+        "generator.sampling.max_tokens) a penalty grows from 0 to overlong_buffer_penalty_factor. 0: none.",
+    )
+    overlong_buffer_penalty_factor: float = doc(1.0, "The largest penalty, >= 0.")
     zero_variance_filter_tol: float = doc(
         1e-6, "Rewards of a group that differ by no more are equal to trainer.fully_async.sample_full_batch."
     )
@@ -396,6 +417,11 @@ class AlgorithmConfig:
     )
 
     def __post_init__(self) -> None:
+        require(
+            self.overlong_buffer_len >= 0, "trainer.algorithm.overlong_buffer_len", ">= 0", self.overlong_buffer_len
+        )
+        factor = self.overlong_buffer_penalty_factor
+        require(factor >= 0, "trainer.algorithm.overlong_buffer_penalty_factor", ">= 0", factor)
         tolerance = self.zero_variance_filter_tol
         require(tolerance >= 0, "trainer.algorithm.zero_variance_filter_tol", ">= 0", tolerance)
         require(self.kl_loss_coef >= 0, "trainer.algorithm.kl_loss_coef", ">= 0", self.kl_loss_coef)

@@ -18,7 +18,12 @@ class Metric:
 
 
 METRICS: dict[str, Metric] = {
-    "reward/mean": Metric("reward", "Mean reward of the trajectories trained in the step."),
+    "reward/mean": Metric(
+        "reward", "Mean of the environment's rewards over the step's trajectories, those masked as overlong included."
+    ),
+    "reward/shaped_mean": Metric(
+        "reward", "The same of the trajectories trained, with what shapes rewards: what advantages are computed of."
+    ),
     "reward/zero_variance_share": Metric(
         "share", "Groups whose trajectories all have the same reward, hence no advantage."
     ),
@@ -114,7 +119,10 @@ METRICS: dict[str, Metric] = {
     "generate/rows_mean": Metric(
         "rows", "Training rows per sample; more than 1 where harnesses rewrote their history."
     ),
-    "generate/truncated_share": Metric("share", "Of those trajectories, ended by the token budget."),
+    "generate/truncated_share": Metric("share", "Of the step's trajectories, ended by the token budget."),
+    "generate/overlong_share": Metric(
+        "share", "Of the step's samples, cut at a length limit and masked for it (generator.apply_overlong_filtering)."
+    ),
     "generate/failed_groups": Metric("groups", "Failed since the run began, after retries."),
     "generate/filtered_groups": Metric(
         "groups",

@@ -11,7 +11,7 @@ from itertools import compress
 from statistics import median
 
 from skyrl_async.metrics.bound_cost import BoundCost, needed_bound
-from skyrl_async.samples import Sample, live_samples_of, samples_of
+from skyrl_async.samples import Sample, live_samples_of, rewarded_samples_of, samples_of
 from skyrl_async.types import Group
 
 _MAX_PAUSES = 1000
@@ -87,10 +87,11 @@ class StepFigures:
     def loss_tokens(self) -> float:
         """The same, each by the weight of its row: what gradients are divided by.
 
-        Where the staleness policy masked every token, 1: the gradient is 0, and the step only counts a version.
+        Where every token is masked, for its age or its sample's length, 1: the gradient is 0, and the step only counts a version.
         """
         tokens = sum(row.weight * row.num_sampled_tokens for group in self.groups for row in group.trajectories)
-        return tokens if tokens or not self.num_masked_tokens else 1.0
+        is_masked = self.num_masked_tokens or any(row.is_overlong for g in self.groups for row in g.trajectories)
+        return tokens if tokens or not is_masked else 1.0
 
     @property
     def token_lags(self) -> Counter[int]:
@@ -104,12 +105,14 @@ class StepFigures:
     def values(self) -> dict[str, float]:
         """Everything about the step, by metric name."""
         rows = [t for group in self.groups for t in group.trajectories]
-        live = [sample for group in self.groups for sample in live_samples_of(group.trajectories)]
+        rewarded = [sample for group in self.groups for sample in rewarded_samples_of(group.trajectories)]
+        live = [sample for sample in rewarded if not sample.is_overlong]
         num_samples = sum(len(samples_of(group.trajectories)) for group in self.groups)
         lags, staleness, num_tokens = self.token_lags, self.staleness, max(1, self.num_tokens)
         over = sum(s > self.max_staleness_steps for s in staleness)
         values = {
-            "reward/mean": sum(s.reward for s in live) / max(1, len(live)),
+            "reward/mean": sum(s.reward for s in rewarded) / max(1, len(rewarded)),
+            "reward/shaped_mean": sum(s.shaped_reward for s in live) / max(1, len(live)),
             "reward/zero_variance_share": sum(_is_uniform(g) for g in self.groups) / len(self.groups),
             "async/staleness_mean": sum(staleness) / len(staleness),
             "async/staleness_max": float(max(staleness)),
@@ -121,9 +124,10 @@ class StepFigures:
             "async/num_aborts": float(sum(t.num_aborts for t in rows)),
             "generate/response_tokens_mean": sum(s.num_sampled_tokens for s in live) / max(1, len(live)),
             "generate/response_tokens_max": float(max((s.num_sampled_tokens for s in live), default=0)),
-            "generate/truncated_share": sum(s.is_truncated for s in live) / max(1, len(live)),
+            "generate/truncated_share": sum(s.is_truncated for s in rewarded) / max(1, len(rewarded)),
+            "generate/overlong_share": sum(s.is_overlong for s in rewarded) / max(1, len(rewarded)),
             "generate/turns_mean": sum(s.num_turns for s in live) / max(1, len(live)),
-            "generate/abandoned_share": 1 - len(live) / num_samples,
+            "generate/abandoned_share": 1 - len(rewarded) / num_samples,
             "generate/rows_mean": len(rows) / num_samples,
             "generate/group_seconds_max": max(g.generation_seconds for g in self.groups),
             "policy/num_tokens": float(self.num_tokens),

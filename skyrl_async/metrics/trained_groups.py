@@ -65,8 +65,11 @@ class TrainedGroupsLog:
             "num_aborts": row.num_aborts,
             "is_truncated": row.is_truncated,
             "is_abandoned": row.is_abandoned,
+            "is_overlong": row.is_overlong,
             "policy_versions": spans_of(row.versions),
         }
+        if row.shaped_reward is not None:
+            values["shaped_reward"] = row.shaped_reward
         if row.old_version is not None:
             values["old_version"] = row.old_version
         if self._has_tokens:

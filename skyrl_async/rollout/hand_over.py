@@ -7,6 +7,7 @@ free for other prompts. Does not know how groups are generated or trained.
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.dynamic_sampling import NoSignal, SignalFilter
+from skyrl_async.rollout.overlong import without_overlong
 from skyrl_async.rollout.saved import admission_of
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.types import Group
@@ -19,6 +20,7 @@ class HandOver:
         dataloader, staleness: are told of filtered groups.
         buffer: takes the others.
         signal: filters; None keeps all.
+        masks_overlong: samples that a length limit cut are masked, before anything is decided.
     """
 
     def __init__(
@@ -27,11 +29,14 @@ class HandOver:
         staleness: _AsyncStalenessManager,
         buffer: GroupBuffer,
         signal: SignalFilter | None,
+        *,
+        masks_overlong: bool = False,
     ) -> None:
         self._dataloader = dataloader
         self._staleness = staleness
         self._buffer = buffer
         self._signal = signal
+        self._masks_overlong = masks_overlong
         self.counts = {"filtered_groups": 0, "filtered_tokens": 0} | {f"filtered/{reason}": 0 for reason in NoSignal}
         """Of filtered groups so far, and by reason."""
 
@@ -40,6 +45,9 @@ class HandOver:
 
         Raises ``GenerationError`` when too many in a row are filtered.
         """
+        num_tokens = group.num_sampled_tokens
+        if self._masks_overlong:
+            group = without_overlong(group)
         if self._signal is None or (reason := self._signal.judge(group.uid, group.trajectories)) is None:
             self._buffer.put(group)
             return
@@ -48,7 +56,7 @@ class HandOver:
         self._buffer.notify()
         self.counts["filtered_groups"] += 1
         self.counts[f"filtered/{reason}"] += 1
-        self.counts["filtered_tokens"] += group.num_sampled_tokens
+        self.counts["filtered_tokens"] += num_tokens
         self._signal.raise_if_too_many()
 
     def raise_if_nothing_is_left(self) -> None:

@@ -11,6 +11,8 @@ from dataclasses import replace
 
 from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.overlong import Shape
+from skyrl_async.rollout.shaping import shaped
 from skyrl_async.stage_board import StageBoard
 from skyrl_async.stages import Channel, run_stage
 from skyrl_async.types import Group
@@ -19,10 +21,13 @@ Prepare = Callable[[Group], Awaitable[Group]]
 """Returns the group with something added to it."""
 
 
-def reward_with(advantages: Callable[[Sequence[float]], Sequence[float]]) -> Prepare:
-    """The reward stage's work: rewards of a group to one advantage per trajectory."""
+def reward_with(
+    advantages: Callable[[Sequence[float]], Sequence[float]], reward_shapes: Sequence[Shape] = ()
+) -> Prepare:
+    """The reward stage's work: rewards of a group, shaped, to one advantage per trajectory."""
 
     async def reward(group: Group) -> Group:
+        group = shaped(group, reward_shapes)
         return replace(group, advantages=tuple(row_advantages(group.trajectories, advantages)))
 
     return reward

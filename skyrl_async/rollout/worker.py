@@ -55,6 +55,8 @@ class RolloutSettings:
     """What to do with a group of which only some samples failed."""
     backoff: Backoff = NO_BACKOFF
     """Before a failed rollout is tried again."""
+    masks_overlong: bool = False
+    """Samples that a length limit cut are not trained."""
 
 
 async def _nothing_to_collect() -> None:
@@ -110,7 +112,7 @@ class GenerationWorkers:
         self.collect_open_tokens = collect_open_tokens
         self._board = board or StageBoard()
         self._failures = FailureWatch(settings.max_failed_fraction)
-        self.hand_over = HandOver(dataloader, staleness, buffer, signal)
+        self.hand_over = HandOver(dataloader, staleness, buffer, signal, masks_overlong=settings.masks_overlong)
         self._resume_counts = ResumeCounts()
         self._in_flight: dict[int, GroupInFlight] = {}
         self._playing: dict[int, asyncio.Task[None]] = {}

@@ -66,6 +66,7 @@ class SimulationSettings:
     max_failed_fraction: float = 0.5
     on_lost_samples: OnLostSamples = OnLostSamples.TRAIN_REST
     backoff: Backoff = NO_BACKOFF
+    masks_overlong: bool = False
     sample_full_batch: bool = False
     max_filtered_in_a_row: int = 0
     shared_by: tuple[str, ...] = ()
