@@ -4,7 +4,7 @@ A row has ``prompt`` (a list of messages, or a string: one user message), ``env_
 whatever the environment is made with (``reward_spec``, ``max_turns``, ...): every other column, and the entries of
 ``extra_info``, become extras. ``uid`` is optional; without it a row is known by a hash of its content.
 
-Flows in: jsonl and parquet files. Flows out: prompts. This module does not know tokenizers, environments or epochs.
+Flows in: rows with their places. Flows out: prompts. This module does not know tokenizers, environments or epochs.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_async.data.sources import rows_of
 from skyrl_async.errors import DatasetError
 from skyrl_async.types import Message, Prompt
 
@@ -24,36 +25,42 @@ _OWN_COLUMNS = frozenset({"uid", "prompt", "env_class"})
 
 
 def load_prompts(
-    files: Sequence[Path], default_env_class: str | None, *, needs_environment: bool = True
+    files: Sequence[Path],
+    default_env_class: str | None,
+    *,
+    needs_environment: bool = True,
+    check: Callable[[Prompt], None] = lambda prompt: None,
 ) -> tuple[Prompt, ...]:
     """Return the prompts of ``files`` in order.
 
     Args:
-        files: ``.jsonl`` (or ``.json`` with one object per line) and ``.parquet``.
+        files: files and directories, as ``data.sources`` reads them.
         default_env_class: for rows without ``env_class``.
         needs_environment: False where nothing plays or judges rows by an environment; ``env_class`` may then be empty.
+        check: called with each prompt; whatever it raises refuses the row.
 
     Raises:
         DatasetError: a file is missing or of another kind, a row cannot be used, two rows have one uid, or no row is left.
             The message names the file and the line.
     """
-    prompts: list[Prompt] = []
+    sources = load_sources(files, default_env_class, needs_environment=needs_environment, check=check)
+    return tuple(prompt for prompts in sources for prompt in prompts)
+
+
+def load_sources(
+    files: Sequence[Path],
+    default_env_class: str | None,
+    *,
+    needs_environment: bool = True,
+    check: Callable[[Prompt], None] = lambda prompt: None,
+) -> tuple[tuple[Prompt, ...], ...]:
+    """Return the prompts of each of ``files``; arguments and errors as of ``load_prompts``, uids unique across all of them."""
     place_of: dict[str, str] = {}
-    for file in files:
-        for place, row in _rows(Path(file)):
-            prompt = _prompt_of(
-                row, place, default_env_class if needs_environment else default_env_class or _NO_ENVIRONMENT
-            )
-            if prompt.uid in place_of:
-                raise DatasetError(
-                    f"{place} has the uid {prompt.uid!r} of {place_of[prompt.uid]}; "
-                    "uids must be unique (rows without a uid are known by their content: remove the copy)"
-                )
-            place_of[prompt.uid] = place
-            prompts.append(prompt)
-    if not prompts:
+    env_class = default_env_class if needs_environment else default_env_class or _NO_ENVIRONMENT
+    sources = tuple(tuple(_prompts_of(Path(file), env_class, place_of, check)) for file in files)
+    if not place_of:
         raise DatasetError(f"no prompts in {', '.join(str(file) for file in files) or 'an empty list of files'}")
-    return tuple(prompts)
+    return sources
 
 
 def filter_long_prompts(
@@ -87,41 +94,26 @@ def filter_long_prompts(
     return tuple(kept), tuple(dropped)
 
 
-def _rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each row with the words that name its place."""
-    if not file.is_file():
-        raise DatasetError(f"dataset file {file} does not exist; check task.train_files and task.eval_files")
-    if file.suffix == ".parquet":
-        return _parquet_rows(file)
-    if file.suffix in (".jsonl", ".json"):
-        return _json_rows(file)
-    raise DatasetError(f"dataset file {file} must end in .jsonl or .parquet, got {file.suffix!r}")
-
-
-def _json_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            place = f"{file} line {number}"
-            try:
-                row = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise DatasetError(f"{place} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise DatasetError(f"{place} must be a JSON object, got {type(row).__name__}")
-            yield place, row
-
-
-def _parquet_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    from pyarrow import ArrowInvalid, parquet
-
-    try:
-        table = parquet.read_table(file)
-    except (ArrowInvalid, OSError) as error:
-        raise DatasetError(f"{file} is not a parquet file: {error}") from error
-    for number, row in enumerate(table.to_pylist(), start=1):
-        yield f"{file} row {number}", {column: value for column, value in row.items() if value is not None}
+def _prompts_of(
+    source: Path, default_env_class: str | None, place_of: dict[str, str], check: Callable[[Prompt], None]
+) -> Iterator[Prompt]:
+    """Yield the prompts of one source, and enter into ``place_of`` where each uid stands."""
+    for place, row in rows_of(source):
+        prompt = _prompt_of(row, place, default_env_class)
+        if prompt.uid in place_of:
+            raise DatasetError(
+                f"{place} has the uid {prompt.uid!r} of {place_of[prompt.uid]}; "
+                "uids must be unique (rows without a uid are known by their content: remove the copy)"
+            )
+        place_of[prompt.uid] = place
+        try:
+            check(prompt)
+        except Exception as error:
+            raise DatasetError(
+                f"{place} cannot be played by env_class {prompt.env_class!r}: {error}; "
+                "mend the row, or name another env_class"
+            ) from error
+        yield prompt
 
 
 def _prompt_of(row: Mapping[str, Any], place: str, default_env_class: str | None) -> Prompt:

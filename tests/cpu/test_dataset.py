@@ -111,6 +111,69 @@ def test_parquet_rows_are_the_same_prompts_as_jsonl_rows(tmp_path: Path) -> None
     assert load_prompts([tmp_path / "rows.parquet"], None) == load_prompts([jsonl], None)
 
 
+ROWS = [{"uid": str(i), "prompt": [{"role": "user", "content": "x"}], "env_class": "relay"} for i in range(5)]
+
+
+def write_parquet(file: Path, rows: list[dict[str, Any]]) -> Path:
+    import pyarrow
+    from pyarrow import parquet
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    return file
+
+
+def uids(*sources: Path) -> list[str]:
+    return [prompt.uid for prompt in load_prompts(sources, None)]
+
+
+@pytest.mark.parametrize("folder", ["", "data"])
+def test_the_shards_of_a_split_are_read_in_order_and_other_splits_left_alone(tmp_path: Path, folder: str) -> None:
+    write_parquet(tmp_path / folder / "train-00001-of-00002.parquet", ROWS[2:4])
+    write_parquet(tmp_path / folder / "train-00000-of-00002.parquet", ROWS[:2])
+    assert uids(tmp_path) == ["0", "1", "2", "3"], "one split only"
+    write_parquet(tmp_path / folder / "test-00000-of-00001.parquet", ROWS[4:])
+    assert uids(tmp_path / "train") == ["0", "1", "2", "3"]
+    assert uids(tmp_path / "test", tmp_path / "train") == ["4", "0", "1", "2", "3"]
+    with pytest.raises(
+        DatasetError, match=r"files of several names \(test, train\), .* name the one to be read, .*train"
+    ):
+        uids(tmp_path)
+
+
+def test_a_directory_that_datasets_saved_is_read_in_the_order_of_its_state(tmp_path: Path) -> None:
+    import pyarrow
+
+    table = pyarrow.Table.from_pylist(ROWS)
+    for name, part in (("data-1.arrow", table.slice(0, 3)), ("data-0.arrow", table.slice(3))):
+        with pyarrow.ipc.new_stream(tmp_path / name, table.schema) as stream:
+            stream.write_table(part)
+    state = {"_data_files": [{"filename": "data-1.arrow"}, {"filename": "data-0.arrow"}], "_split": None}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    assert uids(tmp_path) == ["0", "1", "2", "3", "4"]
+    (tmp_path / "data-0.arrow").write_text("no")
+    with pytest.raises(DatasetError, match=r"data-0\.arrow is not an Arrow stream"):
+        uids(tmp_path)
+
+
+def test_a_directory_without_rows_says_what_it_should_hold(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"holds no \.jsonl and no \.parquet file, and is none that .*save_to_disk"):
+        uids(tmp_path)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DatasetError, match=r"holds the splits train, test: name one of them, .*train"):
+        uids(tmp_path)
+
+
+def test_what_refuses_a_prompt_is_told_with_the_place_of_the_row(tmp_path: Path) -> None:
+    def check(prompt: Prompt) -> None:
+        if prompt.uid == "3":
+            raise KeyError("word")
+
+    file = write_parquet(tmp_path / "rows.parquet", ROWS)
+    with pytest.raises(DatasetError, match=r"rows\.parquet row 4 cannot be played by env_class 'relay': 'word'; mend"):
+        load_prompts([file], None, check=check)
+
+
 def prompts_of(lengths: list[int]) -> list[Prompt]:
     return [
         Prompt(uid=str(i), messages=({"role": "user", "content": "x" * length},), env_class="relay")

@@ -1,0 +1,125 @@
+"""Rows from files and directories, each with the words that name its place.
+
+A source is a ``.jsonl`` or ``.parquet`` file, a directory that Hugging Face ``datasets`` saved (``Dataset.save_to_disk``), a
+directory of jsonl or parquet files such as a snapshot of a hub's repository, or ``DIR/train`` for the files of one split of it,
+``DIR/train-*.parquet``. Everything is read with pyarrow: ``datasets`` need not be installed.
+
+Flows in: paths. Flows out: rows as plain dictionaries. This module does not know which columns a row should have.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from skyrl_async.errors import DatasetError
+
+Row = Mapping[str, Any]
+
+_JSON = (".jsonl", ".json")
+_SUFFIXES = (*_JSON, ".parquet")
+_SAVED_STATE = "state.json"
+_SAVED_SPLITS = "dataset_dict.json"
+_SHARD = re.compile(r"(?P<split>.+?)(-\d+(-of-\d+)?)?")
+"""``train-00000-of-00002`` is of the split ``train``."""
+
+
+def rows_of(source: Path) -> Iterator[tuple[str, Row]]:
+    """Yield each row of ``source`` with the words that name its place. Raises ``DatasetError``."""
+    if (source / _SAVED_STATE).is_file():
+        yield from _saved_rows(source)
+        return
+    for file in files_of(source):
+        yield from _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
+
+
+def files_of(source: Path) -> tuple[Path, ...]:
+    """Return the jsonl and parquet files that ``source`` stands for, in the order of their names.
+
+    Raises ``DatasetError`` when there are none, or of several splits.
+    """
+    if source.is_file():
+        if source.suffix not in _SUFFIXES:
+            raise DatasetError(f"dataset file {source} must end in .jsonl or .parquet, got {source.suffix!r}")
+        return (source,)
+    if source.is_dir():
+        return _files_in(source)
+    shards = _data_files(source.parent, f"{source.name}-*") or _data_files(source.parent / "data", f"{source.name}-*")
+    if not shards:
+        raise DatasetError(f"dataset file {source} does not exist; check task.train_files and task.eval_files")
+    return shards
+
+
+def _files_in(directory: Path) -> tuple[Path, ...]:
+    if (directory / _SAVED_SPLITS).is_file():
+        names = json.loads((directory / _SAVED_SPLITS).read_text(encoding="utf-8")).get("splits", [])
+        raise DatasetError(f"{directory} holds the splits {', '.join(names)}: name one of them, {directory / 'train'}")
+    files = _data_files(directory, "*") or _data_files(directory / "data", "*")
+    if not files:
+        raise DatasetError(
+            f"the directory {directory} holds no .jsonl and no .parquet file, and is none that datasets' save_to_disk wrote"
+        )
+    splits = sorted({_split_of(file) for file in files})
+    if len(splits) > 1:
+        raise DatasetError(
+            f"{directory} holds files of several names ({', '.join(splits)}), which may be splits: "
+            f"name the one to be read, {files[0].parent / splits[-1]}"
+        )
+    return files
+
+
+def _data_files(directory: Path, pattern: str) -> tuple[Path, ...]:
+    return tuple(sorted(file for file in directory.glob(pattern) if file.suffix in _SUFFIXES and file.is_file()))
+
+
+def _split_of(file: Path) -> str:
+    match = _SHARD.fullmatch(file.stem)
+    assert match is not None
+    return match["split"]
+
+
+def _json_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            place = f"{file} line {number}"
+            try:
+                row = json.loads(line)
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise DatasetError(f"{place} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise DatasetError(f"{place} must be a JSON object, got {type(row).__name__}")
+            yield place, row
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    from pyarrow import ArrowInvalid, parquet
+
+    try:
+        table = parquet.read_table(file)
+    except (ArrowInvalid, OSError) as error:
+        raise DatasetError(f"{file} is not a parquet file: {error}") from error
+    yield from _table_rows(table, file)
+
+
+def _saved_rows(directory: Path) -> Iterator[tuple[str, Row]]:
+    """Rows of a directory of ``save_to_disk``: Arrow streams, listed in its ``state.json``."""
+    from pyarrow import ArrowInvalid, ipc
+
+    state = json.loads((directory / _SAVED_STATE).read_text(encoding="utf-8"))
+    for entry in state["_data_files"]:
+        file = directory / entry["filename"]
+        try:
+            with ipc.open_stream(file) as stream:
+                table = stream.read_all()
+        except (ArrowInvalid, OSError) as error:
+            raise DatasetError(f"{file} is not an Arrow stream of datasets' save_to_disk: {error}") from error
+        yield from _table_rows(table, file)
+
+
+def _table_rows(table: Any, file: Path) -> Iterator[tuple[str, Row]]:
+    """A column that is null in a row is left out of it, as if its line in a jsonl file did not have it."""
+    for number, row in enumerate(table.to_pylist(), start=1):
+        yield f"{file} row {number}", {column: value for column, value in row.items() if value is not None}
