@@ -8,14 +8,18 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.config.schema import Config
-from skyrl_async.data.dataset import filter_long_prompts, load_prompts
+from skyrl_async.config.task import DATASET_TASK
+from skyrl_async.data.dataset import filter_long_prompts, load_sources
+from skyrl_async.data.mixing import EpochPlan, Rotation, weighted
+from skyrl_async.errors import DatasetError
 from skyrl_async.inference.policy_files import read_config, read_manifest, text_config
 from skyrl_async.tasks.registry import get_task, make_environment
 from skyrl_async.training.manifest import check_model, read_model
@@ -37,24 +41,56 @@ class Prompts:
 
     train: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
+    rotations: tuple[Rotation, ...] = ()
+    """What of ``train`` an epoch takes a share of; everything else is in every epoch."""
 
 
 def prepare_prompts(config: Config) -> Prompts:
-    """Make or load the prompts, and see that their environments exist. Raises ``DatasetError`` and ``ConfigError``."""
+    """Make or load the prompts, and see that their environments take them. Raises ``DatasetError`` and ``ConfigError``."""
     task = config.task
-    if task.name != "dataset":
+    if task.name != DATASET_TASK:
         train, held_out = get_task(task.name).make_prompts(task.num_train_prompts, task.num_eval_prompts, task.seed)
         return Prompts(train=train, held_out=held_out)
     # An agent whose reward is a function of its own needs no environment.
     needs_environment = config.generator.reward is None
-    load = functools.partial(load_prompts, default_env_class=task.env_class, needs_environment=needs_environment)
-    train = load([Path(f) for f in task.train_files])
-    held_out = load([Path(f) for f in task.eval_files]) if task.eval_files else ()
-    if not needs_environment:
-        return Prompts(train=train, held_out=held_out)
-    for prompt in {p.env_class: p for p in (*train, *held_out)}.values():
-        make_environment(prompt.env_class, prompt.extras).close()
-    return Prompts(train=train, held_out=held_out)
+    load = functools.partial(
+        load_sources,
+        default_env_class=task.env_class,
+        needs_environment=needs_environment,
+        check=_check_environment if needs_environment else _check_nothing,
+    )
+    sources = load([Path(name).expanduser() for name in task.train_files])
+    held_out_sources = load([Path(name).expanduser() for name in task.eval_files]) if task.eval_files else ()
+    mixed = [weighted(*pair) for pair in zip(sources, task.train_weights or [1.0] * len(sources), strict=True)]
+    train = tuple(prompt for prompts, _ in mixed for prompt in prompts)
+    _refuse_shared_uids(train)
+    return Prompts(
+        train=train,
+        held_out=tuple(prompt for prompts in held_out_sources for prompt in prompts),
+        rotations=tuple(rotation for _, rotation in mixed if rotation is not None),
+    )
+
+
+def epoch_plan(config: Config, prompts: Prompts) -> EpochPlan:
+    """Which of the training prompts each epoch has."""
+    return EpochPlan([prompt.uid for prompt in prompts.train], prompts.rotations, seed=config.task.seed)
+
+
+def _refuse_shared_uids(prompts: Sequence[Prompt]) -> None:
+    """Rows have uids of their own when they are loaded; a second copy's may be another row's."""
+    (uid, count), *_ = Counter(prompt.uid for prompt in prompts).most_common(1)
+    if count > 1:
+        raise DatasetError(
+            f"the uid {uid!r} of a row is also that of a copy which task.train_weights asks for; rename the row's uid"
+        )
+
+
+def _check_environment(prompt: Prompt) -> None:
+    make_environment(prompt.env_class, prompt.extras).close()
+
+
+def _check_nothing(prompt: Prompt) -> None:
+    """Rows that only an agent's own reward sees."""
 
 
 class PolicyFiles:
@@ -136,7 +172,8 @@ class PolicyFiles:
 def num_planned_steps(config: Config, prompts: Prompts) -> int:
     """Optimizer steps of the run: those asked for, unless its epochs hold fewer (the last one may be a partial mini-batch)."""
     trainer = config.trainer
-    in_epochs = math.ceil(trainer.num_epochs * len(prompts.train) / trainer.policy_mini_batch_size)
+    num_prompts = trainer.num_epochs * len(epoch_plan(config, prompts))
+    in_epochs = math.ceil(num_prompts / trainer.policy_mini_batch_size)
     return in_epochs if trainer.num_steps is None else min(trainer.num_steps, in_epochs)
 
 
@@ -189,4 +226,4 @@ def fitting_prompts(prompts: Prompts, renderer: ChatRenderer, max_model_len: int
         held_out, dropped_held_out = filter_long_prompts(held_out, num_tokens, max_model_len - 1)
     if uids := (*dropped, *dropped_held_out):
         say(f"left out {len(uids)} prompts longer than the context of {max_model_len} tokens: {', '.join(uids[:5])}")
-    return Prompts(train=train, held_out=held_out)
+    return replace(prompts, train=train, held_out=held_out)

@@ -19,7 +19,7 @@ from typing import cast
 from skyrl_async.algorithms.advantages import get_advantage_estimator
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint import Checkpointer
-from skyrl_async.composition.data import Prompts
+from skyrl_async.composition.data import Prompts, epoch_plan
 from skyrl_async.composition.imports import imported
 from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
 from skyrl_async.composition.processes import Endpoint
@@ -240,7 +240,12 @@ def make_trainer(
     trainer, in_turn = config.trainer, policy_in_turn(policy, device_groups)
     mini_batch_size = trainer.policy_mini_batch_size
     is_one_step_off = trainer.schedule is Schedule.one_step_off
-    dataloader = _AsyncDataloader(prompts.train, seed=trainer.seed, num_epochs=trainer.num_epochs)
+    dataloader = _AsyncDataloader(
+        prompts.train,
+        seed=trainer.seed,
+        num_epochs=trainer.num_epochs,
+        plan=epoch_plan(config, prompts),
+    )
     staleness = _AsyncStalenessManager(
         trainer.max_concurrent_generation_groups,
         mini_batch_size,

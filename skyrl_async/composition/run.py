@@ -38,8 +38,8 @@ from skyrl_async.composition.parts import (
 )
 from skyrl_async.composition.processes import serving_endpoint, start_engines_and_policy, start_ray
 from skyrl_async.composition.turns import device_groups, engine_turns, policy_in_turn
-from skyrl_async.config.rules import DATASET_TASK
 from skyrl_async.config.schema import Config
+from skyrl_async.config.task import DATASET_TASK
 from skyrl_async.device_turns import DeviceGroup
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.fleet import Fleet

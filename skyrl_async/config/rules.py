@@ -22,10 +22,10 @@ from skyrl_async.config.schema import (
     GeneratorKind,
     ResumeMode,
 )
+from skyrl_async.config.task import DATASET_TASK
 from skyrl_async.errors import ConfigError
 
 BUILT_IN_TASKS = ("lagged_fibonacci", "relay", "trail")
-DATASET_TASK = "dataset"
 _MAX_PORT = 65535
 
 
@@ -202,7 +202,10 @@ def dataset_files_exist(config: Config) -> None:
         return
     for key, names in (("task.train_files", config.task.train_files), ("task.eval_files", config.task.eval_files)):
         for name in names:
-            if not Path(name).expanduser().is_file():
+            path = Path(name).expanduser()
+            # DIR/train stands for DIR/train-*.parquet; the loader says what is wrong with what is there.
+            shards = (f"{path.name}-*", f"data/{path.name}-*")
+            if not path.exists() and not any(any(path.parent.glob(pattern)) for pattern in shards):
                 raise ConfigError(f"{key} must name files that exist, got {name!r} (in {Path.cwd()})")
 
 

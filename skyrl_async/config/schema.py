@@ -11,6 +11,7 @@ from typing import Any
 
 from skyrl_async.config.fields import doc, require
 from skyrl_async.config.lora import LoraConfig
+from skyrl_async.config.task import TaskConfig
 
 
 class StalenessPolicy(Enum):
@@ -117,31 +118,6 @@ class BranchPolicyName(Enum):
 class WeightTransfer(Enum):
     auto = "auto"
     shm = "shm"
-
-
-@dataclass
-class TaskConfig:
-    name: str = doc(
-        "lagged_fibonacci",
-        "lagged_fibonacci, relay or trail (built in, made on the spot), or dataset (jsonl files below).",
-    )
-    train_files: list[str] = doc(
-        list,
-        "jsonl or parquet files of training prompts, for name=dataset: uid (optional), prompt, env_class, and extras such as reward_spec.",
-    )
-    eval_files: list[str] = doc(list, "The same for held-out prompts; empty evaluates nothing.")
-    env_class: str | None = doc(None, "Environment (skyrl_gym registry name, or module:Class) of rows that name none.")
-    num_train_prompts: int = doc(2048, "Training prompts made by a built-in task.")
-    num_eval_prompts: int = doc(512, "Held-out prompts made by a built-in task; never trained on, nor warm-started on.")
-    seed: int = doc(0, "Of the built-in task's prompts: which are made and which are held out.")
-
-    def __post_init__(self) -> None:
-        require(self.num_train_prompts >= 1, "task.num_train_prompts", ">= 1", self.num_train_prompts)
-        require(self.num_eval_prompts >= 0, "task.num_eval_prompts", ">= 0", self.num_eval_prompts)
-        if self.name == "dataset":
-            require(
-                bool(self.train_files), "task.train_files", "at least one file when task.name=dataset", self.train_files
-            )
 
 
 @dataclass

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from skyrl_async.data.ledger import Key, UidLedger, UidState
+from skyrl_async.data.mixing import EpochPlan
 from skyrl_async.errors import CheckpointError, StateError
 from skyrl_async.types import Prompt
 
@@ -21,14 +22,27 @@ class _AsyncDataloader:
         prompts: the training set; uids unique.
         seed: of the shuffling.
         num_epochs: passes; None never ends.
+        plan: which prompts an epoch has; None: all of them.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, num_epochs: int | None = None) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        num_epochs: int | None = None,
+        plan: EpochPlan | None = None,
+    ) -> None:
         self._prompts = {prompt.uid: prompt for prompt in prompts}
-        self._ledger = UidLedger([prompt.uid for prompt in prompts], seed=seed, num_epochs=num_epochs)
+        self._plan = plan or EpochPlan(tuple(self._prompts))
+        uids_of_epoch = None if self._plan.is_whole else self._plan.of_epoch
+        self._ledger = UidLedger(
+            [prompt.uid for prompt in prompts], seed=seed, num_epochs=num_epochs, uids_of_epoch=uids_of_epoch
+        )
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        """Prompts of an epoch."""
+        return len(self._plan)
 
     @property
     def epoch(self) -> int:
@@ -86,7 +100,7 @@ class _AsyncDataloader:
             raise StateError(f"epochs {stale} still have prompts that are neither trained, filtered nor failed")
 
     def state_for_checkpoint(self) -> dict[str, Any]:
-        """JSON of the ledger, with a digest of the dataset's uids."""
+        """JSON of the ledger, with a digest of the dataset's uids and of how its sources are mixed."""
         return {"dataset_digest": self._digest(), "num_prompts": len(self._prompts), "ledger": self._ledger.to_json()}
 
     async def load_state_from_checkpoint(self, saved: dict[str, Any]) -> None:
@@ -106,4 +120,5 @@ class _AsyncDataloader:
         return {name: float(count) for name, count in self._ledger.counts().items()}
 
     def _digest(self) -> str:
-        return hashlib.sha256("\n".join(self._prompts).encode()).hexdigest()[:16]
+        mixed = () if self._plan.is_whole else ("", *self._plan.of_epoch(0))
+        return hashlib.sha256("\n".join((*self._prompts, *mixed)).encode()).hexdigest()[:16]

@@ -10,7 +10,7 @@ know prompts' contents, groups or versions.
 
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -49,14 +49,23 @@ class UidLedger:
         uids: the dataset's, unique and not empty.
         seed: of the shuffling; epoch e is shuffled with ``random.Random(f"{seed}-{e}")``.
         num_epochs: passes over the uids; None never ends.
+        uids_of_epoch: the uids that an epoch has, in dataset order, where it does not have all; at least one.
     """
 
-    def __init__(self, uids: Sequence[str], *, seed: int, num_epochs: int | None) -> None:
+    def __init__(
+        self,
+        uids: Sequence[str],
+        *,
+        seed: int,
+        num_epochs: int | None,
+        uids_of_epoch: Callable[[int], Sequence[str]] | None = None,
+    ) -> None:
         if not uids or len(set(uids)) != len(uids):
             raise ValueError(
                 f"expected at least one uid and no duplicates, got {len(uids)} with {len(set(uids))} distinct"
             )
         self._uids = tuple(uids)
+        self._uids_of_epoch = uids_of_epoch or (lambda epoch: self._uids)
         self._seed = seed
         self._num_epochs = num_epochs
         self._states: dict[int, dict[str, UidState]] = {}
@@ -144,7 +153,7 @@ class UidLedger:
             self._load_epoch(epoch, saved["epochs"][str(epoch)])
 
     def _load_epoch(self, epoch: int, lists: dict[str, list[str]]) -> None:
-        states = dict.fromkeys(self._uids, UidState.NEW)
+        states = dict.fromkeys(self._uids_of_epoch(epoch), UidState.NEW)
         for name, uids in lists.items():
             unknown = [uid for uid in uids if uid not in states]
             if unknown:
@@ -157,7 +166,7 @@ class UidLedger:
         self._queue.extend((epoch, uid) for uid in self._order(epoch) if states[uid] is UidState.NEW)
 
     def _order(self, epoch: int) -> list[str]:
-        order = list(self._uids)
+        order = list(self._states[epoch])
         random.Random(f"{self._seed}-{epoch}").shuffle(order)
         return order
 
@@ -166,8 +175,8 @@ class UidLedger:
             return False
         epoch = self._next_epoch
         self._next_epoch += 1
-        self._states[epoch] = dict.fromkeys(self._uids, UidState.NEW)
-        self._num_of_state[epoch] = Counter({UidState.NEW: len(self._uids)})
+        self._states[epoch] = dict.fromkeys(self._uids_of_epoch(epoch), UidState.NEW)
+        self._num_of_state[epoch] = Counter({UidState.NEW: len(self._states[epoch])})
         self._queue.extend((epoch, uid) for uid in self._order(epoch))
         return True
 
@@ -187,5 +196,5 @@ class UidLedger:
         self._move(key, to)
         self._totals[to] += 1
         epoch = key[0]
-        if sum(self._num_of_state[epoch][state] for state in _CLOSED) == len(self._uids):
+        if sum(self._num_of_state[epoch][state] for state in _CLOSED) == len(self._states[epoch]):
             del self._states[epoch], self._num_of_state[epoch]

@@ -1,0 +1,52 @@
+"""The keys of ``task``: what is asked, and who judges the answers."""
+
+import math
+from dataclasses import dataclass
+
+from skyrl_async.config.fields import doc, require
+
+DATASET_TASK = "dataset"
+
+
+@dataclass
+class TaskConfig:
+    name: str = doc(
+        "lagged_fibonacci",
+        "lagged_fibonacci, relay or trail (built in, made on the spot), or dataset (files of your own).",
+    )
+    train_files: list[str] = doc(
+        list,
+        "Training prompts, for name=dataset: jsonl or parquet files, a directory of them, a directory that Hugging Face datasets saved "
+        "(save_to_disk), or DIR/train for DIR/train-*.parquet. Columns as in SkyRL: uid (optional), prompt, env_class, and extras such "
+        "as reward_spec.",
+    )
+    train_weights: list[float] = doc(
+        list,
+        "Passes over each of train_files in an epoch; empty: 1 each. 2 takes every row twice, 0.25 a quarter of the rows, the next "
+        "quarter in the next epoch.",
+    )
+    eval_files: list[str] = doc(list, "The same for held-out prompts; empty evaluates nothing.")
+    env_class: str | None = doc(None, "Environment (skyrl_gym registry name, or module:Class) of rows that name none.")
+    num_train_prompts: int = doc(2048, "Training prompts made by a built-in task.")
+    num_eval_prompts: int = doc(512, "Held-out prompts made by a built-in task; never trained on, nor warm-started on.")
+    seed: int = doc(
+        0,
+        "Of the built-in task's prompts (which are made and which are held out), and of the turns of a dataset's fractional weights.",
+    )
+
+    def __post_init__(self) -> None:
+        require(self.num_train_prompts >= 1, "task.num_train_prompts", ">= 1", self.num_train_prompts)
+        require(self.num_eval_prompts >= 0, "task.num_eval_prompts", ">= 0", self.num_eval_prompts)
+        if self.name == DATASET_TASK:
+            require(
+                bool(self.train_files), "task.train_files", "at least one file when task.name=dataset", self.train_files
+            )
+        num_files, weights = len(self.train_files), self.train_weights
+        require(
+            not weights or len(weights) == num_files,
+            "task.train_weights",
+            f"empty or as long as task.train_files ({num_files})",
+            weights,
+        )
+        are_positive = all(math.isfinite(weight) and weight > 0 for weight in weights)
+        require(are_positive, "task.train_weights", "numbers > 0 (leave a file out instead of weighing it 0)", weights)
