@@ -1,0 +1,160 @@
+"""Tests of programs: what they are given, and what they should answer.
+
+Two forms are read. APPS and its descendants have ``{"inputs": [...], "outputs": [...]}``: texts for standard input and output, or,
+with ``"fn_name"``, arguments and results of a function. LiveCodeBench has a list of ``{"input", "output", "testtype"}``.
+
+Flows in: tests as a row has them, and what a policy wrote. Flows out: how many tests pass, and why one does not. This module does
+not know environments.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_async.rewards.sandbox import Limits, call_function, run_program
+
+_FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)```", re.DOTALL)
+_PYTHON = frozenset({"", "python", "python3", "py"})
+RELATIVE_TOLERANCE = 1e-6
+_SHOWN_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeTests:
+    """The tests of one row."""
+
+    function: str | None
+    """What is called; None: the program reads standard input and writes standard output."""
+    inputs: tuple[Any, ...]
+    """Per test: a text, or a list of arguments."""
+    outputs: tuple[Any, ...]
+    """Per test: a text, or a result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the tests say about a program."""
+
+    num_passed: int
+    num_tests: int
+    reason: str | None
+    """Of the first test that does not pass; None where all do."""
+
+    @property
+    def is_right(self) -> bool:
+        """Every test passes."""
+        return self.num_passed == self.num_tests
+
+
+def program_in(text: str) -> str | None:
+    """Return the last fenced block of Python in ``text``; None without one."""
+    blocks = [body for language, body in _FENCE.findall(text) if language.lower() in _PYTHON]
+    return blocks[-1] if blocks else None
+
+
+def read_tests(ground_truth: Any) -> CodeTests:
+    """Return the tests in ``ground_truth``, a JSON text or what it says. Raises ``ValueError`` saying what is wrong with it."""
+    found = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    if isinstance(found, Mapping):
+        tests = _apps_tests(found)
+    elif isinstance(found, Sequence) and all(isinstance(test, Mapping) for test in found):
+        tests = _live_code_bench_tests(found)
+    else:
+        raise ValueError(f"tests must be an object with inputs and outputs, or a list of objects, got {_shown(found)}")
+    if not tests.inputs or len(tests.inputs) != len(tests.outputs):
+        raise ValueError(
+            f"tests must have as many outputs as inputs, and some, got {len(tests.inputs)} and {len(tests.outputs)}"
+        )
+    return tests
+
+
+def judge_program(source: str, tests: CodeTests, limits: Limits | None = None) -> Verdict:
+    """Run ``source`` on ``tests``; blocks as ``run_program`` does. Standard input is tested until the first failure."""
+    if tests.function is not None:
+        return _judge_function(source, tests, tests.function, limits)
+    for index, (given, expected) in enumerate(zip(tests.inputs, tests.outputs, strict=True)):
+        outcome = run_program(source, stdin=given, limits=limits)
+        reason = outcome.failure
+        if reason is None and not is_same_output(outcome.output, expected):
+            reason = f"wrote {_shown(outcome.output)} instead of {_shown(expected)}"
+        if reason is not None:
+            return Verdict(
+                num_passed=index, num_tests=len(tests.inputs), reason=f"test {index + 1} ({_shown(given)}): {reason}"
+            )
+    return Verdict(num_passed=len(tests.inputs), num_tests=len(tests.inputs), reason=None)
+
+
+def is_same_output(output: str, expected: str) -> bool:
+    """Whether two texts have the same words in the same lines, empty lines at the end aside."""
+    return _words(output) == _words(expected)
+
+
+def is_same_result(result: Any, expected: Any) -> bool:
+    """Whether two JSON values are equal, numbers within 1e-6 of each other."""
+    if isinstance(result, bool) or isinstance(expected, bool):
+        return result is expected
+    if isinstance(result, int | float) and isinstance(expected, int | float):
+        return result == expected or math.isclose(result, expected, rel_tol=RELATIVE_TOLERANCE)
+    if isinstance(result, list) and isinstance(expected, list):
+        return len(result) == len(expected) and all(map(is_same_result, result, expected))
+    if isinstance(result, dict) and isinstance(expected, dict):
+        return result.keys() == expected.keys() and all(is_same_result(result[key], expected[key]) for key in result)
+    return bool(result == expected)
+
+
+def _judge_function(source: str, tests: CodeTests, function: str, limits: Limits | None) -> Verdict:
+    outcome, results = call_function(source, function, tests.inputs, limits=limits)
+    num_tests = len(tests.inputs)
+    if results is None:
+        return Verdict(num_passed=0, num_tests=num_tests, reason=outcome.failure or "a result is no JSON")
+    # APPS writes a single result as a list of one.
+    is_right = [
+        is_same_result(result, expected) or is_same_result([result], expected)
+        for result, expected in zip(results, tests.outputs, strict=True)
+    ]
+    wrong = next((index for index, right in enumerate(is_right) if not right), None)
+    reason = None
+    if wrong is not None:
+        call = f"{function}({', '.join(map(repr, tests.inputs[wrong]))})"
+        reason = f"{_shown(call)} returned {_shown(results[wrong])} instead of {_shown(tests.outputs[wrong])}"
+    return Verdict(num_passed=sum(is_right), num_tests=num_tests, reason=reason)
+
+
+def _apps_tests(found: Mapping[str, Any]) -> CodeTests:
+    if not isinstance(found.get("inputs"), list) or not isinstance(found.get("outputs"), list):
+        raise ValueError(f"tests must have lists inputs and outputs, got {_shown(found)}")
+    function = found.get("fn_name")
+    if function is None:
+        return CodeTests(function=None, inputs=_texts(found["inputs"]), outputs=_texts(found["outputs"]))
+    return CodeTests(function=str(function), inputs=tuple(map(list, found["inputs"])), outputs=tuple(found["outputs"]))
+
+
+def _live_code_bench_tests(found: Sequence[Mapping[str, Any]]) -> CodeTests:
+    missing = next((test for test in found if "input" not in test or "output" not in test), None)
+    if missing is not None:
+        raise ValueError(f"a test must have input and output, got {_shown(missing)}")
+    inputs, outputs = [test["input"] for test in found], [test["output"] for test in found]
+    if not any(test.get("testtype") == "functional" for test in found):
+        return CodeTests(function=None, inputs=_texts(inputs), outputs=_texts(outputs))
+    function = (found[0].get("metadata") or {}).get("func_name")
+    if not function:
+        raise ValueError(f"a functional test must have metadata.func_name, got {_shown(found[0])}")
+    arguments = tuple([json.loads(line) for line in str(text).splitlines() if line.strip()] for text in inputs)
+    return CodeTests(function=str(function), inputs=arguments, outputs=tuple(json.loads(text) for text in outputs))
+
+
+def _texts(values: Sequence[Any]) -> tuple[str, ...]:
+    """Texts as they are; a list of lines is joined, as some sets have it."""
+    return tuple("\n".join(map(str, value)) if isinstance(value, list) else str(value) for value in values)
+
+
+def _words(text: str) -> list[list[str]]:
+    return [line.split() for line in text.rstrip().split("\n")]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

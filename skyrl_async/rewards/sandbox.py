@@ -1,0 +1,229 @@
+"""Runs a program that nobody trusts, in a process that can do nothing but compute, and says how it ended.
+
+A call blocks for as long as the program runs, never longer than its deadline: call it in a thread. However the program ends, its
+process is gone and its directory deleted afterwards. ``confinement`` says what it is kept from.
+
+Flows in: the text of a Python program and its input. Flows out: its output, or why it failed. This module does not know tests.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from skyrl_async.errors import ConfigError, GenerationError
+from skyrl_async.rewards import confinement
+
+logger = logging.getLogger(__name__)
+
+_PROGRAM = "program.py"
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+_REASON_CHARACTERS = 200
+SETUP_S = 60.0
+"""Longest time until a process has shut itself in; the program's own time begins then."""
+
+_CALLER = """
+import json, os, sys
+given = json.load(sys.stdin)
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+names = {"__name__": "program", "__builtins__": __builtins__}
+exec(compile(given["source"], "program.py", "exec"), names)
+function = names[given["function"]] if given["function"] in names else getattr(names["Solution"](), given["function"])
+json.dump([function(*arguments) for arguments in given["calls"]], answers)
+answers.close()
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one run of a program may use."""
+
+    cpu_s: int = 5
+    """Seconds of CPU time, of all its threads together."""
+    wall_s: float = 15.0
+    """Seconds until it is killed, however little it computes; not counting the start of its process."""
+    memory_mb: int = 512
+    """Address space, MiB."""
+    output_kb: int = 256
+    """Most of standard output, of standard error, and of each file it writes, KiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    output: str
+    """Standard output, as far as it was written."""
+    error: str
+    """Standard error, as far as it was written."""
+    failure: str | None
+    """Why it did not end by itself with exit code 0; None where it did."""
+    seconds: float
+    """Wall-clock time."""
+
+
+def require_sandbox() -> None:
+    """Raise ``ConfigError`` where programs cannot be confined."""
+    if not confinement.is_supported():
+        raise ConfigError("programs of a policy are run on Linux on x86_64 or aarch64 only; use another env_class here")
+
+
+def run_program(source: str, *, stdin: str = "", limits: Limits | None = None) -> Outcome:
+    """Run ``source`` as a Python program.
+
+    Args:
+        source: its text. It sees the packages of this interpreter.
+        stdin: what it reads.
+        limits: what it may use; None: the defaults.
+
+    Raises:
+        ConfigError: this machine cannot confine programs.
+        GenerationError: the sandbox could not be set up, which is no fault of the program's.
+    """
+    require_sandbox()
+    limits = limits or Limits()
+    with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as directory:
+        return _run_in(Path(directory), source, stdin, limits)
+
+
+def call_function(
+    source: str, function: str, calls: Sequence[Sequence[Any]], *, limits: Limits | None = None
+) -> tuple[Outcome, list[Any] | None]:
+    """Define what ``source`` defines and call ``function`` (or that method of its class ``Solution``) with each of ``calls``.
+
+    The process is told arguments alone, so that it can give right results only by computing them.
+
+    Args:
+        calls: positional arguments of each call, as JSON.
+
+    Returns:
+        How it ended, and a result per call; None where the calls did not all return JSON.
+    """
+    given = {"source": source, "function": function, "calls": [list(arguments) for arguments in calls]}
+    outcome = run_program(_CALLER, stdin=json.dumps(given), limits=limits)
+    if outcome.failure is not None:
+        return outcome, None
+    try:
+        results = json.loads(outcome.output)
+    except ValueError:
+        return outcome, None
+    return outcome, results if isinstance(results, list) and len(results) == len(calls) else None
+
+
+def _run_in(directory: Path, source: str, stdin: str, limits: Limits) -> Outcome:
+    (directory / _PROGRAM).write_text(source, encoding="utf-8", errors="replace")
+    file_bytes = limits.output_kb * 1024
+    with contextlib.ExitStack() as files:
+        given, output, error = (files.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        given.write(stdin.encode("utf-8", errors="replace"))
+        given.seek(0)
+        with _started(directory, limits, given, output, error) as (process, status_fd):
+            is_confined = _is_confined(status_fd)
+            started = time.monotonic()
+            is_late = is_confined and not _ends(process, limits.wall_s)
+        seconds = time.monotonic() - started
+        written, complaints = _read(output, file_bytes), _read(error, file_bytes)
+    if not is_confined:
+        raise GenerationError(
+            "the sandbox for a policy's program could not be set up within "
+            f"{SETUP_S:g} s: exit code {process.returncode}: {_last_line(complaints)}"
+        )
+    failure = (
+        f"ran longer than {limits.wall_s:g} s" if is_late else _failure(process.returncode, written, complaints, limits)
+    )
+    return Outcome(output=written, error=complaints, failure=failure, seconds=seconds)
+
+
+@contextlib.contextmanager
+def _started(
+    directory: Path, limits: Limits, given: IO[bytes], output: IO[bytes], error: IO[bytes]
+) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+    """The process that confines itself and goes on as the program, and where it says so; it is gone at the end."""
+    settings = {
+        "cpu_s": limits.cpu_s,
+        "memory_bytes": limits.memory_mb << 20,
+        "file_bytes": limits.output_kb * 1024,
+    }
+    reading, writing = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-B", str(confinement.__file__), json.dumps(settings), _PROGRAM, str(writing)],
+            stdin=given,
+            stdout=output,
+            stderr=error,
+            cwd=directory,
+            env=_ENVIRONMENT,
+            pass_fds=[writing],
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    try:
+        yield process, reading
+    finally:
+        os.close(reading)
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _is_confined(status_fd: int) -> bool:
+    """Whether the process says in time that everything holds."""
+    if not select.select([status_fd], [], [], SETUP_S)[0]:
+        return False
+    status = os.read(status_fd, 100)
+    if b"without" in status:
+        logger.warning("this kernel has no Landlock: programs of the policy can read the files that this process can")
+    return status.startswith(b"confined")
+
+
+def _ends(process: "subprocess.Popen[bytes]", wall_s: float) -> bool:
+    """Whether the process ends before the deadline."""
+    try:
+        process.wait(timeout=wall_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _read(file: IO[bytes], num_bytes: int) -> str:
+    file.seek(0)
+    return file.read(num_bytes).decode("utf-8", errors="replace")
+
+
+def _failure(exit_code: int, output: str, complaints: str, limits: Limits) -> str | None:
+    if len(output.encode()) >= limits.output_kb * 1024:
+        return f"wrote more than {limits.output_kb} KiB"
+    if exit_code == 0:
+        return None
+    if exit_code == -signal.SIGXCPU or exit_code == -signal.SIGKILL:
+        return f"used more than {limits.cpu_s} s of CPU time"
+    if exit_code < 0:
+        return f"died of {signal.Signals(-exit_code).name}"
+    return f"exit code {exit_code}: {_last_line(complaints)}"
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1][:_REASON_CHARACTERS] if lines else "no message"

@@ -1,0 +1,230 @@
+"""Rewards of final answers, of calculations and of programs, against skyrl_gym, sympy and plain Python."""
+
+import random
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_async.rewards.arithmetic import calculate
+from skyrl_async.rewards.code_tests import (
+    CodeTests,
+    is_same_output,
+    is_same_result,
+    judge_program,
+    program_in,
+    read_tests,
+)
+from skyrl_async.rewards.final_answers import flexible_answer, is_right_answer, strict_answer
+from skyrl_async.rewards.math_answers import MAX_CHARACTERS, boxed_answer, final_answer, is_same_answer
+
+TEXTS = st.text(alphabet="#0123456789.,-$ ab\n", max_size=40)
+
+
+@given(text=TEXTS, truth=st.integers(-(10**6), 10**6), is_marked=st.booleans())
+def test_what_skyrl_gym_rewards_is_rewarded(text: str, truth: int, is_marked: bool) -> None:
+    from skyrl_gym.envs.gsm8k.utils import compute_score
+
+    text = f"{text} #### {truth:,}" if is_marked else text
+    if "####" not in text.replace(f"#### {truth:,}", "") and compute_score(text, str(truth)) == 1.0:
+        assert is_right_answer(text, str(truth))
+    if "####" not in text:
+        assert not is_right_answer(text, str(truth))
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("2+3=5\n#### 5", "5", "5"),
+        ("#### $1,234.50.", "$1,234.50", "$1,234.50"),
+        ("####-7 apples", "-7", "-7"),
+        ("#### 5\n#### 6", "5", "6"),
+        ("so 12 in all", None, "12"),
+        ("#### none of 3", None, "3"),
+        ("", None, None),
+    ],
+)
+def test_the_marked_number_is_the_strict_answer_and_the_last_number_the_flexible_one(
+    text: str, strict: str | None, flexible: str | None
+) -> None:
+    assert (strict_answer(text), flexible_answer(text)) == (strict, flexible)
+
+
+def test_an_answer_is_right_by_its_value() -> None:
+    assert is_right_answer("#### $1,000.00", "1000") and is_right_answer("#### 18", "18.0")
+    assert (
+        not is_right_answer("#### 18", "81") and not is_right_answer("18", "18") and not is_right_answer("#### 1", "x")
+    )
+    assert is_right_answer("it is 18", "18", is_flexible=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{1} no, \boxed{2}", "2"),
+        (r"\boxed{1} then \boxed{2", "1"),
+        (r"$\boxed 5$", "5"),
+        (r"\fbox{a{b}c}", "a{b}c"),
+        ("we get\nAnswer: 42\n", "42"),
+        ("#### x+1", "x+1"),
+        ("Answer:", None),
+        ("nothing", None),
+    ],
+)
+def test_the_last_whole_box_is_the_answer_or_what_follows_a_mark(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+EQUAL = [
+    (r"\frac12", "0.5"),
+    (r"\dfrac{3}{4}", "3/4"),
+    (r"1\frac{1}{2}", "1.5"),
+    (r"50\%", "0.5"),
+    (r"50\%", "50"),
+    ("1,234,567", "1234567"),
+    (r"x = 5", "5"),
+    (r"5 \text{ cm}", "5"),
+    (r"90^\circ", "90"),
+    (r"\left( 3, \frac{1}{2} \right)", "(3, 0.5)"),
+    (r"\{1, 2\}", r"\{2, 1\}"),
+    (r"2\sqrt3", r"2\sqrt{3}"),
+    (r"3 \times 10^{2}", "300"),
+    (r"\text{Monday}", "Monday"),
+    (r"\$12.00", "12"),
+]
+DIFFERENT = [
+    ("0.333", "1/3"),
+    ("(1,2)", "(2,1)"),
+    ("(1,2]", "(1,2)"),
+    ("1,2", "1,2,3"),
+    (r"\{1,1\}", r"\{1,2\}"),
+    ("12", "1,2"),
+    ("", ""),
+    ("x", "y"),
+    ("1/0", "1"),
+    ("2^{10}", "1024"),
+]
+
+
+@pytest.mark.parametrize(("left", "right"), EQUAL)
+def test_answers_that_differ_in_layout_or_in_form_are_equal(left: str, right: str) -> None:
+    assert is_same_answer(left, right) and is_same_answer(right, left)
+
+
+@pytest.mark.parametrize(("left", "right"), DIFFERENT)
+def test_answers_that_differ_are_not_equal(left: str, right: str) -> None:
+    assert not is_same_answer(left, right) and not is_same_answer(right, left)
+
+
+@given(numerator=st.integers(-999, 999), denominator=st.integers(1, 99), other=st.fractions(-9, 9, max_denominator=99))
+def test_fractions_are_compared_exactly(numerator: int, denominator: int, other: Fraction) -> None:
+    sign = "-" if numerator < 0 else ""
+    written = rf"{sign}\frac{{{abs(numerator)}}}{{{denominator}}}"
+    assert is_same_answer(written, f"{numerator}/{denominator}")
+    is_equal = Fraction(numerator, denominator) == other
+    assert is_same_answer(written, f"{other.numerator}/{other.denominator}") is is_equal
+
+
+@given(st.text(alphabet=r"\boxedfrac{}()[],/.^%+-*1230 $", max_size=80))
+def test_any_text_has_an_answer_or_none_and_equals_no_text_of_other_letters(text: str) -> None:
+    boxed_answer(text)
+    assert not is_same_answer(text, "an answer that is not in it")
+    assert not is_same_answer(f"{text}{'1' * MAX_CHARACTERS} ", f"{text}{'1' * MAX_CHARACTERS} ")
+
+
+def test_an_answer_that_would_take_for_ever_to_evaluate_is_not_evaluated() -> None:
+    assert not is_same_answer("9^{9^{9^{9}}}", "1")
+    assert boxed_answer(r"\boxed{" * 20_000) is None
+
+
+@given(st.lists(st.integers(1, 20), min_size=2, max_size=5), st.integers(0, 10**6))
+def test_the_calculator_agrees_with_python(numbers: list[int], seed: int) -> None:
+    rng = random.Random(seed)
+    expression = str(numbers[0])
+    for number in numbers[1:]:
+        expression = f"({expression} {rng.choice('+-*/')} {number})"
+    found, expected = calculate(expression), eval(expression)
+    assert float(found) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1,000 + 2^3", "1008"),
+        ("-7//2", "-4"),
+        ("7 % 3", "1"),
+        ("1/3", "0.333333"),
+        ("2**-1", "0.5"),
+        ("1/0", "error: "),
+        ("9**9**9", "error: an exponent must be"),
+        ("(10**30)*10", "error: a number is too large"),
+        ("__import__('os')", "error: only numbers"),
+        ("1 +", "error: not an expression"),
+        ("1" * 300, "error: longer than"),
+        ("True + 1", "error: only numbers"),
+    ],
+)
+def test_the_calculator_says_what_it_cannot_do(expression: str, value: str) -> None:
+    assert calculate(expression).startswith(value)
+
+
+DOUBLE = "n = int(input())\nprint(2 * n)\n"
+
+
+def test_the_last_fenced_block_of_python_is_the_program() -> None:
+    text = "First\n```python\na\n```\nthen\n```py\nb\n```\nand ```json\n{}\n```"
+    assert program_in(text) == "b\n"
+    assert program_in("```\nc\n```") == "c\n"
+    assert program_in("print(1)") is None
+
+
+def test_programs_are_tested_by_input_and_output_until_the_first_failure() -> None:
+    tests = read_tests('{"inputs": ["1\\n", "4\\n", "5\\n"], "outputs": ["2", "8 \\n\\n", "11"]}')
+    verdict = judge_program(DOUBLE, tests)
+    assert (verdict.num_passed, verdict.num_tests, verdict.is_right) == (2, 3, False)
+    assert verdict.reason == r"test 3 ('5\n'): wrote '10\n' instead of '11'"
+    assert judge_program(DOUBLE, CodeTests(function=None, inputs=("1",), outputs=("2",))).is_right
+
+
+def test_functions_are_tested_by_arguments_and_results_of_either_dataset_form() -> None:
+    source = "def add(a, b):\n    print('noise')\n    return a + b\n"
+    apps = read_tests({"inputs": [[1, 2], [[1], [2]]], "outputs": [[3], [1, 2]], "fn_name": "add"})
+    assert judge_program(source, apps).is_right
+    one = {"input": "1.5\n2", "output": "3.5", "testtype": "functional", "metadata": {"func_name": "add"}}
+    method = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
+    assert judge_program(method, read_tests([one, one])).is_right
+    verdict = judge_program(source.replace("+", "-"), read_tests([one]))
+    assert verdict.reason == "'add(1.5, 2)' returned -0.5 instead of 3.5"
+
+
+def test_a_function_that_is_missing_or_returns_no_json_fails_with_a_reason() -> None:
+    tests = CodeTests(function="f", inputs=([1],), outputs=([1],))
+    missing, wrong = judge_program("x = 1", tests), judge_program("def f(x): return {x}", tests)
+    assert (missing.reason is not None and "NameError" in missing.reason) or "KeyError" in str(missing.reason)
+    assert wrong.reason is not None and "TypeError" in wrong.reason
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ("3", "must be an object with inputs and outputs, or a list of objects, got 3"),
+        ({"inputs": ["1"]}, "must have lists inputs and outputs"),
+        ({"inputs": ["1"], "outputs": []}, "as many outputs as inputs, and some, got 1 and 0"),
+        ([], "got 0 and 0"),
+        ([{"input": "1"}], "must have input and output"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "must have metadata.func_name"),
+        ("{", "Expecting"),
+    ],
+)
+def test_tests_that_cannot_be_read_say_what_they_should_be(tests: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_tests(tests)
+
+
+def test_outputs_are_compared_by_words_and_results_by_value() -> None:
+    assert is_same_output("1 2\n3\n\n", "1  2 \n3") and not is_same_output("1 2 3", "1 2\n3")
+    assert is_same_result([1, 2.0000000001], [1.0, 2]) and is_same_result({"a": [True]}, {"a": [True]})
+    assert not is_same_result(True, 1) and not is_same_result([1], [1, 2]) and not is_same_result("1", 1)
