@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_async.chat import ChatRenderer
+from skyrl_async.composition.rewarding import environment_factory
 from skyrl_async.config.schema import Config
 from skyrl_async.config.task import DATASET_TASK
 from skyrl_async.data.dataset import filter_long_prompts, load_sources
@@ -48,11 +49,12 @@ class Prompts:
 def prepare_prompts(config: Config) -> Prompts:
     """Make or load the prompts, and see that their environments take them. Raises ``DatasetError`` and ``ConfigError``."""
     task = config.task
+    environment_factory(config)
     if task.name != DATASET_TASK:
         train, held_out = get_task(task.name).make_prompts(task.num_train_prompts, task.num_eval_prompts, task.seed)
         return Prompts(train=train, held_out=held_out)
-    # An agent whose reward is a function of its own needs no environment.
-    needs_environment = config.generator.reward is None
+    # Where a function judges, of an agent's episode or of every answer, rows need no environment.
+    needs_environment = config.generator.reward is None and task.reward is None
     load = functools.partial(
         load_sources,
         default_env_class=task.env_class,
@@ -90,7 +92,7 @@ def _check_environment(prompt: Prompt) -> None:
 
 
 def _check_nothing(prompt: Prompt) -> None:
-    """Rows that only an agent's own reward sees."""
+    """Rows that only a function of the user's sees."""
 
 
 class PolicyFiles:

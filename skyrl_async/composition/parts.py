@@ -23,6 +23,7 @@ from skyrl_async.composition.data import Prompts, epoch_plan
 from skyrl_async.composition.imports import imported
 from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
 from skyrl_async.composition.processes import Endpoint
+from skyrl_async.composition.rewarding import environment_factory
 from skyrl_async.composition.rewards import reward_shapes
 from skyrl_async.composition.turns import policy_in_turn, prepare_in_turn, training_turn, turn_values
 from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig, Schedule, TrainerConfig
@@ -46,7 +47,6 @@ from skyrl_async.rollout.watchdog import Sources, Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.stage_board import StageBoard, trace_stages
 from skyrl_async.stopping import StopRequest
-from skyrl_async.tasks.registry import make_environment
 from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
 from skyrl_async.training.protocol import Policy
 from skyrl_async.training.recovering import RecoveringPolicy
@@ -112,7 +112,7 @@ def make_generator(
             command=generator.command,
             entrypoint=generator.entrypoint,
             reward=generator.reward,
-            make_environment=make_environment,
+            make_environment=environment_factory(config),
             max_turns=generator.max_turns,
             agent_timeout_s=generator.agent_timeout_s,
             max_concurrent_agents=generator.max_concurrent_agents,
@@ -129,7 +129,7 @@ def make_generator(
             endpoint.base_url,
             endpoint.api_key,
             config.server.model_name,
-            make_environment,
+            environment_factory(config),
             max_turns=generator.max_turns,
             max_trajectory_tokens=generator.max_trajectory_tokens,
         )
@@ -140,7 +140,7 @@ def make_generator(
         renderer,
         max_turns=generator.max_turns,
         max_trajectory_tokens=generator.max_trajectory_tokens,
-        make_environment=make_environment,
+        make_environment=environment_factory(config),
     )
 
 

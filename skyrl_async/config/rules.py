@@ -143,6 +143,14 @@ def tools_need_an_agent(config: Config) -> None:
         raise ConfigError(f"generator must be agent with task=trail, whose tool the agent runs, got {kind.name}")
 
 
+def one_function_rewards(config: Config) -> None:
+    generator = config.generator
+    own = "generator.reward" if generator.reward is not None else "generator.entrypoint"
+    is_own_generator = generator.entrypoint is not None and generator.kind is not GeneratorKind.agent
+    if config.task.reward is not None and (generator.reward is not None or is_own_generator):
+        raise ConfigError(f"task.reward must be null with {own}, which rewards by itself, got {config.task.reward!r}")
+
+
 def agent_settings_are_of_agents(config: Config) -> None:
     generator = config.generator
     if generator.kind is GeneratorKind.agent:
@@ -292,6 +300,7 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     generator_entrypoint_is_a_path,
     generator_over_http_needs_the_server,
     agent_settings_are_of_agents,
+    one_function_rewards,
     tools_need_an_agent,
     resume_says_what_to_continue,
     directories_can_be_made,

@@ -27,6 +27,11 @@ class TaskConfig:
     )
     eval_files: list[str] = doc(list, "The same for held-out prompts; empty evaluates nothing.")
     env_class: str | None = doc(None, "Environment (skyrl_gym registry name, or module:Class) of rows that name none.")
+    reward: str | None = doc(
+        None,
+        "package.module:function that judges every answer in place of the rows' environments: called with the answer, a text, and the "
+        "row's columns, it returns a number. One turn; it runs in a thread and may block.",
+    )
     num_train_prompts: int = doc(2048, "Training prompts made by a built-in task.")
     num_eval_prompts: int = doc(512, "Held-out prompts made by a built-in task; never trained on, nor warm-started on.")
     seed: int = doc(
@@ -41,6 +46,8 @@ class TaskConfig:
             require(
                 bool(self.train_files), "task.train_files", "at least one file when task.name=dataset", self.train_files
             )
+        module, _, function = (self.reward or "module:function").partition(":")
+        require(bool(module and function), "task.reward", "package.module:function", self.reward)
         num_files, weights = len(self.train_files), self.train_weights
         require(
             not weights or len(weights) == num_files,

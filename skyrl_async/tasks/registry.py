@@ -16,10 +16,17 @@ if TYPE_CHECKING:
     from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 _ENVIRONMENTS = {
+    "calculator": "skyrl_async.environments.tools:CalculatorEnv",
+    "code": "skyrl_async.environments.code:CodeEnv",
+    "code_multi_turn": "skyrl_async.environments.code:MultiTurnCodeEnv",
+    "gsm8k": "skyrl_async.environments.answers:Gsm8kEnv",
     "lagged_fibonacci": "skyrl_async.tasks.lagged_fibonacci:LaggedFibonacciEnv",
+    "math": "skyrl_async.environments.answers:MathEnv",
+    "python_tool": "skyrl_async.environments.tools:PythonToolEnv",
     "relay": "skyrl_async.tasks.relay:RelayEnv",
     "trail": "skyrl_async.tasks.trail:TrailEnv",
 }
+_REPLACED = "skyrl_gym.envs.gsm8k.env:"
 _TASKS = {
     "lagged_fibonacci": "skyrl_async.tasks.lagged_fibonacci:LaggedFibonacciTask",
     "relay": "skyrl_async.tasks.relay:RelayTask",
@@ -74,11 +81,15 @@ def get_task(name: str) -> BuiltInTask:
 
 
 def register_environments() -> None:
-    """Make the built-in environments known to ``skyrl_gym``. Idempotent; an environment registered before stays."""
+    """Make the built-in environments known to ``skyrl_gym``. Idempotent; an environment registered before stays.
+
+    Only ``skyrl_gym``'s own ``gsm8k`` makes way: ours rewards what it does, and ``$1,000.00`` for 1000 besides.
+    """
     from skyrl_gym.envs.registration import register, registry
 
     for name, entry_point in _ENVIRONMENTS.items():
-        if name not in registry:
+        if name not in registry or str(registry[name].entry_point).startswith(_REPLACED):
+            registry.pop(name, None)
             register(id=name, entry_point=entry_point)
 
 

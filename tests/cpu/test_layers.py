@@ -30,6 +30,8 @@ LAYERS = {
     "skyrl_async.chat": 1,
     "skyrl_async.rollout": 1,
     "skyrl_async.algorithms": 1,
+    "skyrl_async.rewards": 1,
+    "skyrl_async.environments": 1,
     "skyrl_async.tasks": 1,
     "skyrl_async.inference": 2,
     "skyrl_async.training": 2,

@@ -1,0 +1,90 @@
+"""Environments with a tool that is called in text, turn after turn: ``calculator`` and ``python_tool``.
+
+A turn with a call is answered by its result; one without is the final answer, and is judged. What a policy writes behind a call, such
+as a result of its own invention, is cut off.
+
+Flows in: a row's columns, then what the policy says. Flows out: results of calls, and the reward. This module does not know tokens or
+who plays.
+"""
+
+import re
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+from skyrl_async.environments.answers import Extras, Gsm8kEnv, MathEnv, ended
+from skyrl_async.environments.code import limits_of
+from skyrl_async.rewards.arithmetic import calculate
+from skyrl_async.rewards.sandbox import require_sandbox, run_program
+
+DEFAULT_MAX_TURNS = 8
+_CALCULATOR_CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
+_PYTHON_CALL = re.compile(r"```python[^\n]*\n(.*?)```", re.DOTALL)
+_SHOWN_CHARACTERS = 2000
+
+
+class CalculatorEnv(Gsm8kEnv):
+    """``<calc>3*14</calc>`` is answered ``= 42``; the final answer is judged as by ``gsm8k``."""
+
+    def __init__(self, env_config: Any = None, extras: Extras | None = None) -> None:
+        super().__init__(env_config, extras)
+        self.max_turns = int((extras or {}).get("max_turns", DEFAULT_MAX_TURNS))
+        self.num_calls = 0
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        call = _CALCULATOR_CALL.search(action)
+        if call is None:
+            return super().step(action)
+        self.turns += 1
+        self.num_calls += 1
+        return _answered(self, action[: call.end()], f"= {calculate(call[1])}")
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"tool_calls": float(self.num_calls)}
+
+    def snapshot(self) -> dict[str, int]:
+        """All that an episode has besides its messages."""
+        return {"turns": self.turns, "num_calls": self.num_calls}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Stand where ``snapshot`` was taken."""
+        self.turns, self.num_calls = state["turns"], state["num_calls"]
+
+
+class PythonToolEnv(MathEnv):
+    """A fenced block of Python is run, by itself, and answered with what it prints; the final answer is judged as by ``math``."""
+
+    is_fast = False
+
+    def __init__(self, env_config: Any = None, extras: Extras | None = None) -> None:
+        super().__init__(env_config, extras)
+        require_sandbox()
+        self.limits = limits_of(extras or {})
+        self.max_turns = int((extras or {}).get("max_turns", DEFAULT_MAX_TURNS))
+        self.num_calls = 0
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        call = _PYTHON_CALL.search(action)
+        if call is None:
+            return super().step(action)
+        self.turns += 1
+        self.num_calls += 1
+        outcome = run_program(call[1], limits=self.limits)
+        said = outcome.output[:_SHOWN_CHARACTERS] + (f"[{outcome.failure}]" if outcome.failure else "")
+        return _answered(self, action[: call.end()], f"```output\n{said}\n```")
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"tool_calls": float(self.num_calls)}
+
+
+def _answered(environment: BaseTextEnv, action: str, result: str) -> BaseTextEnvStepOutput:
+    """The output of a call: its result, unless no turn is left to use it."""
+    if environment.turns >= environment.max_turns:
+        return ended(0.0)
+    return BaseTextEnvStepOutput(
+        observations=[{"role": "user", "content": result}],
+        reward=0.0,
+        done=False,
+        metadata={},
+        postprocessed_action=action,
+    )
