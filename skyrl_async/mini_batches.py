@@ -5,7 +5,7 @@
 Flows in: prepared groups. Flows out: those of a step, oldest admitted first. Does not know what is done with them.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from skyrl_async.device_turns import Sitting
 from skyrl_async.metrics.recorder import Recorder
@@ -17,6 +17,14 @@ from skyrl_async.stopping import StopRequest
 from skyrl_async.trainer_settings import TrainerSettings
 from skyrl_async.types import Group
 
+Credit = Callable[[Sequence[Group]], Sequence[Group]]
+"""Returns the groups with their advantages."""
+
+
+def as_they_are(groups: Sequence[Group]) -> Sequence[Group]:
+    """The ``Credit`` of groups that have their advantages from the reward stage."""
+    return groups
+
 
 class MiniBatches:
     """Takes groups out of the buffer.
@@ -27,6 +35,7 @@ class MiniBatches:
         recorder: times the waiting.
         stop: ends it early.
         turn: is left while a group is waited for.
+        credit: gives advantages to groups, each alone with streaming, else to all of a step.
     """
 
     def __init__(
@@ -39,6 +48,7 @@ class MiniBatches:
         recorder: Recorder,
         stop: StopRequest,
         turn: Sitting,
+        credit: Credit,
     ) -> None:
         self._settings = settings
         self._buffer = buffer
@@ -47,6 +57,7 @@ class MiniBatches:
         self._recorder = recorder
         self._stop = stop
         self._turn = turn
+        self._credit = credit
         self.taken: list[Group] = []
         """Groups of the step in progress: finished and untrained, for checkpoints; whoever trains them clears it."""
 
@@ -62,11 +73,12 @@ class MiniBatches:
             self.taken.append(group)
             await self._staleness.on_rollout_trained(group.admission_index)
             if self._settings.stream_mini_batch:
-                yield group
+                yield self._credit([group])[0]
             else:
                 collected.append(group)
-        for group in sorted(collected, key=lambda g: g.admission_index):
-            yield group
+        if collected:
+            for group in self._credit(sorted(collected, key=lambda g: g.admission_index)):
+                yield group
 
     async def _next_group(self, num_free: int, figures: StepFigures) -> Group | None:
         """The oldest finished group that the staleness policy lets be trained."""

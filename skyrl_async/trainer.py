@@ -24,7 +24,7 @@ from skyrl_async.metrics.overlap import OverlapThroughput
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import RunTotals, StepFigures
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.mini_batches import MiniBatches
+from skyrl_async.mini_batches import Credit, MiniBatches, as_they_are
 from skyrl_async.param_update import ParamUpdate, Publisher, TrainedStep
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.overlong import Shape
@@ -55,8 +55,9 @@ class FullyAsyncTrainer:
         policy, publisher: training's side.
         evaluator: plays held-out prompts; None evaluates nothing.
         checkpointer: None writes none.
-        advantages: rewards of a group -> one advantage per sample; the work of the reward stage.
+        advantages: rewards of a group -> one advantage per sample; the work of the reward stage. None: ``credit`` gives them.
         reward_shapes: make the rewards that advantages are computed of, one after the other.
+        credit: gives advantages to groups as they are trained: to one at a time, or without streaming to all of a step.
         prepare: further stages between a finished group and training: name -> work, in order.
         board: of the stages, those of generation included.
         turn: the devices that training shares with others; None: with nobody.
@@ -79,7 +80,7 @@ class FullyAsyncTrainer:
         publisher: Publisher,
         evaluator: Evaluator | None,
         checkpointer: Checkpointer | None,
-        advantages: Callable[[Sequence[float]], Sequence[float]],
+        advantages: Callable[[Sequence[float]], Sequence[float]] | None,
         reward_shapes: Sequence[Shape] = (),
         log: Callable[[int, dict[str, float]], None],
         trace: Trace,
@@ -89,6 +90,7 @@ class FullyAsyncTrainer:
         prepare: Mapping[str, Prepare] | None = None,
         board: StageBoard | None = None,
         turn: Sitting | None = None,
+        credit: Credit = as_they_are,
     ) -> None:
         self._settings = settings
         self._dataloader = dataloader
@@ -129,6 +131,7 @@ class FullyAsyncTrainer:
             recorder=self._recorder,
             stop=self._stop,
             turn=self._turn,
+            credit=credit,
         )
         self._param_update = ParamUpdate(
             settings=settings,

@@ -1,46 +1,76 @@
-"""Rewards of a group in, one advantage per sample out.
+"""Rewards in, one advantage per sample out.
 
-Knows neither tokens nor tensors: an estimator sees a handful of floats. Which estimator runs is named by the configuration and
-looked up once.
+Knows neither tokens nor tensors: an estimator sees a handful of floats, of one group or of all groups of a mini-batch. Which one runs is
+named by the configuration and looked up once.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import wraps
+from typing import TypeVar
 
-from skyrl_async.errors import ConfigError
+from skyrl_async.registries import ADVANTAGE_ESTIMATORS, AdvantageEntry, path_of
 from skyrl_async.samples import live_samples_of
 from skyrl_async.types import Trajectory
 
 
-class ComputeAdvantages(Protocol):
-    """One group's rewards to its advantages."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRewards:
+    """What an estimator over a mini-batch sees of one group: its samples, without abandoned ones."""
 
-    def __call__(self, rewards: Sequence[float], *, norm_by_std: bool) -> list[float]: ...
+    rewards: tuple[float, ...]
+    """Finite."""
+    num_tokens: tuple[int, ...]
+    """Sampled tokens of each, >= 0."""
+
+
+ComputeAdvantages = Callable[[Sequence[float]], Sequence[float]]
+"""The rewards of one group -> one advantage each."""
+ComputeMiniBatchAdvantages = Callable[[Sequence[GroupRewards]], Sequence[Sequence[float]]]
+"""All groups of a mini-batch -> one advantage per sample of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageEstimator:
-    """A named estimator and what the trainer must know to schedule it."""
+    """One of both."""
 
-    name: str
-    compute: ComputeAdvantages
-    needs_mini_batch: bool
-    """True when a group's advantages depend on other groups, which turns streaming off."""
+    of_group: ComputeAdvantages | None = None
+    of_mini_batch: ComputeMiniBatchAdvantages | None = None
 
 
-def grpo_advantages(rewards: Sequence[float], *, norm_by_std: bool, epsilon: float = 1e-6) -> list[float]:
-    """Group-relative advantages: ``A_i = (r_i - mean(r)) / (std(r) + epsilon)``.
+def _zero_where_equal(compute: Callable[[Sequence[float]], list[float]]) -> Callable[[Sequence[float]], list[float]]:
+    """Exact zeros for a group whose rewards do not differ, or of one; what is not finite is refused."""
 
-    DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision; the standard deviation is the unbiased one.
-    Without the division it is Dr. GRPO (arXiv 2503.20783), section 3.2, which does not favour groups of little
-    variance.
+    @wraps(compute)
+    def of_group(rewards: Sequence[float]) -> list[float]:
+        _require_finite(rewards)
+        if not rewards or min(rewards) == max(rewards):
+            return [0.0] * len(rewards)
+        return compute(rewards)
+
+    return of_group
+
+
+def _require_finite(rewards: Sequence[float]) -> None:
+    for index, reward in enumerate(rewards):
+        if not math.isfinite(reward):
+            raise ValueError(f"rewards[{index}] must be finite, got {reward}; correct the environment's reward")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+@_zero_where_equal
+def dr_grpo_advantages(rewards: Sequence[float]) -> list[float]:
+    """``A_i = r_i - mean(r)``: Dr. GRPO (arXiv 2503.20783), section 3.2, which does not favour groups of little variance.
+
+    The mean over a group of n of its advantages times scores is ``(n - 1) / n`` times the policy gradient: every sample is in
+    its own baseline.
 
     Args:
-        rewards: one finite reward per trajectory of one group.
-        norm_by_std: whether to divide by the standard deviation.
-        epsilon: added to the standard deviation, > 0.
+        rewards: one finite reward per sample of one group.
 
     Returns:
         One advantage per reward; zeros when all rewards are equal (also for a group of one, which has no baseline).
@@ -48,17 +78,95 @@ def grpo_advantages(rewards: Sequence[float], *, norm_by_std: bool, epsilon: flo
     Raises:
         ValueError: a reward is not finite.
     """
-    for index, reward in enumerate(rewards):
-        if not math.isfinite(reward):
-            raise ValueError(f"rewards[{index}] must be finite, got {reward}; correct the environment's reward")
-    if not rewards or min(rewards) == max(rewards):
-        return [0.0] * len(rewards)
-    mean = math.fsum(rewards) / len(rewards)
+    mean = _mean(rewards)
+    return [reward - mean for reward in rewards]
+
+
+@_zero_where_equal
+def grpo_advantages(rewards: Sequence[float]) -> list[float]:
+    """``A_i = (r_i - mean(r)) / (std(r) + 1e-6)``: DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision.
+
+    The standard deviation is the unbiased one. Arguments, result and errors as in ``dr_grpo_advantages``.
+    """
+    mean = _mean(rewards)
     centred = [reward - mean for reward in rewards]
-    if not norm_by_std:
-        return centred
     std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - 1))
-    return [c / (std + epsilon) for c in centred]
+    return [c / (std + 1e-6) for c in centred]
+
+
+@_zero_where_equal
+def rloo_advantages(rewards: Sequence[float]) -> list[float]:
+    """``A_i = r_i - mean of the others = n / (n - 1) (r_i - mean(r))``: RLOO (arXiv 2402.14740), after Kool et al. (2019).
+
+    The mean of advantages times scores is the policy gradient, for every n >= 2. Arguments, result and errors as in
+    ``dr_grpo_advantages``.
+    """
+    mean, share = _mean(rewards), len(rewards) / (len(rewards) - 1)
+    return [share * (reward - mean) for reward in rewards]
+
+
+@_zero_where_equal
+def maxrl_advantages(rewards: Sequence[float]) -> list[float]:
+    """``A_i = (r_i - mean(r)) / mean(r)``: MaxRL (arXiv 2602.02710), for rewards of 0 and 1.
+
+    With p the chance of reward 1, the mean of advantages times scores is the gradient of ``log p`` expanded in ``1 - p`` and cut:
+    ``sum over k = 1 .. n - 1 of (1 - p)^(k - 1) grad p``. Arguments and result as in ``dr_grpo_advantages``.
+
+    Raises:
+        ValueError: a reward is not finite, or negative.
+    """
+    if min(rewards) < 0:
+        raise ValueError(
+            f"rewards must be >= 0 with trainer.algorithm.advantage_estimator=maxrl, which divides by their mean, got {min(rewards)}; "
+            "shift them, or choose another estimator"
+        )
+    mean = _mean(rewards)
+    return [(reward - mean) / mean for reward in rewards]
+
+
+def reinforce_pp_advantages(groups: Sequence[GroupRewards]) -> list[list[float]]:
+    """``A_i = (r_i - mean(r)) / (std(r) + 1e-8)`` over all tokens of the mini-batch: REINFORCE++ (arXiv 2501.03262).
+
+    Each sample counts once per sampled token, which all bear its reward; the standard deviation is that of these tokens. No part of it is
+    of one prompt alone, so that groups of one serve.
+
+    Args:
+        groups: of one mini-batch.
+
+    Returns:
+        Per group one advantage per sample; zeros when all rewards are equal.
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    for group in groups:
+        _require_finite(group.rewards)
+    return _normalised([list(group.rewards) for group in groups], groups)
+
+
+def reinforce_pp_baseline_advantages(groups: Sequence[GroupRewards]) -> list[list[float]]:
+    """The same of ``r_i - mean over its group``: REINFORCE++ with baseline (arXiv 2501.03262).
+
+    The group's mean takes the difficulty of its prompt away, the mini-batch's deviation sets the scale. Arguments, result and errors
+    as in ``reinforce_pp_advantages``.
+    """
+    return _normalised([dr_grpo_advantages(group.rewards) for group in groups], groups)
+
+
+def _normalised(values: Sequence[Sequence[float]], groups: Sequence[GroupRewards]) -> list[list[float]]:
+    """Less the mean over tokens, divided by the standard deviation over tokens."""
+    counted = [
+        (value, num)
+        for of_group, group in zip(values, groups, strict=True)
+        for value, num in zip(of_group, group.num_tokens, strict=True)
+        if num
+    ]
+    if not counted or min(counted)[0] == max(counted)[0]:
+        return [[0.0] * len(of_group) for of_group in values]
+    num_tokens = sum(num for _, num in counted)
+    mean = math.fsum(value * num for value, num in counted) / num_tokens
+    std = math.sqrt(math.fsum((value - mean) ** 2 * num for value, num in counted) / num_tokens)
+    return [[(value - mean) / (std + 1e-8) for value in of_group] for of_group in values]
 
 
 def row_advantages(
@@ -76,14 +184,36 @@ def row_advantages(
     return [of_row.get(id(row), 0.0) for row in trajectories]
 
 
-_ESTIMATORS = {
-    "grpo": AdvantageEstimator(name="grpo", compute=grpo_advantages, needs_mini_batch=False),
-}
+def make_advantage_estimator(name: str, *, grpo_norm_by_std: bool = True) -> AdvantageEstimator:
+    """The estimator called ``name``, or at the path ``name``. Raises ``ConfigError`` listing the known ones."""
+    entry = ADVANTAGE_ESTIMATORS.entry("dr_grpo" if name == "grpo" and not grpo_norm_by_std else name)
+    compute = ADVANTAGE_ESTIMATORS.load(entry)
+    return AdvantageEstimator(of_mini_batch=compute) if entry.needs_mini_batch else AdvantageEstimator(of_group=compute)
 
 
-def get_advantage_estimator(name: str) -> AdvantageEstimator:
-    """The estimator called ``name``. Raises ``ConfigError`` listing the known ones."""
-    if name not in _ESTIMATORS:
-        known = ", ".join(sorted(_ESTIMATORS))
-        raise ConfigError(f"trainer.algorithm.advantage_estimator must be one of {known}, got {name!r}")
-    return _ESTIMATORS[name]
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def register_advantage_estimator(
+    name: str, *, needs_mini_batch: bool = False, needs_groups: bool = True
+) -> Callable[[F], F]:
+    """Decorator: let ``trainer.algorithm.advantage_estimator=name`` mean this function of a module.
+
+    Args:
+        name: without a colon; one that is known is replaced.
+        needs_mini_batch: the function takes all groups of a mini-batch (``ComputeMiniBatchAdvantages``), not the rewards of one
+            (``ComputeAdvantages``).
+        needs_groups: a sample alone of its prompt has no advantage, hence ``generator.n_samples_per_prompt=1`` is refused.
+
+    Raises:
+        ConfigError: the function is not at the top of a module that can be imported.
+    """
+
+    def register(function: F) -> F:
+        ADVANTAGE_ESTIMATORS.register(
+            name,
+            AdvantageEntry(path=path_of(function), needs_mini_batch=needs_mini_batch, needs_groups=needs_groups),
+        )
+        return function
+
+    return register

@@ -5,7 +5,6 @@ here; no part gets the configuration itself, but for a user's own generator.
 """
 
 import contextlib
-import functools
 import importlib
 import math
 import os
@@ -16,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from skyrl_async.algorithms.advantages import get_advantage_estimator
+from skyrl_async.algorithms.advantages import make_advantage_estimator
+from skyrl_async.algorithms.crediting import MiniBatchCredit
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.composition.data import Prompts, epoch_plan
@@ -34,6 +34,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
 from skyrl_async.inference.policy_files import read_manifest
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.mini_batches import as_they_are
 from skyrl_async.rollout.agent_settings import check_agent_settings, make_agent_generator
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.deadlines import Deadlines
@@ -276,9 +277,10 @@ def make_trainer(
         log=lambda values: listeners.log(staleness.version, values),
         show=listeners.show_stuck,
     )
-    estimator = get_advantage_estimator(trainer.algorithm.advantage_estimator.name)
+    algorithm = trainer.algorithm
+    estimator = make_advantage_estimator(algorithm.advantage_estimator, grpo_norm_by_std=algorithm.grpo_norm_by_std)
     return FullyAsyncTrainer(
-        settings=_trainer_settings(config, must_wait_for_mini_batch=estimator.needs_mini_batch),
+        settings=_trainer_settings(config, must_wait_for_mini_batch=estimator.of_mini_batch is not None),
         dataloader=dataloader,
         staleness=staleness,
         buffer=buffer,
@@ -292,7 +294,8 @@ def make_trainer(
             on_written=lambda checkpoint: policy.checkpoint_written(checkpoint / "policy"),
         ),
         reward_shapes=reward_shapes(config),
-        advantages=functools.partial(estimator.compute, norm_by_std=trainer.algorithm.grpo_norm_by_std),
+        advantages=estimator.of_group,
+        credit=as_they_are if estimator.of_mini_batch is None else MiniBatchCredit(estimator.of_mini_batch),
         log=lambda step, values: listeners.log(
             step,
             {
@@ -360,7 +363,7 @@ def _trainer_settings(config: Config, *, must_wait_for_mini_batch: bool) -> Trai
         mini_batch_size=trainer.policy_mini_batch_size,
         num_steps=trainer.num_steps,
         staleness_policy=staleness_policy(trainer.staleness_policy.name),
-        stream_mini_batch=trainer.stream_mini_batch and not must_wait_for_mini_batch and is_fully_async,
+        stream_mini_batch=trainer.stream_mini_batch is not False and not must_wait_for_mini_batch and is_fully_async,
         deterministic=trainer.deterministic,
         validation=ValidationSettings(
             interval_steps=trainer.eval_interval_steps,

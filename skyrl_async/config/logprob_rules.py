@@ -31,6 +31,10 @@ def idle_settings(config: Config) -> list[str]:
     """What is set and does nothing, a sentence each."""
     trainer, algorithm = config.trainer, config.trainer.algorithm
     idle = []
+    if not algorithm.grpo_norm_by_std and algorithm.advantage_estimator != "grpo":
+        idle.append(
+            f"trainer.algorithm.grpo_norm_by_std=false does nothing with advantage_estimator={algorithm.advantage_estimator}"
+        )
     if not algorithm.use_kl_loss:
         set_anyway = {
             f"trainer.algorithm.kl_loss_coef={algorithm.kl_loss_coef:g}": algorithm.kl_loss_coef

@@ -10,12 +10,12 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from skyrl_async.config.algorithm_rules import advantages_can_be_computed
 from skyrl_async.config.devices import engine_device, has_distribution, num_gpus, training_device
 from skyrl_async.config.logprob_rules import logprob_workers_have_work
 from skyrl_async.config.model_directories import policy_directory_is_complete, reference_directory_is_complete
 from skyrl_async.config.placement_rules import groups_fit_the_devices
 from skyrl_async.config.schema import (
-    AdvantageEstimator,
     Config,
     Device,
     EngineBackend,
@@ -62,15 +62,6 @@ def mini_batch_fits_the_prompts(config: Config) -> None:
     size, prompts = config.trainer.policy_mini_batch_size, config.task.num_train_prompts
     if config.task.name in BUILT_IN_TASKS and size > prompts:
         raise ConfigError(f"trainer.policy_mini_batch_size must be <= task.num_train_prompts ({prompts}), got {size}")
-
-
-def grpo_needs_groups(config: Config) -> None:
-    is_grpo = config.trainer.algorithm.advantage_estimator is AdvantageEstimator.grpo
-    if is_grpo and config.generator.n_samples_per_prompt < 2:
-        raise ConfigError(
-            "generator.n_samples_per_prompt must be >= 2 with trainer.algorithm.advantage_estimator=grpo, got 1: "
-            "a group of one has no advantage"
-        )
 
 
 def full_batches_need_groups(config: Config) -> None:
@@ -291,7 +282,7 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     tiny_policy_has_whole_heads,
     mini_batch_fits_the_prompts,
     full_batches_need_groups,
-    grpo_needs_groups,
+    advantages_can_be_computed,
     overlong_buffer_fits_the_answer,
     reward_shaping_is_a_path,
     logprob_workers_have_work,

@@ -83,10 +83,6 @@ class RefLogp(Enum):
     inline = "inline"
 
 
-class AdvantageEstimator(Enum):
-    grpo = "grpo"
-
-
 class LrSchedule(Enum):
     constant = "constant"
     linear = "linear"
@@ -350,8 +346,12 @@ class GeneratorConfig:
 
 @dataclass
 class AlgorithmConfig:
-    advantage_estimator: AdvantageEstimator = doc(
-        AdvantageEstimator.grpo, "Rewards to advantages; grpo centres them within the group."
+    advantage_estimator: str = doc(
+        "grpo",
+        "Rewards to advantages. Within the group: grpo (centred, see grpo_norm_by_std), dr_grpo (centred), rloo (less the mean of the "
+        "others: exact for groups of any size), maxrl (centred, over the mean; rewards of 0 and 1). Over the mini-batch: reinforce++ "
+        "(normalised), reinforce++_baseline (centred within the group, then normalised). Or package.module:function, of the "
+        "rewards of a group, in place of a name.",
     )
     reward_shaping: str | None = doc(
         None,
@@ -367,7 +367,7 @@ class AlgorithmConfig:
     zero_variance_filter_tol: float = doc(
         1e-6, "Rewards of a group that differ by no more are equal to trainer.fully_async.sample_full_batch."
     )
-    grpo_norm_by_std: bool = doc(True, "Divide GRPO's centred rewards by the group's standard deviation.")
+    grpo_norm_by_std: bool = doc(True, "Divide the centred rewards of grpo by the group's standard deviation.")
     policy_loss_type: PolicyLoss = doc(
         PolicyLoss.ppo_clip,
         "ppo_clip, or rollout_is: the token-level truncated importance weight; both anchored on the engine's log-probs. decoupled_ppo "
@@ -472,8 +472,10 @@ class TrainerConfig:
         1,
         "Optimizer steps between publishes, beside those before a checkpoint and at the end; at most max_staleness_steps + 1.",
     )
-    stream_mini_batch: bool = doc(
-        True, "Accumulate gradients of finished groups while the mini-batch's last ones are still generated."
+    stream_mini_batch: bool | None = doc(
+        None,
+        "Accumulate gradients of finished groups while the mini-batch's last ones are still generated. Null: unless "
+        "trainer.algorithm.advantage_estimator needs them all at once.",
     )
     deterministic: bool = doc(False, "Train groups in the order of admission.")
     seed: int = doc(0, "Of everything that is drawn: shuffling, the warm start, sampling where the engine allows.")

@@ -22,12 +22,14 @@ Prepare = Callable[[Group], Awaitable[Group]]
 
 
 def reward_with(
-    advantages: Callable[[Sequence[float]], Sequence[float]], reward_shapes: Sequence[Shape] = ()
+    advantages: Callable[[Sequence[float]], Sequence[float]] | None, reward_shapes: Sequence[Shape] = ()
 ) -> Prepare:
-    """The reward stage's work: rewards of a group, shaped, to one advantage per trajectory."""
+    """The reward stage's work: rewards of a group, shaped, to one advantage per trajectory; None leaves advantages to the step."""
 
     async def reward(group: Group) -> Group:
         group = shaped(group, reward_shapes)
+        if advantages is None:
+            return group
         return replace(group, advantages=tuple(row_advantages(group.trajectories, advantages)))
 
     return reward

@@ -22,6 +22,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.mini_batches import Credit, as_they_are
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.deadlines import Deadlines
 from skyrl_async.rollout.dynamic_sampling import SignalFilter
@@ -99,14 +100,15 @@ def build_simulation(
     stop: StopRequest | None = None,
     engine_around: Callable[[ModelledEngine], InferenceEngine] = lambda engine: engine,
     make_buffer: Callable[[int], GroupBuffer] = GroupBuffer,
-    advantages: Callable[[Sequence[float]], Sequence[float]] = lambda rewards: [0.0] * len(rewards),
+    advantages: Callable[[Sequence[float]], Sequence[float]] | None = lambda rewards: [0.0] * len(rewards),
+    credit: Credit = as_they_are,
     prepare_with: Callable[[ModelledPolicy], Mapping[str, Prepare]] = lambda policy: {},
     trace: Trace | None = None,
 ) -> Simulation:
     """Make every part; call inside ``run_in_virtual_time``.
 
     ``engine_around`` makes what the client uses of each engine, ``make_buffer`` is given the most groups that are held.
-    ``advantages`` are the trainer's; ``prepare_with`` makes what finished groups go through after them.
+    ``advantages`` and ``credit`` are the trainer's; ``prepare_with`` makes what finished groups go through after them.
     """
     loop = asyncio.get_running_loop()
     trace = trace or Trace(None, loop.time)
@@ -192,6 +194,7 @@ def build_simulation(
         evaluator=_evaluator(settings, generator, prompts, client.pool.deadlines),
         checkpointer=Checkpointer(checkpoint_dir, max_to_keep=max_checkpoints_to_keep) if checkpoint_dir else None,
         advantages=advantages,
+        credit=credit,
         prepare=prepare_in_turn(prepare_with(policy), device_groups),
         turn=training_turn(device_groups),
         log=lambda step, values: logged.append((step, values)),

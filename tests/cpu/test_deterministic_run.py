@@ -203,7 +203,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         publisher=publisher,
         evaluator=None,
         checkpointer=Checkpointer(directory / "checkpoints", max_to_keep=0),
-        advantages=lambda rewards: grpo_advantages(rewards, norm_by_std=True),
+        advantages=grpo_advantages,
         log=lambda step, values: running[0].logged.append(values),
         trace=trace,
     )
@@ -244,8 +244,7 @@ def plain_loop(policy_dir: Path, directory: Path) -> Outcome:
                 for i, (_, prompt) in enumerate(drawn)
             ]
             figures = [
-                await running.policy.forward_backward(g, grpo_advantages([t.reward for t in g], norm_by_std=True), step)
-                for g in groups
+                await running.policy.forward_backward(g, grpo_advantages([t.reward for t in g]), step) for g in groups
             ]
             num_tokens = sum(t.num_sampled_tokens for g in groups for t in g)
             await running.policy.step(num_tokens)

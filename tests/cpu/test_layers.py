@@ -18,6 +18,7 @@ LAYERS = {
     "skyrl_async.resumption": 0,
     "skyrl_async.errors": 0,
     "skyrl_async.samples": 0,
+    "skyrl_async.registries": 0,
     "skyrl_async.version_spans": 0,
     "skyrl_async.concurrency": 0,
     "skyrl_async.heartbeat": 0,

@@ -1,0 +1,24 @@
+"""Rules about the algorithm's parts: names that are known, and parts that fit each other and the schedule.
+
+Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``. Imports what the configuration names by its path; computes nothing.
+"""
+
+from skyrl_async.config.schema import Config
+from skyrl_async.errors import ConfigError
+from skyrl_async.registries import ADVANTAGE_ESTIMATORS
+
+
+def advantages_can_be_computed(config: Config) -> None:
+    """The estimator is known, has enough samples, and all groups at once where it needs them."""
+    name = config.trainer.algorithm.advantage_estimator
+    entry = ADVANTAGE_ESTIMATORS.entry(name)
+    if entry.needs_groups and config.generator.n_samples_per_prompt < 2:
+        raise ConfigError(
+            f"generator.n_samples_per_prompt must be >= 2 with trainer.algorithm.advantage_estimator={name}, got 1: "
+            "a group of one has no advantage"
+        )
+    if entry.needs_mini_batch and config.trainer.stream_mini_batch:
+        raise ConfigError(
+            f"trainer.stream_mini_batch must be false or null with trainer.algorithm.advantage_estimator={name}, got true: its advantages "
+            "depend on all groups of a step; choose rloo or grpo to train groups as they finish"
+        )

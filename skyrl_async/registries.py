@@ -1,0 +1,133 @@
+"""What configuration keys name: built-in functions, registered ones, and any that can be imported.
+
+Flows in: names. Flows out: the path ``package.module:function`` behind each, and what must be known of it before anything starts. A path
+means the same in every process; a registration holds where it was made, hence is handed on as its path. Knows neither torch nor what
+the functions compute.
+"""
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from skyrl_async.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageEntry:
+    """An advantage estimator before it is loaded."""
+
+    path: str
+    """``package.module:function``."""
+    needs_mini_batch: bool = False
+    """A group's advantages depend on the other groups of its step: nothing of the step is trained before all are there."""
+    needs_groups: bool = False
+    """A sample alone of its prompt has no advantage."""
+
+
+E = TypeVar("E", bound=AdvantageEntry)
+
+
+class Registry(Generic[E]):
+    """Names and paths that one configuration key may hold.
+
+    Args:
+        key: of the configuration, for messages.
+        builtin: name -> entry.
+        of_path: the entry of a function that nobody registered.
+        arguments: what the function is called with, for messages; their number is checked.
+    """
+
+    def __init__(
+        self, key: str, builtin: dict[str, E], of_path: Callable[[str], E], arguments: Callable[[E], tuple[str, ...]]
+    ) -> None:
+        self._key = key
+        self._entries = dict(builtin)
+        self._of_path = of_path
+        self._arguments = arguments
+
+    @property
+    def names(self) -> list[str]:
+        """All that are known here."""
+        return sorted(self._entries)
+
+    def register(self, name: str, entry: E) -> None:
+        """Add a name, or replace one. Raises ``ConfigError`` for a name that reads as a path."""
+        if ":" in name or not name:
+            raise ConfigError(f"{self._key} cannot be registered as {name!r}; give a name without a colon")
+        self._entries[name] = entry
+
+    def entry(self, name: str) -> E:
+        """What is behind a name or path. Raises ``ConfigError``: unknown, not importable, or called otherwise than we would."""
+        if name in self._entries:
+            return self._entries[name]
+        if ":" not in name:
+            close = difflib.get_close_matches(name, self._entries, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(
+                f"{self._key} must be one of {', '.join(self.names)}, or package.module:function, got {name!r}{hint}"
+            )
+        import_function(self._key, name)  # which may register it
+        entry = next((entry for entry in self._entries.values() if entry.path == name), self._of_path(name))
+        self.load(entry)
+        return entry
+
+    def load(self, entry: E) -> Callable[..., Any]:
+        """The function itself. Raises ``ConfigError`` as ``entry``."""
+        function = import_function(self._key, entry.path)
+        arguments = self._arguments(entry)
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            raise ConfigError(
+                f"{self._key}={entry.path!r} must be a function of ({', '.join(arguments)}), got "
+                f"{getattr(function, '__name__', function)}{inspect.signature(function)}: {error}"
+            ) from error
+        return function
+
+
+def import_function(key: str, path: str) -> Callable[..., Any]:
+    """What ``package.module:function`` names. Raises ``ConfigError`` with the configuration key that asked for it."""
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"{key} must be package.module:function, got {path!r}")
+    try:
+        function = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:  # a module of the user's may raise anything
+        raise ConfigError(f"{key}={path!r} cannot be imported: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"{key}={path!r} must be a function, got {type(function).__name__}")
+    return function
+
+
+def path_of(function: Callable[..., Any]) -> str:
+    """The path by which other processes find ``function``. Raises ``ConfigError`` where they could not."""
+    path = f"{function.__module__}:{function.__qualname__}"
+    if function.__module__ == "__main__" or "<" in function.__qualname__ or "." in function.__qualname__:
+        raise ConfigError(
+            f"{path} cannot be imported by other processes; define it at the top of a module, and import that"
+        )
+    return path
+
+
+def _estimator(function: str, *, needs_mini_batch: bool = False, needs_groups: bool = True) -> AdvantageEntry:
+    path = f"skyrl_async.algorithms.advantages:{function}"
+    return AdvantageEntry(path=path, needs_mini_batch=needs_mini_batch, needs_groups=needs_groups)
+
+
+ADVANTAGE_ESTIMATORS = Registry(
+    "trainer.algorithm.advantage_estimator",
+    {
+        "grpo": _estimator("grpo_advantages"),
+        "dr_grpo": _estimator("dr_grpo_advantages"),
+        "rloo": _estimator("rloo_advantages"),
+        "maxrl": _estimator("maxrl_advantages"),
+        "reinforce++": _estimator("reinforce_pp_advantages", needs_mini_batch=True, needs_groups=False),
+        "reinforce++_baseline": _estimator("reinforce_pp_baseline_advantages", needs_mini_batch=True),
+    },
+    lambda path: AdvantageEntry(path=path),
+    lambda entry: ("groups",) if entry.needs_mini_batch else ("rewards",),
+)
+"""A value model with GAE has its place here: an entry that needs the whole mini-batch, and values beside the rewards."""

@@ -1,0 +1,56 @@
+"""Which algorithms a configuration may name, and which go together."""
+
+import pytest
+
+from skyrl_async.config.load import from_overrides
+from skyrl_async.config.logprob_rules import idle_settings
+from skyrl_async.errors import ConfigError
+
+ESTIMATOR = "trainer.algorithm.advantage_estimator"
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce++", "reinforce++_baseline"])
+def test_a_run_may_name_any_estimator(name: str) -> None:
+    assert from_overrides(f"{ESTIMATOR}={name}").trainer.algorithm.advantage_estimator == name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            [f"{ESTIMATOR}=gae"],
+            f"{ESTIMATOR} must be one of dr_grpo, grpo, maxrl, .* or package.module:function, got 'gae'",
+        ),
+        ([f"{ESTIMATOR}=rlo"], r"got 'rlo'; did you mean rloo\?"),
+        ([f"{ESTIMATOR}=no.such:function"], f"{ESTIMATOR}='no.such:function' cannot be imported: No module named 'no'"),
+        ([f"{ESTIMATOR}=math:nothing"], "cannot be imported: module 'math' has no attribute 'nothing'"),
+        ([f"{ESTIMATOR}=math:pi"], "'math:pi' must be a function, got float"),
+        (
+            [f"{ESTIMATOR}=skyrl_async.registries:import_function"],
+            r"must be a function of \(rewards\), got import_function\(key: str, path: str\) .*: missing a required argument",
+        ),
+        ([f"{ESTIMATOR}=rloo", "generator.n_samples_per_prompt=1"], "must be >= 2 with .*estimator=rloo, got 1"),
+        (
+            [f"{ESTIMATOR}=reinforce++_baseline", "generator.n_samples_per_prompt=1"],
+            r"must be >= 2 with .*estimator=reinforce\+\+_baseline, got 1",
+        ),
+        (
+            [f"{ESTIMATOR}=reinforce++", "trainer.stream_mini_batch=true"],
+            r"trainer.stream_mini_batch must be false or null with .*=reinforce\+\+, got true: its advantages depend on all "
+            "groups of a step; choose rloo or grpo",
+        ),
+    ],
+)
+def test_a_wrong_algorithm_is_refused_with_what_to_change(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        from_overrides(*overrides)
+
+
+def test_reinforce_pp_runs_on_single_samples_and_estimators_of_groups_may_be_streamed() -> None:
+    from_overrides(f"{ESTIMATOR}=reinforce++", "generator.n_samples_per_prompt=1")
+    from_overrides(f"{ESTIMATOR}=rloo", "trainer.stream_mini_batch=true")
+
+
+def test_a_setting_of_another_estimator_is_said_to_do_nothing() -> None:
+    (idle,) = idle_settings(from_overrides(f"{ESTIMATOR}=rloo", "trainer.algorithm.grpo_norm_by_std=false"))
+    assert idle == "trainer.algorithm.grpo_norm_by_std=false does nothing with advantage_estimator=rloo"
