@@ -289,7 +289,7 @@ class FullyAsyncTrainer:
         await self._take_turn(figures)
         self._policy_step = None
         with self._recorder.timed(figures, "optimizer_step", track="training"):
-            policy_values = await self._policy.step(figures.loss_tokens)
+            policy_values = await self._policy.step(figures.loss_denominator)
         await self._dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
         self._recorder.log_groups(figures.version, figures.groups)
         self._policy_step = version
@@ -305,9 +305,11 @@ class FullyAsyncTrainer:
         version = figures.version
         await self._take_turn(figures)
         group = self._settings.staleness_policy.trained_part(whole, version, figures.max_staleness_steps)
+        weighed = self._settings.aggregation(group.trajectories)
         with self._recorder.timed(figures, "forward_backward", track="training"):
-            sums = await self._policy.forward_backward(group.trajectories, group.advantages, version)
-        figures.add_group(group, sums, whole.num_sampled_tokens - group.num_sampled_tokens)
+            sums = await self._policy.forward_backward(weighed.trajectories, group.advantages, version)
+        num_masked_tokens = whole.num_sampled_tokens - group.num_sampled_tokens
+        figures.add_group(group, sums, num_masked_tokens, weighed.denominator)
 
     async def _take_turn(self, figures: StepFigures) -> None:
         """Have the devices, until groups or engines are waited for, or the step is made."""

@@ -3,8 +3,9 @@
 Flows in: nothing. Flows out: settings that the trainer and its stages read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from skyrl_async.algorithms.aggregation import Aggregation
 from skyrl_async.rollout.policies import StalenessPolicy
 from skyrl_async.validation import ValidationSettings
 
@@ -28,6 +29,8 @@ class TrainerSettings:
     """Weights change only when the mini-batch being generated is complete."""
     validates_only: bool = False
     """Nothing is trained."""
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    """How the losses of tokens become one."""
 
 
 def is_due(interval: int, version: int) -> bool:

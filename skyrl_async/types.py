@@ -184,7 +184,8 @@ class Trajectory:
     """Which of the group's samples this row is of; None where each sample is one row, in order. A session whose history was
     rewritten has a row per branch, all with the session's reward."""
     weight: float = 1.0
-    """Of the row's tokens in the loss, in (0, 1]; the weights of a sample's rows add up to 1."""
+    """Of the row's tokens in the loss, in (0, 1]; the weights of a sample's rows add up to 1, until ``algorithms.aggregation`` divides
+    them by lengths."""
     is_abandoned: bool = False
     """Its harness left or was cut off without a reward: its loss mask is 0 and its reward counts for nothing."""
     is_overlong: bool = False

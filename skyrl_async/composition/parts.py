@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from skyrl_async.algorithms.advantages import make_advantage_estimator
+from skyrl_async.algorithms.aggregation import Aggregation
 from skyrl_async.algorithms.crediting import MiniBatchCredit
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint import Checkpointer
@@ -378,4 +379,5 @@ def _trainer_settings(config: Config, *, must_wait_for_mini_batch: bool) -> Trai
         check_interval_steps=trainer.logprob_probe_interval_steps,
         publish_every_steps=trainer.publish_every_steps,
         publishes_between_batches=trainer.schedule is Schedule.one_step_off,
+        aggregation=Aggregation(name=trainer.algorithm.loss_reduction.name, max_seq_len=trainer.algorithm.max_seq_len),
     )

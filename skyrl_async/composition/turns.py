@@ -103,10 +103,10 @@ class PolicyInTurn:
         async with self._group.turn_unless_held("policy"):
             return await self._policy.forward_backward(trajectories, advantages, version)
 
-    async def step(self, num_tokens: float) -> dict[str, float]:
+    async def step(self, denominator: float) -> dict[str, float]:
         """See ``Policy``."""
         async with self._group.turn_unless_held("policy"):
-            return await self._policy.step(num_tokens)
+            return await self._policy.step(denominator)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """See ``Policy``."""

@@ -3,7 +3,7 @@
 Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``; or a line for each setting that does nothing.
 """
 
-from skyrl_async.config.schema import AlgorithmConfig, Config, PolicyLoss, RefLogp
+from skyrl_async.config.schema import AlgorithmConfig, Config, LossReduction, PolicyLoss, RefLogp
 from skyrl_async.errors import ConfigError
 
 
@@ -34,6 +34,10 @@ def idle_settings(config: Config) -> list[str]:
     if not algorithm.grpo_norm_by_std and algorithm.advantage_estimator != "grpo":
         idle.append(
             f"trainer.algorithm.grpo_norm_by_std=false does nothing with advantage_estimator={algorithm.advantage_estimator}"
+        )
+    if algorithm.max_seq_len is not None and algorithm.loss_reduction is not LossReduction.seq_mean_token_sum_norm:
+        idle.append(
+            f"trainer.algorithm.max_seq_len={algorithm.max_seq_len} does nothing with loss_reduction={algorithm.loss_reduction.name}"
         )
     if not algorithm.use_kl_loss:
         set_anyway = {

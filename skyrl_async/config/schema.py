@@ -71,6 +71,15 @@ class PolicyLoss(Enum):
     decoupled_ppo = "decoupled_ppo"
 
 
+class LossReduction(Enum):
+    token_mean = "token_mean"
+    sequence_mean = "sequence_mean"
+    seq_mean_token_mean = "sequence_mean"
+    seq_mean_token_sum = "seq_mean_token_sum"
+    seq_mean_token_sum_norm = "seq_mean_token_sum_norm"
+    prompt_mean = "prompt_mean"
+
+
 class KlEstimator(Enum):
     k1 = "k1"
     k2 = "k2"
@@ -377,6 +386,15 @@ class AlgorithmConfig:
     eps_clip_low: float = doc(0.2, "Lower clip range of ppo_clip and decoupled_ppo.")
     eps_clip_high: float = doc(0.28, "Upper clip range of ppo_clip and decoupled_ppo.")
     tis_cap: float = doc(2.0, "Largest importance weight of rollout_is and decoupled_ppo.")
+    loss_reduction: LossReduction = doc(
+        LossReduction.token_mean,
+        "How the losses of a step's tokens become one: token_mean; sequence_mean (also seq_mean_token_mean), the mean over sequences of "
+        "their means; seq_mean_token_sum, of their sums; seq_mean_token_sum_norm, of their sums over max_seq_len (Dr. GRPO's); "
+        "prompt_mean, the mean over prompts of the means of their tokens. Sequences without a trained token do not count.",
+    )
+    max_seq_len: int | None = doc(
+        None, "Constant that seq_mean_token_sum_norm divides by, such as generator.sampling.max_tokens."
+    )
     use_kl_loss: bool = doc(
         False,
         "Add kl_loss_coef times the divergence from a frozen reference (trainer.ref.path) to the loss of every token.",
@@ -404,6 +422,14 @@ class AlgorithmConfig:
         require(0 <= self.eps_clip_low < 1, "trainer.algorithm.eps_clip_low", "in [0, 1)", self.eps_clip_low)
         require(self.eps_clip_high >= 0, "trainer.algorithm.eps_clip_high", ">= 0", self.eps_clip_high)
         require(self.tis_cap > 0, "trainer.algorithm.tis_cap", "> 0", self.tis_cap)
+        length, is_normed = self.max_seq_len, self.loss_reduction is LossReduction.seq_mean_token_sum_norm
+        require(length is None or length >= 1, "trainer.algorithm.max_seq_len", ">= 1 or null", length)
+        require(
+            length is not None or not is_normed,
+            "trainer.algorithm.max_seq_len",
+            "set with trainer.algorithm.loss_reduction=seq_mean_token_sum_norm",
+            length,
+        )
 
 
 @dataclass

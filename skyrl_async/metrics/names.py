@@ -83,7 +83,7 @@ METRICS: dict[str, Metric] = {
     "timing/pause": Metric("s", "Of publish: engines sampling nothing."),
     "timing/checkpoint": Metric("s", "Writing a checkpoint."),
     "timing/eval": Metric("s", "Evaluation on held-out prompts."),
-    "policy/loss": Metric("loss", "Policy loss, mean over trained tokens."),
+    "policy/loss": Metric("loss", "Policy loss, as trainer.algorithm.loss_reduction makes one of the tokens' losses."),
     "policy/grad_norm": Metric("norm", "Of the gradient, before clipping."),
     "policy/lr": Metric("1", "Learning rate."),
     "policy/ratio": Metric("ratio", "New over behavior probability, mean over trained tokens."),

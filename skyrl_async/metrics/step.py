@@ -47,6 +47,8 @@ class StepFigures:
     """What that time was waited for."""
     num_masked_tokens: int = 0
     """Sampled tokens that were masked from the loss because of their age."""
+    denominator: float = 0.0
+    """What the groups add to it; see ``algorithms.aggregation``."""
 
     def add_wait(self, group: Group, seconds: float) -> None:
         """The trainer was held back from other groups for so long until it could take this one."""
@@ -59,9 +61,12 @@ class StepFigures:
         )
         self.waits.append(wait)
 
-    def add_group(self, group: Group, policy_figures: dict[str, float], num_masked_tokens: int = 0) -> None:
+    def add_group(
+        self, group: Group, policy_figures: dict[str, float], num_masked_tokens: int = 0, denominator: float = 0.0
+    ) -> None:
         """Count a group as it was trained, and what the policy said of it (sums, and maxima under ``*_max``)."""
         self.groups.append(group)
+        self.denominator += denominator
         self.num_masked_tokens += num_masked_tokens
         for name, value in policy_figures.items():
             if name.endswith("_max"):
@@ -84,14 +89,13 @@ class StepFigures:
         return sum(group.num_sampled_tokens for group in self.groups)
 
     @property
-    def loss_tokens(self) -> float:
-        """The same, each by the weight of its row: what gradients are divided by.
+    def loss_denominator(self) -> float:
+        """What sums of losses and gradients are divided by.
 
         Where every token is masked, for its age or its sample's length, 1: the gradient is 0, and the step only counts a version.
         """
-        tokens = sum(row.weight * row.num_sampled_tokens for group in self.groups for row in group.trajectories)
         is_masked = self.num_masked_tokens or any(row.is_overlong for g in self.groups for row in g.trajectories)
-        return tokens if tokens or not is_masked else 1.0
+        return self.denominator if self.denominator or not is_masked else 1.0
 
     @property
     def token_lags(self) -> Counter[int]:
@@ -134,7 +138,9 @@ class StepFigures:
         }
         values |= _own_figures([sample for group in self.groups for sample in samples_of(group.trajectories)])
         for name, value in self.sums.items():
-            if name.endswith("_sum"):
+            if name == "loss_sum":
+                values["policy/loss"] = value / (self.loss_denominator or 1.0)
+            elif name.endswith("_sum"):
                 values[f"policy/{name.removesuffix('_sum')}"] = value / num_tokens
             elif name.endswith("_max"):
                 values[f"policy/{name}"] = value

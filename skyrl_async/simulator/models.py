@@ -53,7 +53,7 @@ class ModelledPolicy:
         self.steps[-1].append(tuple(trajectories))
         return {"num_tokens": float(num_tokens), "loss_sum": 0.0}
 
-    async def step(self, num_tokens: float) -> dict[str, float]:
+    async def step(self, denominator: float) -> dict[str, float]:
         """Take the step's time."""
         await asyncio.sleep(self._step_seconds)
         self.steps.append([])

@@ -29,9 +29,9 @@ class InProcessPolicy:
         (work,) = split_work(trajectories, advantages, version, settings=self._settings, num_ranks=1)
         return {"num_tokens": 0.0} | self._rank.forward_backward(work)
 
-    async def step(self, num_tokens: float) -> dict[str, float]:
+    async def step(self, denominator: float) -> dict[str, float]:
         """See ``Policy``."""
-        return self._rank.step(num_tokens)
+        return self._rank.step(denominator)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """See ``Policy``."""

@@ -28,7 +28,7 @@ class GradientsCall:
 class StepCall:
     """One ``Policy.step``."""
 
-    num_tokens: float
+    denominator: float
     grad_norm: float
     """As it answered: doing it again must give the same."""
 
@@ -74,9 +74,9 @@ class CallJournal:
         self._calls.append(GradientsCall(pickled=pickled))
         self.num_bytes += len(pickled)
 
-    def add_step(self, num_tokens: float, grad_norm: float) -> None:
+    def add_step(self, denominator: float, grad_norm: float) -> None:
         """Remember a ``step``."""
-        self._calls.append(StepCall(num_tokens=num_tokens, grad_norm=grad_norm))
+        self._calls.append(StepCall(denominator=denominator, grad_norm=grad_norm))
 
     def cut(self, position: int) -> None:
         """Forget what is before ``position``; nothing where that was forgotten already."""

@@ -171,9 +171,9 @@ class PolicyWorkers:
         figures = await self._call_each("forward_backward", [(work,) for work in works])
         return {"num_tokens": 0.0} | merge_figures(figures)
 
-    async def step(self, num_tokens: float) -> dict[str, float]:
+    async def step(self, denominator: float) -> dict[str, float]:
         """See ``Policy``."""
-        figures: list[dict[str, float]] = await self._call("step", num_tokens)
+        figures: list[dict[str, float]] = await self._call("step", denominator)
         return figures[0]
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:

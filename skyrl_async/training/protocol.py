@@ -19,15 +19,15 @@ class Policy(Protocol):
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
     ) -> dict[str, float]:
-        """Add the gradients of the *sum* over sampled tokens of the policy loss to what is accumulated.
+        """Add the gradients of the *sum* over sampled tokens of the policy loss, each by its row's weight, to what is accumulated.
 
         ``advantages`` holds one value per trajectory; ``version`` is the version being trained, for the figures per
         token lag. Returns sums over tokens (keys end in ``_sum``), ``num_tokens``, and maxima (keys end in ``_max``).
         """
         ...
 
-    async def step(self, num_tokens: float) -> dict[str, float]:
-        """Divide the accumulated gradients by ``num_tokens`` (> 0; tokens count by the weight of their row), clip, step, and clear.
+    async def step(self, denominator: float) -> dict[str, float]:
+        """Divide the accumulated gradients by ``denominator`` (> 0, see ``algorithms.aggregation``), clip, step, and clear.
 
         Returns ``grad_norm`` (before clipping) and ``lr``. Raises ``TrainingError`` when the norm is not finite.
         """

@@ -150,19 +150,18 @@ class PolicyRank:
         figures["entropy_sum"] = entropies.double().sum().item()
         return figures | loss.figures()
 
-    def step(self, num_tokens: float) -> dict[str, float]:
-        """Apply what is accumulated, divided by ``num_tokens``; return ``grad_norm`` and the ``lr`` it was applied
-        with.
+    def step(self, denominator: float) -> dict[str, float]:
+        """Apply what is accumulated, divided by ``denominator``; return ``grad_norm`` and the ``lr`` it was applied with.
 
         Raises:
             TrainingError: there are no tokens, or the gradient is not finite; nothing is applied.
         """
-        if num_tokens <= 0:
+        if denominator <= 0:
             raise TrainingError(
-                f"a step needs num_tokens > 0, got {num_tokens}: no trajectory of the mini-batch has sampled tokens"
+                f"a step needs a denominator > 0, got {denominator}: no trajectory of the mini-batch has sampled tokens"
             )
         lr = self._backend.lr
-        grad_norm = self._backend.step(denominator=float(num_tokens), max_grad_norm=self._settings.max_grad_norm)
+        grad_norm = self._backend.step(denominator=float(denominator), max_grad_norm=self._settings.max_grad_norm)
         return {"grad_norm": grad_norm, "lr": lr}
 
     @torch.no_grad()

@@ -94,13 +94,13 @@ class RecoveringPolicy:
             self._journal.add_gradients(trajectories, advantages, version)
         return figures
 
-    async def step(self, num_tokens: float) -> dict[str, float]:
+    async def step(self, denominator: float) -> dict[str, float]:
         """See ``Policy``."""
         if self._gathered is not None:
             self._gathered.is_current = False
-        figures = await self._call("step", lambda p: p.step(num_tokens))
+        figures = await self._call("step", lambda p: p.step(denominator))
         if self._can_restart:
-            self._journal.add_step(num_tokens, figures["grad_norm"])
+            self._journal.add_step(denominator, figures["grad_norm"])
             if self._journal.is_full:
                 await self._replace_journal()
         return figures
@@ -302,7 +302,7 @@ class RecoveringPolicy:
             if isinstance(call, GradientsCall):
                 await policy.forward_backward(*call.arguments())
             else:
-                grad_norm = (await policy.step(call.num_tokens))["grad_norm"]
+                grad_norm = (await policy.step(call.denominator))["grad_norm"]
                 difference = max(difference, abs(grad_norm - call.grad_norm) / max(abs(call.grad_norm), 1e-12))
         return difference
 

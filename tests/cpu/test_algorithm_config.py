@@ -54,3 +54,23 @@ def test_reinforce_pp_runs_on_single_samples_and_estimators_of_groups_may_be_str
 def test_a_setting_of_another_estimator_is_said_to_do_nothing() -> None:
     (idle,) = idle_settings(from_overrides(f"{ESTIMATOR}=rloo", "trainer.algorithm.grpo_norm_by_std=false"))
     assert idle == "trainer.algorithm.grpo_norm_by_std=false does nothing with advantage_estimator=rloo"
+
+
+def test_skyrls_name_of_the_mean_over_sequences_is_that_of_verl_too() -> None:
+    by_name = [
+        from_overrides(f"trainer.algorithm.loss_reduction={name}").trainer.algorithm.loss_reduction.name
+        for name in ("sequence_mean", "seq_mean_token_mean")
+    ]
+    assert by_name == ["sequence_mean", "sequence_mean"]
+
+
+def test_dr_grpos_constant_is_asked_for_and_elsewhere_said_to_do_nothing() -> None:
+    reduction, length = "trainer.algorithm.loss_reduction=seq_mean_token_sum_norm", "trainer.algorithm.max_seq_len=320"
+    with pytest.raises(ConfigError, match="max_seq_len must be set with .*seq_mean_token_sum_norm, got None"):
+        from_overrides(reduction)
+    with pytest.raises(ConfigError, match="max_seq_len must be >= 1 or null, got 0"):
+        from_overrides(reduction, "trainer.algorithm.max_seq_len=0")
+    assert idle_settings(from_overrides(reduction, length)) == []
+    assert idle_settings(from_overrides(length)) == [
+        "trainer.algorithm.max_seq_len=320 does nothing with loss_reduction=token_mean"
+    ]

@@ -226,7 +226,7 @@ class TestGradients:
         silent = replace(trajectories(1, seed=1)[0], loss_mask=(0,) * 4, logprobs=(0.0,) * 4, versions=(-1,) * 4)
         policy = make()
         assert await policy.forward_backward([silent], [1.0], 0) == {"num_tokens": 0.0}
-        with pytest.raises(TrainingError, match="num_tokens > 0, got 0"):
+        with pytest.raises(TrainingError, match="denominator > 0, got 0"):
             await policy.step(0)
 
     async def test_advantages_that_do_not_match_the_rows_are_refused(self, make: Make) -> None:

@@ -66,7 +66,7 @@ def test_the_weight_of_a_row_scales_its_advantage_in_the_batch() -> None:
     assert batch.advantages.tolist() == [0.5, 0.5]
 
 
-def test_figures_count_samples_and_gradients_are_divided_by_weighted_tokens() -> None:
+def test_figures_count_samples() -> None:
     figures = StepFigures(version=0, max_staleness_steps=0)
     figures.add_group(
         group(
@@ -78,7 +78,6 @@ def test_figures_count_samples_and_gradients_are_divided_by_weighted_tokens() ->
         {},
     )
     values = figures.values()
-    assert figures.loss_tokens == 0.5 * 4 + 0.5 * 6 + 2
     assert figures.num_tokens == 12
     assert values["reward/mean"] == 0.5
     assert values["generate/response_tokens_mean"] == 6
