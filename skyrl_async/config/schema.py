@@ -664,6 +664,11 @@ class TrainingConfig:
     micro_batch_tokens: int = doc(
         4096, "Most tokens, padding included, of one forward on one rank; a longer single sequence goes alone."
     )
+    logprobs_chunk_size: int = doc(
+        1024,
+        "Sampled tokens whose logits exist at once: a micro-batch with more of them computes its logits chunk by chunk, and again in the "
+        "backward pass, so that memory does not grow with its length times the vocabulary.",
+    )
     mixed_precision: bool = doc(False, "bfloat16 forward and backward over float32 weights.")
     activation_checkpointing: bool = doc(False, "Recompute activations in the backward pass.")
     step_timeout_s: float = doc(
@@ -682,7 +687,8 @@ class TrainingConfig:
         for key in ("num_ref_workers", "num_logp_workers"):
             require(getattr(self, key) >= 0, f"training.{key}", ">= 0", getattr(self, key))
         require(self.lr > 0, "training.lr", "> 0", self.lr)
-        require(self.micro_batch_tokens >= 1, "training.micro_batch_tokens", ">= 1", self.micro_batch_tokens)
+        for key in ("micro_batch_tokens", "logprobs_chunk_size"):
+            require(getattr(self, key) >= 1, f"training.{key}", ">= 1", getattr(self, key))
         require(self.max_grad_norm >= 0, "training.max_grad_norm", ">= 0", self.max_grad_norm)
         require(self.step_timeout_s > 0, "training.step_timeout_s", "> 0", self.step_timeout_s)
         interval_s = self.heartbeat_interval_s

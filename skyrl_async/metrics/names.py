@@ -94,6 +94,9 @@ METRICS: dict[str, Metric] = {
         "nats",
         "Divergence of the policy from the reference, as trainer.algorithm.kl_estimator_type says, mean over tokens.",
     ),
+    "policy/entropy": Metric(
+        "nats", "Of the policy where it sampled, at the sampling temperature, mean over trained tokens."
+    ),
     "policy/logprob_gap_max": Metric("nats", "Largest difference between new and behavior log-prob of a token."),
     "policy/lag0_logprob_gap_max": Metric(
         "nats",

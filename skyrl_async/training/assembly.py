@@ -14,9 +14,10 @@ from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.objective import Objective
 from skyrl_async.training.frozen import FrozenBackend
 from skyrl_async.training.fsdp import FSDPBackend
-from skyrl_async.training.model import TokenLogprobs, load_model
+from skyrl_async.training.model import load_model
 from skyrl_async.training.protocol import TrainingBackend
 from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.training.token_logprobs import TokenLogprobs
 
 Reference = Callable[[], contextlib.AbstractContextManager[TokenLogprobs]]
 """While the context lasts, its log-probs are the reference's."""
@@ -51,7 +52,8 @@ def load_reference(
         return _without_adapters(backend, policy)
     path = Path(settings.policy_path if settings.reference_path is None else settings.reference_path)
     frozen = FrozenBackend(device=device, mixed_precision=settings.mixed_precision)
-    reference = TokenLogprobs(frozen.build(lambda: load_model(path, trust_remote_code=settings.trust_remote_code)))
+    model = frozen.build(lambda: load_model(path, trust_remote_code=settings.trust_remote_code))
+    reference = TokenLogprobs(model, chunk_size=settings.logprobs_chunk_size)
     return lambda: contextlib.nullcontext(reference)
 
 

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from skyrl_async.algorithms.batching import MicroBatch, Row, collate
-from skyrl_async.training.model import TokenLogprobs
+from skyrl_async.training.token_logprobs import TokenLogprobs
 
 
 @torch.no_grad()
 def batch_logprobs(model: TokenLogprobs, batch: MicroBatch, *, temperature: float) -> Tensor:
     """(N,) float32, nats, one per sampled token."""
-    return model.logprobs(batch.input_ids, batch.positions, batch.targets, temperature=temperature)
+    logprobs, _ = model(batch.input_ids, batch.positions, batch.targets, temperature=temperature)
+    return logprobs
 
 
 def row_logprobs(

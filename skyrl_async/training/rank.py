@@ -27,13 +27,14 @@ from skyrl_async.training.forward import batch_logprobs, row_logprobs
 from skyrl_async.training.frozen import FrozenBackend
 from skyrl_async.training.hf_export import export_hf_directory
 from skyrl_async.training.manifest import check_manifest, write_manifest
-from skyrl_async.training.model import TokenLogprobs, load_model
+from skyrl_async.training.model import load_model
 from skyrl_async.training.optimizer import WarmupSchedule, make_optimizer
 from skyrl_async.training.protocol import TrainingBackend
 from skyrl_async.training.rng import restore_rng_state, rng_state, seed_all
 from skyrl_async.training.saving import save_state
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.training.staging import Staging
+from skyrl_async.training.token_logprobs import Entropies, TokenLogprobs
 from skyrl_async.types import LogprobModel, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class PolicyRank:
             lambda optimizer: WarmupSchedule(optimizer, settings),
         )
         assert isinstance(module, PreTrainedModel)
-        self._token_logprobs = TokenLogprobs(module)
+        self._token_logprobs = TokenLogprobs(module, chunk_size=settings.logprobs_chunk_size)
         self._reference = load_reference(settings, device, self._backend, self._token_logprobs)
         num_parameters = sum(math.prod(shape) for shape in self._backend.parameter_shapes().values())
         logger.info(
@@ -137,7 +138,11 @@ class PolicyRank:
                 ref_logprobs = batch_logprobs(reference, batch, temperature=self._settings.temperature)
         with contextlib.nullcontext() if work.has_gradient else torch.no_grad():
             logprobs, entropies = self._token_logprobs(
-                batch.input_ids, batch.positions, batch.targets, temperature=self._settings.temperature
+                batch.input_ids,
+                batch.positions,
+                batch.targets,
+                temperature=self._settings.temperature,
+                entropies=Entropies.VALUES,
             )
             loss = self._objective(logprobs, batch, ref_logprobs)
         if work.has_gradient:

@@ -76,6 +76,8 @@ class TrainingSettings:
 
     micro_batch_tokens: int = 4096
     """Most tokens, padding included, of one forward on one rank."""
+    logprobs_chunk_size: int = 1024
+    """Sampled tokens whose logits exist at once, >= 1."""
     temperature: float = 1.0
     """The engine samples from ``softmax(logits / temperature)``, so the policy's log-probs are taken there too; > 0."""
 

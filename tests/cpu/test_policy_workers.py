@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def write_policy(directory: Path) -> TrainingSettings:
         initializer_range=0.2,
     )
     Qwen3ForCausalLM(config).save_pretrained(directory)
-    return TrainingSettings(policy_path=str(directory), lr=1e-3, num_warmup_steps=2)
+    return TrainingSettings(policy_path=str(directory), lr=1e-3, num_warmup_steps=2, logprobs_chunk_size=8)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,8 @@ async def two_ranks(started: tuple[PolicyWorkers, Path]) -> PolicyWorkers:
 
 @pytest.fixture
 def one_rank(settings: TrainingSettings) -> Iterator[InProcessPolicy]:
-    policy = InProcessPolicy(settings)
+    """It makes all logits of a micro-batch at once."""
+    policy = InProcessPolicy(replace(settings, logprobs_chunk_size=1024))
     yield policy
     asyncio.run(policy.close())
 
