@@ -1,7 +1,7 @@
-"""What a micro-batch is trained on: the policy loss of its tokens, and their divergence from the reference.
+"""What a micro-batch is trained on: the policy loss of its tokens, their divergence from the reference, and their entropies.
 
-Flows in: log-probs and a ``MicroBatch``. Flows out: one sum to be minimised, and figures. Sums, never means: the caller divides the
-mini-batch's gradient once, so that neither micro-batches, ranks nor streaming change it.
+Flows in: log-probs, entropies and a ``MicroBatch``. Flows out: one sum to be minimised, and figures. Sums, never means: the caller
+divides the mini-batch's gradient once, so that neither micro-batches, ranks nor streaming change it.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,9 @@ class MicroBatchLoss:
     """Of one micro-batch."""
 
     total: Tensor
-    """() float32, to be minimised: the sum over tokens of the policy loss, and of ``kl_coef`` times the divergence."""
+    """() float32, to be minimised: the sum over tokens of the policy loss, and of ``kl_coef`` times the divergence, less ``entropy_coef``
+    times the entropy.
+    """
     tokens: TokenLoss
     """The policy loss alone."""
     ref_kl: Tensor | None
@@ -31,24 +33,37 @@ class MicroBatchLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """The policy loss plus ``kl_coef`` times the divergence from the reference, each token by the weight of its row."""
+    """The policy loss plus ``kl_coef`` times the divergence from the reference less ``entropy_coef`` times the entropy, each token by
+    the weight of its row.
+
+    The entropy bonus is that of A3C (arXiv 1602.01783, section 4), taken where the tokens were sampled and at the temperature they
+    were sampled at.
+    """
 
     policy_loss: PolicyLossFn
     kl_estimator: KlEstimatorFn | None = None
     """None: no reference is asked for."""
     kl_coef: float = 0.0
     """>= 0."""
+    entropy_coef: float = 0.0
+    """>= 0; 0 asks for no entropies."""
 
-    def __call__(self, logprobs: Tensor, batch: MicroBatch, ref_logprobs: Tensor | None) -> MicroBatchLoss:
+    def __call__(
+        self, logprobs: Tensor, batch: MicroBatch, ref_logprobs: Tensor | None, entropies: Tensor | None = None
+    ) -> MicroBatchLoss:
         """The loss of one micro-batch.
 
         Args:
             logprobs: (N,) float32, nats, of the policy, with gradients.
             batch: the same tokens.
             ref_logprobs: (N,) float32, nats, of the reference; read where there is a ``kl_estimator``.
+            entropies: (N,) float32, nats, of the policy, with gradients; read where there is an ``entropy_coef``.
         """
         tokens = self.policy_loss(logprobs, batch.behavior_logprobs, batch.advantages, batch.old_logprobs)
         total = tokens.loss.sum()
+        if self.entropy_coef:
+            assert entropies is not None, "the rank asks for them where they count"
+            total = total - self.entropy_coef * (batch.weights * entropies).sum()
         if self.kl_estimator is None:
             return MicroBatchLoss(total=total, tokens=tokens, ref_kl=None)
         assert ref_logprobs is not None, "split_work sees to it that there is a reference"

@@ -183,6 +183,7 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         tis_cap=algorithm.tis_cap,
         kl_estimator=algorithm.kl_estimator_type.name if algorithm.use_kl_loss else None,
         kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
+        entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else 0.0,
         seed=config.trainer.seed,
     )
 

@@ -50,6 +50,11 @@ def idle_settings(config: Config) -> list[str]:
             for key, is_set in set_anyway.items()
             if is_set
         ]
+    if not algorithm.use_entropy_loss and algorithm.entropy_loss_coef != AlgorithmConfig.entropy_loss_coef:
+        idle.append(
+            f"trainer.algorithm.entropy_loss_coef={algorithm.entropy_loss_coef:g} does nothing with "
+            "trainer.algorithm.use_entropy_loss=false"
+        )
     if algorithm.policy_loss_type is PolicyLoss.decoupled_ppo and trainer.max_staleness_steps == 0:
         idle.append(
             "trainer.algorithm.policy_loss_type=decoupled_ppo never clips with trainer.max_staleness_steps=0, where groups are "

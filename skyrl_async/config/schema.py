@@ -410,15 +410,21 @@ class AlgorithmConfig:
         "When the reference's log-probs are computed: stage, as soon as a group is finished; inline, in the training step.",
     )
 
+    use_entropy_loss: bool = doc(
+        False, "Take entropy_loss_coef times the policy's entropy (policy/entropy) from the loss of every token."
+    )
+    entropy_loss_coef: float = doc(0.01, "Of that entropy, >= 0.")
+
     def __post_init__(self) -> None:
-        require(
-            self.overlong_buffer_len >= 0, "trainer.algorithm.overlong_buffer_len", ">= 0", self.overlong_buffer_len
+        not_negative = (
+            "overlong_buffer_len",
+            "overlong_buffer_penalty_factor",
+            "zero_variance_filter_tol",
+            "kl_loss_coef",
+            "entropy_loss_coef",
         )
-        factor = self.overlong_buffer_penalty_factor
-        require(factor >= 0, "trainer.algorithm.overlong_buffer_penalty_factor", ">= 0", factor)
-        tolerance = self.zero_variance_filter_tol
-        require(tolerance >= 0, "trainer.algorithm.zero_variance_filter_tol", ">= 0", tolerance)
-        require(self.kl_loss_coef >= 0, "trainer.algorithm.kl_loss_coef", ">= 0", self.kl_loss_coef)
+        for key in not_negative:
+            require(getattr(self, key) >= 0, f"trainer.algorithm.{key}", ">= 0", getattr(self, key))
         require(0 <= self.eps_clip_low < 1, "trainer.algorithm.eps_clip_low", "in [0, 1)", self.eps_clip_low)
         require(self.eps_clip_high >= 0, "trainer.algorithm.eps_clip_high", ">= 0", self.eps_clip_high)
         require(self.tis_cap > 0, "trainer.algorithm.tis_cap", "> 0", self.tis_cap)

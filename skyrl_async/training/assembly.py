@@ -81,4 +81,5 @@ def make_objective(settings: TrainingSettings) -> Objective:
         ),
         kl_estimator=None if settings.kl_estimator is None else get_kl_estimator(settings.kl_estimator),
         kl_coef=settings.kl_coef,
+        entropy_coef=settings.entropy_coef,
     )

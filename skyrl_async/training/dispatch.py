@@ -50,7 +50,9 @@ def split_work(
         if trajectory.num_sampled_tokens > 0
     ]
     runs_reference = _runs_reference(rows, settings)
-    has_gradient = any(row.advantage != 0 for row in rows) or (settings.kl_coef > 0 and bool(rows))
+    has_gradient = any(row.advantage != 0 for row in rows) or (
+        bool(rows) and (settings.kl_coef > 0 or settings.entropy_coef > 0)
+    )
     return [
         RankWork(
             micro_batches=tuple(tuple(rows[index] for index in indices) for indices in plan),

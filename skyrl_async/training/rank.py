@@ -142,9 +142,9 @@ class PolicyRank:
                 batch.positions,
                 batch.targets,
                 temperature=self._settings.temperature,
-                entropies=Entropies.VALUES,
+                entropies=Entropies.GRADIENTS if self._objective.entropy_coef else Entropies.VALUES,
             )
-            loss = self._objective(logprobs, batch, ref_logprobs)
+            loss = self._objective(logprobs, batch, ref_logprobs, entropies)
         if work.has_gradient:
             self._backend.backward(loss.total, is_last=is_last)
         if not rows:
@@ -152,7 +152,7 @@ class PolicyRank:
         figures = token_figures(
             loss.tokens, logprobs.detach(), batch.behavior_logprobs, _token_lags(batch, work.version)
         )
-        figures["entropy_sum"] = entropies.double().sum().item()
+        figures["entropy_sum"] = entropies.detach().double().sum().item()
         return figures | loss.figures()
 
     def step(self, denominator: float) -> dict[str, float]:

@@ -98,6 +98,8 @@ class TrainingSettings:
     """Name known to ``algorithms.kl.get_kl_estimator``; None: the loss has no divergence from the reference in it."""
     kl_coef: float = 0.0
     """Of that divergence in the loss, >= 0; 0 only measures it."""
+    entropy_coef: float = 0.0
+    """Of the entropy that the loss rewards, >= 0; 0 only measures it."""
     seed: int = 0
     """Of each rank's random state (plus the rank), before a checkpoint replaces it."""
 

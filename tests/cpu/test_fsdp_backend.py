@@ -159,6 +159,24 @@ class TestGradients:
         assert figures["num_tokens"] == num_tokens(rows)
         assert figures["token_lag_max"] == 3
 
+    @pytest.mark.parametrize("micro_batch_tokens", [60, 4096])
+    async def test_an_entropy_bonus_is_that_of_the_distributions_a_plain_transformers_forward_samples_from(
+        self, make: Make, policy_directory: Path, micro_batch_tokens: int
+    ) -> None:
+        rows = [replace(row, weight=0.5) for row in trajectories(5, seed=1, is_multi_turn=True)]
+        policy = make(entropy_coef=0.1, temperature=0.7, logprobs_chunk_size=8, micro_batch_tokens=micro_batch_tokens)
+        figures = await policy.forward_backward(rows, [0.0] * 5, 0)
+
+        model = AutoModelForCausalLM.from_pretrained(policy_directory, dtype=torch.float32).eval()
+        total = torch.zeros(())
+        for row in rows:
+            logits = model(torch.tensor([row.prompt_token_ids + row.response_token_ids])).logits[0] / 0.7
+            entropies = torch.distributions.Categorical(logits=logits[len(row.prompt_token_ids) - 1 : -1]).entropy()
+            total = total + (entropies * torch.tensor(row.loss_mask)).sum()
+        (-0.1 * 0.5 * total).backward()
+        assert_equal(gradients(policy), {name: p.grad for name, p in model.named_parameters()}, atol=1e-6)
+        assert figures["entropy_sum"] == pytest.approx(total.item(), rel=1e-6)
+
     async def test_streamed_groups_give_the_unstreamed_step_to_1e_6(self, make: Make, tmp_path: Path) -> None:
         rows, values = trajectories(8, seed=1), advantages(8, seed=2)
         streamed, whole = make(), make()

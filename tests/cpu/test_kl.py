@@ -1,6 +1,7 @@
 """Estimates of the divergence from a reference: closed forms, finite differences, and a policy of three tokens."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -136,6 +137,14 @@ class TestObjective:
         loss = self.objective(0.0)(leaf, self.batch(), tensor(*self.REF))
         assert loss.figures()["ref_kl_sum"] > 0
         assert torch.equal(gradient_of(loss.total, leaf), self.gradient_without())
+
+    def test_the_entropy_is_taken_off_token_by_token_with_the_weight_of_the_row(self) -> None:
+        entropies = tensor(0.7, 1.3, 0.2)
+        rewarding = replace(self.objective(0.1), entropy_coef=0.5)
+        with_bonus = rewarding(tensor(*self.LOGPROBS), self.batch(), tensor(*self.REF), entropies)
+        without = self.objective(0.1)(tensor(*self.LOGPROBS), self.batch(), tensor(*self.REF), entropies)
+        bonus = 0.5 * (1.0 * 0.7 + 0.5 * 1.3 + 0.5 * 0.2)
+        assert with_bonus.total.item() == pytest.approx(without.total.item() - bonus, abs=1e-12)
 
     def gradient_without(self) -> Tensor:
         leaf = tensor(*self.LOGPROBS).requires_grad_()
