@@ -11,6 +11,7 @@ from torch import Tensor
 from skyrl_async.algorithms.batching import MicroBatch
 from skyrl_async.algorithms.kl import KlEstimatorFn
 from skyrl_async.algorithms.losses import PolicyLossFn, TokenLoss
+from skyrl_async.algorithms.off_policy import Corrected, OffPolicyCorrection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +23,11 @@ class MicroBatchLoss:
     times the entropy.
     """
     tokens: TokenLoss
-    """The policy loss alone."""
+    """The policy loss alone, corrected."""
     ref_kl: Tensor | None
     """(N,) float32, nats, without gradient; None without a reference."""
+    corrected: Corrected | None = None
+    """What the correction did; None without one."""
 
     def figures(self) -> dict[str, float]:
         """``ref_kl_sum`` over tokens, where there is a reference."""
@@ -33,8 +36,8 @@ class MicroBatchLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """The policy loss plus ``kl_coef`` times the divergence from the reference less ``entropy_coef`` times the entropy, each token by
-    the weight of its row.
+    """The policy loss, corrected for its sampler, plus ``kl_coef`` times the divergence from the reference less ``entropy_coef`` times the
+    entropy, each token by the weight of its row.
 
     The entropy bonus is that of A3C (arXiv 1602.01783, section 4), taken where the tokens were sampled and at the temperature they
     were sampled at.
@@ -47,6 +50,8 @@ class Objective:
     """>= 0."""
     entropy_coef: float = 0.0
     """>= 0; 0 asks for no entropies."""
+    correction: OffPolicyCorrection | None = None
+    """Of the policy loss; the divergence is left as it is."""
 
     def __call__(
         self, logprobs: Tensor, batch: MicroBatch, ref_logprobs: Tensor | None, entropies: Tensor | None = None
@@ -59,15 +64,19 @@ class Objective:
             ref_logprobs: (N,) float32, nats, of the reference; read where there is a ``kl_estimator``.
             entropies: (N,) float32, nats, of the policy, with gradients; read where there is an ``entropy_coef``.
         """
-        tokens = self.policy_loss(logprobs, batch.behavior_logprobs, batch.advantages, batch.old_logprobs)
+        corrected = None if self.correction is None else self.correction(logprobs, batch)
+        anchor_logprobs = batch.behavior_logprobs if corrected is None else corrected.anchor_logprobs
+        tokens = self.policy_loss(logprobs, anchor_logprobs, batch.advantages, batch.old_logprobs)
+        if corrected is not None:
+            tokens = corrected.applied_to(tokens)
         total = tokens.loss.sum()
         if self.entropy_coef:
             assert entropies is not None, "the rank asks for them where they count"
             total = total - self.entropy_coef * (batch.weights * entropies).sum()
         if self.kl_estimator is None:
-            return MicroBatchLoss(total=total, tokens=tokens, ref_kl=None)
+            return MicroBatchLoss(total=total, tokens=tokens, ref_kl=None, corrected=corrected)
         assert ref_logprobs is not None, "split_work sees to it that there is a reference"
         kl = self.kl_estimator(logprobs, ref_logprobs)
         if self.kl_coef:
             total = total + self.kl_coef * (batch.weights * kl).sum()
-        return MicroBatchLoss(total=total, tokens=tokens, ref_kl=kl.detach())
+        return MicroBatchLoss(total=total, tokens=tokens, ref_kl=kl.detach(), corrected=corrected)

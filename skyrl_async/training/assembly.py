@@ -4,6 +4,7 @@ Knows every kind of them, and none of what a rank does with them.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from skyrl_async.algorithms.kl import get_kl_estimator
 from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.objective import Objective
+from skyrl_async.algorithms.off_policy import OffPolicyCorrection, anchor_of
 from skyrl_async.training.frozen import FrozenBackend
 from skyrl_async.training.fsdp import FSDPBackend
 from skyrl_async.training.model import load_model
@@ -71,15 +73,17 @@ def _without_adapters(backend: TrainingBackend, policy: TokenLogprobs) -> Refere
 
 
 def make_objective(settings: TrainingSettings) -> Objective:
-    """What training minimises. Raises ``ConfigError`` for unknown names."""
+    """What training minimises. Raises ``ConfigError`` for unknown names, and for weights that the loss has already."""
+    correction = OffPolicyCorrection(settings=settings.correction, anchor=anchor_of(settings.policy_loss))
     return Objective(
         policy_loss=make_policy_loss(
             settings.policy_loss,
             eps_clip_low=settings.eps_clip_low,
             eps_clip_high=settings.eps_clip_high,
-            tis_cap=settings.tis_cap,
+            tis_cap=math.inf if settings.correction.weighs else settings.tis_cap,
         ),
         kl_estimator=None if settings.kl_estimator is None else get_kl_estimator(settings.kl_estimator),
         kl_coef=settings.kl_coef,
         entropy_coef=settings.entropy_coef,
+        correction=None if settings.correction.is_empty else correction,
     )

@@ -149,9 +149,10 @@ class PolicyRank:
             self._backend.backward(loss.total, is_last=is_last)
         if not rows:
             return {}
-        figures = token_figures(
-            loss.tokens, logprobs.detach(), batch.behavior_logprobs, _token_lags(batch, work.version)
-        )
+        lags = _token_lags(batch, work.version)
+        figures = token_figures(loss.tokens, logprobs.detach(), batch.behavior_logprobs, lags)
+        if loss.corrected is not None:
+            figures |= loss.corrected.figures(lags)
         figures["entropy_sum"] = entropies.detach().double().sum().item()
         return figures | loss.figures()
 

@@ -3,9 +3,10 @@
 The composition root fills it from the configuration; the training code never sees the configuration tree.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ class TrainingSettings:
     eps_clip_low: float = 0.2
     eps_clip_high: float = 0.28
     tis_cap: float = 2.0
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
+    """Off-policy corrections of the policy loss."""
     kl_estimator: str | None = None
     """Name known to ``algorithms.kl.get_kl_estimator``; None: the loss has no divergence from the reference in it."""
     kl_coef: float = 0.0

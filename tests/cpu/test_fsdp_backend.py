@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.errors import CheckpointError, ConfigError, PolicyError, TrainingError
 from skyrl_async.training.fsdp import FSDPBackend
 from skyrl_async.training.hf_export import export_hf_directory
@@ -177,9 +178,16 @@ class TestGradients:
         assert_equal(gradients(policy), {name: p.grad for name, p in model.named_parameters()}, atol=1e-6)
         assert figures["entropy_sum"] == pytest.approx(total.item(), rel=1e-6)
 
-    async def test_streamed_groups_give_the_unstreamed_step_to_1e_6(self, make: Make, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "correction",
+        [CorrectionSettings(), CorrectionSettings(token_tis=5.0, geometric_mask=(0.2, 1.5), m2_threshold=0.3)],
+        ids=["uncorrected", "corrected"],
+    )
+    async def test_streamed_groups_give_the_unstreamed_step_to_1e_6(
+        self, make: Make, correction: CorrectionSettings
+    ) -> None:
         rows, values = trajectories(8, seed=1), advantages(8, seed=2)
-        streamed, whole = make(), make()
+        streamed, whole = (make(policy_loss="rollout_is", correction=correction) for _ in range(2))
         await whole.forward_backward(rows, values, 0)
         for start in (0, 2, 4, 6):
             await streamed.forward_backward(rows[start : start + 2], values[start : start + 2], 0)

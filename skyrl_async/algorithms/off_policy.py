@@ -1,0 +1,165 @@
+"""The off-policy correction of a run: a micro-batch's log-probs in; one factor per token for its policy loss, and figures, out.
+
+A correction multiplies the policy loss of each token, and never the divergence from a reference, with ``weight * mask``. Masked tokens
+still count in what gradients are divided by (``Policy.step``): a mask is a factor of 0 in a sum that is estimated, and leaving its tokens
+out of the count would make the step larger the more is masked, and dependent on how rows are split (M2PO, arXiv 2510.01161, footnote to
+equation 5; IcePop and OPSM divide by the lengths of whole answers, too). Where every token of a mini-batch is masked its policy
+gradient is 0 and the step is taken as one of zero advantages would be; whoever steps says so and counts it.
+
+Which policy is ``pi``. A weight takes a loss from the tokens' sampler to a policy, and must not do that twice:
+
+    loss            its own ratio     a weight is of    pi of the masks
+    rollout_is      none beside it    the policy        the policy           the weight takes the place of the loss's own
+    decoupled_ppo   pi / old          old / mu          old                  likewise
+    any other       pi / mu           refused           the policy
+
+The loss is told so by being given the anchor in place of ``mu``, so that what it would weight by itself is 1. OPSM and M2PO ask how far the
+policy is from the sampler, whatever the loss.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from skyrl_async.algorithms import corrections
+from skyrl_async.algorithms.batching import MicroBatch
+from skyrl_async.algorithms.correction_settings import CorrectionSettings
+from skyrl_async.algorithms.corrections import Rows, Weights
+from skyrl_async.algorithms.losses import TokenLoss
+from skyrl_async.errors import ConfigError
+
+
+class Anchor(Enum):
+    """The policy that a loss takes over at, from where importance weights begin."""
+
+    BEHAVIOR = auto()
+    """The sampler itself: nothing is left to weigh."""
+    POLICY = auto()
+    OLD = auto()
+    """The one whose log-probs are recomputed."""
+
+
+_ANCHORS = {"rollout_is": Anchor.POLICY, "decoupled_ppo": Anchor.OLD}
+
+
+def anchor_of(policy_loss: str) -> Anchor:
+    """Of the loss called ``policy_loss``."""
+    return _ANCHORS.get(policy_loss, Anchor.BEHAVIOR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corrected:
+    """What a correction says of the tokens of a micro-batch. All without gradient."""
+
+    factors: Tensor
+    """(N,) float, >= 0: weight times mask."""
+    is_cut: Tensor
+    """(N,) bool: the weight was cut."""
+    masked: dict[str, Tensor]
+    """Kind of mask -> (N,) bool, true where it leaves a token out."""
+    anchor_logprobs: Tensor
+    """(N,) float, nats: what the loss is to take for the behavior log-probs."""
+
+    @property
+    def is_masked(self) -> Tensor:
+        """(N,) bool: left out by any mask."""
+        return torch.stack([torch.zeros_like(self.is_cut), *self.masked.values()]).any(0)
+
+    def applied_to(self, tokens: TokenLoss) -> TokenLoss:
+        """The loss of the same tokens, corrected. A loss that is not finite stays so, masked or not."""
+        return TokenLoss(loss=tokens.loss * self.factors, is_clipped=tokens.is_clipped | self.is_cut)
+
+    def figures(self, token_lags: Tensor) -> dict[str, float]:
+        """Sums over N >= 1 tokens, ``lag<k>_...`` of those sampled k versions before the one being trained."""
+        sums = {"correction_weight_sum": self.factors.double()}
+        sums |= {f"correction_masked_{kind}_sum": is_out.double() for kind, is_out in self.masked.items()}
+        by_lag = {"correction_clipped_sum": self.is_cut.double(), "correction_masked_sum": self.is_masked.double()}
+        figures = {name: values.sum().item() for name, values in (sums | by_lag).items()}
+        for name, values in by_lag.items():
+            totals = torch.bincount(token_lags, weights=values).tolist()
+            figures |= {f"lag{lag}_{name}": total for lag, total in enumerate(totals) if total}
+        return figures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffPolicyCorrection:
+    """Every correction of a run, multiplied.
+
+    Args:
+        settings: which, with their bounds.
+        anchor: of the policy loss.
+
+    Raises:
+        ConfigError: weights are asked for with a loss that is anchored on the behavior log-probs.
+    """
+
+    settings: CorrectionSettings
+    anchor: Anchor
+
+    def __post_init__(self) -> None:
+        if self.settings.weighs and self.anchor is Anchor.BEHAVIOR:
+            raise ConfigError(
+                "trainer.algorithm.off_policy_correction.tis_ratio_type must be null with a policy loss whose ratio is already taken to "
+                "the behavior log-probs: the weight would count it twice"
+            )
+
+    @torch.no_grad()
+    def __call__(self, logprobs: Tensor, batch: MicroBatch) -> Corrected:
+        """The factors of one micro-batch.
+
+        Args:
+            logprobs: (N,) float32, nats, of the policy being trained.
+            batch: the same tokens; rows are whole.
+        """
+        logprobs, behavior = logprobs.detach(), batch.behavior_logprobs
+        anchor = self._anchor_logprobs(logprobs, batch)
+        rows = Rows(indices=batch.row_indices, num_rows=len(batch.input_ids))
+        weights = self._weights(anchor - behavior, rows)
+        keeps = self._masks(anchor - behavior, logprobs - behavior, batch.advantages, rows)
+        factors = weights.values
+        for keep in keeps.values():
+            factors = factors * keep
+        return Corrected(
+            factors=factors.to(logprobs.dtype),
+            is_cut=weights.is_cut,
+            masked={kind: ~keep for kind, keep in keeps.items()},
+            anchor_logprobs=anchor if self.settings.weighs else behavior,
+        )
+
+    def _anchor_logprobs(self, logprobs: Tensor, batch: MicroBatch) -> Tensor:
+        if self.anchor is not Anchor.OLD:
+            return logprobs
+        assert batch.old_logprobs is not None, "split_work sees to it that rows have them"
+        return batch.old_logprobs
+
+    def _weights(self, log_ratio: Tensor, rows: Rows) -> Weights:
+        if self.settings.token_tis is not None:
+            return corrections.token_tis(log_ratio, high=self.settings.token_tis)
+        if self.settings.sequence_tis is not None:
+            return corrections.sequence_tis(log_ratio, rows, high=self.settings.sequence_tis)
+        ones = torch.ones_like(log_ratio, dtype=torch.float64)
+        return Weights(values=ones, is_cut=torch.zeros_like(ones, dtype=torch.bool))
+
+    def _masks(self, log_ratio: Tensor, policy_log_ratio: Tensor, advantages: Tensor, rows: Rows) -> dict[str, Tensor]:
+        """Kind -> (N,) bool, true where a token is kept; of the kinds that are asked for."""
+        settings = self.settings
+        of_rows: dict[str, tuple[tuple[float, float] | None, Callable[..., Tensor]]] = {
+            "product": (settings.product_mask, corrections.product_mask),
+            "geometric": (settings.geometric_mask, corrections.geometric_mask),
+            "outlier": (settings.outlier_mask, corrections.outlier_mask),
+        }
+        keeps = {}
+        if settings.token_mask is not None:
+            low, high = settings.token_mask
+            keeps["token"] = corrections.token_mask(log_ratio, low=low, high=high)
+        for kind, (bounds, mask) in of_rows.items():
+            if bounds is not None:
+                keeps[kind] = mask(log_ratio, rows, low=bounds[0], high=bounds[1])
+        if settings.opsm_delta is not None:
+            keeps["opsm"] = corrections.opsm_mask(policy_log_ratio, advantages, rows, delta=settings.opsm_delta)
+        if settings.m2_threshold is not None:
+            keeps["m2"] = corrections.m2_mask(policy_log_ratio, advantages, rows, threshold=settings.m2_threshold)
+        return keeps
