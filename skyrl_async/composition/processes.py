@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_async.composition.bundles import Bundles, worker_seats
 from skyrl_async.composition.closing import ClosingStack
+from skyrl_async.composition.corrections import correction_settings
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.composition.engines import is_supervised, start_engines
 from skyrl_async.composition.logprobs import reference_path
@@ -181,6 +182,7 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         eps_clip_low=algorithm.eps_clip_low,
         eps_clip_high=algorithm.eps_clip_high,
         tis_cap=algorithm.tis_cap,
+        correction=correction_settings(algorithm.off_policy_correction),
         kl_estimator=algorithm.kl_estimator_type.name if algorithm.use_kl_loss else None,
         kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
         entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else 0.0,

@@ -3,6 +3,7 @@
 Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``; or a line for each setting that does nothing.
 """
 
+from skyrl_async.config.correction_rules import idle_corrections
 from skyrl_async.config.schema import AlgorithmConfig, Config, LossReduction, PolicyLoss, RefLogp
 from skyrl_async.errors import ConfigError
 
@@ -60,4 +61,4 @@ def idle_settings(config: Config) -> list[str]:
             "trainer.algorithm.policy_loss_type=decoupled_ppo never clips with trainer.max_staleness_steps=0, where groups are "
             "recomputed under the weights that are trained: it is rollout_is then, which costs one forward less"
         )
-    return idle
+    return idle + idle_corrections(algorithm)

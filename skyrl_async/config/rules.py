@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from skyrl_async.config.algorithm_rules import advantages_can_be_computed
+from skyrl_async.config.correction_rules import sequence_ratios_are_of_the_whole_vocabulary, weights_have_a_place
 from skyrl_async.config.devices import engine_device, has_distribution, num_gpus, training_device
 from skyrl_async.config.logprob_rules import logprob_workers_have_work
 from skyrl_async.config.model_directories import policy_directory_is_complete, reference_directory_is_complete
@@ -286,6 +287,8 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     overlong_buffer_fits_the_answer,
     reward_shaping_is_a_path,
     logprob_workers_have_work,
+    weights_have_a_place,
+    sequence_ratios_are_of_the_whole_vocabulary,
     answers_fit_the_context,
     deterministic_engine_is_single,
     generator_entrypoint_is_a_path,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from skyrl_async.config.corrections import OffPolicyCorrectionConfig
 from skyrl_async.config.fields import doc, require
 from skyrl_async.config.lora import LoraConfig
 from skyrl_async.config.task import TaskConfig
@@ -394,6 +395,9 @@ class AlgorithmConfig:
     )
     max_seq_len: int | None = doc(
         None, "Constant that seq_mean_token_sum_norm divides by, such as generator.sampling.max_tokens."
+    )
+    off_policy_correction: OffPolicyCorrectionConfig = doc(
+        OffPolicyCorrectionConfig, "What the policy loss is corrected by for tokens that another policy sampled."
     )
     use_kl_loss: bool = doc(
         False,
