@@ -109,6 +109,32 @@ METRICS: dict[str, Metric] = {
         "share", "Of all trained tokens, clipped ones that were sampled n versions before."
     ),
     "policy/lag<n>_behavior_kl": Metric("nats", "What tokens sampled n versions before add to policy/behavior_kl."),
+    "policy/ess": Metric(
+        "share",
+        "Effective sample size of the trained tokens, over their number: (sum w)^2 / (n sum w^2) with w = policy / behavior probability.",
+    ),
+    "policy/sequence_ess": Metric("share", "The same of whole rows, each with the product of its tokens' w."),
+    "policy/lag<n>_ess": Metric(
+        "share", "policy/ess of the tokens that were sampled n versions before, among themselves."
+    ),
+    "policy/correction_weight": Metric(
+        "ratio", "Factor of a token's policy loss by trainer.algorithm.off_policy_correction, weight times mask, mean."
+    ),
+    "policy/correction_clipped": Metric("share", "Tokens whose importance weight (token or sequence TIS) was cut."),
+    "policy/correction_masked": Metric("share", "Tokens that off-policy corrections left out of the policy loss."),
+    "policy/correction_masked_<kind>": Metric(
+        "share", "Tokens that one of the masks would leave out alone: token, product, geometric, outlier, opsm or m2."
+    ),
+    "policy/lag<n>_correction_clipped": Metric(
+        "share", "Of all trained tokens, those with a cut weight that were sampled n versions before."
+    ),
+    "policy/lag<n>_correction_masked": Metric(
+        "share", "Of all trained tokens, those left out that were sampled n versions before."
+    ),
+    "policy/all_masked_steps": Metric(
+        "steps",
+        "Of which off-policy corrections masked every token, so that they have no policy gradient; since the run began.",
+    ),
     "policy/num_tokens": Metric("tokens", "Trained in the step."),
     "generate/tokens_per_second": Metric("tokens/s", "In groups finished since the last step."),
     "generate/tokens": Metric("tokens", "Sampled in groups finished since the last step."),

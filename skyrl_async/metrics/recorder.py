@@ -79,5 +79,12 @@ class Recorder:
                 longest.uid,
                 longest.seconds,
             )
+        if figures.is_all_masked:
+            logger.warning(
+                "step %d has no policy gradient: off-policy corrections masked all of its %d tokens; widen the bounds of "
+                "trainer.algorithm.off_policy_correction or lower trainer.max_staleness_steps",
+                figures.version + 1,
+                figures.num_tokens,
+            )
         values = figures.values() | {f"policy/{name}": value for name, value in policy.items()}
         self.log(figures.version + 1, {**values, **self.totals.values(), **more})

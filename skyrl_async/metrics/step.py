@@ -11,6 +11,7 @@ from itertools import compress
 from statistics import median
 
 from skyrl_async.metrics.bound_cost import BoundCost, needed_bound
+from skyrl_async.metrics.sample_sizes import effective_shares
 from skyrl_async.samples import Sample, live_samples_of, rewarded_samples_of, samples_of
 from skyrl_async.types import Group
 
@@ -98,6 +99,11 @@ class StepFigures:
         return self.denominator if self.denominator or not is_masked else 1.0
 
     @property
+    def is_all_masked(self) -> bool:
+        """Whether off-policy corrections left no token a policy loss: its gradient is 0, and the step only counts a version."""
+        return 0 < self.num_tokens <= self.sums.get("correction_masked_sum", 0.0)
+
+    @property
     def token_lags(self) -> Counter[int]:
         """Policy versions between sampling and training -> trained tokens."""
         rows = (t for group in self.groups for t in group.trajectories)
@@ -144,6 +150,7 @@ class StepFigures:
                 values[f"policy/{name.removesuffix('_sum')}"] = value / num_tokens
             elif name.endswith("_max"):
                 values[f"policy/{name}"] = value
+        values |= effective_shares(self.sums)
         return values | {f"timing/{name}": seconds for name, seconds in self.seconds.items()}
 
 
@@ -180,6 +187,8 @@ class RunTotals:
     """Of the last step."""
     bound_cost: BoundCost = field(default_factory=BoundCost)
     masked_tokens: int = 0
+    all_masked_steps: int = 0
+    """Steps without a token that off-policy corrections left a policy loss."""
     redrawn_groups: int = 0
     filtered_groups: int = 0
     """Finished and not trained: their rewards did not differ."""
@@ -210,6 +219,7 @@ class RunTotals:
         self.training_seconds += figures.seconds["step"]
         del self.pauses[:-_MAX_PAUSES]
         self.masked_tokens += figures.num_masked_tokens
+        self.all_masked_steps += figures.is_all_masked
         self.max_staleness_steps = figures.max_staleness_steps
         free_step_seconds = (self.training_seconds - self.staleness_wait_seconds) / self.steps
         for wait in figures.waits:
@@ -248,6 +258,7 @@ class RunTotals:
             "async/length_ratio": self.length_ratio,
             "async/wasted_tokens": float(self.wasted_tokens),
             "async/redrawn_groups": float(self.redrawn_groups),
+            "policy/all_masked_steps": float(self.all_masked_steps),
             "generate/failed_groups": float(self.failed_groups),
             "generate/lost_samples": float(self.lost_samples),
             "generate/retries": float(self.retries),
@@ -270,6 +281,7 @@ class RunTotals:
             "masked_share": self.masked_tokens / max(1, self.trained_tokens + self.masked_tokens),
             "redrawn_groups": self.redrawn_groups,
             "filtered_groups": self.filtered_groups,
+            "all_masked_steps": self.all_masked_steps,
             "wasted_tokens": self.wasted_tokens,
             "length_ratio": self.length_ratio,
             "failed_groups": self.failed_groups,

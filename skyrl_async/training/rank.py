@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from skyrl_async.algorithms.batching import MicroBatch, Row, collate
 from skyrl_async.algorithms.losses import merge_figures, token_figures
+from skyrl_async.algorithms.sample_sizes import sample_size_figures
 from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
 from skyrl_async.training import process_group
 from skyrl_async.training.adapter_file import check_adapter
@@ -151,6 +152,7 @@ class PolicyRank:
             return {}
         lags = _token_lags(batch, work.version)
         figures = token_figures(loss.tokens, logprobs.detach(), batch.behavior_logprobs, lags)
+        figures |= sample_size_figures(logprobs, batch, lags)
         if loss.corrected is not None:
             figures |= loss.corrected.figures(lags)
         figures["entropy_sum"] = entropies.detach().double().sum().item()
