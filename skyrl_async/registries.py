@@ -27,7 +27,17 @@ class AdvantageEntry:
     """A sample alone of its prompt has no advantage."""
 
 
-E = TypeVar("E", bound=AdvantageEntry)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossEntry:
+    """A policy loss before it is loaded."""
+
+    path: str
+    """``package.module:function``."""
+    needs_old_logprobs: bool = False
+    """It asks for the log-probs of finished rows under the policy, recomputed."""
+
+
+E = TypeVar("E", AdvantageEntry, LossEntry)
 
 
 class Registry(Generic[E]):
@@ -44,9 +54,10 @@ class Registry(Generic[E]):
         self, key: str, builtin: dict[str, E], of_path: Callable[[str], E], arguments: Callable[[E], tuple[str, ...]]
     ) -> None:
         self._key = key
-        self._entries = dict(builtin)
-        self._of_path = of_path
-        self._arguments = arguments
+        self._builtin = frozenset(builtin)
+        self._entries: dict[str, E] = dict(builtin)
+        self._of_path: Callable[[str], E] = of_path
+        self._arguments: Callable[[E], tuple[str, ...]] = arguments
 
     @property
     def names(self) -> list[str]:
@@ -58,6 +69,7 @@ class Registry(Generic[E]):
         if ":" in name or not name:
             raise ConfigError(f"{self._key} cannot be registered as {name!r}; give a name without a colon")
         self._entries[name] = entry
+        self._builtin -= {name}
 
     def entry(self, name: str) -> E:
         """What is behind a name or path. Raises ``ConfigError``: unknown, not importable, or called otherwise than we would."""
@@ -73,6 +85,10 @@ class Registry(Generic[E]):
         entry = next((entry for entry in self._entries.values() if entry.path == name), self._of_path(name))
         self.load(entry)
         return entry
+
+    def portable(self, name: str) -> str:
+        """What means the same in other processes. Raises ``ConfigError`` as ``entry``."""
+        return name if name in self._builtin else self.entry(name).path
 
     def load(self, entry: E) -> Callable[..., Any]:
         """The function itself. Raises ``ConfigError`` as ``entry``."""
@@ -131,3 +147,28 @@ ADVANTAGE_ESTIMATORS = Registry(
     lambda entry: ("groups",) if entry.needs_mini_batch else ("rewards",),
 )
 """A value model with GAE has its place here: an entry that needs the whole mini-batch, and values beside the rewards."""
+
+
+def _loss(module: str, function: str, *, needs_old_logprobs: bool = False) -> LossEntry:
+    path = f"skyrl_async.algorithms.{module}:{function}"
+    return LossEntry(path=path, needs_old_logprobs=needs_old_logprobs)
+
+
+POLICY_LOSSES = Registry(
+    "trainer.algorithm.policy_loss_type",
+    {
+        "ppo_clip": _loss("clipped_losses", "ppo_clip"),
+        "regular": _loss("clipped_losses", "ppo_clip"),
+        "clip_higher": _loss("clipped_losses", "ppo_clip"),
+        "dual_clip": _loss("clipped_losses", "dual_clip"),
+        "gspo": _loss("clipped_losses", "gspo"),
+        "dppo": _loss("clipped_losses", "dppo"),
+        "decoupled_ppo": _loss("clipped_losses", "decoupled_ppo", needs_old_logprobs=True),
+        "rollout_is": _loss("weighted_losses", "rollout_is"),
+        "cispo": _loss("weighted_losses", "cispo"),
+        "cispo_old": _loss("weighted_losses", "cispo_old", needs_old_logprobs=True),
+        "sapo": _loss("weighted_losses", "sapo"),
+    },
+    lambda path: LossEntry(path=path),
+    lambda entry: ("tokens", "constants"),
+)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from skyrl_async.algorithms.batching import MicroBatch
 from skyrl_async.algorithms.kl import KlEstimatorFn
-from skyrl_async.algorithms.losses import PolicyLossFn, TokenLoss
+from skyrl_async.algorithms.losses import LossTokens, PolicyLossFn, TokenLoss
 from skyrl_async.algorithms.off_policy import Corrected, OffPolicyCorrection
 
 
@@ -65,8 +65,15 @@ class Objective:
             entropies: (N,) float32, nats, of the policy, with gradients; read where there is an ``entropy_coef``.
         """
         corrected = None if self.correction is None else self.correction(logprobs, batch)
-        anchor_logprobs = batch.behavior_logprobs if corrected is None else corrected.anchor_logprobs
-        tokens = self.policy_loss(logprobs, anchor_logprobs, batch.advantages, batch.old_logprobs)
+        tokens = self.policy_loss(
+            LossTokens(
+                logprobs=logprobs,
+                behavior_logprobs=batch.behavior_logprobs if corrected is None else corrected.anchor_logprobs,
+                advantages=batch.advantages,
+                row_indices=batch.row_indices,
+                old_logprobs=batch.old_logprobs,
+            )
+        )
         if corrected is not None:
             tokens = corrected.applied_to(tokens)
         total = tokens.loss.sum()

@@ -11,6 +11,7 @@ Which policy is ``pi``. A weight takes a loss from the tokens' sampler to a poli
     loss            its own ratio     a weight is of    pi of the masks
     rollout_is      none beside it    the policy        the policy           the weight takes the place of the loss's own
     decoupled_ppo   pi / old          old / mu          old                  likewise
+    cispo_old       pi / old          old / mu          old                  it has none of its own
     any other       pi / mu           refused           the policy
 
 The loss is told so by being given the anchor in place of ``mu``, so that what it would weight by itself is 1. OPSM and M2PO ask how far the
@@ -42,7 +43,7 @@ class Anchor(Enum):
     """The one whose log-probs are recomputed."""
 
 
-_ANCHORS = {"rollout_is": Anchor.POLICY, "decoupled_ppo": Anchor.OLD}
+_ANCHORS = {"rollout_is": Anchor.POLICY, "decoupled_ppo": Anchor.OLD, "cispo_old": Anchor.OLD}
 
 
 def anchor_of(policy_loss: str) -> Anchor:

@@ -20,9 +20,10 @@ from skyrl_async.composition.bundles import Bundles, Seats, worker_seats
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.config.devices import training_device
 from skyrl_async.config.logprob_rules import idle_settings
-from skyrl_async.config.schema import Config, PolicyLoss, RefLogp
+from skyrl_async.config.schema import Config, RefLogp
 from skyrl_async.errors import PolicyError
 from skyrl_async.inference.policy_files import read_config, text_config
+from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.training.logprob_stage import ComputeLogprobs, LogprobStageWork
 from skyrl_async.training.logprob_workers import ForwardWorkers, LogprobWorkers
 from skyrl_async.training.protocol import Policy
@@ -135,7 +136,7 @@ def stage_works(config: Config, policy: Policy, parts: LogprobParts) -> dict[str
     if algorithm.use_kl_loss and algorithm.ref_logp is RefLogp.stage:
         ref = _of_policy(policy, LogprobModel.REF) if parts.ref is None else parts.ref.logprobs_of
         works["ref_logp"] = LogprobStageWork(ref, LogprobModel.REF)
-    if algorithm.policy_loss_type is PolicyLoss.decoupled_ppo:
+    if POLICY_LOSSES.entry(algorithm.policy_loss_type).needs_old_logprobs:
         old = _of_policy(policy, LogprobModel.POLICY) if parts.old is None else parts.old.logprobs_of
         works["logp"] = LogprobStageWork(old, LogprobModel.POLICY)
     return works

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyrl_async.composition.algorithms import loss_constants
 from skyrl_async.composition.bundles import Bundles, worker_seats
 from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.corrections import correction_settings
@@ -32,6 +33,7 @@ from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.sessions.rows import BranchPolicy
 from skyrl_async.inference.sessions.session import SessionLimits
 from skyrl_async.inference.sessions.settings import ReasoningPolicy, SessionSettings
+from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.training.protocol import Policy
 from skyrl_async.training.recovering import RecoveringPolicy
 from skyrl_async.training.settings import LoraSettings, TrainingSettings
@@ -178,10 +180,8 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         temperature=config.generator.sampling.temperature,
         has_reference=algorithm.use_kl_loss and training.num_ref_workers == 0,
         reference_path=reference_path(config),
-        policy_loss=algorithm.policy_loss_type.name,
-        eps_clip_low=algorithm.eps_clip_low,
-        eps_clip_high=algorithm.eps_clip_high,
-        tis_cap=algorithm.tis_cap,
+        policy_loss=POLICY_LOSSES.portable(algorithm.policy_loss_type),
+        loss_constants=loss_constants(algorithm),
         correction=correction_settings(algorithm.off_policy_correction),
         kl_estimator=algorithm.kl_estimator_type.name if algorithm.use_kl_loss else None,
         kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,

@@ -5,7 +5,12 @@ Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``. Imports wh
 
 from skyrl_async.config.schema import Config
 from skyrl_async.errors import ConfigError
-from skyrl_async.registries import ADVANTAGE_ESTIMATORS
+from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+
+
+def policy_loss_is_known(config: Config) -> None:
+    """By its name, or as a function that can be imported and called."""
+    POLICY_LOSSES.entry(config.trainer.algorithm.policy_loss_type)
 
 
 def advantages_can_be_computed(config: Config) -> None:

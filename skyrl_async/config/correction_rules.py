@@ -4,11 +4,11 @@ Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``; or a line 
 """
 
 from skyrl_async.config.corrections import OffPolicyCorrectionConfig, SequenceMaskMetric, TisRatioType
-from skyrl_async.config.schema import AlgorithmConfig, Config, PolicyLoss
+from skyrl_async.config.schema import AlgorithmConfig, Config
 from skyrl_async.errors import ConfigError
 
 _PREFIX = "trainer.algorithm.off_policy_correction"
-_WEIGHABLE = (PolicyLoss.rollout_is, PolicyLoss.decoupled_ppo)
+_WEIGHABLE = ("rollout_is", "decoupled_ppo", "cispo_old")
 
 
 def weights_have_a_place(config: Config) -> None:
@@ -17,9 +17,9 @@ def weights_have_a_place(config: Config) -> None:
     kind, loss = algorithm.off_policy_correction.tis_ratio_type, algorithm.policy_loss_type
     if kind is not None and loss not in _WEIGHABLE:
         raise ConfigError(
-            f"{_PREFIX}.tis_ratio_type must be null with trainer.algorithm.policy_loss_type={loss.name}, got {kind.name}: the ratio of "
-            f"{loss.name} is to the engine's log-probs already, and a weight would count it twice; set policy_loss_type=decoupled_ppo, "
-            "which clips around recomputed log-probs, or rollout_is, which does not clip; masks go with every loss"
+            f"{_PREFIX}.tis_ratio_type must be null with trainer.algorithm.policy_loss_type={loss}, got {kind.name}: the ratio of "
+            f"{loss} is to the engine's log-probs already, and a weight would count it twice; set policy_loss_type=decoupled_ppo or "
+            "cispo_old, which bound around recomputed log-probs, or rollout_is, which does not; masks go with every loss"
         )
 
 

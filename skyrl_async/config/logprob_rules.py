@@ -4,8 +4,9 @@ Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``; or a line 
 """
 
 from skyrl_async.config.correction_rules import idle_corrections
-from skyrl_async.config.schema import AlgorithmConfig, Config, LossReduction, PolicyLoss, RefLogp
+from skyrl_async.config.schema import AlgorithmConfig, Config, LossReduction, RefLogp
 from skyrl_async.errors import ConfigError
+from skyrl_async.registries import POLICY_LOSSES
 
 
 def logprob_workers_have_work(config: Config) -> None:
@@ -21,10 +22,10 @@ def logprob_workers_have_work(config: Config) -> None:
             f"training.num_ref_workers must be 0 with trainer.algorithm.ref_logp=inline, got {training.num_ref_workers}: inline is on "
             "the policy workers; set trainer.algorithm.ref_logp=stage"
         )
-    if training.num_logp_workers and algorithm.policy_loss_type is not PolicyLoss.decoupled_ppo:
+    if training.num_logp_workers and not POLICY_LOSSES.entry(algorithm.policy_loss_type).needs_old_logprobs:
         raise ConfigError(
-            f"training.num_logp_workers must be 0 with trainer.algorithm.policy_loss_type={algorithm.policy_loss_type.name}, got "
-            f"{training.num_logp_workers}: only decoupled_ppo asks for recomputed log-probs"
+            f"training.num_logp_workers must be 0 with trainer.algorithm.policy_loss_type={algorithm.policy_loss_type}, got "
+            f"{training.num_logp_workers}: decoupled_ppo asks for recomputed log-probs, and cispo_old; it does not"
         )
 
 
@@ -56,7 +57,7 @@ def idle_settings(config: Config) -> list[str]:
             f"trainer.algorithm.entropy_loss_coef={algorithm.entropy_loss_coef:g} does nothing with "
             "trainer.algorithm.use_entropy_loss=false"
         )
-    if algorithm.policy_loss_type is PolicyLoss.decoupled_ppo and trainer.max_staleness_steps == 0:
+    if algorithm.policy_loss_type == "decoupled_ppo" and trainer.max_staleness_steps == 0:
         idle.append(
             "trainer.algorithm.policy_loss_type=decoupled_ppo never clips with trainer.max_staleness_steps=0, where groups are "
             "recomputed under the weights that are trained: it is rollout_is then, which costs one forward less"

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 
 from skyrl_async.config.device_plan import DevicePlan, StageSize, Unit, check_groups, resolve
 from skyrl_async.config.devices import engine_device, num_gpus, training_device
-from skyrl_async.config.schema import Config, Device, EngineBackend, PlacementConfig, PolicyLoss
+from skyrl_async.config.schema import Config, Device, EngineBackend, PlacementConfig
 from skyrl_async.errors import ConfigError
+from skyrl_async.registries import POLICY_LOSSES
 
 _RESERVED_PER_ACTOR = ("num_cpus_per_engine", "num_gpus_per_engine", "num_cpus_per_worker", "num_gpus_per_worker")
 
@@ -47,7 +48,7 @@ def _check_homes(config: Config) -> None:
     algorithm, groups = config.trainer.algorithm, config.placement.groups or []
     asked = {
         "ref": algorithm.use_kl_loss,
-        "logp": algorithm.policy_loss_type is PolicyLoss.decoupled_ppo,
+        "logp": POLICY_LOSSES.entry(algorithm.policy_loss_type).needs_old_logprobs,
     }
     for stage, is_asked in asked.items():
         if not is_asked or stage in _own_logprob_workers(config):

@@ -12,6 +12,7 @@ from typing import Any
 from skyrl_async.config.corrections import OffPolicyCorrectionConfig
 from skyrl_async.config.fields import doc, require
 from skyrl_async.config.lora import LoraConfig
+from skyrl_async.config.policy_losses import CispoConfig, DppoConfig, SapoConfig
 from skyrl_async.config.task import TaskConfig
 
 
@@ -64,12 +65,6 @@ class GeneratorKind(Enum):
     gym = "gym"
     gym_http = "gym_http"
     agent = "agent"
-
-
-class PolicyLoss(Enum):
-    ppo_clip = "ppo_clip"
-    rollout_is = "rollout_is"
-    decoupled_ppo = "decoupled_ppo"
 
 
 class LossReduction(Enum):
@@ -378,15 +373,22 @@ class AlgorithmConfig:
         1e-6, "Rewards of a group that differ by no more are equal to trainer.fully_async.sample_full_batch."
     )
     grpo_norm_by_std: bool = doc(True, "Divide the centred rewards of grpo by the group's standard deviation.")
-    policy_loss_type: PolicyLoss = doc(
-        PolicyLoss.ppo_clip,
-        "ppo_clip, or rollout_is: the token-level truncated importance weight; both anchored on the engine's log-probs. decoupled_ppo "
-        "clips around the policy as it was when the group was finished, and weights by how far that was from the engine's log-probs: "
-        "finished groups are recomputed for it (training.num_logp_workers).",
+    policy_loss_type: str = doc(
+        "ppo_clip",
+        "Anchored on the engine's log-probs: ppo_clip (also regular; clip_higher where the upper bound is to be the larger), "
+        "dual_clip, gspo (one ratio per answer; goes with loss_reduction=sequence_mean and bounds of some 1e-4), dppo (bounds the "
+        "change of probability, not its ratio), rollout_is (the token-level truncated importance weight), cispo (bounded on both "
+        "sides), sapo (a soft gate; goes with loss_reduction=sequence_mean). Anchored on the policy as it was when the group was "
+        "finished, which is recomputed for it (training.num_logp_workers): decoupled_ppo, weighted by how far that was from the "
+        "engine's log-probs, and cispo_old, not weighted. Or package.module:function in place of a name.",
     )
-    eps_clip_low: float = doc(0.2, "Lower clip range of ppo_clip and decoupled_ppo.")
-    eps_clip_high: float = doc(0.28, "Upper clip range of ppo_clip and decoupled_ppo.")
+    eps_clip_low: float = doc(0.2, "Lower clip range of ppo_clip, clip_higher, dual_clip, decoupled_ppo and gspo.")
+    eps_clip_high: float = doc(0.28, "Upper clip range of the same.")
+    clip_ratio_c: float = doc(3.0, "Largest ratio at which dual_clip still lowers a token, > 1.")
     tis_cap: float = doc(2.0, "Largest importance weight of rollout_is and decoupled_ppo.")
+    cispo: CispoConfig = doc(CispoConfig, "Of policy_loss_type=cispo and cispo_old.")
+    dppo: DppoConfig = doc(DppoConfig, "Of policy_loss_type=dppo.")
+    sapo: SapoConfig = doc(SapoConfig, "Of policy_loss_type=sapo.")
     loss_reduction: LossReduction = doc(
         LossReduction.token_mean,
         "How the losses of a step's tokens become one: token_mean; sequence_mean (also seq_mean_token_mean), the mean over sequences of "
@@ -432,6 +434,13 @@ class AlgorithmConfig:
         require(0 <= self.eps_clip_low < 1, "trainer.algorithm.eps_clip_low", "in [0, 1)", self.eps_clip_low)
         require(self.eps_clip_high >= 0, "trainer.algorithm.eps_clip_high", ">= 0", self.eps_clip_high)
         require(self.tis_cap > 0, "trainer.algorithm.tis_cap", "> 0", self.tis_cap)
+        require(self.clip_ratio_c > 1, "trainer.algorithm.clip_ratio_c", "> 1", self.clip_ratio_c)
+        require(
+            self.policy_loss_type != "clip_higher" or self.eps_clip_high > self.eps_clip_low,
+            "trainer.algorithm.eps_clip_high",
+            f"> trainer.algorithm.eps_clip_low ({self.eps_clip_low:g}) with policy_loss_type=clip_higher",
+            self.eps_clip_high,
+        )
         length, is_normed = self.max_seq_len, self.loss_reduction is LossReduction.seq_mean_token_sum_norm
         require(length is None or length >= 1, "trainer.algorithm.max_seq_len", ">= 1 or null", length)
         require(

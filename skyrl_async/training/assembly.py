@@ -6,6 +6,7 @@ Knows every kind of them, and none of what a rank does with them.
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -75,13 +76,11 @@ def _without_adapters(backend: TrainingBackend, policy: TokenLogprobs) -> Refere
 def make_objective(settings: TrainingSettings) -> Objective:
     """What training minimises. Raises ``ConfigError`` for unknown names, and for weights that the loss has already."""
     correction = OffPolicyCorrection(settings=settings.correction, anchor=anchor_of(settings.policy_loss))
+    constants = settings.loss_constants
+    if settings.correction.weighs:
+        constants = replace(constants, tis_cap=math.inf)
     return Objective(
-        policy_loss=make_policy_loss(
-            settings.policy_loss,
-            eps_clip_low=settings.eps_clip_low,
-            eps_clip_high=settings.eps_clip_high,
-            tis_cap=math.inf if settings.correction.weighs else settings.tis_cap,
-        ),
+        policy_loss=make_policy_loss(settings.policy_loss, constants),
         kl_estimator=None if settings.kl_estimator is None else get_kl_estimator(settings.kl_estimator),
         kl_coef=settings.kl_coef,
         entropy_coef=settings.entropy_coef,

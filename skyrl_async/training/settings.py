@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from skyrl_async.algorithms.correction_settings import CorrectionSettings
+from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -91,10 +92,8 @@ class TrainingSettings:
     without them and no second model."""
 
     policy_loss: str = "ppo_clip"
-    """Name known to ``algorithms.losses.make_policy_loss``."""
-    eps_clip_low: float = 0.2
-    eps_clip_high: float = 0.28
-    tis_cap: float = 2.0
+    """Name known to ``registries.POLICY_LOSSES``, or ``package.module:function``."""
+    loss_constants: LossConstants = field(default_factory=LossConstants)
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     """Off-policy corrections of the policy loss."""
     kl_estimator: str | None = None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from skyrl_async.algorithms.aggregation import REDUCTIONS, Aggregation
 from skyrl_async.algorithms.batching import Row, collate, plan_micro_batches
+from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.objective import Objective
 from skyrl_async.errors import ConfigError
@@ -25,7 +26,7 @@ from tests.cpu.tiny_run import build_policy
 T = TypeVar("T")
 MAX_SEQ_LEN = 50
 BEHAVIOR = -1.5
-RATIO_LOSS = make_policy_loss("rollout_is", eps_clip_low=0.2, eps_clip_high=0.28, tis_cap=1e9)
+RATIO_LOSS = make_policy_loss("rollout_is", LossConstants(tis_cap=1e9))
 
 
 def row(num_tokens: int, *, num_masked: int = 0, weight: float = 1.0, first: int = 2) -> Trajectory:
@@ -179,7 +180,10 @@ async def test_a_real_policy_steps_alike_group_by_group_in_small_micro_batches_a
         groups: list[list[Trajectory]], advantages: list[list[float]], micro_batch_tokens: int
     ) -> float:
         settings = TrainingSettings(
-            policy_path=str(directory), policy_loss="rollout_is", tis_cap=1e9, micro_batch_tokens=micro_batch_tokens
+            policy_path=str(directory),
+            policy_loss="rollout_is",
+            loss_constants=LossConstants(tis_cap=1e9),
+            micro_batch_tokens=micro_batch_tokens,
         )
         policy = InProcessPolicy(settings)
         try:

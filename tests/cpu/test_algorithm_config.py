@@ -2,6 +2,8 @@
 
 import pytest
 
+from skyrl_async.algorithms.loss_constants import LossConstants
+from skyrl_async.composition.algorithms import loss_constants
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.logprob_rules import idle_settings
 from skyrl_async.errors import ConfigError
@@ -74,3 +76,57 @@ def test_dr_grpos_constant_is_asked_for_and_elsewhere_said_to_do_nothing() -> No
     assert idle_settings(from_overrides(length)) == [
         "trainer.algorithm.max_seq_len=320 does nothing with loss_reduction=token_mean"
     ]
+
+
+LOSS = "trainer.algorithm.policy_loss_type"
+
+
+def test_a_run_may_name_any_policy_loss_and_its_constants_reach_the_workers() -> None:
+    for name in ("ppo_clip", "regular", "dual_clip", "gspo", "dppo", "decoupled_ppo", "rollout_is", "cispo", "sapo"):
+        assert from_overrides(f"{LOSS}={name}").trainer.algorithm.policy_loss_type == name
+    prefix = "trainer.algorithm"
+    algorithm = from_overrides(
+        *(f"{prefix}.{key}" for key in ("eps_clip_low=0.1", "eps_clip_high=0.3", "clip_ratio_c=4", "tis_cap=5")),
+        *(f"{prefix}.cispo.cispo_eps_clip_{side}" for side in ("low=0.5", "high=6")),
+        *(f"{prefix}.dppo.delta_{side}" for side in ("low=0.15", "high=0.25")),
+        *(f"{prefix}.sapo.tau_{side}" for side in ("pos=2", "neg=3")),
+    ).trainer.algorithm
+    assert loss_constants(algorithm) == LossConstants(
+        eps_clip_low=0.1,
+        eps_clip_high=0.3,
+        clip_ratio_c=4.0,
+        tis_cap=5.0,
+        cispo_eps_clip_low=0.5,
+        cispo_eps_clip_high=6.0,
+        dppo_delta_low=0.15,
+        dppo_delta_high=0.25,
+        sapo_tau_pos=2.0,
+        sapo_tau_neg=3.0,
+    )
+
+
+def test_the_defaults_of_the_configuration_are_those_of_the_constants() -> None:
+    assert loss_constants(from_overrides().trainer.algorithm) == LossConstants()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([f"{LOSS}=gsp"], r"policy_loss_type must be one of cispo, .* got 'gsp'; did you mean gspo\?"),
+        (
+            [f"{LOSS}=clip_higher", "trainer.algorithm.eps_clip_high=0.2"],
+            r"eps_clip_high must be > .*eps_clip_low \(0.2\)",
+        ),
+        (["trainer.algorithm.clip_ratio_c=1"], "clip_ratio_c must be > 1, got 1.0"),
+        (["trainer.algorithm.cispo.cispo_eps_clip_low=2"], r"cispo.cispo_eps_clip_low must be in \[0, 1\], got 2.0"),
+        (["trainer.algorithm.dppo.delta_high=-1"], r"dppo.delta_high must be in \[0, 1\], got -1.0"),
+        (["trainer.algorithm.sapo.tau_neg=0"], "sapo.tau_neg must be > 0, got 0.0"),
+        (
+            ["training.num_logp_workers=1", f"{LOSS}=gspo"],
+            "num_logp_workers must be 0 with .*policy_loss_type=gspo, got 1: decoupled_ppo asks for recomputed log-probs",
+        ),
+    ],
+)
+def test_a_wrong_policy_loss_is_refused_with_what_to_change(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        from_overrides(*overrides)

@@ -277,7 +277,7 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
         ),
         (
             ["training.num_logp_workers=1"],
-            "num_logp_workers must be 0 with trainer.algorithm.policy_loss_type=ppo_clip, got 1: only decoupled_ppo asks",
+            "num_logp_workers must be 0 with trainer.algorithm.policy_loss_type=ppo_clip, got 1: decoupled_ppo asks",
         ),
         (["server.host=0.0.0.0"], "server.api_key must be set when server.host=0.0.0.0 is not loopback, got None"),
     ],

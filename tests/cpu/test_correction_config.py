@@ -9,8 +9,9 @@ from skyrl_async.composition.corrections import correction_settings
 from skyrl_async.config.correction_rules import _WEIGHABLE
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.logprob_rules import idle_settings
-from skyrl_async.config.schema import Config, PolicyLoss
+from skyrl_async.config.schema import Config
 from skyrl_async.errors import ConfigError
+from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.training.assembly import make_objective
 from skyrl_async.training.settings import TrainingSettings
 
@@ -59,7 +60,7 @@ def test_keys_are_skyrls_and_become_bounds_on_the_ratio() -> None:
         (
             ["tis_ratio_type=token"],
             f"{PREFIX}.tis_ratio_type must be null with trainer.algorithm.policy_loss_type=ppo_clip, got token: .* count it twice; set "
-            "policy_loss_type=decoupled_ppo, .* or rollout_is",
+            "policy_loss_type=decoupled_ppo or cispo_old, .* or rollout_is",
         ),
         (
             [ROLLOUT_IS, "tis_ratio_type=sequence", "generator.sampling.top_p=0.9"],
@@ -76,9 +77,9 @@ def test_what_cannot_be_meant_is_refused_with_what_to_change(overrides: list[str
         config_of(*overrides)
 
 
-@pytest.mark.parametrize("loss", list(PolicyLoss))
-def test_the_rule_and_the_training_agree_on_which_losses_take_a_weight(loss: PolicyLoss) -> None:
-    settings = TrainingSettings(policy_path="", policy_loss=loss.name, correction=CorrectionSettings(token_tis=2.0))
+@pytest.mark.parametrize("loss", POLICY_LOSSES.names)
+def test_the_rule_and_the_training_agree_on_which_losses_take_a_weight(loss: str) -> None:
+    settings = TrainingSettings(policy_path="", policy_loss=loss, correction=CorrectionSettings(token_tis=2.0))
     if loss in _WEIGHABLE:
         assert make_objective(settings).correction is not None
     else:

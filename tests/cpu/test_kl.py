@@ -9,6 +9,7 @@ from torch import Tensor
 
 from skyrl_async.algorithms.batching import MicroBatch
 from skyrl_async.algorithms.kl import get_kl_estimator
+from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.objective import Objective
 from skyrl_async.errors import ConfigError
@@ -121,7 +122,7 @@ class TestObjective:
         )
 
     def objective(self, kl_coef: float) -> Objective:
-        policy_loss = make_policy_loss("rollout_is", eps_clip_low=0.2, eps_clip_high=0.28, tis_cap=2.0)
+        policy_loss = make_policy_loss("rollout_is", LossConstants())
         return Objective(policy_loss=policy_loss, kl_estimator=get_kl_estimator("k3"), kl_coef=kl_coef)
 
     def test_the_divergence_is_added_token_by_token_with_the_weight_of_the_row(self) -> None:

@@ -1,126 +1,272 @@
-"""Policy losses against closed forms, and against a policy of three tokens that can be enumerated."""
+"""Policy losses against closed forms, finite differences, and a policy that can be enumerated, with behavior policies that change within
+an answer."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from skyrl_async.algorithms.clipped_losses import decoupled_ppo, dppo, dual_clip, gspo, ppo_clip
+from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import (
-    PolicyLossFn,
+    LossTokens,
     TokenLoss,
-    decoupled_ppo,
     make_policy_loss,
     merge_figures,
     needs_old_logprobs,
-    ppo_clip,
-    rollout_is,
     token_figures,
 )
+from skyrl_async.algorithms.weighted_losses import cispo, cispo_old, rollout_is, sapo
 from skyrl_async.errors import ConfigError
+from skyrl_async.registries import POLICY_LOSSES
+from tests.cpu.enumerated_policy import OUTCOMES, REWARDS, logits_of, policy_gradient, probability, token_logprobs
 
-LOGITS = [0.3, -0.5, 0.1]
-BEHAVIOR = [0.45, 0.25, 0.30]
-ADVANTAGES = [1.0, -0.7, 0.2]
+NAMES = POLICY_LOSSES.names
+CONSTANTS = LossConstants()
+UNCUT = LossConstants(
+    eps_clip_low=0.999,
+    eps_clip_high=1e6,
+    clip_ratio_c=1e6,
+    tis_cap=math.inf,
+    cispo_eps_clip_low=1.0,
+    cispo_eps_clip_high=1e6,
+    dppo_delta_low=1.0,
+    dppo_delta_high=1.0,
+)
 
 
 def tensor(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def mean_gradient(loss_fn: PolicyLossFn) -> Tensor:
-    """Gradient with respect to the logits of the loss of each of three tokens, averaged under the behavior policy."""
-    logits = tensor(*LOGITS).requires_grad_()
-    behavior = tensor(*BEHAVIOR)
-    losses = loss_fn(logits.log_softmax(0), behavior.log(), tensor(*ADVANTAGES)).loss
-    (gradient,) = torch.autograd.grad((behavior * losses).sum(), logits)
+def tokens_of(
+    logprobs: Tensor, behavior: Tensor, advantages: Tensor, old: Tensor | None = None, rows: Tensor | None = None
+) -> LossTokens:
+    return LossTokens(
+        logprobs=logprobs,
+        behavior_logprobs=behavior,
+        advantages=advantages,
+        row_indices=torch.arange(len(logprobs)) if rows is None else rows,
+        old_logprobs=old,
+    )
+
+
+def slopes(loss: Tensor, logprobs: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     return gradient
 
 
-def true_gradient() -> Tensor:
-    """Of the expected advantage under the policy itself."""
-    logits = tensor(*LOGITS).requires_grad_()
-    (gradient,) = torch.autograd.grad((logits.softmax(0) * tensor(*ADVANTAGES)).sum(), logits)
-    return gradient
+class TestAgainstTheTruePolicyGradient:
+    """Every outcome of two tokens out of three, weighted by the chance that the behavior policies give it."""
+
+    LOGITS = logits_of(seed=1)
+    FIRST, SECOND = logits_of(seed=2), logits_of(seed=3)
+    """Of the versions that sampled the first token and the second."""
+    OLD = logits_of(seed=4)
+
+    def behavior(self, outcome: tuple[int, int], on_policy: bool) -> Tensor:
+        if on_policy:
+            return token_logprobs(self.LOGITS, outcome)
+        return torch.stack([token_logprobs(self.FIRST, outcome)[0], token_logprobs(self.SECOND, outcome)[1]])
+
+    def mean_gradient(self, name: str, constants: LossConstants, *, on_policy: bool) -> Tensor:
+        """(4, 3): of the sum over an answer's tokens, averaged over answers."""
+        leaf = self.LOGITS.clone().requires_grad_()
+        behavior = torch.stack([self.behavior(outcome, on_policy) for outcome in OUTCOMES])  # (9, 2)
+        old = self.LOGITS if on_policy else self.OLD
+        tokens = LossTokens(
+            logprobs=torch.stack([token_logprobs(leaf, outcome) for outcome in OUTCOMES]).flatten(),
+            behavior_logprobs=behavior.flatten(),
+            advantages=tensor(*(REWARDS[outcome] for outcome in OUTCOMES)).repeat_interleave(2),
+            row_indices=torch.arange(9).repeat_interleave(2),
+            old_logprobs=torch.stack([token_logprobs(old, outcome) for outcome in OUTCOMES]).flatten(),
+        )
+        losses = make_policy_loss(name, constants)(tokens).loss.reshape(9, 2).sum(-1)
+        (gradient,) = torch.autograd.grad((behavior.sum(-1).exp() * losses).sum(), leaf)
+        return gradient
+
+    def surrogate_gradient(self) -> Tensor:
+        """Of TRPO's surrogate (arXiv 1502.05477, equation 14) per token: the mean under the samplers of ratio times reward."""
+        leaf = self.LOGITS.clone().requires_grad_()
+        total = torch.zeros((), dtype=torch.float64)
+        for outcome in OUTCOMES:
+            behavior = self.behavior(outcome, on_policy=False).exp()
+            ratios = token_logprobs(leaf, outcome).exp() / behavior
+            total = total + behavior.prod() * REWARDS[outcome] * ratios.sum()
+        return slopes(total, leaf)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_every_loss_has_the_true_gradient_where_the_policy_itself_has_sampled(self, name: str) -> None:
+        gradient = self.mean_gradient(name, CONSTANTS, on_policy=True)
+        torch.testing.assert_close(gradient, -policy_gradient(self.LOGITS, REWARDS), atol=1e-9, rtol=0)
+
+    @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("gspo", "sapo", "cispo_old")])
+    def test_contract_10_uncut_it_has_the_gradient_of_the_surrogate_with_a_version_per_token(self, name: str) -> None:
+        gradient = self.mean_gradient(name, UNCUT, on_policy=False)
+        torch.testing.assert_close(gradient, -self.surrogate_gradient(), atol=1e-9, rtol=0)
+
+    def test_contract_10_of_one_token_the_surrogate_has_the_true_gradient_whoever_sampled_it(self) -> None:
+        leaf, behavior = self.LOGITS[0].clone().requires_grad_(), self.FIRST[0].log_softmax(0)
+        tokens = tokens_of(leaf.log_softmax(0), behavior, tensor(1.0, -0.7, 0.2), self.OLD[0].log_softmax(0))
+        (expected,) = torch.autograd.grad(-(leaf.softmax(0) * tokens.advantages).sum(), leaf)
+        for name in (n for n in NAMES if n not in ("gspo", "sapo", "cispo_old")):
+            losses = make_policy_loss(name, UNCUT)(tokens).loss
+            (gradient,) = torch.autograd.grad((behavior.exp() * losses).sum(), leaf, retain_graph=True)
+            torch.testing.assert_close(gradient, expected, atol=1e-9, rtol=0)
+
+    def test_gspo_follows_the_length_normalised_ratio_of_whole_answers_with_a_version_per_token(self) -> None:
+        leaf = self.LOGITS.clone().requires_grad_()
+        total = torch.zeros((), dtype=torch.float64)
+        for outcome in OUTCOMES:
+            behavior = self.behavior(outcome, on_policy=False).sum().exp()
+            ratio = (probability(leaf, outcome) / behavior).sqrt()
+            clipped = ratio.clamp(1 - CONSTANTS.eps_clip_low, 1 + CONSTANTS.eps_clip_high)
+            total = total - behavior * torch.minimum(ratio * REWARDS[outcome], clipped * REWARDS[outcome])
+        mean_over_tokens = self.mean_gradient("gspo", CONSTANTS, on_policy=False) / 2
+        torch.testing.assert_close(mean_over_tokens, slopes(total, leaf), atol=1e-9, rtol=0)
 
 
-def test_contract_10_an_uncapped_rollout_is_estimates_the_true_policy_gradient() -> None:
-    loss = make_policy_loss("rollout_is", eps_clip_low=0.2, eps_clip_high=0.28, tis_cap=math.inf)
-    torch.testing.assert_close(mean_gradient(loss), -true_gradient(), atol=1e-12, rtol=0)
-
-
-def test_contract_10_ppo_within_its_bounds_estimates_the_true_policy_gradient() -> None:
-    loss = make_policy_loss("ppo_clip", eps_clip_low=0.99, eps_clip_high=100.0, tis_cap=2.0)
-    torch.testing.assert_close(mean_gradient(loss), -true_gradient(), atol=1e-12, rtol=0)
-
-
-def test_contract_10_the_cap_of_rollout_is_weights_each_token_by_the_smaller_of_ratio_and_cap() -> None:
-    policy = tensor(*LOGITS).softmax(0)
-    weights = torch.minimum(policy / tensor(*BEHAVIOR), tensor(1.0))
-    scores = torch.eye(3, dtype=torch.float64) - policy  # d log pi(a) / d logits
-    expected = -(tensor(*BEHAVIOR) * weights * tensor(*ADVANTAGES)) @ scores
-    loss = make_policy_loss("rollout_is", eps_clip_low=0.2, eps_clip_high=0.28, tis_cap=1.0)
-    torch.testing.assert_close(mean_gradient(loss), expected, atol=1e-12, rtol=0)
+PPO_CASES = [
+    (1.1, 2.0, -2.2, -2.2, False),
+    (1.5, 2.0, -2.56, 0.0, True),
+    (1.5, -2.0, 3.0, 3.0, False),
+    (0.5, 2.0, -1.0, -1.0, False),
+    (0.5, -2.0, 1.6, 0.0, True),
+    (3.0, 0.0, 0.0, 0.0, False),
+]
+CISPO = replace(CONSTANTS, cispo_eps_clip_low=0.2, cispo_eps_clip_high=1.0)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "slope", "is_clipped"),
+    ("loss_fn", "constants", "ratio", "advantage", "loss", "slope", "is_clipped"),
     [
-        (1.1, 2.0, -2.2, -2.2, False),
-        (1.5, 2.0, -2.56, 0.0, True),
-        (1.5, -2.0, 3.0, 3.0, False),
-        (0.5, 2.0, -1.0, -1.0, False),
-        (0.5, -2.0, 1.6, 0.0, True),
-        (3.0, 0.0, 0.0, 0.0, False),
+        *((ppo_clip, CONSTANTS, *case) for case in PPO_CASES),
+        *((dual_clip, CONSTANTS, *case) for case in PPO_CASES),
+        (dual_clip, CONSTANTS, 2.9, -2.0, 5.8, 5.8, False),
+        (dual_clip, CONSTANTS, 5.0, -2.0, 6.0, 0.0, True),
+        (dual_clip, CONSTANTS, 5.0, 2.0, -2.56, 0.0, True),
+        *((gspo, CONSTANTS, *case) for case in PPO_CASES),
+        (rollout_is, CONSTANTS, 1.5, 2.0, 3.0, -3.0, False),
+        (rollout_is, CONSTANTS, 4.0, 2.0, 4.0, -4.0, True),
+        (cispo, CISPO, 1.5, 2.0, 3.0, -3.0, False),
+        (cispo, CISPO, 4.0, 2.0, 4.0, -4.0, True),
+        (cispo, CISPO, 0.1, -2.0, -1.6, 1.6, True),
+        (cispo_old, CISPO, 4.0, 2.0, 4.0, -4.0, True),
     ],
 )
-def test_ppo_clip_takes_the_pessimistic_side(
-    ratio: float, advantage: float, loss: float, slope: float, is_clipped: bool
+def test_one_token_has_the_loss_and_the_slope_of_the_closed_form(
+    loss_fn, constants: LossConstants, ratio: float, advantage: float, loss: float, slope: float, is_clipped: bool
 ) -> None:
-    logprobs = tensor(math.log(ratio)).requires_grad_()
-    result = ppo_clip(logprobs, tensor(0.0), tensor(advantage), eps_low=0.2, eps_high=0.28)
-    (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
+    """At log pi = -1."""
+    logprobs = tensor(-1.0).requires_grad_()
+    anchor = tensor(-1.0 - math.log(ratio))
+    result = loss_fn(tokens_of(logprobs, anchor, tensor(advantage), anchor), constants)
     assert result.loss.item() == pytest.approx(loss, abs=1e-12)
-    assert gradient.item() == pytest.approx(slope, abs=1e-12)
+    assert slopes(result.loss, logprobs).item() == pytest.approx(slope, abs=1e-12)
     assert result.is_clipped.tolist() == [is_clipped]
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "rollout_is", "decoupled_ppo"])
-def test_a_token_without_advantage_has_no_gradient_and_a_wild_ratio_stays_finite(name: str) -> None:
-    loss_fn = make_policy_loss(name, eps_clip_low=0.2, eps_clip_high=0.28, tis_cap=2.0)
-    logprobs = torch.tensor([-1.0, -1.0, -200.0]).requires_grad_()
-    behavior, old = torch.tensor([-2.0, -200.0, -1.0]), torch.tensor([-1.5, -100.0, -100.0])
-    losses = loss_fn(logprobs, behavior, torch.tensor([0.0, 1.0, 1.0]), old).loss
-    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
-    assert gradient[0].item() == 0.0
-    assert losses.isfinite().all()
-    assert gradient.isfinite().all()
+@pytest.mark.parametrize(
+    ("before", "now", "advantage", "is_out"),
+    [
+        (0.6, 0.9, 1.0, True),
+        (0.6, 0.9, -1.0, False),
+        (0.6, 0.3, -1.0, True),
+        (0.6, 0.3, 1.0, False),
+        (0.6, 0.75, 1.0, False),
+        (0.001, 0.1, 1.0, False),
+        (0.6, 0.9, 0.0, False),
+    ],
+)
+def test_dppo_masks_what_takes_a_probability_further_off_and_not_rare_tokens_of_large_ratio(
+    before: float, now: float, advantage: float, is_out: bool
+) -> None:
+    logprobs = tensor(math.log(now)).requires_grad_()
+    result = dppo(tokens_of(logprobs, tensor(math.log(before)), tensor(advantage)), CONSTANTS)
+    assert result.loss.item() == pytest.approx(-now / before * advantage, abs=1e-12)
+    assert slopes(result.loss, logprobs).item() == pytest.approx(
+        0.0 if is_out else -now / before * advantage, abs=1e-12
+    )
+    assert result.is_clipped.tolist() == [is_out]
 
 
-def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="must be one of decoupled_ppo, ppo_clip, rollout_is, got 'ppo'"):
-        make_policy_loss("ppo", eps_clip_low=0.2, eps_clip_high=0.28, tis_cap=2.0)
+@pytest.mark.parametrize(("advantage", "tau"), [(2.0, 1.0), (-2.0, 1.05)])
+@pytest.mark.parametrize("ratio", [0.2, 1.0, 3.0])
+def test_sapo_gates_softly(ratio: float, advantage: float, tau: float) -> None:
+    logprobs = tensor(-1.0).requires_grad_()
+    result = sapo(tokens_of(logprobs, tensor(-1.0 - math.log(ratio)), tensor(advantage)), CONSTANTS)
+    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    assert result.loss.item() == pytest.approx(-4 / tau * gate * advantage, abs=1e-12)
+    assert slopes(result.loss, logprobs).item() == pytest.approx(-4 * gate * (1 - gate) * ratio * advantage, abs=1e-12)
+    assert result.is_clipped.tolist() == [False]
+
+
+def test_gspo_has_one_ratio_per_row_of_the_micro_batch() -> None:
+    logprobs, behavior = tensor(-1.0, -2.0, -0.5).requires_grad_(), tensor(-1.3, -1.9, -0.5)
+    ratio = math.exp((0.3 - 0.1) / 2)
+    tokens = tokens_of(logprobs, behavior, tensor(1.0, 1.0, -1.0), rows=torch.tensor([0, 0, 3]))
+    result = gspo(tokens, CONSTANTS)
+    assert result.loss.tolist() == pytest.approx([-ratio, -ratio, 1.0], abs=1e-12)
+    assert slopes(result.loss, logprobs).tolist() == pytest.approx([-ratio, -ratio, 1.0], abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "dual_clip", "dppo", "sapo", "decoupled_ppo"])
+def test_without_a_stop_in_its_value_its_gradient_is_that_of_finite_differences(name: str) -> None:
+    at, step = tensor(-1.25, -1.05, -0.5), 1e-6
+
+    def losses(logprobs: Tensor) -> Tensor:
+        old = tensor(-1.2, -1.0, -0.6)
+        tokens = tokens_of(logprobs, tensor(-1.0, -1.1, -0.5), tensor(1.0, -0.7, 0.2), old)
+        return make_policy_loss(name, CONSTANTS)(tokens).loss
+
+    leaf = at.clone().requires_grad_()
+    differences = (losses(at + step) - losses(at - step)) / (2 * step)
+    torch.testing.assert_close(slopes(losses(leaf), leaf), differences, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestEveryLoss:
+    def test_a_token_without_advantage_has_no_gradient_and_a_wild_ratio_stays_finite(self, name: str) -> None:
+        logprobs = torch.tensor([-1.0, -1.0, -200.0]).requires_grad_()
+        behavior, old = torch.tensor([-2.0, -200.0, -1.0]), torch.tensor([-1.5, -100.0, -100.0])
+        tokens = tokens_of(logprobs, behavior, torch.tensor([0.0, 1.0, 1.0]), old)
+        losses = make_policy_loss(name, CONSTANTS)(tokens).loss
+        gradient = slopes(losses, logprobs)
+        assert gradient[0].item() == 0.0
+        assert losses.isfinite().all()
+        assert gradient.isfinite().all()
+
+    def test_it_is_linear_in_the_weight_of_a_row(self, name: str) -> None:
+        draw = torch.Generator().manual_seed(0)
+        logprobs, behavior, advantages, old = torch.randn(4, 40, generator=draw, dtype=torch.float64)
+        rows = torch.arange(40) // 4
+        tokens = tokens_of(-logprobs.abs(), -behavior.abs(), advantages, -old.abs(), rows)
+        loss = make_policy_loss(name, CONSTANTS)
+        weighted = replace(tokens, advantages=advantages * 0.125)
+        torch.testing.assert_close(loss(weighted).loss, 0.125 * loss(tokens).loss, atol=1e-12, rtol=0)
+
+    def test_an_idle_micro_batch_has_no_loss(self, name: str) -> None:
+        none = torch.empty(0)
+        result = make_policy_loss(name, CONSTANTS)(tokens_of(none, none, none, none, torch.empty(0, dtype=torch.int64)))
+        assert result.loss.numel() == result.is_clipped.numel() == 0
+
+
+def test_an_unknown_loss_is_refused_with_the_known_ones_and_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"must be one of cispo, .* got 'ppo_clp'; did you mean ppo_clip\?"):
+        make_policy_loss("ppo_clp", CONSTANTS)
+
+
+def test_losses_around_a_recomputed_policy_say_that_they_need_it() -> None:
+    assert [name for name in NAMES if needs_old_logprobs(name)] == ["cispo_old", "decoupled_ppo"]
 
 
 class TestDecoupledPpo:
     """Of AReaL, with the proximal policy between behavior and policy."""
 
-    OLD = (0.4, 0.35, 0.25)
-
-    def gradient(self, *, old: Tensor, cap: float = math.inf, eps_low: float = 0.2) -> Tensor:
-        """With respect to the logits, averaged under the behavior policy."""
-        logits, behavior = tensor(*LOGITS).requires_grad_(), tensor(*BEHAVIOR)
-        losses = decoupled_ppo(
-            logits.log_softmax(0),
-            behavior.log(),
-            tensor(*ADVANTAGES),
-            old,
-            eps_low=eps_low,
-            eps_high=100.0,
-            cap=cap,
-        ).loss
-        (gradient,) = torch.autograd.grad((behavior * losses).sum(), logits)
-        return gradient
+    LOGPROBS, BEHAVIOR, OLD = (-1.25, -1.05, -0.5), (-1.0, -2.0, -0.5), (-1.2, -1.0, -0.6)
+    ADVANTAGES = (1.0, -0.7, 0.2)
 
     @pytest.mark.parametrize(
         ("new_over_old", "old_over_behavior", "advantage", "loss", "slope", "is_clipped"),
@@ -145,45 +291,29 @@ class TestDecoupledPpo:
         behavior = tensor(-1.0)
         old = behavior + math.log(old_over_behavior)
         logprobs = (old + math.log(new_over_old)).requires_grad_()
-        result = decoupled_ppo(logprobs, behavior, tensor(advantage), old, eps_low=0.2, eps_high=0.28, cap=2.0)
-        (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
+        result = decoupled_ppo(tokens_of(logprobs, behavior, tensor(advantage), old), CONSTANTS)
         assert result.loss.item() == pytest.approx(loss, abs=1e-12)
-        assert gradient.item() == pytest.approx(slope, abs=1e-12)
+        assert slopes(result.loss, logprobs).item() == pytest.approx(slope, abs=1e-12)
         assert result.is_clipped.tolist() == [is_clipped]
 
-    def test_gradients_are_those_of_finite_differences(self) -> None:
-        behavior, old, advantages = tensor(-1.0, -2.0, -0.5), tensor(-1.2, -1.0, -0.6), tensor(1.0, -0.7, 0.2)
-        logprobs, step = tensor(-1.25, -1.05, -0.5), 1e-6
-
-        def losses(at: Tensor) -> Tensor:
-            return decoupled_ppo(at, behavior, advantages, old, eps_low=0.2, eps_high=0.28, cap=2.0).loss
-
-        leaf = logprobs.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(losses(leaf).sum(), leaf)
-        differences = (losses(logprobs + step) - losses(logprobs - step)) / (2 * step)
-        torch.testing.assert_close(gradient, differences, atol=1e-6, rtol=0)
-
-    def test_contract_10_within_its_bounds_and_uncapped_it_estimates_the_true_policy_gradient(self) -> None:
-        gradient = self.gradient(old=tensor(*self.OLD).log(), eps_low=0.99)
-        torch.testing.assert_close(gradient, -true_gradient(), atol=1e-12, rtol=0)
+    def gradient(self, loss_fn, *, old: tuple[float, ...], constants: LossConstants = CONSTANTS) -> Tensor:
+        leaf = tensor(*self.LOGPROBS).requires_grad_()
+        tokens = tokens_of(leaf, tensor(*self.BEHAVIOR), tensor(*self.ADVANTAGES), tensor(*old))
+        return slopes(loss_fn(tokens, constants).loss, leaf)
 
     def test_with_the_behavior_policy_as_proximal_it_is_ppo_clip(self) -> None:
-        loss = make_policy_loss("ppo_clip", eps_clip_low=0.2, eps_clip_high=100.0, tis_cap=2.0)
-        gradient = self.gradient(old=tensor(*BEHAVIOR).log())
-        torch.testing.assert_close(gradient, mean_gradient(loss), atol=1e-12, rtol=0)
+        expected = self.gradient(ppo_clip, old=self.OLD)
+        torch.testing.assert_close(self.gradient(decoupled_ppo, old=self.BEHAVIOR), expected, atol=1e-12, rtol=0)
 
     def test_with_the_policy_itself_as_proximal_its_gradient_is_that_of_rollout_is(self) -> None:
-        loss = make_policy_loss("rollout_is", eps_clip_low=0.2, eps_clip_high=100.0, tis_cap=1.0)
-        gradient = self.gradient(old=tensor(*LOGITS).log_softmax(0), cap=1.0)
-        torch.testing.assert_close(gradient, mean_gradient(loss), atol=1e-12, rtol=0)
-
-    def test_it_alone_needs_recomputed_log_probs(self) -> None:
-        names = ("ppo_clip", "rollout_is", "decoupled_ppo")
-        assert [name for name in names if needs_old_logprobs(name)] == ["decoupled_ppo"]
+        capped = replace(CONSTANTS, tis_cap=1.0)
+        expected = self.gradient(rollout_is, old=self.OLD, constants=capped)
+        gradient = self.gradient(decoupled_ppo, old=self.LOGPROBS, constants=capped)
+        torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=0)
 
 
 def test_the_k3_estimate_has_the_divergence_of_behavior_from_policy_as_its_mean() -> None:
-    policy, behavior = tensor(*LOGITS).softmax(0), tensor(*BEHAVIOR)
+    policy, behavior = tensor(0.3, -0.5, 0.1).softmax(0), tensor(0.45, 0.25, 0.30)
     expected = (behavior * (behavior / policy).log()).sum().item()
     estimate = 0.0
     for p, mu in zip(policy, behavior, strict=True):
@@ -199,7 +329,8 @@ def test_figures_of_parts_join_to_the_figures_of_the_whole() -> None:
     advantages, lags = torch.randn(12), torch.tensor([0, 2, 1, 0, 0, 4, 4, 1, 0, 2, 2, 1])
 
     def figures(part: slice) -> dict[str, float]:
-        loss = rollout_is(logprobs[part], behavior[part], advantages[part], cap=1.0)
+        tokens = tokens_of(logprobs[part], behavior[part], advantages[part])
+        loss = rollout_is(tokens, LossConstants(tis_cap=1.0))
         return token_figures(loss, logprobs[part], behavior[part], lags[part])
 
     joined = merge_figures([figures(slice(0, 5)), {}, figures(slice(5, 12))])

@@ -15,6 +15,7 @@ from torch import Tensor
 from skyrl_async.algorithms.batching import MicroBatch, Row, collate
 from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.algorithms.kl import get_kl_estimator
+from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import make_policy_loss, merge_figures
 from skyrl_async.algorithms.objective import Objective
 from skyrl_async.algorithms.off_policy import Anchor, OffPolicyCorrection, anchor_of
@@ -160,14 +161,16 @@ class TestOnceOnly:
 
     @pytest.mark.parametrize("loss", ["rollout_is", "decoupled_ppo"])
     def test_token_weights_are_those_that_the_loss_has_by_itself(self, loss: str) -> None:
-        total, gradient = self.total_and_gradient(objective(loss, tis_cap=1.5))
+        total, gradient = self.total_and_gradient(objective(loss, loss_constants=LossConstants(tis_cap=1.5)))
         other_total, other_gradient = self.total_and_gradient(objective(loss, CorrectionSettings(token_tis=1.5)))
         assert total == pytest.approx(other_total, abs=1e-6)
         torch.testing.assert_close(gradient, other_gradient, atol=1e-6, rtol=0)
 
     def test_the_cap_of_the_loss_gives_way_to_that_of_the_weight(self) -> None:
         correction = CorrectionSettings(token_tis=1.5)
-        capped, _ = self.total_and_gradient(objective("rollout_is", correction, tis_cap=0.1))
+        capped, _ = self.total_and_gradient(
+            objective("rollout_is", correction, loss_constants=LossConstants(tis_cap=0.1))
+        )
         assert capped == self.total_and_gradient(objective("rollout_is", correction))[0]
 
     @pytest.mark.parametrize("correction", [UNCAPPED_TOKENS, UNCAPPED_SEQUENCES])
@@ -188,7 +191,7 @@ class TestOnceOnly:
 def test_a_mask_leaves_the_loss_of_other_tokens_and_the_divergence_from_the_reference_as_they_are() -> None:
     logprobs, behavior = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.1, -4.0, -0.9])
     batch = batch_of(behavior, torch.tensor([1.0, 1.0, -1.0]), torch.tensor([0, 0, 1]))
-    policy_loss = make_policy_loss("ppo_clip", eps_clip_low=0.2, eps_clip_high=0.28, tis_cap=2.0)
+    policy_loss = make_policy_loss("ppo_clip", LossConstants())
     plain = Objective(policy_loss=policy_loss, kl_estimator=get_kl_estimator("k3"), kl_coef=0.1)
     correction = OffPolicyCorrection(settings=CorrectionSettings(token_mask=(0.5, 2.0)), anchor=Anchor.BEHAVIOR)
     reference = torch.tensor([-0.5, -2.0, -1.0])

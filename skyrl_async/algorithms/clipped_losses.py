@@ -1,0 +1,88 @@
+"""Policy losses that stop at a bound: past it a token has no gradient that would take the policy further.
+
+Flows in: ``LossTokens`` and ``LossConstants``. Flows out: ``TokenLoss``. Each is a pure function; ratios are to the log-probs of the engine
+that sampled the token, whichever version that was, unless a formula says otherwise.
+"""
+
+import torch
+from torch import Tensor
+
+from skyrl_async.algorithms.loss_constants import LossConstants
+from skyrl_async.algorithms.losses import MAX_LOG_RATIO, LossTokens, TokenLoss, importance_ratio
+
+
+def ppo_clip(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    """``-min(r A, clip(r, 1 - eps_clip_low, 1 + eps_clip_high) A)`` with ``r = pi / mu``.
+
+    PPO (arXiv 1707.06347), equation 7, anchored on the policy that sampled; with two bounds, the upper one the larger, it is the
+    clip-higher of DAPO (arXiv 2503.14476), section 3.1.
+    """
+    return _clipped(importance_ratio(tokens.logprobs, tokens.behavior_logprobs), tokens.advantages, constants)
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, constants: LossConstants) -> TokenLoss:
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - constants.eps_clip_low, 1 + constants.eps_clip_high) * advantages
+    return TokenLoss(loss=-torch.minimum(unclipped, clipped), is_clipped=clipped.detach() < unclipped.detach())
+
+
+def dual_clip(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    """``ppo_clip``, and for ``A < 0`` at most ``-clip_ratio_c A``: a token that became far likelier than it was, and should not be sampled,
+    pushes no further.
+
+    Dual-clip PPO (Ye et al., arXiv 1912.09729), equation 5.
+    """
+    once = ppo_clip(tokens, constants)
+    bound = -constants.clip_ratio_c * tokens.advantages
+    is_bound = (tokens.advantages < 0) & (once.loss.detach() > bound)
+    return TokenLoss(loss=torch.where(is_bound, bound, once.loss), is_clipped=once.is_clipped | is_bound)
+
+
+def gspo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    """``ppo_clip`` with one ratio per row, ``s = (pi(y) / mu(y)) ** (1 / |y|)``, of which each token has its part of the gradient.
+
+    GSPO (arXiv 2507.18071), section 4.1, written per token as in its section 4.3: ``s_t = sg(s) pi_t / sg(pi_t)`` has the value of s, and
+    the mean over a row's tokens of their gradients is that of s. The paper takes the mean over sequences
+    (``trainer.algorithm.loss_reduction=sequence_mean``), and bounds of some 1e-4. |y| counts the tokens that are trained.
+    """
+    log_ratio = (tokens.logprobs.detach() - tokens.behavior_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    num_rows = int(tokens.row_indices.max()) + 1 if tokens.row_indices.numel() else 0
+    sums = log_ratio.new_zeros(num_rows).index_add(0, tokens.row_indices, log_ratio)
+    lengths = torch.bincount(tokens.row_indices, minlength=num_rows).clamp(min=1)
+    of_row = (sums / lengths)[tokens.row_indices]
+    return _clipped((of_row + tokens.logprobs - tokens.logprobs.detach()).exp(), tokens.advantages, constants)
+
+
+def decoupled_ppo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    """``-sg(min(w, tis_cap)) min(u A, clip(u, 1 - eps_clip_low, 1 + eps_clip_high) A)`` with ``u = pi / pi_prox`` and ``w = pi_prox / mu``.
+
+    The decoupled objective of AReaL (arXiv 2505.24298), section 5.2, after Hilton et al. (arXiv 2110.00641): steps are
+    clipped around a recent policy, and how far that is from the one that sampled is an importance weight, hence unbiased while
+    the cap does not act. The paper has no cap; AReaL's code leaves tokens out past one (``behav_imp_weight_cap``), here
+    they are trained with the cap, as in truncated importance sampling.
+
+    With ``pi_prox = mu`` it is ``ppo_clip``; with ``pi_prox = pi`` its gradient is that of ``rollout_is``.
+    """
+    assert tokens.old_logprobs is not None, "split_work sees to it that rows have them"
+    weight = importance_ratio(tokens.old_logprobs, tokens.behavior_logprobs)
+    proximal = _clipped(importance_ratio(tokens.logprobs, tokens.old_logprobs), tokens.advantages, constants)
+    return TokenLoss(
+        loss=weight.clamp(max=constants.tis_cap) * proximal.loss,
+        is_clipped=proximal.is_clipped | (weight > constants.tis_cap),
+    )
+
+
+def dppo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    """``-M r A`` with ``r = pi / mu``, and M = 0 where ``|pi - mu|`` is past its bound and A would take it further, else 1.
+
+    DPPO (arXiv 2602.04879), Binary-TV: the total variation between policy and sampler, seen as distributions over "this token" and "any
+    other", bounds a step in place of the ratio, which stops rare tokens early and common ones late. ``dppo_delta_high`` is the bound for
+    tokens to be raised (A > 0, r > 1), ``dppo_delta_low`` for those to be lowered (A < 0, r < 1).
+    """
+    ratio = importance_ratio(tokens.logprobs, tokens.behavior_logprobs)
+    change = (tokens.logprobs.exp() - tokens.behavior_logprobs.exp()).detach()
+    is_out = ((tokens.advantages > 0) & (change > constants.dppo_delta_high)) | (
+        (tokens.advantages < 0) & (-change > constants.dppo_delta_low)
+    )
+    loss = -ratio * tokens.advantages
+    return TokenLoss(loss=torch.where(is_out, loss.detach(), loss), is_clipped=is_out)
