@@ -1,8 +1,8 @@
-"""Trajectories in, right-padded micro-batches out.
+"""Trajectories in, micro-batches out: rows laid end to end, or right-padded.
 
-Rows are right-padded and carry no attention mask: under causal attention no real token sees what comes after it, and
-logits are taken at sampled positions only, so that padding costs time but never changes a number. The plan of
-micro-batches is a pure function of the lengths, the same on every machine.
+Packed rows need a model that attends within each of them, and waste nothing. Padded rows carry no attention mask: under causal
+attention no real token sees what comes after it, and logits are taken at sampled positions only, so that padding costs time but
+never changes a number. The plan of micro-batches is a pure function of the lengths, the same on every machine.
 """
 
 from collections.abc import Sequence
@@ -30,16 +30,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """B rows padded to T tokens, of which N were sampled by the policy. N is 0 for a rank's idle forward."""
+    """B rows of which N tokens were sampled by the policy: padded to T tokens each, or (B is 1 then) laid end to end. N is 0 for a
+    rank's idle forward.
+    """
 
     input_ids: Tensor
     """(B, T) int64; padding is token 0."""
+    row_lengths: tuple[int, ...] | None = None
+    """Of the rows laid end to end; None where they are padded."""
     positions: Tensor
     """(N,) int64 into the B * T flattened positions: where the logits that predict each sampled token are."""
     targets: Tensor
     """(N,) int64, the sampled tokens."""
     row_indices: Tensor
-    """(N,) int64, ascending: the row of each, 0 to B - 1."""
+    """(N,) int64, ascending: the row of each, from 0."""
     behavior_logprobs: Tensor
     """(N,) float32, nats."""
     advantages: Tensor
@@ -55,7 +59,7 @@ class MicroBatch:
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], *, micro_batch_tokens: int, overhead_tokens: int, num_ranks: int
+    lengths: Sequence[int], *, micro_batch_tokens: int, overhead_tokens: int, num_ranks: int, is_packed: bool
 ) -> list[list[list[int]]]:
     """Deal rows to ranks and split each rank's share into micro-batches.
 
@@ -64,6 +68,7 @@ def plan_micro_batches(
         micro_batch_tokens: most tokens of a micro-batch, padding included; a single longer row goes alone.
         overhead_tokens: fixed cost of a forward and backward, in tokens; the higher, the fewer micro-batches.
         num_ranks: >= 1.
+        is_packed: rows are laid end to end, so that a micro-batch has the tokens of its rows and no others.
 
     Returns:
         Per rank a list of micro-batches, each a list of indices into ``lengths``. All ranks have the same number,
@@ -73,11 +78,29 @@ def plan_micro_batches(
     plans = []
     for rank in range(num_ranks):
         share = longest_first[rank::num_ranks]
+        if is_packed:
+            plans.append(_first_fit(share, lengths, micro_batch_tokens))
+            continue
         sizes = _cheapest_split([lengths[index] for index in share], micro_batch_tokens, overhead_tokens)
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         plans.append([share[start : start + size] for start, size in zip(starts, sizes, strict=True)])
     num_forwards = max(len(plan) for plan in plans)
     return [plan + [[] for _ in range(num_forwards - len(plan))] for plan in plans]
+
+
+def _first_fit(share: Sequence[int], lengths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
+    """Put each row, the longest first, where there is room: at most 11/9 of the fewest micro-batches possible, and one."""
+    plan: list[list[int]] = []
+    num_free: list[int] = []
+    for index in share:
+        fitting = (number for number, room in enumerate(num_free) if lengths[index] <= room)
+        number = next(fitting, len(plan))
+        if number == len(plan):
+            plan.append([])
+            num_free.append(micro_batch_tokens)
+        plan[number].append(index)
+        num_free[number] -= lengths[index]
+    return plan
 
 
 def _cheapest_split(lengths: Sequence[int], micro_batch_tokens: int, overhead_tokens: int) -> list[int]:
@@ -102,14 +125,16 @@ def _cheapest_split(lengths: Sequence[int], micro_batch_tokens: int, overhead_to
     return sizes[::-1]
 
 
-def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
-    """Pad ``rows`` into one micro-batch on ``device``; no rows make the idle one of a single token and N = 0.
+def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool) -> MicroBatch:
+    """Lay out ``rows`` as one micro-batch on ``device``; no rows make the idle one of a single token and N = 0.
 
     Raises:
         ValueError: a row has no prompt, so that nothing predicts its first token.
     """
-    num_columns = max((row.num_tokens for row in rows), default=1)
-    input_ids = torch.zeros((max(len(rows), 1), num_columns), dtype=torch.int64)
+    lengths = [row.num_tokens for row in rows]
+    shape = (1, sum(lengths)) if is_packed else (len(rows), max(lengths, default=0))
+    input_ids = torch.zeros(shape if rows else (1, 1), dtype=torch.int64)
+    starts = [sum(lengths[:i]) if is_packed else i * shape[1] for i in range(len(rows))]
     positions: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
     row_indices: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
     versions: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
@@ -121,9 +146,12 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         num_prompt_tokens = len(trajectory.prompt_token_ids)
         if num_prompt_tokens == 0:
             raise ValueError("trajectory.prompt_token_ids must hold at least one token, got none")
-        input_ids[index, : row.num_tokens] = torch.tensor(trajectory.prompt_token_ids + trajectory.response_token_ids)
+        start = starts[index]
+        input_ids.view(-1)[start : start + row.num_tokens] = torch.tensor(
+            trajectory.prompt_token_ids + trajectory.response_token_ids
+        )
         sampled = torch.tensor(trajectory.loss_mask, dtype=torch.bool).nonzero().flatten()  # (n,) into the response
-        positions.append(sampled + (index * num_columns + num_prompt_tokens - 1))
+        positions.append(sampled + (start + num_prompt_tokens - 1))
         row_indices.append(torch.full((len(sampled),), index, dtype=torch.int64))
         versions.append(torch.tensor(trajectory.versions, dtype=torch.int64)[sampled])
         behavior_logprobs.append(torch.tensor(trajectory.logprobs, dtype=torch.float32)[sampled])
@@ -132,6 +160,7 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
     where = torch.cat(positions)
     return MicroBatch(
         input_ids=input_ids.to(device),
+        row_lengths=tuple(lengths) if is_packed and rows else None,
         positions=where.to(device),
         targets=input_ids.flatten()[where + 1].to(device),
         row_indices=torch.cat(row_indices).to(device),

@@ -176,6 +176,7 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         num_steps=num_steps,
         max_grad_norm=training.max_grad_norm,
         micro_batch_tokens=training.micro_batch_tokens,
+        use_sample_packing=training.use_sample_packing,
         logprobs_chunk_size=training.logprobs_chunk_size,
         temperature=config.generator.sampling.temperature,
         has_reference=algorithm.use_kl_loss and training.num_ref_workers == 0,

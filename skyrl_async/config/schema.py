@@ -683,6 +683,11 @@ class TrainingConfig:
     micro_batch_tokens: int = doc(
         4096, "Most tokens, padding included, of one forward on one rank; a longer single sequence goes alone."
     )
+    use_sample_packing: bool = doc(
+        True,
+        "Lay the sequences of a micro-batch end to end, each attending to itself alone, instead of padding them to the longest. A model "
+        "that cannot keep them apart is refused.",
+    )
     logprobs_chunk_size: int = doc(
         1024,
         "Sampled tokens whose logits exist at once: a micro-batch with more of them computes its logits chunk by chunk, and again in the "

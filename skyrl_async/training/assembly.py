@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from skyrl_async.algorithms.kl import get_kl_estimator
 from skyrl_async.algorithms.losses import make_policy_loss
@@ -18,6 +20,7 @@ from skyrl_async.algorithms.off_policy import OffPolicyCorrection, anchor_of
 from skyrl_async.training.frozen import FrozenBackend
 from skyrl_async.training.fsdp import FSDPBackend
 from skyrl_async.training.model import load_model
+from skyrl_async.training.packing import check_rows_are_apart, read_packed_rows
 from skyrl_async.training.protocol import TrainingBackend
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.training.token_logprobs import TokenLogprobs
@@ -56,7 +59,7 @@ def load_reference(
     path = Path(settings.policy_path if settings.reference_path is None else settings.reference_path)
     frozen = FrozenBackend(device=device, mixed_precision=settings.mixed_precision)
     model = frozen.build(lambda: load_model(path, trust_remote_code=settings.trust_remote_code))
-    reference = TokenLogprobs(model, chunk_size=settings.logprobs_chunk_size)
+    reference = make_token_logprobs(model, settings)
     return lambda: contextlib.nullcontext(reference)
 
 
@@ -71,6 +74,15 @@ def _without_adapters(backend: TrainingBackend, policy: TokenLogprobs) -> Refere
             yield policy
 
     return reference
+
+
+def make_token_logprobs(model: nn.Module, settings: TrainingSettings) -> TokenLogprobs:
+    """Of a model that a backend has built, on every rank at the same time. Raises ``ConfigError`` where it cannot read packed rows."""
+    assert isinstance(model, PreTrainedModel)
+    if settings.use_sample_packing:
+        read_packed_rows(model)
+        check_rows_are_apart(model)
+    return TokenLogprobs(model, chunk_size=settings.logprobs_chunk_size)
 
 
 def make_objective(settings: TrainingSettings) -> Objective:

@@ -69,6 +69,7 @@ def _plans(rows: Sequence[Row], settings: TrainingSettings, num_ranks: int) -> l
         [row.num_tokens for row in rows],
         micro_batch_tokens=settings.micro_batch_tokens,
         overhead_tokens=settings.micro_batch_overhead_tokens,
+        is_packed=settings.use_sample_packing,
         num_ranks=num_ranks,
     )
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import PreTrainedModel
 
 from skyrl_async.algorithms.batching import MicroBatch, Row, collate
 from skyrl_async.algorithms.losses import merge_figures, token_figures
@@ -22,7 +21,7 @@ from skyrl_async.algorithms.sample_sizes import sample_size_figures
 from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
 from skyrl_async.training import process_group
 from skyrl_async.training.adapter_file import check_adapter
-from skyrl_async.training.assembly import Reference, load_reference, make_backend, make_objective
+from skyrl_async.training.assembly import Reference, load_reference, make_backend, make_objective, make_token_logprobs
 from skyrl_async.training.dispatch import LogprobWork, RankLogprobs, RankWork
 from skyrl_async.training.forward import batch_logprobs, row_logprobs
 from skyrl_async.training.frozen import FrozenBackend
@@ -110,8 +109,7 @@ class PolicyRank:
             lambda parameters: make_optimizer(parameters, settings),
             lambda optimizer: WarmupSchedule(optimizer, settings),
         )
-        assert isinstance(module, PreTrainedModel)
-        self._token_logprobs = TokenLogprobs(module, chunk_size=settings.logprobs_chunk_size)
+        self._token_logprobs = make_token_logprobs(module, settings)
         self._reference = load_reference(settings, device, self._backend, self._token_logprobs)
         num_parameters = sum(math.prod(shape) for shape in self._backend.parameter_shapes().values())
         logger.info(
@@ -132,7 +130,7 @@ class PolicyRank:
         return merge_figures(figures)
 
     def _run_micro_batch(self, rows: Sequence[Row], work: RankWork, *, is_last: bool) -> dict[str, float]:
-        batch = collate(rows, self._device)
+        batch = collate(rows, self._device, is_packed=self._settings.use_sample_packing)
         ref_logprobs = batch.ref_logprobs
         if work.runs_reference:
             with self._held_reference() as reference:
@@ -144,6 +142,7 @@ class PolicyRank:
                 batch.targets,
                 temperature=self._settings.temperature,
                 entropies=Entropies.GRADIENTS if self._objective.entropy_coef else Entropies.VALUES,
+                row_lengths=batch.row_lengths,
             )
             loss = self._objective(logprobs, batch, ref_logprobs, entropies)
         if work.has_gradient:
@@ -187,7 +186,11 @@ class PolicyRank:
         is_ref = work.model is LogprobModel.REF
         with self._held_reference() if is_ref else contextlib.nullcontext(self._token_logprobs) as model:
             values = row_logprobs(
-                model, work.micro_batches, device=self._device, temperature=self._settings.temperature
+                model,
+                work.micro_batches,
+                device=self._device,
+                temperature=self._settings.temperature,
+                is_packed=self._settings.use_sample_packing,
             )
         return RankLogprobs(micro_batches=values, version=0 if is_ref else self._backend.version)
 

@@ -78,6 +78,8 @@ class TrainingSettings:
 
     micro_batch_tokens: int = 4096
     """Most tokens, padding included, of one forward on one rank."""
+    use_sample_packing: bool = True
+    """Lay the rows of a micro-batch end to end instead of padding them to the longest."""
     logprobs_chunk_size: int = 1024
     """Sampled tokens whose logits exist at once, >= 1."""
     temperature: float = 1.0

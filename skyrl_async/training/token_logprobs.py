@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from skyrl_async.errors import PolicyError
+from skyrl_async.training.packing import packed_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -56,15 +57,16 @@ class TokenLogprobs:
 
     def __init__(self, model: nn.Module, *, chunk_size: int) -> None:
         """``chunk_size``: positions whose logits exist at once, >= 1."""
-        self._model = model
-        self._chunk_size = chunk_size
-        self._asked: _Asked | None = None
-        self._probe: Tensor | None = None
         head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
         if head is None:
             raise PolicyError(
                 f"the policy must be a causal language model with an output projection, got {type(model)}"
             )
+        assert isinstance(model, PreTrainedModel)
+        self._model = model
+        self._chunk_size = chunk_size
+        self._asked: _Asked | None = None
+        self._probe: Tensor | None = None
         self._project = head.forward
         head.forward = self._in_place_of_projection
         self._is_chunked = self._hands_out_its_logits()
@@ -84,23 +86,26 @@ class TokenLogprobs:
         *,
         temperature: float,
         entropies: Entropies = Entropies.NONE,
+        row_lengths: tuple[int, ...] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-prob of each target under ``softmax(logits / temperature)``, and the entropy there.
 
         Args:
-            input_ids: (B, T) int64, right-padded.
+            input_ids: (B, T) int64, right-padded; or (1, T), rows laid end to end.
             positions: (N,) int64 into the B * T positions, each the one before its target.
             targets: (N,) int64.
             temperature: > 0.
             entropies: whether they are computed, and differentiated.
+            row_lengths: of the rows laid end to end; None where ``input_ids`` has a row per row.
 
         Returns:
             (N,) float32 log-probs in nats with gradients, and (N,) float32 entropies in nats.
         """
         asked = _Asked(positions=positions, targets=targets, temperature=temperature, entropies=entropies)
+        packed = {} if row_lengths is None else packed_arguments(self._model, row_lengths, input_ids.device)
         self._asked = asked
-        try:
-            found: Tensor = self._model(input_ids=input_ids, use_cache=False).logits  # (1, N, 2), or (1, N, V) logits
+        try:  # (1, N, 2), or (1, N, V) logits
+            found: Tensor = self._model(input_ids=input_ids, use_cache=False, **packed).logits
         finally:
             self._asked = None
         if not self._is_chunked:

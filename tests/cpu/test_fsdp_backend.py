@@ -220,6 +220,19 @@ class TestGradients:
         scale = max(gradient.abs().max().item() for gradient in expected.values())
         assert_equal(gradients(policy), expected, atol=1e-6 * max(scale, 1.0))
 
+    @pytest.mark.parametrize("micro_batch_tokens", [60, 4096])
+    async def test_padding_the_rows_instead_of_packing_them_does_not_change_them(
+        self, make: Make, micro_batch_tokens: int
+    ) -> None:
+        rows, values = trajectories(7, seed=3, is_multi_turn=True), advantages(7, seed=4)
+        packed = make(micro_batch_tokens=micro_batch_tokens)
+        padded = make(micro_batch_tokens=micro_batch_tokens, use_sample_packing=False)
+        figures = await packed.forward_backward(rows, values, 1)
+        assert figures == pytest.approx(await padded.forward_backward(rows, values, 1), rel=1e-5)
+        expected = gradients(padded)
+        scale = max(gradient.abs().max().item() for gradient in expected.values())
+        assert_equal(gradients(packed), expected, atol=1e-6 * max(scale, 1.0))
+
     async def test_recomputing_activations_does_not_change_them(self, make: Make) -> None:
         rows, values = trajectories(4, seed=3), advantages(4, seed=4)
         policy, reference = make(activation_checkpointing=True), make()

@@ -62,7 +62,7 @@ def test_an_abandoned_sample_is_no_part_of_the_baseline_and_has_no_advantage() -
 
 
 def test_the_weight_of_a_row_scales_its_advantage_in_the_batch() -> None:
-    batch = collate([Row(trajectory=row(1, weight=0.25), advantage=2.0)], torch.device("cpu"))
+    batch = collate([Row(trajectory=row(1, weight=0.25), advantage=2.0)], torch.device("cpu"), is_packed=True)
     assert batch.advantages.tolist() == [0.5, 0.5]
 
 
