@@ -13,7 +13,7 @@ import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,7 +104,7 @@ async def start_engines_and_policy(
         return started
 
     async def start_policy() -> RecoveringPolicy:
-        settings = _training_settings(config, initial, num_steps)
+        settings = replace(_training_settings(config, initial, num_steps), bad_step_dir=str(run_dir / "bad_step"))
         policy = await _start_policy(config, files, settings, run_dir, bundles)
         stack.push_async_callback(policy.close)
         return policy

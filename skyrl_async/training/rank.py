@@ -22,6 +22,7 @@ from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
 from skyrl_async.training import process_group
 from skyrl_async.training.adapter_file import check_adapter
 from skyrl_async.training.assembly import Reference, load_reference, make_backend, make_objective, make_token_logprobs
+from skyrl_async.training.bad_step import TrainedRows
 from skyrl_async.training.dispatch import LogprobWork, RankLogprobs, RankWork
 from skyrl_async.training.forward import batch_logprobs, row_logprobs
 from skyrl_async.training.frozen import FrozenBackend
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Backstop inside a rank; the caller's own deadline is what users set."""
+_TOTAL = "total"
+"""Among a micro-batch's figures, what is minimised; it leaves no rank."""
 
 
 class PolicyRank:
@@ -52,6 +55,7 @@ class PolicyRank:
         self._num_ranks = num_ranks
         self._store: dist.Store | None = None
         self._staging = Staging()
+        self._trained_rows = TrainedRows()
         self._objective = make_objective(settings)
         self._backend: TrainingBackend
         self._token_logprobs: TokenLogprobs
@@ -122,12 +126,30 @@ class PolicyRank:
         )
 
     def forward_backward(self, work: RankWork) -> dict[str, float]:
-        """Accumulate the gradient of this rank's summed loss; return its figures (see ``losses.token_figures``)."""
+        """Accumulate the gradient of this rank's summed loss; return its figures (see ``losses.token_figures``).
+
+        Raises:
+            TrainingError: the loss is not finite; no rank is left waiting, and none can step any more.
+        """
         figures = []
         for index, rows in enumerate(work.micro_batches):
             is_last = index == len(work.micro_batches) - 1
             figures.append(self._run_micro_batch(rows, work, is_last=is_last))
-        return merge_figures(figures)
+        merged = merge_figures(figures)
+        total = merged.pop(_TOTAL, 0.0)
+        if not math.isfinite(total):
+            raise TrainingError(
+                f"the loss of {sum(map(len, work.micro_batches))} rows at version {work.version} is {total} on rank "
+                f"{self._rank}. {self._save_trained_rows()}"
+            )
+        return merged
+
+    def _save_trained_rows(self) -> str:
+        """Where what was trained since the last step can be studied, a sentence."""
+        if self._settings.bad_step_dir is None:
+            return "Nobody asked for the step's rows"
+        path = self._trained_rows.write(Path(self._settings.bad_step_dir), self._rank)
+        return f"The step's rows, with their log-probs and advantages, are in {path}"
 
     def _run_micro_batch(self, rows: Sequence[Row], work: RankWork, *, is_last: bool) -> dict[str, float]:
         batch = collate(rows, self._device, is_packed=self._settings.use_sample_packing)
@@ -149,13 +171,14 @@ class PolicyRank:
             self._backend.backward(loss.total, is_last=is_last)
         if not rows:
             return {}
+        self._trained_rows.add(rows, logprobs, work.version)
         lags = _token_lags(batch, work.version)
         figures = token_figures(loss.tokens, logprobs.detach(), batch.behavior_logprobs, lags)
         figures |= sample_size_figures(logprobs, batch, lags)
         if loss.corrected is not None:
             figures |= loss.corrected.figures(lags)
         figures["entropy_sum"] = entropies.detach().double().sum().item()
-        return figures | loss.figures()
+        return figures | loss.figures() | {_TOTAL: loss.total.item()}
 
     def step(self, denominator: float) -> dict[str, float]:
         """Apply what is accumulated, divided by ``denominator``; return ``grad_norm`` and the ``lr`` it was applied with.
@@ -168,7 +191,12 @@ class PolicyRank:
                 f"a step needs a denominator > 0, got {denominator}: no trajectory of the mini-batch has sampled tokens"
             )
         lr = self._backend.lr
-        grad_norm = self._backend.step(denominator=float(denominator), max_grad_norm=self._settings.max_grad_norm)
+        try:
+            grad_norm = self._backend.step(denominator=float(denominator), max_grad_norm=self._settings.max_grad_norm)
+        except TrainingError as error:
+            raise TrainingError(f"{error}. {self._save_trained_rows()}") from error
+        finally:
+            self._trained_rows.clear()
         return {"grad_norm": grad_norm, "lr": lr}
 
     @torch.no_grad()
@@ -290,6 +318,7 @@ class PolicyRank:
         check_manifest(directory, model_type=self._model_type, shapes=self._backend.parameter_shapes())
         if self._settings.lora is None:
             check_adapter(directory, None)
+        self._trained_rows.clear()
         try:
             self._backend.load(directory)
             rng_file = directory / f"rng_{self._rank}.pt"

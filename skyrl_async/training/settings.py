@@ -104,6 +104,8 @@ class TrainingSettings:
     """Of that divergence in the loss, >= 0; 0 only measures it."""
     entropy_coef: float = 0.0
     """Of the entropy that the loss rewards, >= 0; 0 only measures it."""
+    bad_step_dir: str | None = None
+    """Where the rows of a step are written whose loss or gradient is not finite; None: they are not."""
     seed: int = 0
     """Of each rank's random state (plus the rank), before a checkpoint replaces it."""
 

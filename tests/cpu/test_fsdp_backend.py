@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -284,18 +285,51 @@ class TestSteps:
         assert stats["lr"] == 1e-2
         assert gradients(policy) == {}
 
-    async def test_a_gradient_that_is_not_finite_stops_and_changes_nothing(self, make: Make, tmp_path: Path) -> None:
-        rows, values = trajectories(4, seed=1), advantages(4, seed=2)
-        policy = make()
+    async def test_a_gradient_that_is_not_finite_stops_changes_nothing_and_leaves_its_rows(
+        self, make: Make, tmp_path: Path
+    ) -> None:
+        rows, values = trajectories(4, seed=1, is_multi_turn=True), advantages(4, seed=2)
+        policy = make(policy_loss="rollout_is", bad_step_dir=str(tmp_path / "bad_step"))
+        await policy.forward_backward(rows[:1], values[:1], 3)
+        await policy.step(num_tokens(rows[:1]))
         before = await weights(policy, tmp_path / "before")
-        await policy.forward_backward(rows, [float("nan"), *values[1:]], 0)
+        await policy.forward_backward(rows[1:3], [1e37, values[2]], 4)  # its square is past float32
+        await policy.forward_backward(rows[3:], values[3:], 4)
+        path = tmp_path / "bad_step" / "version_000004_rank_0.jsonl"
         with pytest.raises(
-            TrainingError, match=r"norm is nan over \d+ tokens at learning rate 0.01; .*model.embed_tokens.weight"
+            TrainingError, match=rf"norm is inf over \d+ tokens at learning rate 0.01; .*, are in {path}$"
         ):
             await policy.step(num_tokens(rows))
         assert_equal(await weights(policy, tmp_path / "after"), before)
-        await policy.forward_backward(rows, values, 0)
+        saved = {tuple(row["response_token_ids"]): row for row in map(json.loads, path.read_text().splitlines())}
+        assert {ids: row["advantage"] for ids, row in saved.items()} == {
+            row.response_token_ids: value for row, value in zip(rows[1:], [1e37, *values[2:]], strict=True)
+        }
+        for row in rows[1:]:
+            found = saved[row.response_token_ids]
+            expected = await policy.logprobs([*row.prompt_token_ids, *row.response_token_ids])
+            for offset, (value, is_sampled) in enumerate(zip(found["policy_logprobs"], row.loss_mask, strict=True)):
+                at = len(row.prompt_token_ids) + offset - 1
+                assert value == (pytest.approx(expected[at], abs=1e-5) if is_sampled else None)
+            assert found["behavior_logprobs"] == list(row.logprobs) and found["loss_mask"] == list(row.loss_mask)
+        await policy.forward_backward(rows, values, 5)
         assert (await policy.step(num_tokens(rows)))["grad_norm"] > 0
+
+    async def test_a_loss_that_is_not_finite_stops_at_once_and_leaves_its_rows(
+        self, make: Make, tmp_path: Path
+    ) -> None:
+        rows, values = trajectories(4, seed=1), advantages(4, seed=2)
+        policy = make(bad_step_dir=str(tmp_path))
+        path = tmp_path / "version_000007_rank_0.jsonl"
+        with pytest.raises(
+            TrainingError, match=rf"loss of 4 rows at version 7 is nan on rank 0. The step's rows, .*, are in {path}$"
+        ):
+            await policy.forward_backward(rows, [float("nan"), *values[1:]], 7)
+        assert sorted(map(math.isnan, (json.loads(line)["advantage"] for line in path.read_text().splitlines()))) == (
+            [False] * 3 + [True]
+        )
+        with pytest.raises(TrainingError, match="norm is nan .*Nothing was applied"):
+            await policy.step(num_tokens(rows))
 
     async def test_a_mini_batch_without_any_advantage_steps_as_one_of_zero_gradients(
         self, make: Make, tmp_path: Path

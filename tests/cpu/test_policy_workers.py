@@ -170,15 +170,17 @@ async def test_a_checkpoint_of_one_rank_continues_on_two(
     assert_close(await weights(two_ranks, tmp_path / "two"), await weights(one_rank, tmp_path / "one"), atol=1e-5)
 
 
-async def test_a_gradient_that_is_not_finite_stops_every_rank_and_changes_nothing(
+async def test_numbers_that_are_not_finite_stop_every_rank_and_change_nothing(
     two_ranks: PolicyWorkers, tmp_path: Path
 ) -> None:
     before = await weights(two_ranks, tmp_path / "before")
     rows = trajectories(4, seed=1)
-    await two_ranks.forward_backward(rows, [float("nan"), 1.0, 1.0, 1.0], 0)
+    with pytest.raises(TrainingError, match=r"the loss of \d rows at version 0 is nan on rank \d"):
+        await two_ranks.forward_backward(rows, [float("nan"), 1.0, 1.0, 1.0], 0)
     with pytest.raises(TrainingError, match="the gradient norm is nan over 10 tokens"):
         await two_ranks.step(10)
     assert_close(await weights(two_ranks, tmp_path / "after"), before, atol=0.0)
+    await train(two_ranks, first_step=0, num_steps=1)
 
 
 async def test_errors_raised_on_purpose_in_a_worker_arrive_as_themselves(
