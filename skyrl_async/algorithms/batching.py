@@ -57,6 +57,11 @@ class MicroBatch:
     old_logprobs: Tensor | None
     """(N,) float32, nats; None where a row lacks them."""
 
+    @property
+    def num_rows(self) -> int:
+        """Laid out in either way; those without a sampled token count, and the one of an idle forward."""
+        return len(self.input_ids) if self.row_lengths is None else len(self.row_lengths)
+
 
 def plan_micro_batches(
     lengths: Sequence[int], *, micro_batch_tokens: int, overhead_tokens: int, num_ranks: int, is_packed: bool

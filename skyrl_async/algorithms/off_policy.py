@@ -117,7 +117,7 @@ class OffPolicyCorrection:
         """
         logprobs, behavior = logprobs.detach(), batch.behavior_logprobs
         anchor = self._anchor_logprobs(logprobs, batch)
-        rows = Rows(indices=batch.row_indices, num_rows=len(batch.input_ids))
+        rows = Rows(indices=batch.row_indices, num_rows=batch.num_rows)
         weights = self._weights(anchor - behavior, rows)
         keeps = self._masks(anchor - behavior, logprobs - behavior, batch.advantages, rows)
         factors = weights.values

@@ -23,7 +23,7 @@ def sample_size_figures(logprobs: Tensor, batch: MicroBatch, token_lags: Tensor)
         token_lags: (N,) int64, >= 0.
     """
     log_ratio = (logprobs - batch.behavior_logprobs).double()
-    rows = Rows(indices=batch.row_indices, num_rows=len(batch.input_ids))
+    rows = Rows(indices=batch.row_indices, num_rows=batch.num_rows)
     has_tokens = rows.sums(torch.ones_like(log_ratio)) > 0
     weights = _weights(log_ratio)
     per_lag = torch.stack(

@@ -239,12 +239,12 @@ def random_rows(seed: int, num_rows: int = 8) -> list[Row]:
 
 
 def run_in(
-    micro_batches: list[list[int]], rows: list[Row], what: Objective
+    micro_batches: list[list[int]], rows: list[Row], what: Objective, *, is_packed: bool
 ) -> tuple[dict[int, Tensor], dict[str, float]]:
     """Gradients per row, and joined figures."""
     gradients, figures = {}, []
     for indices in micro_batches:
-        batch = collate([rows[index] for index in indices], CPU)
+        batch = collate([rows[index] for index in indices], CPU, is_packed=is_packed)
         seeds = [torch.Generator().manual_seed(index) for index in indices]
         new = [
             -0.5 - torch.rand(rows[i].trajectory.num_sampled_tokens, generator=g)
@@ -260,14 +260,16 @@ def run_in(
 
 
 @settings(max_examples=25)
-@given(st.integers(0, 1000), st.permutations(range(8)), st.lists(st.integers(1, 4), min_size=8, max_size=8))
-def test_how_rows_are_split_and_ordered_changes_neither_gradients_nor_figures(
-    seed: int, order: list[int], sizes: list[int]
+@given(
+    st.integers(0, 1000), st.permutations(range(8)), st.lists(st.integers(1, 4), min_size=8, max_size=8), st.booleans()
+)
+def test_how_rows_are_split_laid_out_and_ordered_changes_neither_gradients_nor_figures(
+    seed: int, order: list[int], sizes: list[int], is_packed: bool
 ) -> None:
     rows, what, rest = random_rows(seed), objective("decoupled_ppo", EVERYTHING), iter(order)
     parts = [part for size in sizes if (part := list(islice(rest, size)))]
-    split, split_figures = run_in(parts, rows, what)
-    whole, whole_figures = run_in([list(range(8))], rows, what)
+    split, split_figures = run_in(parts, rows, what, is_packed=is_packed)
+    whole, whole_figures = run_in([list(range(8))], rows, what, is_packed=False)
     for index in range(8):
         torch.testing.assert_close(split[index], whole[index], atol=1e-6, rtol=0)
     assert split_figures == pytest.approx(whole_figures, abs=1e-6)
@@ -282,7 +284,7 @@ def singles_of(several: CorrectionSettings) -> Iterator[CorrectionSettings]:
 @settings(max_examples=25)
 @given(st.integers(0, 1000), st.randoms(use_true_random=False))
 def test_the_factors_of_all_corrections_are_the_product_of_each_in_any_order(seed: int, shuffle: random.Random) -> None:
-    batch = collate(random_rows(seed), CPU)
+    batch = collate(random_rows(seed), CPU, is_packed=False)
     logprobs = batch.behavior_logprobs + 0.5 * torch.randn(
         len(batch.versions), generator=torch.Generator().manual_seed(seed)
     )
