@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.composition.rewarding import environment_factory
+from skyrl_async.config.rules import BUILT_IN_TASKS
 from skyrl_async.config.schema import Config
 from skyrl_async.config.task import DATASET_TASK
 from skyrl_async.data.dataset import filter_long_prompts, load_sources
 from skyrl_async.data.mixing import EpochPlan, Rotation, weighted
+from skyrl_async.data.sources import rows_of
 from skyrl_async.errors import DatasetError
 from skyrl_async.inference.policy_files import read_config, read_manifest, text_config
-from skyrl_async.tasks.registry import get_task, make_environment
+from skyrl_async.tasks.imitation import ImitationTask
+from skyrl_async.tasks.registry import BuiltInTask, get_task, make_environment
 from skyrl_async.training.manifest import check_model, read_model
 from skyrl_async.types import Prompt
 
@@ -95,6 +98,14 @@ def _check_nothing(prompt: Prompt) -> None:
     """Rows that only a function of the user's sees."""
 
 
+def _task_to_learn(config: Config, held_out: Sequence[Prompt]) -> BuiltInTask:
+    """What the tiny policy and its tokenizer are made for. Raises ``DatasetError``."""
+    if config.task.name in BUILT_IN_TASKS:
+        return get_task(config.task.name)
+    files = [Path(name).expanduser() for name in config.policy.warm_start.files]
+    return ImitationTask((row for file in files for row in rows_of(file)), held_out)
+
+
 class PolicyFiles:
     """Where the policy's files are: at once for engines to boot from, and trained for the policy workers to load."""
 
@@ -103,6 +114,7 @@ class PolicyFiles:
         self._prompts = prompts
         self._say = say
         self._stopped = threading.Event()
+        self._task = None if config.policy.path is not None else _task_to_learn(config, prompts.held_out)
 
     def initial(self) -> Path:
         """The architecture and the tokenizer, with weights that the first publish replaces."""
@@ -159,7 +171,7 @@ class PolicyFiles:
         config = self._config
         return {
             "cache_dir": Path(config.cache_dir).expanduser(),
-            "task": get_task(config.task.name),
+            "task": self._task,
             "sizes": PolicySizes(
                 hidden_size=config.policy.hidden_size,
                 num_layers=config.policy.num_layers,

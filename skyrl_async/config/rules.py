@@ -42,11 +42,18 @@ def task_is_known(config: Config) -> None:
         raise ConfigError(f"task.name must be one of {', '.join((*BUILT_IN_TASKS, DATASET_TASK))}, got {name!r}")
 
 
-def tiny_policy_needs_a_built_in_task(config: Config) -> None:
-    if config.task.name == DATASET_TASK and config.policy.path is None:
+def tiny_policy_has_something_to_learn(config: Config) -> None:
+    warm_start = config.policy.warm_start
+    is_tiny, is_built_in = config.policy.path is None, config.task.name in BUILT_IN_TASKS
+    if is_tiny and not is_built_in and not warm_start.files:
         raise ConfigError(
-            "policy.path must be a Hugging Face directory when task.name=dataset, got null: "
-            "the tiny policy's tokenizer is made for the built-in tasks"
+            f"policy.path must be a Hugging Face directory when task.name={config.task.name}, got null: "
+            "the tiny policy's tokenizer is made for the built-in tasks, or for the conversations of policy.warm_start.files"
+        )
+    if warm_start.files and (is_built_in or not is_tiny):
+        raise ConfigError(
+            f"policy.warm_start.files must be empty unless policy=tiny and task=dataset, got {warm_start.files}: "
+            "built-in tasks bring what is learned, and a policy of your own is not warm-started"
         )
 
 
@@ -198,9 +205,10 @@ def wandb_is_installed(config: Config) -> None:
 
 
 def dataset_files_exist(config: Config) -> None:
-    if config.task.name != DATASET_TASK:
-        return
-    for key, names in (("task.train_files", config.task.train_files), ("task.eval_files", config.task.eval_files)):
+    files_of_key = {"policy.warm_start.files": config.policy.warm_start.files}
+    if config.task.name == DATASET_TASK:
+        files_of_key |= {"task.train_files": config.task.train_files, "task.eval_files": config.task.eval_files}
+    for key, names in files_of_key.items():
         for name in names:
             path = Path(name).expanduser()
             # DIR/train stands for DIR/train-*.parquet; the loader says what is wrong with what is there.
@@ -279,7 +287,7 @@ def gpus_suffice(config: Config) -> None:
 
 _RULES: tuple[Callable[[Config], None], ...] = (
     task_is_known,
-    tiny_policy_needs_a_built_in_task,
+    tiny_policy_has_something_to_learn,
     tiny_policy_has_whole_heads,
     mini_batch_fits_the_prompts,
     full_batches_need_groups,

@@ -134,7 +134,12 @@ class WarmStartConfig:
         "Tokens of the second phase: terse guesses mixed with worked answers, so that reinforcement has something to learn.",
     )
     terse_share: float = doc(0.7, "Share of terse guesses in the second phase.")
-    slip_rate: float = doc(0.0, "Wrong digits in the second phase's worked answers.")
+    slip_rate: float = doc(0.0, "Wrong digits in the second phase's worked answers; of built-in tasks.")
+    files: list[str] = doc(
+        list,
+        "Conversations to imitate, for tasks that are not built in: files as of task.train_files, whose rows have messages, and "
+        "guess=true where they are hasty answers for the second phase. The tiny policy's tokenizer is made for them.",
+    )
 
     def __post_init__(self) -> None:
         require(0 <= self.terse_share <= 1, "policy.warm_start.terse_share", "in [0, 1]", self.terse_share)

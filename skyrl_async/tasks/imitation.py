@@ -1,0 +1,102 @@
+"""A task made of conversations from files: what a tiny policy learns before reinforcement on somebody's own prompts.
+
+A row has ``messages``, a prompt and what a policy should say to it, over one turn or several. Rows with ``guess`` true are hasty
+answers, learned only in the second phase of the warm start, where they are ``policy.warm_start.terse_share`` of all.
+
+Flows in: rows with their places. Flows out: a task to warm-start on. This module does not know files, tokens or models.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from skyrl_async.errors import DatasetError
+from skyrl_async.types import Message, Prompt
+
+MIN_CONVERSATIONS = 100
+"""The warm start keeps up to 48 of them back, to see when it is done."""
+
+
+class ImitationTask:
+    """Conversations as a task for ``warm_start``.
+
+    Args:
+        rows: each with the words that name its place.
+        held_out: prompts that must not be learned.
+
+    Raises:
+        DatasetError: a row is no conversation or is one of a held-out prompt, or there are too few.
+    """
+
+    def __init__(self, rows: Iterable[tuple[str, Mapping[str, Any]]], held_out: Collection[Prompt]) -> None:
+        hidden = {_key(prompt.messages) for prompt in held_out}
+        self._worked: dict[str, list[Message]] = {}
+        self._guesses: list[list[Message]] = []
+        for place, row in rows:
+            conversation = _conversation(row, place)
+            uid = _key(_prompt_of(conversation))
+            if uid in hidden:
+                raise DatasetError(
+                    f"{place} answers a prompt of task.eval_files; take it out of policy.warm_start.files"
+                )
+            if row.get("guess"):
+                self._guesses.append(conversation)
+            else:
+                self._worked[uid] = conversation
+        if len(self._worked) < MIN_CONVERSATIONS:
+            raise DatasetError(
+                f"policy.warm_start.files must hold at least {MIN_CONVERSATIONS} conversations of different prompts (without guess), "
+                f"got {len(self._worked)}"
+            )
+        self._uids = list(self._worked)
+        described = json.dumps([self._worked, self._guesses])
+        self.name = f"files-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
+
+    def make_prompts(self, num_train: int, num_eval: int, seed: int) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
+        """Return the prompts of the conversations, shuffled by ``seed`` and cut in two."""
+        uids = random.Random(seed).sample(self._uids, min(num_train + num_eval, len(self._uids)))
+        prompts = tuple(self._prompt(uid) for uid in uids)
+        return prompts[num_eval:], prompts[:num_eval]
+
+    def draw_prompt(self, rng: random.Random) -> Prompt:
+        """Return the prompt of any conversation."""
+        return self._prompt(rng.choice(self._uids))
+
+    def clean_conversation(self, prompt: Prompt, rng: random.Random) -> list[Message]:
+        """Return the prompt's conversation."""
+        return self._worked[prompt.uid]
+
+    def mixture_conversation(
+        self, prompt: Prompt, rng: random.Random, terse_share: float, slip_rate: float
+    ) -> list[Message]:
+        """Return a guess (probability ``terse_share``, where there are any) or the prompt's conversation, without slips."""
+        if self._guesses and rng.random() < terse_share:
+            return rng.choice(self._guesses)
+        return self._worked[prompt.uid]
+
+    def _prompt(self, uid: str) -> Prompt:
+        return Prompt(uid=uid, messages=tuple(_prompt_of(self._worked[uid])), env_class="none")
+
+
+def _conversation(row: Mapping[str, Any], place: str) -> list[Message]:
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        raise DatasetError(f"{place} needs messages, a list of objects with role and content, got {messages!r}")
+    for message in messages:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise DatasetError(f"{place} has in messages {message!r}; a message must have a role and a content")
+    if not messages or messages[-1]["role"] != "assistant" or messages[0]["role"] == "assistant":
+        raise DatasetError(f"{place} needs messages that begin with a prompt and end with the assistant's")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _prompt_of(conversation: Sequence[Message]) -> list[Message]:
+    first = next(index for index, message in enumerate(conversation) if message["role"] == "assistant")
+    return list(conversation[:first])
+
+
+def _key(messages: Sequence[Message]) -> str:
+    plain = [[message["role"], message.get("content")] for message in messages]
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:16]
