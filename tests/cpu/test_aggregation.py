@@ -118,7 +118,7 @@ def test_any_split_into_groups_ranks_and_micro_batches_gives_the_gradient_of_the
             num_ranks=num_ranks,
         )
         for indices in (indices for plan in plans for indices in plan if indices):
-            batch = collate([rows[i][0] for i in indices], torch.device("cpu"))
+            batch = collate([rows[i][0] for i in indices], torch.device("cpu"), is_packed=False)
             total = total + objective(torch.cat([rows[i][1] for i in indices]), batch, None).total
     loss = total / denominator
 

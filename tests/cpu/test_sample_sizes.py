@@ -54,7 +54,7 @@ def test_it_is_the_square_of_the_sum_over_the_sum_of_squares_per_token_row_and_l
     for lag in {lag for _, lag in tokens}:
         weights = [math.exp(r) for r, (_, of) in zip(ratios, tokens, strict=True) if of == lag]
         expected[f"policy/lag{lag}_ess"] = size(weights) / len(weights)
-    whole, split = [collate(rows, CPU)], [collate(rows[:3], CPU), collate(rows[3:], CPU)]
+    whole, split = [collate(rows, CPU, is_packed=False)], [collate(rows[:3], CPU, is_packed=True), collate(rows[3:], CPU, is_packed=True)]
     assert shares_of(whole, ratios) == pytest.approx(expected, abs=1e-6)
     assert shares_of(split, ratios) == pytest.approx(expected, abs=1e-6)
 
@@ -62,7 +62,7 @@ def test_it_is_the_square_of_the_sum_over_the_sum_of_squares_per_token_row_and_l
 def test_fresh_tokens_are_worth_what_they_number_whatever_row_is_empty() -> None:
     rows = random_rows(1)
     empty = replace(rows[0].trajectory, loss_mask=(0,) * len(rows[0].trajectory.loss_mask))
-    batch = collate([replace(rows[0], trajectory=empty), *rows[1:]], CPU)
+    batch = collate([replace(rows[0], trajectory=empty), *rows[1:]], CPU, is_packed=False)
     shares = effective_shares(sample_size_figures(batch.behavior_logprobs, batch, torch.zeros_like(batch.versions)))
     assert shares == {"policy/ess": 1.0, "policy/sequence_ess": 1.0, "policy/lag0_ess": 1.0}
 
