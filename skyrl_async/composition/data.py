@@ -18,7 +18,7 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.composition.rewarding import environment_factory
 from skyrl_async.config.rules import BUILT_IN_TASKS
 from skyrl_async.config.schema import Config
-from skyrl_async.config.task import DATASET_TASK
+from skyrl_async.config.task import DATASET_TASK, REASONING_GYM_TASK
 from skyrl_async.data.dataset import filter_long_prompts, load_sources
 from skyrl_async.data.mixing import EpochPlan, Rotation, weighted
 from skyrl_async.data.sources import rows_of
@@ -53,6 +53,12 @@ def prepare_prompts(config: Config) -> Prompts:
     """Make or load the prompts, and see that their environments take them. Raises ``DatasetError`` and ``ConfigError``."""
     task = config.task
     environment_factory(config)
+    if task.name == REASONING_GYM_TASK:
+        from skyrl_async.environments.reasoning_gym import make_prompts
+
+        source, num_train, num_eval = task.reasoning_gym, task.num_train_prompts, task.num_eval_prompts
+        train, held_out = make_prompts(str(source.dataset), source.config, num_train, num_eval, task.seed)
+        return Prompts(train=train, held_out=held_out)
     if task.name != DATASET_TASK:
         train, held_out = get_task(task.name).make_prompts(task.num_train_prompts, task.num_eval_prompts, task.seed)
         return Prompts(train=train, held_out=held_out)

@@ -38,8 +38,8 @@ from skyrl_async.composition.parts import (
 )
 from skyrl_async.composition.processes import serving_endpoint, start_engines_and_policy, start_ray
 from skyrl_async.composition.turns import device_groups, engine_turns, policy_in_turn
+from skyrl_async.config.rules import BUILT_IN_TASKS
 from skyrl_async.config.schema import Config
-from skyrl_async.config.task import DATASET_TASK
 from skyrl_async.device_turns import DeviceGroup
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.fleet import Fleet
@@ -171,7 +171,7 @@ def _planned(config: Config, checkpoint: Path | None, say: Say) -> _Plan:
     if checkpoint is not None:
         check_checkpoint_is_of(checkpoint, initial)
     chat: Chat | None = None
-    if config.task.name == DATASET_TASK:
+    if config.task.name not in BUILT_IN_TASKS:
         # Somebody's own prompts may not fit: say so before anything boots. Built-in ones do, and loading takes seconds.
         chat = load_chat(initial, config.policy.trust_remote_code)
         prompts = fitting_prompts(prompts, chat.renderer, known_context(config, initial), say)

@@ -36,6 +36,10 @@ GROUPS: dict[str, dict[str, Option]] = {
             values={"name": "dataset"},
             required=("train_files",),
         ),
+        "reasoning_gym": Option(
+            text="A task of reasoning-gym: task.reasoning_gym.dataset.",
+            values={"name": "reasoning_gym"},
+        ),
     },
     "policy": {
         "tiny": Option(text="A Qwen3 of 0.6M parameters, built and warm-started on the spot.", values={"path": None}),

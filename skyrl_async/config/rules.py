@@ -23,7 +23,7 @@ from skyrl_async.config.schema import (
     GeneratorKind,
     ResumeMode,
 )
-from skyrl_async.config.task import DATASET_TASK
+from skyrl_async.config.task import DATASET_TASK, REASONING_GYM_TASK
 from skyrl_async.errors import ConfigError
 
 BUILT_IN_TASKS = ("lagged_fibonacci", "relay", "trail")
@@ -38,8 +38,17 @@ def check(config: Config) -> None:
 
 def task_is_known(config: Config) -> None:
     name = config.task.name
-    if name not in (*BUILT_IN_TASKS, DATASET_TASK):
-        raise ConfigError(f"task.name must be one of {', '.join((*BUILT_IN_TASKS, DATASET_TASK))}, got {name!r}")
+    known = (*BUILT_IN_TASKS, DATASET_TASK, REASONING_GYM_TASK)
+    if name not in known:
+        raise ConfigError(f"task.name must be one of {', '.join(known)}, got {name!r}")
+
+
+def reasoning_gym_is_installed(config: Config) -> None:
+    if config.task.name == REASONING_GYM_TASK and importlib.util.find_spec("reasoning_gym") is None:
+        raise ConfigError(
+            "task.name=reasoning_gym needs the package reasoning-gym, which is not installed: "
+            "install skyrl-async[reasoning-gym] (uv run --extra reasoning-gym ...)"
+        )
 
 
 def tiny_policy_has_something_to_learn(config: Config) -> None:
@@ -52,7 +61,7 @@ def tiny_policy_has_something_to_learn(config: Config) -> None:
         )
     if warm_start.files and (is_built_in or not is_tiny):
         raise ConfigError(
-            f"policy.warm_start.files must be empty unless policy=tiny and task=dataset, got {warm_start.files}: "
+            f"policy.warm_start.files must be empty unless policy=tiny and task=dataset or reasoning_gym, got {warm_start.files}: "
             "built-in tasks bring what is learned, and a policy of your own is not warm-started"
         )
 
@@ -68,7 +77,7 @@ def tiny_policy_has_whole_heads(config: Config) -> None:
 
 def mini_batch_fits_the_prompts(config: Config) -> None:
     size, prompts = config.trainer.policy_mini_batch_size, config.task.num_train_prompts
-    if config.task.name in BUILT_IN_TASKS and size > prompts:
+    if config.task.name != DATASET_TASK and size > prompts:
         raise ConfigError(f"trainer.policy_mini_batch_size must be <= task.num_train_prompts ({prompts}), got {size}")
 
 
@@ -287,6 +296,7 @@ def gpus_suffice(config: Config) -> None:
 
 _RULES: tuple[Callable[[Config], None], ...] = (
     task_is_known,
+    reasoning_gym_is_installed,
     tiny_policy_has_something_to_learn,
     tiny_policy_has_whole_heads,
     mini_batch_fits_the_prompts,

@@ -2,17 +2,25 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from skyrl_async.config.fields import doc, require
 
 DATASET_TASK = "dataset"
+REASONING_GYM_TASK = "reasoning_gym"
+
+
+@dataclass
+class ReasoningGymConfig:
+    dataset: str | None = doc(None, "Name in reasoning-gym, such as chain_sum.")
+    config: dict[str, Any] = doc(dict, "The dataset's parameters, such as {min_terms: 2, max_terms: 3}.")
 
 
 @dataclass
 class TaskConfig:
     name: str = doc(
         "lagged_fibonacci",
-        "lagged_fibonacci, relay or trail (built in, made on the spot), or dataset (files of your own).",
+        "lagged_fibonacci, relay or trail (built in, made on the spot), dataset (files of your own), or reasoning_gym (its tasks by name).",
     )
     train_files: list[str] = doc(
         list,
@@ -32,11 +40,16 @@ class TaskConfig:
         "package.module:function that judges every answer in place of the rows' environments: called with the answer, a text, and the "
         "row's columns, it returns a number. One turn; it runs in a thread and may block.",
     )
-    num_train_prompts: int = doc(2048, "Training prompts made by a built-in task.")
-    num_eval_prompts: int = doc(512, "Held-out prompts made by a built-in task; never trained on, nor warm-started on.")
+    reasoning_gym: ReasoningGymConfig = doc(
+        ReasoningGymConfig, "Which task of reasoning-gym, for name=reasoning_gym (the extra reasoning-gym)."
+    )
+    num_train_prompts: int = doc(2048, "Training prompts made by a built-in task or by reasoning_gym.")
+    num_eval_prompts: int = doc(
+        512, "Held-out prompts made by a built-in task or by reasoning_gym; never trained on, nor warm-started on."
+    )
     seed: int = doc(
         0,
-        "Of the built-in task's prompts (which are made and which are held out), and of the turns of a dataset's fractional weights.",
+        "Of the prompts that are made (which they are and which are held out), and of the turns of a dataset's fractional weights.",
     )
 
     def __post_init__(self) -> None:
@@ -46,6 +59,9 @@ class TaskConfig:
             require(
                 bool(self.train_files), "task.train_files", "at least one file when task.name=dataset", self.train_files
             )
+        if self.name == REASONING_GYM_TASK:
+            dataset = self.reasoning_gym.dataset
+            require(bool(dataset), "task.reasoning_gym.dataset", "a name when task.name=reasoning_gym", dataset)
         module, _, function = (self.reward or "module:function").partition(":")
         require(bool(module and function), "task.reward", "package.module:function", self.reward)
         num_files, weights = len(self.train_files), self.train_weights

@@ -23,6 +23,7 @@ _ENVIRONMENTS = {
     "lagged_fibonacci": "skyrl_async.tasks.lagged_fibonacci:LaggedFibonacciEnv",
     "math": "skyrl_async.environments.answers:MathEnv",
     "python_tool": "skyrl_async.environments.tools:PythonToolEnv",
+    "reasoning_gym": "skyrl_async.environments.reasoning_gym:ReasoningGymEnv",
     "relay": "skyrl_async.tasks.relay:RelayEnv",
     "trail": "skyrl_async.tasks.trail:TrailEnv",
 }

@@ -131,7 +131,10 @@ def test_a_dictionary_sets_several_keys_of_a_section() -> None:
         ("training.lr=fast", "training.lr must be number, got 'fast'"),
         ("engine.enforce_eager=perhaps", "engine.enforce_eager must be true or false, got 'perhaps'"),
         ("trainer.staleness_policy=Wait", "must be wait or mask or resample or allow, got 'Wait'; did you mean wait?"),
-        ("task=relya", "task must be one of lagged_fibonacci, relay, trail, dataset, got 'relya'; did you mean relay?"),
+        (
+            "task=relya",
+            "task must be one of lagged_fibonacci, relay, trail, dataset, reasoning_gym, got 'relya'; did you mean relay?",
+        ),
         ("trainer.max_staleness_steps=-1", "trainer.max_staleness_steps must be >= 0, got -1"),
         (
             "engine.heartbeat_timeout_s=1",
@@ -228,7 +231,10 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["task.name=chess"], "task.name must be one of lagged_fibonacci, relay, trail, dataset, got 'chess'"),
+        (
+            ["task.name=chess"],
+            "task.name must be one of lagged_fibonacci, relay, trail, dataset, reasoning_gym, got 'chess'",
+        ),
         (["policy.num_heads=3"], r"policy.num_heads must be even and divide policy.hidden_size \(128\), got 3"),
         (["task.num_train_prompts=4"], r"policy_mini_batch_size must be <= task.num_train_prompts \(4\), got 8"),
         (["generator.n_samples_per_prompt=1"], "must be >= 2 with .*estimator=grpo, got 1: a group of one has no adv"),

@@ -89,6 +89,7 @@ ALLOWED = {
     "rich": ("skyrl_async/metrics/console.py", "skyrl_async/metrics/summary.py"),
     "matplotlib": ("skyrl_async/metrics/curves.py", "skyrl_async/metrics/stage_picture.py"),
     "tensorboard": ("skyrl_async/metrics/tensorboard.py",),
+    "reasoning_gym": ("skyrl_async/environments/reasoning_gym.py",),
     "wandb": ("skyrl_async/metrics/wandb.py",),
 }
 """Dependency -> the files that are about it."""

@@ -54,7 +54,10 @@ def test_it_is_the_square_of_the_sum_over_the_sum_of_squares_per_token_row_and_l
     for lag in {lag for _, lag in tokens}:
         weights = [math.exp(r) for r, (_, of) in zip(ratios, tokens, strict=True) if of == lag]
         expected[f"policy/lag{lag}_ess"] = size(weights) / len(weights)
-    whole, split = [collate(rows, CPU, is_packed=False)], [collate(rows[:3], CPU, is_packed=True), collate(rows[3:], CPU, is_packed=True)]
+    whole, split = (
+        [collate(rows, CPU, is_packed=False)],
+        [collate(rows[:3], CPU, is_packed=True), collate(rows[3:], CPU, is_packed=True)],
+    )
     assert shares_of(whole, ratios) == pytest.approx(expected, abs=1e-6)
     assert shares_of(split, ratios) == pytest.approx(expected, abs=1e-6)
 
