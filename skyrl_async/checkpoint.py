@@ -65,6 +65,8 @@ class TrainerState:
     """Finished groups that are not trained yet, oldest admitted first."""
     running: tuple[RunningGroup, ...] = ()
     """Admitted groups that are not finished, oldest first."""
+    kl_coef: float | None = None
+    """Of the divergence in the reward, in the next step; None without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,9 @@
 Flows in: prepared groups. Flows out: those of a step, oldest admitted first. Does not know what is done with them.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 
+from skyrl_async.algorithms.crediting import Credit
 from skyrl_async.device_turns import Sitting
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import StepFigures
@@ -16,14 +17,6 @@ from skyrl_async.rollout.worker import GenerationWorkers
 from skyrl_async.stopping import StopRequest
 from skyrl_async.trainer_settings import TrainerSettings
 from skyrl_async.types import Group
-
-Credit = Callable[[Sequence[Group]], Sequence[Group]]
-"""Returns the groups with their advantages."""
-
-
-def as_they_are(groups: Sequence[Group]) -> Sequence[Group]:
-    """The ``Credit`` of groups that have their advantages from the reward stage."""
-    return groups
 
 
 class MiniBatches:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from skyrl_async.algorithms.crediting import Credit
 from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.errors import CheckpointError
@@ -31,6 +32,7 @@ class RunSaver:
     Args:
         dataloader, staleness, buffer, workers, recorder: the parts, besides the policy.
         checkpointer: None writes nothing.
+        credit: holds the coefficient of a penalty that follows a target.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class RunSaver:
         workers: GenerationWorkers,
         recorder: Recorder,
         checkpointer: Checkpointer | None,
+        credit: Credit,
     ) -> None:
         self._dataloader = dataloader
         self._staleness = staleness
@@ -49,6 +52,7 @@ class RunSaver:
         self._workers = workers
         self._recorder = recorder
         self.checkpointer = checkpointer
+        self._credit = credit
         self.newest: Path | None = None
         """The checkpoint written or taken up last."""
         self.step: int | None = None
@@ -74,6 +78,7 @@ class RunSaver:
         await policy.load(checkpoint / "policy")
         await self._dataloader.load_state_from_checkpoint(state.dataloader)
         self._recorder.totals = totals = RunTotals(**state.totals)
+        self._credit.take_up(state.kl_coef)
         self._dataloader.check_running([(group.epoch, group.uid) for group in state.running])
         admissions = await self._staleness.load_state_from_checkpoint(
             state.step,
@@ -130,6 +135,7 @@ class RunSaver:
             groups=tuple(sorted((*taken, *self._buffer.snapshot()), key=lambda group: group.admission_index)),
             running=self._workers.running_groups(),
             totals=asdict(self._recorder.totals),
+            kl_coef=self._credit.kl_coef,
         )
 
     def _progress(self, step: int, running: Sequence[RunningGroup]) -> tuple[int, int, int]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from skyrl_async.algorithms.crediting import Credit
 from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.concurrency import first_failure
 from skyrl_async.data.dataloader import _AsyncDataloader
@@ -24,7 +25,7 @@ from skyrl_async.metrics.overlap import OverlapThroughput
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import RunTotals, StepFigures
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.mini_batches import Credit, MiniBatches, as_they_are
+from skyrl_async.mini_batches import MiniBatches
 from skyrl_async.param_update import ParamUpdate, Publisher, TrainedStep
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.overlong import Shape
@@ -57,7 +58,8 @@ class FullyAsyncTrainer:
         checkpointer: None writes none.
         advantages: rewards of a group -> one advantage per sample; the work of the reward stage. None: ``credit`` gives them.
         reward_shapes: make the rewards that advantages are computed of, one after the other.
-        credit: gives advantages to groups as they are trained: to one at a time, or without streaming to all of a step.
+        credit: gives advantages to groups as they are trained: to one at a time, or without streaming to all of a step. None: the
+            reward stage does.
         prepare: further stages between a finished group and training: name -> work, in order.
         board: of the stages, those of generation included.
         turn: the devices that training shares with others; None: with nobody.
@@ -90,7 +92,7 @@ class FullyAsyncTrainer:
         prepare: Mapping[str, Prepare] | None = None,
         board: StageBoard | None = None,
         turn: Sitting | None = None,
-        credit: Credit = as_they_are,
+        credit: Credit | None = None,
     ) -> None:
         self._settings = settings
         self._dataloader = dataloader
@@ -99,6 +101,7 @@ class FullyAsyncTrainer:
         self._workers = workers
         self._policy = policy
         self._trace = trace
+        self._credit = credit or Credit()
         self._watchdog = watchdog
         self._recorder = Recorder(log=log, trace=trace, log_groups=log_groups, generation_counts=lambda: workers.counts)
         self._saver = RunSaver(
@@ -108,6 +111,7 @@ class FullyAsyncTrainer:
             workers=workers,
             recorder=self._recorder,
             checkpointer=checkpointer,
+            credit=self._credit,
         )
         self._board = board or StageBoard()
         self._preparation = Preparation(
@@ -131,7 +135,7 @@ class FullyAsyncTrainer:
             recorder=self._recorder,
             stop=self._stop,
             turn=self._turn,
-            credit=credit,
+            credit=self._credit,
         )
         self._param_update = ParamUpdate(
             settings=settings,
@@ -293,6 +297,7 @@ class FullyAsyncTrainer:
         await self._dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
         self._recorder.log_groups(figures.version, figures.groups)
         self._policy_step = version
+        policy_values |= self._credit.end_step()
         await self._staleness.notify_step(version)
         self._mini_batches.taken.clear()
         figures.add_seconds("step", loop.time() - started)

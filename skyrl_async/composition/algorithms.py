@@ -3,8 +3,46 @@
 Flows in: the configuration. Flows out: values and functions that training and the trainer are made with.
 """
 
+from dataclasses import dataclass
+
+from skyrl_async.algorithms.advantages import ComputeAdvantages, make_advantage_estimator
+from skyrl_async.algorithms.crediting import Credit
+from skyrl_async.algorithms.kl import get_kl_estimator
+from skyrl_async.algorithms.kl_penalty import KlController, KlPenalty
 from skyrl_async.algorithms.loss_constants import LossConstants
-from skyrl_async.config.schema import AlgorithmConfig
+from skyrl_async.config.schema import AlgorithmConfig, KlControl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advantages:
+    """Who computes them."""
+
+    of_stage: ComputeAdvantages | None
+    """In the reward stage, as soon as a group is finished; None: nobody there."""
+    credit: Credit
+    """When the group is trained."""
+    need_mini_batch: bool
+    """All groups of a step at once."""
+
+
+def make_advantages(algorithm: AlgorithmConfig) -> Advantages:
+    """In the reward stage where a group's rewards are all there is to know, else when it is trained."""
+    estimator = make_advantage_estimator(algorithm.advantage_estimator, grpo_norm_by_std=algorithm.grpo_norm_by_std)
+    need_mini_batch = estimator.of_mini_batch is not None
+    if not need_mini_batch and not algorithm.use_kl_in_reward:
+        return Advantages(of_stage=estimator.of_group, credit=Credit(), need_mini_batch=False)
+    penalty = _penalty(algorithm) if algorithm.use_kl_in_reward else None
+    return Advantages(of_stage=None, credit=Credit(estimator, penalty), need_mini_batch=need_mini_batch)
+
+
+def _penalty(algorithm: AlgorithmConfig) -> KlPenalty:
+    control = algorithm.kl_ctrl
+    controller = KlController(
+        coefficient=algorithm.kl_loss_coef,
+        target=control.kl_target if control.type is KlControl.adaptive else None,
+        horizon=control.horizon,
+    )
+    return KlPenalty(get_kl_estimator(algorithm.kl_estimator_type.name), controller)
 
 
 def loss_constants(algorithm: AlgorithmConfig) -> LossConstants:

@@ -53,7 +53,7 @@ def check_logprobs(config: Config, policy_dir: Path) -> None:
     for sentence in idle_settings(config):
         logger.warning("%s", sentence)
     reference = reference_path(config)
-    if reference is None or not config.trainer.algorithm.use_kl_loss:
+    if reference is None or not config.trainer.algorithm.uses_reference:
         return
     sizes = [text_config(read_config(path)).get("vocab_size") for path in (str(policy_dir), reference)]
     if sizes[0] != sizes[1]:
@@ -133,7 +133,7 @@ def stage_works(config: Config, policy: Policy, parts: LogprobParts) -> dict[str
     """
     algorithm = config.trainer.algorithm
     works = {}
-    if algorithm.use_kl_loss and algorithm.ref_logp is RefLogp.stage:
+    if algorithm.uses_reference and algorithm.ref_logp is RefLogp.stage:
         ref = _of_policy(policy, LogprobModel.REF) if parts.ref is None else parts.ref.logprobs_of
         works["ref_logp"] = LogprobStageWork(ref, LogprobModel.REF)
     if POLICY_LOSSES.entry(algorithm.policy_loss_type).needs_old_logprobs:

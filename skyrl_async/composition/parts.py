@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from skyrl_async.algorithms.advantages import make_advantage_estimator
 from skyrl_async.algorithms.aggregation import Aggregation
-from skyrl_async.algorithms.crediting import MiniBatchCredit
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint import Checkpointer
+from skyrl_async.composition.algorithms import make_advantages
 from skyrl_async.composition.data import Prompts, epoch_plan
 from skyrl_async.composition.imports import imported
 from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
@@ -35,7 +34,6 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
 from skyrl_async.inference.policy_files import read_manifest
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.mini_batches import as_they_are
 from skyrl_async.rollout.agent_settings import check_agent_settings, make_agent_generator
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.deadlines import Deadlines
@@ -278,10 +276,9 @@ def make_trainer(
         log=lambda values: listeners.log(staleness.version, values),
         show=listeners.show_stuck,
     )
-    algorithm = trainer.algorithm
-    estimator = make_advantage_estimator(algorithm.advantage_estimator, grpo_norm_by_std=algorithm.grpo_norm_by_std)
+    advantages = make_advantages(trainer.algorithm)
     return FullyAsyncTrainer(
-        settings=_trainer_settings(config, must_wait_for_mini_batch=estimator.of_mini_batch is not None),
+        settings=_trainer_settings(config, must_wait_for_mini_batch=advantages.need_mini_batch),
         dataloader=dataloader,
         staleness=staleness,
         buffer=buffer,
@@ -295,8 +292,8 @@ def make_trainer(
             on_written=lambda checkpoint: policy.checkpoint_written(checkpoint / "policy"),
         ),
         reward_shapes=reward_shapes(config),
-        advantages=estimator.of_group,
-        credit=as_they_are if estimator.of_mini_batch is None else MiniBatchCredit(estimator.of_mini_batch),
+        advantages=advantages.of_stage,
+        credit=advantages.credit,
         log=lambda step, values: listeners.log(
             step,
             {

@@ -179,7 +179,7 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         use_sample_packing=training.use_sample_packing,
         logprobs_chunk_size=training.logprobs_chunk_size,
         temperature=config.generator.sampling.temperature,
-        has_reference=algorithm.use_kl_loss and training.num_ref_workers == 0,
+        has_reference=algorithm.uses_reference and training.num_ref_workers == 0,
         reference_path=reference_path(config),
         policy_loss=POLICY_LOSSES.portable(algorithm.policy_loss_type),
         loss_constants=loss_constants(algorithm),

@@ -3,7 +3,7 @@
 Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``. Imports what the configuration names by its path; computes nothing.
 """
 
-from skyrl_async.config.schema import Config
+from skyrl_async.config.schema import Config, RefLogp
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
@@ -26,4 +26,21 @@ def advantages_can_be_computed(config: Config) -> None:
         raise ConfigError(
             f"trainer.stream_mini_batch must be false or null with trainer.algorithm.advantage_estimator={name}, got true: its advantages "
             "depend on all groups of a step; choose rloo or grpo to train groups as they finish"
+        )
+
+
+def divergence_fits_the_reward(config: Config) -> None:
+    """What is taken from a reward is known before it is trained, and leaves one that the estimator understands."""
+    algorithm = config.trainer.algorithm
+    if not algorithm.use_kl_in_reward:
+        return
+    if algorithm.ref_logp is RefLogp.inline:
+        raise ConfigError(
+            "trainer.algorithm.ref_logp must be stage with trainer.algorithm.use_kl_in_reward=true, got inline: rewards are known before "
+            "the training step"
+        )
+    if algorithm.advantage_estimator == "maxrl":
+        raise ConfigError(
+            "trainer.algorithm.use_kl_in_reward must be false with trainer.algorithm.advantage_estimator=maxrl, got true: it divides by a "
+            "mean of rewards that are never negative; set use_kl_loss=true"
         )

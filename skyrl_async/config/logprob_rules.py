@@ -12,7 +12,7 @@ from skyrl_async.registries import POLICY_LOSSES
 def logprob_workers_have_work(config: Config) -> None:
     """Workers of their own are for log-probs that the loss asks for."""
     algorithm, training = config.trainer.algorithm, config.training
-    if training.num_ref_workers and not algorithm.use_kl_loss:
+    if training.num_ref_workers and not algorithm.uses_reference:
         raise ConfigError(
             f"training.num_ref_workers must be 0 with trainer.algorithm.use_kl_loss=false, got {training.num_ref_workers}: "
             "nothing asks for the reference's log-probs"
@@ -41,7 +41,7 @@ def idle_settings(config: Config) -> list[str]:
         idle.append(
             f"trainer.algorithm.max_seq_len={algorithm.max_seq_len} does nothing with loss_reduction={algorithm.loss_reduction.name}"
         )
-    if not algorithm.use_kl_loss:
+    if not algorithm.uses_reference:
         set_anyway = {
             f"trainer.algorithm.kl_loss_coef={algorithm.kl_loss_coef:g}": algorithm.kl_loss_coef
             != AlgorithmConfig.kl_loss_coef,

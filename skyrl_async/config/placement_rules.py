@@ -47,7 +47,7 @@ def _check_homes(config: Config) -> None:
     """What the policy workers compute is computed on their devices. Raises ``ConfigError`` where it is placed elsewhere."""
     algorithm, groups = config.trainer.algorithm, config.placement.groups or []
     asked = {
-        "ref": algorithm.use_kl_loss,
+        "ref": algorithm.uses_reference,
         "logp": POLICY_LOSSES.entry(algorithm.policy_loss_type).needs_old_logprobs,
     }
     for stage, is_asked in asked.items():

@@ -10,7 +10,11 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from skyrl_async.config.algorithm_rules import advantages_can_be_computed, policy_loss_is_known
+from skyrl_async.config.algorithm_rules import (
+    advantages_can_be_computed,
+    divergence_fits_the_reward,
+    policy_loss_is_known,
+)
 from skyrl_async.config.correction_rules import sequence_ratios_are_of_the_whole_vocabulary, weights_have_a_place
 from skyrl_async.config.devices import engine_device, has_distribution, num_gpus, training_device
 from skyrl_async.config.logprob_rules import logprob_workers_have_work
@@ -305,6 +309,7 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     overlong_buffer_fits_the_answer,
     reward_shaping_is_a_path,
     policy_loss_is_known,
+    divergence_fits_the_reward,
     logprob_workers_have_work,
     weights_have_a_place,
     sequence_ratios_are_of_the_whole_vocabulary,

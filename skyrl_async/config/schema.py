@@ -83,6 +83,11 @@ class KlEstimator(Enum):
     abs = "abs"
 
 
+class KlControl(Enum):
+    fixed = "fixed"
+    adaptive = "adaptive"
+
+
 class RefLogp(Enum):
     stage = "stage"
     inline = "inline"
@@ -355,6 +360,21 @@ class GeneratorConfig:
 
 
 @dataclass
+class KlCtrlConfig:
+    type: KlControl = doc(
+        KlControl.fixed, "adaptive moves the coefficient after each step, so that the divergence comes to kl_target."
+    )
+    kl_target: float = doc(0.1, "Mean divergence per token to come to, nats.")
+    horizon: int = doc(
+        10_000, "Samples over which the coefficient moves by at most a fifth; the larger, the more slowly it follows."
+    )
+
+    def __post_init__(self) -> None:
+        require(self.kl_target > 0, "trainer.algorithm.kl_ctrl.kl_target", "> 0", self.kl_target)
+        require(self.horizon >= 1, "trainer.algorithm.kl_ctrl.horizon", ">= 1", self.horizon)
+
+
+@dataclass
 class AlgorithmConfig:
     advantage_estimator: str = doc(
         "grpo",
@@ -410,7 +430,16 @@ class AlgorithmConfig:
         False,
         "Add kl_loss_coef times the divergence from a frozen reference (trainer.ref.path) to the loss of every token.",
     )
-    kl_loss_coef: float = doc(0.001, "Of that divergence, >= 0; 0 only measures it (policy/ref_kl).")
+    use_kl_in_reward: bool = doc(
+        False,
+        "Take kl_loss_coef times the divergence of an answer's tokens, from the engine's log-probs to the frozen reference's, from its "
+        "reward before advantages are computed. In place of use_kl_loss.",
+    )
+    kl_ctrl: KlCtrlConfig = doc(KlCtrlConfig, "Of the coefficient with use_kl_in_reward.")
+    kl_loss_coef: float = doc(
+        0.001,
+        "Of that divergence, >= 0; 0 only measures it (policy/ref_kl, policy/reward_kl). With kl_ctrl.type=adaptive what it begins with.",
+    )
     kl_estimator_type: KlEstimator = doc(
         KlEstimator.k3,
         "Per token, r the reference's probability over the policy's: k1 is -log r (no force in the mean), k2 is (log r)^2 / 2 (pulls as "
@@ -436,6 +465,17 @@ class AlgorithmConfig:
         )
         for key in not_negative:
             require(getattr(self, key) >= 0, f"trainer.algorithm.{key}", ">= 0", getattr(self, key))
+        require(
+            not (self.use_kl_loss and self.use_kl_in_reward),
+            "trainer.algorithm.use_kl_in_reward",
+            "false with trainer.algorithm.use_kl_loss=true, which takes the same divergence into account",
+            self.use_kl_in_reward,
+        )
+        if self.kl_ctrl.type is KlControl.adaptive:
+            key, expected = "trainer.algorithm.kl_ctrl.type", "fixed without trainer.algorithm.use_kl_in_reward=true"
+            require(self.use_kl_in_reward, key, expected, self.kl_ctrl.type.name)
+            coef, expected = self.kl_loss_coef, "> 0 with trainer.algorithm.kl_ctrl.type=adaptive, which multiplies it"
+            require(coef > 0, "trainer.algorithm.kl_loss_coef", expected, coef)
         require(0 <= self.eps_clip_low < 1, "trainer.algorithm.eps_clip_low", "in [0, 1)", self.eps_clip_low)
         require(self.eps_clip_high >= 0, "trainer.algorithm.eps_clip_high", ">= 0", self.eps_clip_high)
         require(self.tis_cap > 0, "trainer.algorithm.tis_cap", "> 0", self.tis_cap)
@@ -454,6 +494,11 @@ class AlgorithmConfig:
             "set with trainer.algorithm.loss_reduction=seq_mean_token_sum_norm",
             length,
         )
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether anybody asks for log-probs of the frozen reference."""
+        return self.use_kl_loss or self.use_kl_in_reward
 
 
 @dataclass
@@ -531,7 +576,7 @@ class TrainerConfig:
     seed: int = doc(0, "Of everything that is drawn: shuffling, the warm start, sampling where the engine allows.")
     algorithm: AlgorithmConfig = doc(AlgorithmConfig, "Advantages and loss.")
     fully_async: FullyAsyncConfig = doc(FullyAsyncConfig, "Dynamic sampling.")
-    ref: RefConfig = doc(RefConfig, "The frozen reference of trainer.algorithm.use_kl_loss.")
+    ref: RefConfig = doc(RefConfig, "The frozen reference of trainer.algorithm.use_kl_loss and use_kl_in_reward.")
     resume_mode: ResumeMode = doc(
         ResumeMode.none,
         "latest continues trainer.output_dir's newest checkpoint (a fresh start where there is none); "

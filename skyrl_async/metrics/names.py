@@ -84,6 +84,11 @@ METRICS: dict[str, Metric] = {
     "timing/checkpoint": Metric("s", "Writing a checkpoint."),
     "timing/eval": Metric("s", "Evaluation on held-out prompts."),
     "policy/loss": Metric("loss", "Policy loss, as trainer.algorithm.loss_reduction makes one of the tokens' losses."),
+    "policy/reward_kl": Metric(
+        "nats",
+        "Divergence of who sampled from the reference (trainer.algorithm.kl_estimator_type), mean over samples of the mean over tokens.",
+    ),
+    "policy/reward_kl_coef": Metric("1", "Of that divergence in the reward, in this step."),
     "policy/grad_norm": Metric("norm", "Of the gradient, before clipping."),
     "policy/lr": Metric("1", "Learning rate."),
     "policy/ratio": Metric("ratio", "New over behavior probability, mean over trained tokens."),

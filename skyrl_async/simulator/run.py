@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from skyrl_async.algorithms.crediting import Credit
 from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.composition.turns import engine_turns, policy_in_turn, prepare_in_turn, training_turn
 from skyrl_async.data.dataloader import _AsyncDataloader
@@ -22,7 +23,6 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.mini_batches import Credit, as_they_are
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.deadlines import Deadlines
 from skyrl_async.rollout.dynamic_sampling import SignalFilter
@@ -101,7 +101,7 @@ def build_simulation(
     engine_around: Callable[[ModelledEngine], InferenceEngine] = lambda engine: engine,
     make_buffer: Callable[[int], GroupBuffer] = GroupBuffer,
     advantages: Callable[[Sequence[float]], Sequence[float]] | None = lambda rewards: [0.0] * len(rewards),
-    credit: Credit = as_they_are,
+    credit: Credit | None = None,
     prepare_with: Callable[[ModelledPolicy], Mapping[str, Prepare]] = lambda policy: {},
     trace: Trace | None = None,
 ) -> Simulation:

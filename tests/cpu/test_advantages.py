@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.algorithms.advantages import (
+    AdvantageEstimator,
     GroupRewards,
     dr_grpo_advantages,
     grpo_advantages,
@@ -19,7 +20,7 @@ from skyrl_async.algorithms.advantages import (
     rloo_advantages,
     row_advantages,
 )
-from skyrl_async.algorithms.crediting import MiniBatchCredit
+from skyrl_async.algorithms.crediting import Credit
 from skyrl_async.errors import ConfigError
 from skyrl_async.types import Group, Trajectory
 from tests.cpu.enumerated_policy import IS_RIGHT, REWARDS, Outcome, logits_of, mean_of_estimator, policy_gradient
@@ -201,7 +202,7 @@ def test_a_mini_batch_gets_its_advantages_row_by_row_without_abandoned_samples()
     groups = [
         Group(uid=str(i), admission_index=i, scheduled_version=0, trajectories=of_one) for i, of_one in enumerate(rows)
     ]
-    first, second = MiniBatchCredit(reinforce_pp_advantages)(groups)
+    first, second = Credit(AdvantageEstimator(of_mini_batch=reinforce_pp_advantages))(groups)
     expected = reinforce_pp_advantages(
         [GroupRewards(rewards=(1.0, 0.0), num_tokens=(3, 2)), GroupRewards(rewards=(0.5,), num_tokens=(4,))]
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from skyrl_async.algorithms.loss_constants import LossConstants
-from skyrl_async.composition.algorithms import loss_constants
+from skyrl_async.composition.algorithms import loss_constants, make_advantages
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.logprob_rules import idle_settings
 from skyrl_async.errors import ConfigError
@@ -130,3 +130,36 @@ def test_the_defaults_of_the_configuration_are_those_of_the_constants() -> None:
 def test_a_wrong_policy_loss_is_refused_with_what_to_change(overrides: list[str], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         from_overrides(*overrides)
+
+
+KL = "trainer.algorithm.use_kl_in_reward=true"
+ADAPTIVE = "trainer.algorithm.kl_ctrl.type=adaptive"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([KL, "trainer.algorithm.use_kl_loss=true"], "use_kl_in_reward must be false with .*use_kl_loss=true"),
+        ([ADAPTIVE], "kl_ctrl.type must be fixed without trainer.algorithm.use_kl_in_reward=true, got 'adaptive'"),
+        ([KL, ADAPTIVE, "trainer.algorithm.kl_loss_coef=0"], "kl_loss_coef must be > 0 with .*type=adaptive"),
+        ([KL, "trainer.algorithm.kl_ctrl.kl_target=0"], "kl_ctrl.kl_target must be > 0, got 0.0"),
+        ([KL, "trainer.algorithm.kl_ctrl.horizon=0"], "kl_ctrl.horizon must be >= 1, got 0"),
+        ([KL, "trainer.algorithm.ref_logp=inline"], "ref_logp must be stage with .*use_kl_in_reward=true, got inline"),
+        ([KL, f"{ESTIMATOR}=maxrl"], "use_kl_in_reward must be false with .*=maxrl, got true: .* set use_kl_loss=true"),
+    ],
+)
+def test_a_contradictory_divergence_is_refused_with_what_to_change(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        from_overrides(*overrides)
+
+
+def test_divergence_in_the_reward_asks_for_the_reference_and_is_credited_when_a_group_is_trained() -> None:
+    config = from_overrides(KL, ADAPTIVE, "trainer.algorithm.kl_loss_coef=0.02", "training.num_ref_workers=1")
+    assert config.trainer.algorithm.uses_reference
+    assert idle_settings(config) == []
+    made = make_advantages(config.trainer.algorithm)
+    assert (made.of_stage, made.need_mini_batch, made.credit.kl_coef) == (None, False, 0.02)
+    plain = make_advantages(from_overrides().trainer.algorithm)
+    assert plain.of_stage is not None
+    assert plain.credit.kl_coef is None
+    assert make_advantages(from_overrides(f"{ESTIMATOR}=reinforce++").trainer.algorithm).need_mini_batch

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from skyrl_async.algorithms.advantages import GroupRewards
-from skyrl_async.algorithms.crediting import MiniBatchCredit
+from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards
+from skyrl_async.algorithms.crediting import Credit
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.run import SimulationSettings, build_simulation
 from skyrl_async.types import Group
@@ -27,7 +27,7 @@ def test_all_groups_of_a_step_are_credited_together_unless_it_streams(streamed: 
         simulation = build_simulation(
             replace(SETTINGS, stream_mini_batch=streamed),
             advantages=None,
-            credit=MiniBatchCredit(compute),
+            credit=Credit(AdvantageEstimator(of_mini_batch=compute)),
             log_groups=lambda _, groups: trained.append(list(groups)),
         )
         await simulation.trainer.run()
