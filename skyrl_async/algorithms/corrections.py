@@ -84,7 +84,8 @@ def token_mask(log_ratio: Tensor, *, low: float, high: float) -> Tensor:
     """Keep tokens with ``low <= pi / mu <= high``.
 
     With ``token_tis`` it is the ``M(k)`` of IcePop, which is k within the bounds and 0 outside (Ring-1T, arXiv 2510.18855, section on
-    IcePop; alpha = 0.5, beta = 5), and with ``low = 0`` the token-level masked importance sampling of Liu, Li et al. (2025), part 3.
+    IcePop, with alpha = 0.5, beta = 5; INTELLECT-3 technical report, equations 1 and 2, with pi the policy being trained), and with
+    ``low = 0`` the token-level masked importance sampling of Liu, Li et al. (2025), part 3.
 
     Args:
         log_ratio: (N,) float, ``log pi - log mu``, nats.

@@ -4,12 +4,16 @@ import asyncio
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.control_plane import WakesEveryone, WakesOne, measure
 from benchmarks.report import conditions, report
+from benchmarks.staleness_curves import CORRECTIONS, Plan, against_no_staleness, known_rows
+from benchmarks.staleness_picture import draw_staleness_curves
 from benchmarks.staleness_policies import Case
 from benchmarks.staleness_policies import measure as measure_policy
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -65,6 +69,7 @@ def test_waking_one_waiter_admits_many_times_what_waking_all_of_them_does() -> N
         "publish",
         "published_results",
         "schedules",
+        "staleness_curves",
         "staleness_policies",
     ],
 )
@@ -89,3 +94,55 @@ def test_the_staleness_benchmark_measures_a_policy_in_the_real_loop(policy: str)
         assert row["wasted_share"] == 0 and row["length_ratio"] == pytest.approx(1.0) and row["share_of_limit"] <= 1
     else:
         assert row["wasted_share"] > 0 and row["length_ratio"] < 1
+
+
+PLAN = Plan(
+    corrections=("none", "icepop"),
+    bounds=(0, 4),
+    seeds=(0, 1),
+    policy="wait",
+    num_steps=45,
+    num_eval_prompts=100,
+    overrides=(),
+)
+
+
+def learned(correction: str, staleness: int, seed: int, reward: float) -> dict[str, Any]:
+    """A row as it is written, of a run that ended at ``reward``."""
+    row = {"correction": correction, "staleness": staleness, "seed": seed, "policy": "wait", "steps": 45}
+    return row | {"reward_after": reward, "curve": [[0, 0.5], [45, reward]]}
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_every_correction_of_the_staleness_curves_is_a_configuration_that_runs(correction: str) -> None:
+    config = PLAN.config(correction, seed=3)
+    assert config.trainer.max_staleness_steps == 4 and config.trainer.seed == 3
+
+
+def test_runs_whose_rows_are_there_are_not_run_again_and_those_of_other_lengths_are(tmp_path: Path) -> None:
+    rows = [learned("none", 0, 0, 1.0), learned("none", 4, 0, 1.0), learned("icepop", 4, 0, 1.0)]
+    shorter = learned("none", 4, 1, 1.0) | {"steps": 8}
+    assert list(PLAN.lacking([*rows, shorter])) == [("icepop", 0, [0]), ("none", 1, [0, 4]), ("icepop", 1, [0, 4])]
+    path = tmp_path / "curves.json"
+    path.write_text(json.dumps({"conditions": {"overrides": []}, "rows": rows}))
+    assert known_rows(path, PLAN) == rows and known_rows(tmp_path / "none", PLAN) == []
+    with pytest.raises(SystemExit, match="holds rows of other overrides"):
+        known_rows(path, replace(PLAN, overrides=("training.lr=1e-3",)))
+
+
+def test_what_staleness_costs_is_a_difference_per_seed_with_its_error() -> None:
+    rows = [learned("none", bound, seed, 0.9 - 0.1 * (bound > 0) * seed) for bound in (0, 4) for seed in (1, 2)]
+    (found,) = against_no_staleness([*rows, learned("icepop", 4, 0, 1.0)], 100)
+    assert (found["correction"], found["staleness"], found["seeds"]) == ("none", 4, 2)
+    assert found["reward_difference"] == pytest.approx(-0.15)
+    assert found["standard_error"] == pytest.approx(0.05) and not found["is_within_noise"]
+    (alike,) = against_no_staleness([learned("none", 0, 0, 0.8), learned("none", 4, 0, 0.85)], 100)
+    assert alike["standard_error"] == pytest.approx(((0.8 * 0.2 + 0.85 * 0.15) / 100) ** 0.5)
+    assert alike["is_within_noise"]
+
+
+def test_curves_are_drawn_of_whatever_rows_there_are(tmp_path: Path) -> None:
+    some = [learned(name, bound, 0, 0.9) for name in ("none", "icepop", "mis", "opsm", "m2po") for bound in (0, 4)]
+    for index, rows in enumerate(([], some[:1], some)):
+        draw_staleness_curves(rows, tmp_path / f"{index}.png")
+        assert (tmp_path / f"{index}.png").stat().st_size > 1000

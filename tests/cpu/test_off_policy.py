@@ -275,6 +275,11 @@ def test_how_rows_are_split_laid_out_and_ordered_changes_neither_gradients_nor_f
     assert split_figures == pytest.approx(whole_figures, abs=1e-6)
 
 
+def test_a_forward_without_rows_has_nothing_to_correct() -> None:
+    loss = objective("decoupled_ppo", EVERYTHING)(torch.empty(0, requires_grad=True), collate([], CPU), None)
+    assert loss.total.item() == 0.0 and loss.corrected is not None and loss.corrected.is_masked.numel() == 0
+
+
 def singles_of(several: CorrectionSettings) -> Iterator[CorrectionSettings]:
     """Each of the corrections alone."""
     for name in several.__slots__:
