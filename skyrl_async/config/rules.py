@@ -48,7 +48,7 @@ def task_is_known(config: Config) -> None:
 
 
 def reasoning_gym_is_installed(config: Config) -> None:
-    if config.task.name == REASONING_GYM_TASK and importlib.util.find_spec("reasoning_gym") is None:
+    if config.task.name == REASONING_GYM_TASK and not has_distribution("reasoning-gym"):
         raise ConfigError(
             "task.name=reasoning_gym needs the package reasoning-gym, which is not installed: "
             "install skyrl-async[reasoning-gym] (uv run --extra reasoning-gym ...)"

