@@ -26,7 +26,8 @@ class TrainerSettings:
     publish_every_steps: int = 1
     """Optimizer steps between publishes; at most ``max_staleness_steps + 1``, or training would wait for ever."""
     publishes_between_batches: bool = False
-    """Weights change only when the mini-batch being generated is complete."""
+    """Weights change only when no group is being generated and none may be admitted: which version samples which token then
+    depends on nothing that is measured in seconds."""
     validates_only: bool = False
     """Nothing is trained."""
     aggregation: Aggregation = field(default_factory=Aggregation)

@@ -251,7 +251,7 @@ def make_trainer(
         mini_batch_size,
         trainer.staleness_bound,
         None if trainer.num_steps is None else trainer.num_steps * mini_batch_size,
-        limits_buffered_groups=trainer.limit_buffered_groups and not is_one_step_off,
+        limits_buffered_groups=trainer.limit_buffered_groups and not (is_one_step_off or trainer.deterministic),
         admits_whole_batches=is_one_step_off,
     )
     buffer = GroupBuffer(mini_batch_size * (trainer.staleness_bound + 1))
@@ -375,6 +375,6 @@ def _trainer_settings(config: Config, *, must_wait_for_mini_batch: bool) -> Trai
         checkpoint_interval_steps=trainer.checkpoint_interval_steps,
         check_interval_steps=trainer.logprob_probe_interval_steps,
         publish_every_steps=trainer.publish_every_steps,
-        publishes_between_batches=trainer.schedule is Schedule.one_step_off,
+        publishes_between_batches=trainer.schedule is Schedule.one_step_off or trainer.deterministic,
         aggregation=Aggregation(name=trainer.algorithm.loss_reduction.name, max_seq_len=trainer.algorithm.max_seq_len),
     )

@@ -49,6 +49,7 @@ from skyrl_async.rollout.generator import Generator
 from skyrl_async.stopping import StopRequest
 from skyrl_async.trainer import FullyAsyncTrainer
 from skyrl_async.training.recovering import RecoveringPolicy
+from skyrl_async.training.rng import seed_all
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 
@@ -92,6 +93,7 @@ async def started_parts(
         checkpoint: what will be resumed; one of another model is refused before anything boots.
         stack: ends the parts; it knows afterwards what did not end.
     """
+    seed_all(config.trainer.seed)
     plan = _planned(config, checkpoint, say)
     async with stack or ClosingStack() as stack:
         say("starting Ray")

@@ -572,7 +572,11 @@ class TrainerConfig:
         "Accumulate gradients of finished groups while the mini-batch's last ones are still generated. Null: unless "
         "trainer.algorithm.advantage_estimator needs them all at once.",
     )
-    deterministic: bool = doc(False, "Train groups in the order of admission.")
+    deterministic: bool = doc(
+        False,
+        "Nothing that is trained depends on how long anything took: groups are trained in the order of admission, weights change when no "
+        "group is in flight, and limit_buffered_groups is off. With engine=deterministic two runs are equal bit for bit.",
+    )
     seed: int = doc(0, "Of everything that is drawn: shuffling, the warm start, sampling where the engine allows.")
     algorithm: AlgorithmConfig = doc(AlgorithmConfig, "Advantages and loss.")
     fully_async: FullyAsyncConfig = doc(FullyAsyncConfig, "Dynamic sampling.")

@@ -21,9 +21,12 @@ from skyrl_async.rollout.episode_state import EpisodeState
 from skyrl_async.rollout.members import play_members
 from skyrl_async.rollout.metering import charge
 from skyrl_async.rollout.turn import Speaker, Turn, TurnRequest
-from skyrl_async.types import FinishReason, GroupRequest, Prompt, Trajectory
+from skyrl_async.types import FinishReason, GroupRequest, Trajectory
 
 logger = logging.getLogger(__name__)
+
+_ENVIRONMENT = -1
+"""In place of a turn, the number of a sample's environment among its seeds."""
 
 
 class EpisodePlayer:
@@ -59,7 +62,7 @@ class EpisodePlayer:
     async def _play(self, request: GroupRequest, sample_index: int) -> Trajectory:
         prompt = request.prompt
         saved = request.saved.take(sample_index)
-        calls, state = self._calls(prompt), EpisodeState()
+        calls, state = self._calls(request, sample_index), EpisodeState()
         try:
             if saved is not None:
                 calls, state = await self._restored(request, sample_index, saved, calls)
@@ -86,20 +89,21 @@ class EpisodePlayer:
             logger.warning("sample %d of %s begins anew: %r", sample_index, request.prompt.uid, error)
             request.saved.discard(sample_index)
             calls.close()
-            return self._calls(request.prompt), EpisodeState()
+            return self._calls(request, sample_index), EpisodeState()
         charge(state.num_delivered_tokens)
         return calls, state
 
-    def _calls(self, prompt: Prompt) -> EnvironmentCalls:
+    def _calls(self, request: GroupRequest, sample_index: int) -> EnvironmentCalls:
         """Of a fresh environment."""
-        environment = self._make_environment(prompt.env_class, self._extras(prompt.extras))
+        seed = derive_seed(request.seed, sample_index, _ENVIRONMENT)
+        environment = self._make_environment(request.prompt.env_class, self._extras(request.prompt.extras, seed))
         return EnvironmentCalls(environment, self._executor, self._places)
 
-    def _extras(self, extras: dict[str, Any]) -> dict[str, Any]:
-        """A copy for one environment, which also learns the most turns it will get."""
+    def _extras(self, extras: dict[str, Any], seed: int) -> dict[str, Any]:
+        """A copy for one environment, which also learns the most turns it will get and, unless the row says one, its sample's seed."""
         max_turns = extras.get("max_turns")
         limit = self._max_turns if max_turns is None else min(int(max_turns), self._max_turns)
-        return {**deepcopy(extras), "max_turns": limit}
+        return {"seed": seed, **deepcopy(extras), "max_turns": limit}
 
     async def _take_turns(
         self, request: GroupRequest, sample_index: int, calls: EnvironmentCalls, state: EpisodeState

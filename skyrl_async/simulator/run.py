@@ -306,6 +306,6 @@ def _trainer_settings(settings: SimulationSettings) -> TrainerSettings:
         checkpoint_interval_steps=settings.checkpoint_interval_steps,
         check_interval_steps=0,
         publish_every_steps=settings.publish_every_steps,
-        publishes_between_batches=settings.is_one_step_off,
+        publishes_between_batches=settings.is_one_step_off or settings.publishes_between_batches,
         validates_only=settings.validates_only,
     )

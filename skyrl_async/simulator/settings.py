@@ -51,6 +51,8 @@ class SimulationSettings:
     publish_every_steps: int = 1
     is_one_step_off: bool = False
     """See ``config.schema.Schedule``; ``max_staleness_steps`` is to be 1, and ``stream_mini_batch`` false."""
+    publishes_between_batches: bool = False
+    """As with ``trainer.deterministic``, or ``is_one_step_off``."""
     max_publish_retries: int = 0
     stream_mini_batch: bool = True
     deterministic: bool = False

@@ -12,7 +12,9 @@ import pytest
 from skyrl_async.algorithms.advantages import grpo_advantages
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint import Checkpointer, read_state
+from skyrl_async.composition.parts import _trainer_settings
 from skyrl_async.composition.turns import engine_turns, policy_in_turn, training_turn
+from skyrl_async.config.load import from_overrides
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.device_turns import groups_by_member
 from skyrl_async.inference.client import InferenceEngineClient
@@ -98,6 +100,7 @@ class Job:
     micro_batch_tokens: int = 4096
     checkpoint_interval_steps: int = 0
     check_interval_steps: int = 1
+    publishes_between_batches: bool = False
     env_class: str = "letters"
     sampling: SamplingParams = SAMPLING
     shared_by: tuple[str, ...] = ()
@@ -193,6 +196,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
             validation=ValidationSettings(),
             checkpoint_interval_steps=job.checkpoint_interval_steps,
             check_interval_steps=job.check_interval_steps,
+            publishes_between_batches=job.publishes_between_batches,
         ),
         dataloader=dataloader,
         staleness=staleness,
@@ -307,6 +311,45 @@ def test_contract_9_the_micro_batch_size_does_not_change_the_losses(
 def test_two_runs_of_the_same_job_are_equal_bit_for_bit_at_any_staleness(policy_dir: Path, tmp_path: Path) -> None:
     job = Job(max_staleness_steps=2)
     assert train(job, policy_dir, tmp_path / "a") == train(job, policy_dir, tmp_path / "b")
+
+
+def slow_by(seconds: float) -> Callable[[Running], None]:
+    """Have every call of the policy take so long."""
+
+    def delay(running: Running) -> None:
+        forward_backward = running.policy.forward_backward
+
+        async def delayed(*arguments: Any) -> dict[str, float]:
+            await asyncio.sleep(seconds)
+            return await forward_backward(*arguments)
+
+        running.policy.forward_backward = delayed  # type: ignore[method-assign]
+
+    return delay
+
+
+def test_with_weights_that_change_between_batches_a_run_does_not_depend_on_how_long_anything_takes(
+    policy_dir: Path, tmp_path: Path
+) -> None:
+    """What ``trainer.deterministic`` asks for: the same losses and weights, whichever of engine and trainer is the slower."""
+    still = Job(max_staleness_steps=2, publishes_between_batches=True, check_interval_steps=0)
+    in_flight = replace(still, publishes_between_batches=False)
+
+    def outcomes(job: Job) -> tuple[Outcome, Outcome]:
+        fast = train(job, policy_dir, tmp_path / "fast")
+        return fast, train(job, policy_dir, tmp_path / "slow", slow_by(0.02))
+
+    same, slow = outcomes(still)
+    assert same == slow
+    other, slow = outcomes(in_flight)
+    assert other != slow, "publishes fall into the middle of answers"
+
+
+@pytest.mark.parametrize("is_deterministic", [True, False])
+def test_the_configuration_s_key_changes_weights_between_batches(is_deterministic: bool) -> None:
+    config = from_overrides(f"trainer.deterministic={str(is_deterministic).lower()}")
+    settings = _trainer_settings(config, must_wait_for_mini_batch=False)
+    assert settings.deterministic == settings.publishes_between_batches == is_deterministic
 
 
 @pytest.mark.parametrize(

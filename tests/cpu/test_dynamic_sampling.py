@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from skyrl_async.rollout.dynamic_sampling import NoSignal, SignalFilter
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
-from skyrl_async.types import GroupRequest, Trajectory
+from skyrl_async.types import Group, GroupRequest, Trajectory
 
 FILTERING = SimulationSettings(
     mini_batch_size=4,
@@ -205,6 +206,53 @@ def test_contract_3_staleness_zero_trains_what_a_plain_loop_of_draw_until_full_t
         return steps
 
     assert [[uid(group) for group in step] for step in trained(asynchronous)] == run_in_virtual_time(plain_loop())
+
+
+@given(
+    tokens_per_second=st.floats(20.0, 500.0),
+    seconds_per_token=st.floats(0.0, 5e-3),
+    load_seconds=st.floats(0.0, 5.0),
+    step_seconds=st.floats(0.0, 20.0),
+    bound=st.integers(0, 3),
+    share=st.sampled_from([0.4, 1.0]),
+    publish_every=st.integers(1, 2),
+)
+@settings(max_examples=20, deadline=None)
+def test_with_weights_that_change_between_batches_what_is_trained_does_not_depend_on_how_long_anything_takes(
+    tokens_per_second: float,
+    seconds_per_token: float,
+    load_seconds: float,
+    step_seconds: float,
+    bound: int,
+    share: float,
+    publish_every: int,
+) -> None:
+    """Not even which groups are filtered: prompts, admissions and every token's version are the same."""
+    job = replace(
+        FILTERING,
+        deterministic=True,
+        publishes_between_batches=True,
+        max_staleness_steps=bound,
+        publish_every_steps=min(publish_every, bound + 1),
+        num_epochs=20,
+    )
+    times = {
+        "tokens_per_second": tokens_per_second,
+        "seconds_per_token": seconds_per_token,
+        "load_seconds": load_seconds,
+        "step_seconds": step_seconds,
+    }
+    runs = []
+    for settings_of_run in (job, replace(job, **times)):
+        rows: list[tuple] = []
+
+        def note(version: int, groups: Sequence[Group], rows: list[tuple] = rows) -> None:
+            rows.extend((version, g.uid, g.epoch, g.admission_index, g.scheduled_version) for g in groups)
+            rows.extend(row.versions for g in groups for row in g.trajectories)
+
+        simulate(settings_of_run, share, log_groups=note)
+        runs.append(rows)
+    assert runs[0] == runs[1]
 
 
 def test_places_of_filtered_groups_are_refilled_while_generation_goes_on() -> None:

@@ -251,7 +251,24 @@ async def test_the_number_of_turns_is_bounded_and_the_environment_knows_the_boun
     (trajectory,) = await play(ScriptedSampler(["a", "b", "c"]), make, request(), max_turns=2)
     assert trajectory.num_turns == 2
     assert not trajectory.is_truncated
-    assert told == [{"depth": [3], "max_turns": 2}]
+    assert [{**extras, "seed": 0} for extras in told] == [{"depth": [3], "max_turns": 2, "seed": 0}]
+
+
+async def test_each_environment_gets_a_seed_of_its_sample_unless_the_row_says_one() -> None:
+    told: list[dict[str, Any]] = []
+
+    def make(name: str, extras: dict[str, Any]) -> Quiz:
+        told.append(extras)
+        return Quiz(1)
+
+    def asked(seed: int, extras: dict[str, Any]) -> GroupRequest:
+        prompt = Prompt(uid="p", messages=({"role": "user", "content": "hello"},), env_class="quiz", extras=extras)
+        return GroupRequest(prompt=prompt, num_samples=2, sampling=SamplingParams(max_tokens=9), seed=seed)
+
+    for seed, extras in ((1, {}), (1, {}), (2, {}), (2, {"seed": 7})):
+        await GymGenerator(ScriptedSampler(["a", "b"]), RENDERER, make).generate(asked(seed, extras))
+    first, again, other, own = ({extras["seed"] for extras in told[i : i + 2]} for i in range(0, 8, 2))
+    assert first == again and len(first | other) == 4 and own == {7}
 
 
 async def test_a_shortened_action_keeps_the_sampled_tokens_that_spell_it(play: Play) -> None:
