@@ -116,6 +116,7 @@ def test_any_split_into_groups_ranks_and_micro_batches_gives_the_gradient_of_the
             micro_batch_tokens=micro_batch_tokens,
             overhead_tokens=5,
             num_ranks=num_ranks,
+            is_packed=False,
         )
         for indices in (indices for plan in plans for indices in plan if indices):
             batch = collate([rows[i][0] for i in indices], torch.device("cpu"), is_packed=False)
