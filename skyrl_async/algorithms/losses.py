@@ -5,14 +5,15 @@ ours, and the configuration may name others. Nothing here reduces over the token
 step, so that neither micro-batches nor ranks change the result.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from skyrl_async.algorithms.loss_constants import LossConstants
-from skyrl_async.registries import POLICY_LOSSES
+from skyrl_async.registries import POLICY_LOSSES, LossEntry, path_of
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are cut here, so that ``exp`` stays finite; the gradient past it is zero."""
@@ -66,6 +67,29 @@ def make_policy_loss(name: str, constants: LossConstants) -> PolicyLossFn:
     """The loss called ``name``, or at the path ``name``, with its constants. Raises ``ConfigError`` listing the known ones."""
     loss = POLICY_LOSSES.load(POLICY_LOSSES.entry(name))
     return lambda tokens: loss(tokens, constants)
+
+
+F = TypeVar("F", bound=Callable[..., TokenLoss])
+
+
+def register_policy_loss(name: str, *, needs_old_logprobs: bool = False) -> Callable[[F], F]:
+    """Decorator: let ``trainer.algorithm.policy_loss_type=name`` mean this function of (``LossTokens``, ``LossConstants``).
+
+    Policy workers are other processes: they import the module where the function is, by its path.
+
+    Args:
+        name: without a colon; one that is known is replaced.
+        needs_old_logprobs: finished rows are recomputed for it (``LossTokens.old_logprobs``).
+
+    Raises:
+        ConfigError: the function is not at the top of a module that can be imported.
+    """
+
+    def register(function: F) -> F:
+        POLICY_LOSSES.register(name, LossEntry(path=path_of(function), needs_old_logprobs=needs_old_logprobs))
+        return function
+
+    return register
 
 
 @torch.no_grad()

@@ -10,7 +10,10 @@ from skyrl_async.algorithms.crediting import Credit
 from skyrl_async.algorithms.kl import get_kl_estimator
 from skyrl_async.algorithms.kl_penalty import KlController, KlPenalty
 from skyrl_async.algorithms.loss_constants import LossConstants
-from skyrl_async.config.schema import AlgorithmConfig, KlControl
+from skyrl_async.algorithms.losses import make_policy_loss
+from skyrl_async.algorithms.trial import try_estimator, try_policy_loss
+from skyrl_async.config.kl_control import KlControl
+from skyrl_async.config.schema import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,14 @@ class Advantages:
     """When the group is trained."""
     need_mini_batch: bool
     """All groups of a step at once."""
+
+
+def check_algorithm(algorithm: AlgorithmConfig) -> None:
+    """Try the estimator and the policy loss on a few numbers. Raises ``ConfigError`` for one that cannot be trained with."""
+    name = algorithm.advantage_estimator
+    try_estimator(name, make_advantage_estimator(name, grpo_norm_by_std=algorithm.grpo_norm_by_std))
+    name = algorithm.policy_loss_type
+    try_policy_loss(name, make_policy_loss(name, loss_constants(algorithm)))
 
 
 def make_advantages(algorithm: AlgorithmConfig) -> Advantages:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from skyrl_async.composition.algorithms import check_algorithm
 from skyrl_async.composition.bundles import reserve_devices
 from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.data import (
@@ -165,6 +166,7 @@ class _Plan:
 def _planned(config: Config, checkpoint: Path | None, say: Say) -> _Plan:
     """Refuse what can be refused without a process. Raises ``ConfigError`` and ``PolicyError``."""
     check_generator(config)
+    check_algorithm(config.trainer.algorithm)
     prompts = prepare_prompts(config)
     files = PolicyFiles(config, prompts, say)
     initial = files.initial()

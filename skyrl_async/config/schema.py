@@ -11,6 +11,7 @@ from typing import Any
 
 from skyrl_async.config.corrections import OffPolicyCorrectionConfig
 from skyrl_async.config.fields import doc, require
+from skyrl_async.config.kl_control import KlControl, KlCtrlConfig
 from skyrl_async.config.lora import LoraConfig
 from skyrl_async.config.policy_losses import CispoConfig, DppoConfig, SapoConfig
 from skyrl_async.config.task import TaskConfig
@@ -81,11 +82,6 @@ class KlEstimator(Enum):
     k2 = "k2"
     k3 = "k3"
     abs = "abs"
-
-
-class KlControl(Enum):
-    fixed = "fixed"
-    adaptive = "adaptive"
 
 
 class RefLogp(Enum):
@@ -357,21 +353,6 @@ class GeneratorConfig:
     def longest_response(self) -> int:
         """Tokens of a response at which a limit cuts it: of an episode, or where that has no limit, of a generation call."""
         return self.max_trajectory_tokens or self.sampling.max_tokens
-
-
-@dataclass
-class KlCtrlConfig:
-    type: KlControl = doc(
-        KlControl.fixed, "adaptive moves the coefficient after each step, so that the divergence comes to kl_target."
-    )
-    kl_target: float = doc(0.1, "Mean divergence per token to come to, nats.")
-    horizon: int = doc(
-        10_000, "Samples over which the coefficient moves by at most a fifth; the larger, the more slowly it follows."
-    )
-
-    def __post_init__(self) -> None:
-        require(self.kl_target > 0, "trainer.algorithm.kl_ctrl.kl_target", "> 0", self.kl_target)
-        require(self.horizon >= 1, "trainer.algorithm.kl_ctrl.horizon", ">= 1", self.horizon)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from skyrl_async.algorithms.aggregation import Aggregation
 from skyrl_async.algorithms.crediting import Credit
 from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.composition.turns import engine_turns, policy_in_turn, prepare_in_turn, training_turn
@@ -308,4 +309,5 @@ def _trainer_settings(settings: SimulationSettings) -> TrainerSettings:
         publish_every_steps=settings.publish_every_steps,
         publishes_between_batches=settings.is_one_step_off or settings.publishes_between_batches,
         validates_only=settings.validates_only,
+        aggregation=Aggregation(name=settings.loss_reduction),
     )

@@ -55,6 +55,7 @@ class SimulationSettings:
     """As with ``trainer.deterministic``, or ``is_one_step_off``."""
     max_publish_retries: int = 0
     stream_mini_batch: bool = True
+    loss_reduction: str = "token_mean"
     deterministic: bool = False
     pause_mode: PauseMode = PauseMode.ABORT
     checkpoint_interval_steps: int = 0

@@ -18,6 +18,8 @@ from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.objective import Objective
 from skyrl_async.errors import ConfigError
 from skyrl_async.metrics.step import StepFigures
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import Group, Trajectory
@@ -166,6 +168,30 @@ def test_the_reported_loss_is_the_one_that_is_minimised() -> None:
     assert figures.loss_denominator == 3
     assert figures.values()["policy/loss"] == pytest.approx(4.0 / 3)
     assert figures.values()["policy/entropy"] == 1.0
+
+
+def test_the_trainer_hands_the_policy_weighed_rows_and_divides_once_by_what_all_groups_add_up_to() -> None:
+    settings = SimulationSettings(
+        mean_tokens=60.0, num_steps=3, mini_batch_size=4, step_seconds=0.5, loss_reduction="sequence_mean"
+    )
+    denominators: list[float] = []
+
+    async def main() -> Simulation:
+        simulation = build_simulation(settings)
+        step = simulation.policy.step
+
+        async def noted(denominator: float) -> dict[str, float]:
+            denominators.append(denominator)
+            return await step(denominator)
+
+        simulation.policy.step = noted
+        await simulation.trainer.run()
+        return simulation
+
+    steps = run_in_virtual_time(main()).policy.steps[:3]
+    assert denominators == [4 * 2.0] * 3
+    for trained in flat(flat(steps)):
+        assert trained.weight == 1 / trained.num_sampled_tokens
 
 
 @pytest.mark.parametrize("name", ["sequence_mean", "seq_mean_token_sum_norm"])

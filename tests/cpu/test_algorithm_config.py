@@ -7,13 +7,21 @@ from skyrl_async.composition.algorithms import loss_constants, make_advantages
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.logprob_rules import idle_settings
 from skyrl_async.errors import ConfigError
+from tests.cpu.quick_config import config_of
 
 ESTIMATOR = "trainer.algorithm.advantage_estimator"
+LOSS = "trainer.algorithm.policy_loss_type"
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce++", "reinforce++_baseline"])
 def test_a_run_may_name_any_estimator(name: str) -> None:
-    assert from_overrides(f"{ESTIMATOR}={name}").trainer.algorithm.advantage_estimator == name
+    assert config_of(f"{ESTIMATOR}={name}").trainer.algorithm.advantage_estimator == name
+
+
+def test_the_command_line_takes_signs_and_paths_as_they_are() -> None:
+    path = "tests.cpu.own_algorithms:half_importance"
+    algorithm = from_overrides(f"{ESTIMATOR}=reinforce++_baseline", f"{LOSS}={path}").trainer.algorithm
+    assert (algorithm.advantage_estimator, algorithm.policy_loss_type) == ("reinforce++_baseline", path)
 
 
 @pytest.mark.parametrize(
@@ -45,22 +53,22 @@ def test_a_run_may_name_any_estimator(name: str) -> None:
 )
 def test_a_wrong_algorithm_is_refused_with_what_to_change(overrides: list[str], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
-        from_overrides(*overrides)
+        config_of(*overrides)
 
 
 def test_reinforce_pp_runs_on_single_samples_and_estimators_of_groups_may_be_streamed() -> None:
-    from_overrides(f"{ESTIMATOR}=reinforce++", "generator.n_samples_per_prompt=1")
-    from_overrides(f"{ESTIMATOR}=rloo", "trainer.stream_mini_batch=true")
+    config_of(f"{ESTIMATOR}=reinforce++", "generator.n_samples_per_prompt=1")
+    config_of(f"{ESTIMATOR}=rloo", "trainer.stream_mini_batch=true")
 
 
 def test_a_setting_of_another_estimator_is_said_to_do_nothing() -> None:
-    (idle,) = idle_settings(from_overrides(f"{ESTIMATOR}=rloo", "trainer.algorithm.grpo_norm_by_std=false"))
+    (idle,) = idle_settings(config_of(f"{ESTIMATOR}=rloo", "trainer.algorithm.grpo_norm_by_std=false"))
     assert idle == "trainer.algorithm.grpo_norm_by_std=false does nothing with advantage_estimator=rloo"
 
 
 def test_skyrls_name_of_the_mean_over_sequences_is_that_of_verl_too() -> None:
     by_name = [
-        from_overrides(f"trainer.algorithm.loss_reduction={name}").trainer.algorithm.loss_reduction.name
+        config_of(f"trainer.algorithm.loss_reduction={name}").trainer.algorithm.loss_reduction.name
         for name in ("sequence_mean", "seq_mean_token_mean")
     ]
     assert by_name == ["sequence_mean", "sequence_mean"]
@@ -69,23 +77,20 @@ def test_skyrls_name_of_the_mean_over_sequences_is_that_of_verl_too() -> None:
 def test_dr_grpos_constant_is_asked_for_and_elsewhere_said_to_do_nothing() -> None:
     reduction, length = "trainer.algorithm.loss_reduction=seq_mean_token_sum_norm", "trainer.algorithm.max_seq_len=320"
     with pytest.raises(ConfigError, match="max_seq_len must be set with .*seq_mean_token_sum_norm, got None"):
-        from_overrides(reduction)
+        config_of(reduction)
     with pytest.raises(ConfigError, match="max_seq_len must be >= 1 or null, got 0"):
-        from_overrides(reduction, "trainer.algorithm.max_seq_len=0")
-    assert idle_settings(from_overrides(reduction, length)) == []
-    assert idle_settings(from_overrides(length)) == [
+        config_of(reduction, "trainer.algorithm.max_seq_len=0")
+    assert idle_settings(config_of(reduction, length)) == []
+    assert idle_settings(config_of(length)) == [
         "trainer.algorithm.max_seq_len=320 does nothing with loss_reduction=token_mean"
     ]
 
 
-LOSS = "trainer.algorithm.policy_loss_type"
-
-
 def test_a_run_may_name_any_policy_loss_and_its_constants_reach_the_workers() -> None:
     for name in ("ppo_clip", "regular", "dual_clip", "gspo", "dppo", "decoupled_ppo", "rollout_is", "cispo", "sapo"):
-        assert from_overrides(f"{LOSS}={name}").trainer.algorithm.policy_loss_type == name
+        assert config_of(f"{LOSS}={name}").trainer.algorithm.policy_loss_type == name
     prefix = "trainer.algorithm"
-    algorithm = from_overrides(
+    algorithm = config_of(
         *(f"{prefix}.{key}" for key in ("eps_clip_low=0.1", "eps_clip_high=0.3", "clip_ratio_c=4", "tis_cap=5")),
         *(f"{prefix}.cispo.cispo_eps_clip_{side}" for side in ("low=0.5", "high=6")),
         *(f"{prefix}.dppo.delta_{side}" for side in ("low=0.15", "high=0.25")),
@@ -106,7 +111,7 @@ def test_a_run_may_name_any_policy_loss_and_its_constants_reach_the_workers() ->
 
 
 def test_the_defaults_of_the_configuration_are_those_of_the_constants() -> None:
-    assert loss_constants(from_overrides().trainer.algorithm) == LossConstants()
+    assert loss_constants(config_of().trainer.algorithm) == LossConstants()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +134,7 @@ def test_the_defaults_of_the_configuration_are_those_of_the_constants() -> None:
 )
 def test_a_wrong_policy_loss_is_refused_with_what_to_change(overrides: list[str], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
-        from_overrides(*overrides)
+        config_of(*overrides)
 
 
 KL = "trainer.algorithm.use_kl_in_reward=true"
@@ -150,16 +155,16 @@ ADAPTIVE = "trainer.algorithm.kl_ctrl.type=adaptive"
 )
 def test_a_contradictory_divergence_is_refused_with_what_to_change(overrides: list[str], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
-        from_overrides(*overrides)
+        config_of(*overrides)
 
 
 def test_divergence_in_the_reward_asks_for_the_reference_and_is_credited_when_a_group_is_trained() -> None:
-    config = from_overrides(KL, ADAPTIVE, "trainer.algorithm.kl_loss_coef=0.02", "training.num_ref_workers=1")
+    config = config_of(KL, ADAPTIVE, "trainer.algorithm.kl_loss_coef=0.02", "training.num_ref_workers=1")
     assert config.trainer.algorithm.uses_reference
     assert idle_settings(config) == []
     made = make_advantages(config.trainer.algorithm)
     assert (made.of_stage, made.need_mini_batch, made.credit.kl_coef) == (None, False, 0.02)
-    plain = make_advantages(from_overrides().trainer.algorithm)
+    plain = make_advantages(config_of().trainer.algorithm)
     assert plain.of_stage is not None
     assert plain.credit.kl_coef is None
-    assert make_advantages(from_overrides(f"{ESTIMATOR}=reinforce++").trainer.algorithm).need_mini_batch
+    assert make_advantages(config_of(f"{ESTIMATOR}=reinforce++").trainer.algorithm).need_mini_batch

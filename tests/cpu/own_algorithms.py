@@ -1,0 +1,79 @@
+"""Algorithms as users write them, and mistakes that they may make."""
+
+import statistics
+from collections.abc import Sequence
+
+import torch
+
+from skyrl_async.algorithms.advantages import GroupRewards, register_advantage_estimator
+from skyrl_async.algorithms.loss_constants import LossConstants
+from skyrl_async.algorithms.losses import LossTokens, TokenLoss, importance_ratio, register_policy_loss
+
+
+@register_advantage_estimator("own_median", needs_groups=False)
+def median_advantages(rewards: Sequence[float]) -> list[float]:
+    return [reward - statistics.median(rewards) for reward in rewards]
+
+
+@register_advantage_estimator("own_mini_batch", needs_mini_batch=True)
+def mini_batch_advantages(groups: Sequence[GroupRewards]) -> list[list[float]]:
+    best = max(reward for group in groups for reward in group.rewards)
+    return [[reward - best for reward in group.rewards] for group in groups]
+
+
+def unregistered_advantages(rewards: Sequence[float]) -> list[float]:
+    return [2 * reward for reward in rewards]
+
+
+@register_policy_loss("own_half")
+def half_importance(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    """Half of ``rollout_is``."""
+    ratio = importance_ratio(tokens.logprobs.detach(), tokens.behavior_logprobs)
+    loss = -0.5 * ratio.clamp(max=constants.tis_cap) * tokens.advantages * tokens.logprobs
+    return TokenLoss(loss=loss, is_clipped=ratio > constants.tis_cap)
+
+
+@register_policy_loss("own_recomputed", needs_old_logprobs=True)
+def recomputed(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    assert tokens.old_logprobs is not None
+    ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs)
+    return TokenLoss(loss=-ratio * tokens.advantages, is_clipped=torch.zeros_like(ratio, dtype=torch.bool))
+
+
+def too_few_advantages(rewards: Sequence[float]) -> list[float]:
+    return list(rewards[1:])
+
+
+def loss_that_is_a_mean(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    loss = -(tokens.advantages * tokens.logprobs).mean()
+    return TokenLoss(loss=loss, is_clipped=torch.zeros_like(tokens.logprobs, dtype=torch.bool))
+
+
+def loss_of_other_rows(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    weight = torch.softmax(tokens.logprobs, 0)
+    return TokenLoss(loss=-weight * tokens.advantages, is_clipped=torch.zeros_like(tokens.logprobs, dtype=torch.bool))
+
+
+def loss_that_is_not_linear(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    loss = -(tokens.advantages**3) * tokens.logprobs
+    return TokenLoss(loss=loss, is_clipped=torch.zeros_like(tokens.logprobs, dtype=torch.bool))
+
+
+def loss_without_gradient(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    loss = -(tokens.advantages * tokens.logprobs).detach()
+    return TokenLoss(loss=loss, is_clipped=torch.zeros_like(tokens.logprobs, dtype=torch.bool))
+
+
+def loss_of_skyrl(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):
+    return (log_probs - old_log_probs).exp() * advantages, {}
+
+
+def loss_that_returns_a_tensor(tokens: LossTokens, constants: LossConstants) -> torch.Tensor:
+    return -tokens.advantages * tokens.logprobs
+
+
+def loss_that_raises(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    raise KeyError("no such thing")
+
+
+NOT_A_FUNCTION = 3
