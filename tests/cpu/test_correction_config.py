@@ -1,11 +1,14 @@
 """The keys of off-policy corrections: what they become, and what is refused with which advice."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from skyrl_async.algorithms.correction_settings import CorrectionSettings
+from skyrl_async.algorithms.off_policy import Anchor
 from skyrl_async.composition.corrections import correction_settings
+from skyrl_async.composition.processes import _training_settings
 from skyrl_async.config.correction_rules import _WEIGHABLE
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.logprob_rules import idle_settings
@@ -44,6 +47,13 @@ def test_keys_are_skyrls_and_become_bounds_on_the_ratio() -> None:
     assert settings_of("token_mask_is_threshold_high=5") == CorrectionSettings(token_mask=(0.0, 5.0))
     assert settings_of("token_mask_is_threshold_low=0.5") == CorrectionSettings(token_mask=(0.5, math.inf))
     assert settings_of("opsm_delta=0.1", "m2_threshold=0.04") == CorrectionSettings(opsm_delta=0.1, m2_threshold=0.04)
+
+
+def test_policy_workers_are_told_of_them() -> None:
+    settings = _training_settings(config_of("opsm_delta=0.1"), Path("policy"), 10)
+    assert settings.correction == CorrectionSettings(opsm_delta=0.1)
+    correction = make_objective(settings).correction
+    assert correction is not None and correction.anchor is Anchor.BEHAVIOR
 
 
 @pytest.mark.parametrize(
