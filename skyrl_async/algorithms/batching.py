@@ -64,7 +64,7 @@ class MicroBatch:
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], *, micro_batch_tokens: int, overhead_tokens: int, num_ranks: int, is_packed: bool
+    lengths: Sequence[int], *, micro_batch_tokens: int, overhead_tokens: int, num_ranks: int, is_packed: bool = False
 ) -> list[list[list[int]]]:
     """Deal rows to ranks and split each rank's share into micro-batches.
 
@@ -130,7 +130,7 @@ def _cheapest_split(lengths: Sequence[int], micro_batch_tokens: int, overhead_to
     return sizes[::-1]
 
 
-def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool) -> MicroBatch:
+def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = False) -> MicroBatch:
     """Lay out ``rows`` as one micro-batch on ``device``; no rows make the idle one of a single token and N = 0.
 
     Raises:
