@@ -167,6 +167,7 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         mixed_precision=training.mixed_precision,
         activation_checkpointing=training.activation_checkpointing,
         lora=_lora_settings(config),
+        cpu_offload=training.cpu_offload,
         lr=training.lr,
         adam_beta1=training.adam_beta1,
         adam_beta2=training.adam_beta2,

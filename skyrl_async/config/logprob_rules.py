@@ -1,10 +1,12 @@
-"""Rules about log-probs under other models than the engine's: who computes them, and whether anybody asks for them.
+"""Rules about log-probs under other models than the engine's: who computes them, and whether anybody asks for them; and settings of
+training that do nothing.
 
 Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``; or a line for each setting that does nothing.
 """
 
 from skyrl_async.config.correction_rules import idle_corrections
-from skyrl_async.config.schema import AlgorithmConfig, Config, LossReduction, RefLogp
+from skyrl_async.config.devices import training_device
+from skyrl_async.config.schema import AlgorithmConfig, Config, Device, LossReduction, RefLogp
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import POLICY_LOSSES
 
@@ -52,6 +54,8 @@ def idle_settings(config: Config) -> list[str]:
             for key, is_set in set_anyway.items()
             if is_set
         ]
+    if config.training.cpu_offload and training_device(config.training) is Device.cpu:
+        idle.append("training.cpu_offload=true does nothing where policy workers run on CPUs (training.device)")
     if not algorithm.use_entropy_loss and algorithm.entropy_loss_coef != AlgorithmConfig.entropy_loss_coef:
         idle.append(
             f"trainer.algorithm.entropy_loss_coef={algorithm.entropy_loss_coef:g} does nothing with "

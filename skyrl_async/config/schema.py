@@ -730,6 +730,10 @@ class TrainingConfig:
     )
     mixed_precision: bool = doc(False, "bfloat16 forward and backward over float32 weights.")
     activation_checkpointing: bool = doc(False, "Recompute activations in the backward pass.")
+    cpu_offload: bool = doc(
+        False,
+        "Keep parameters, gradients and the optimizer in the host's memory and step there; a layer is on the GPU while it is computed.",
+    )
     step_timeout_s: float = doc(
         1800.0,
         "Deadline of one call to the workers, and of their start; past it they are replaced (see trainer.max_restarts).",

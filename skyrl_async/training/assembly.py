@@ -37,6 +37,7 @@ def make_backend(settings: TrainingSettings, device: torch.device) -> TrainingBa
         device=device,
         mixed_precision=settings.mixed_precision,
         activation_checkpointing=settings.activation_checkpointing,
+        cpu_offload=settings.cpu_offload,
     )
     if settings.lora is None:
         return backend

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from skyrl_async.errors import TrainingError
@@ -43,11 +43,17 @@ class FSDPBackend:
     reshardable = True
 
     def __init__(
-        self, *, device: torch.device, mixed_precision: bool = False, activation_checkpointing: bool = False
+        self,
+        *,
+        device: torch.device,
+        mixed_precision: bool = False,
+        activation_checkpointing: bool = False,
+        cpu_offload: bool = False,
     ) -> None:
         self._device = device
         self._mixed_precision = mixed_precision
         self._activation_checkpointing = activation_checkpointing
+        self._cpu_offload = cpu_offload
         self._model: nn.Module
         self._parameters: dict[str, nn.Parameter]
         self._trained: dict[str, nn.Parameter]
@@ -64,7 +70,7 @@ class FSDPBackend:
         model = model_fn()
         if self._activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        shard(model, self._device, mixed_precision=self._mixed_precision)
+        shard(model, self._device, mixed_precision=self._mixed_precision, cpu_offload=self._cpu_offload)
         if dist.get_world_size() > 1:
             for module in sharded_modules(model):
                 module.set_force_sum_reduction_for_comms(True)
@@ -123,7 +129,7 @@ class FSDPBackend:
         self._reshard()
         for name, parameter in self._parameters.items():
             assert isinstance(parameter, DTensor)
-            yield name, parameter.detach().full_tensor()
+            yield name, parameter.detach().to(self._device).full_tensor()
         yield from _persistent_buffers(self._model)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -212,8 +218,10 @@ class FSDPBackend:
         return f"{', '.join(names[:3])} ({len(names)} of {len(self._parameters)} parameters)" if names else "none"
 
 
-def shard(model: nn.Module, device: torch.device, *, mixed_precision: bool) -> None:
-    """Shard a model per decoder layer over all ranks, in place."""
+def shard(model: nn.Module, device: torch.device, *, mixed_precision: bool, cpu_offload: bool = False) -> None:
+    """Shard a model per decoder layer over all ranks, in place; with ``cpu_offload`` shards, gradients and what optimizers make of them
+    stay in the host's memory, and a layer is on ``device`` while it is computed.
+    """
     num_ranks = dist.get_world_size()
     mesh = init_device_mesh(device.type, (num_ranks,))
     policy = (
@@ -221,10 +229,11 @@ def shard(model: nn.Module, device: torch.device, *, mixed_precision: bool) -> N
         if mixed_precision
         else MixedPrecisionPolicy()
     )
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     layer_classes = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
     for module in [*layers, model]:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=num_ranks > 1)
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=num_ranks > 1)
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

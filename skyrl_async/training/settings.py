@@ -61,6 +61,8 @@ class TrainingSettings:
     """Recompute activations in the backward pass."""
     lora: LoraSettings | None = None
     """None: the weights train."""
+    cpu_offload: bool = False
+    """Keep the policy's parameters, gradients and optimizer state in the host's memory, and step there."""
 
     lr: float = 3e-4
     """Peak learning rate of AdamW, > 0."""

@@ -366,6 +366,8 @@ def test_settings_that_do_nothing_are_named() -> None:
     )
     (idle,) = idle_settings(from_overrides("trainer.algorithm.kl_loss_coef=0.1"))
     assert idle == "trainer.algorithm.kl_loss_coef=0.1 does nothing with trainer.algorithm.use_kl_loss=false"
+    (idle,) = idle_settings(from_overrides("training.cpu_offload=true", "training.device=cpu"))
+    assert idle == "training.cpu_offload=true does nothing where policy workers run on CPUs (training.device)"
     (idle,) = idle_settings(from_overrides("trainer.algorithm.entropy_loss_coef=0.1"))
     assert idle == "trainer.algorithm.entropy_loss_coef=0.1 does nothing with trainer.algorithm.use_entropy_loss=false"
     decoupled = "trainer.algorithm.policy_loss_type=decoupled_ppo"

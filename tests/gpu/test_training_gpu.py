@@ -125,6 +125,24 @@ async def test_mixed_precision_with_recomputed_activations_trains_float32_weight
     await policy.close()
 
 
+async def test_parameters_kept_on_the_host_train_as_those_on_the_device_and_share_its_checkpoints(
+    settings: TrainingSettings, tmp_path: Path
+) -> None:
+    on_device, on_host = InProcessPolicy(settings), InProcessPolicy(replace(settings, cpu_offload=True))
+    here = await train(on_device, first_step=0, num_steps=2)
+    there = await train(on_host, first_step=0, num_steps=2)
+    for a, b in zip(here, there, strict=True):
+        assert b == pytest.approx(a, rel=1e-4, abs=1e-5)
+    assert_close(await weights(on_host, tmp_path / "host"), await weights(on_device, tmp_path / "device"), atol=1e-5)
+    backend = on_host._rank._backend
+    assert {p.device.type for p in backend._parameters.values()} == {"cpu"}
+    await on_device.save(tmp_path / "checkpoint")
+    await on_host.load(tmp_path / "checkpoint")
+    assert_close(await weights(on_host, tmp_path / "l"), await weights(on_device, tmp_path / "d"), atol=0.0)
+    await on_host.close()
+    await on_device.close()
+
+
 @needs_two_devices
 async def test_two_ranks_over_nccl_give_the_figures_and_weights_of_one(
     ray_with_gpus: None, settings: TrainingSettings, tmp_path: Path
