@@ -24,9 +24,10 @@ from skyrl_async.composition.corrections import correction_settings
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.composition.engines import is_supervised, start_engines
 from skyrl_async.composition.logprobs import reference_path
+from skyrl_async.config.deepspeed import read_user_config
 from skyrl_async.config.devices import training_device
 from skyrl_async.config.placement_rules import num_cpu_slots
-from skyrl_async.config.schema import Config, SamplingConfig
+from skyrl_async.config.schema import Config, SamplingConfig, TrainingBackendName
 from skyrl_async.heartbeat import Heartbeat
 from skyrl_async.inference.fleet_news import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
@@ -34,6 +35,7 @@ from skyrl_async.inference.sessions.rows import BranchPolicy
 from skyrl_async.inference.sessions.session import SessionLimits
 from skyrl_async.inference.sessions.settings import ReasoningPolicy, SessionSettings
 from skyrl_async.registries import POLICY_LOSSES
+from skyrl_async.training.deepspeed_config import DeepSpeedSettings
 from skyrl_async.training.protocol import Policy
 from skyrl_async.training.recovering import RecoveringPolicy
 from skyrl_async.training.settings import LoraSettings, TrainingSettings
@@ -168,6 +170,7 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         activation_checkpointing=training.activation_checkpointing,
         lora=_lora_settings(config),
         cpu_offload=training.cpu_offload,
+        deepspeed=_deepspeed_settings(config),
         lr=training.lr,
         adam_beta1=training.adam_beta1,
         adam_beta2=training.adam_beta2,
@@ -189,6 +192,18 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
         entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else 0.0,
         seed=config.trainer.seed,
+    )
+
+
+def _deepspeed_settings(config: Config) -> DeepSpeedSettings | None:
+    training = config.training
+    if training.backend is not TrainingBackendName.deepspeed:
+        return None
+    return DeepSpeedSettings(
+        zero_stage=training.deepspeed.zero_stage,
+        offload_optimizer=training.deepspeed.offload_optimizer,
+        offload_param=training.deepspeed.offload_param,
+        user_config=read_user_config(training.deepspeed, max_grad_norm=training.max_grad_norm),
     )
 
 

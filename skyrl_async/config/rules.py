@@ -16,6 +16,7 @@ from skyrl_async.config.algorithm_rules import (
     policy_loss_is_known,
 )
 from skyrl_async.config.correction_rules import sequence_ratios_are_of_the_whole_vocabulary, weights_have_a_place
+from skyrl_async.config.deepspeed_rules import deepspeed_can_train, deepspeed_settings_are_of_deepspeed
 from skyrl_async.config.devices import engine_device, has_distribution, num_gpus, training_device
 from skyrl_async.config.logprob_rules import logprob_workers_have_work
 from skyrl_async.config.model_directories import policy_directory_is_complete, reference_directory_is_complete
@@ -313,6 +314,8 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     logprob_workers_have_work,
     weights_have_a_place,
     sequence_ratios_are_of_the_whole_vocabulary,
+    deepspeed_settings_are_of_deepspeed,
+    deepspeed_can_train,
     answers_fit_the_context,
     deterministic_engine_is_single,
     generator_entrypoint_is_a_path,

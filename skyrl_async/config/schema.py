@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from skyrl_async.config.corrections import OffPolicyCorrectionConfig
+from skyrl_async.config.deepspeed import DeepSpeedConfig
 from skyrl_async.config.fields import doc, require
 from skyrl_async.config.kl_control import KlControl, KlCtrlConfig
 from skyrl_async.config.lora import LoraConfig
@@ -60,6 +61,7 @@ class EngineBackend(Enum):
 
 class TrainingBackendName(Enum):
     fsdp = "fsdp"
+    deepspeed = "deepspeed"
 
 
 class GeneratorKind(Enum):
@@ -696,7 +698,11 @@ class TrainerConfig:
 
 @dataclass
 class TrainingConfig:
-    backend: TrainingBackendName = doc(TrainingBackendName.fsdp, "fsdp is FSDP2.")
+    backend: TrainingBackendName = doc(
+        TrainingBackendName.fsdp,
+        "fsdp is FSDP2, whose checkpoints load on any number of ranks; deepspeed is ZeRO, whose load on as many as wrote them.",
+    )
+    deepspeed: DeepSpeedConfig = doc(DeepSpeedConfig, "Of backend=deepspeed.")
     num_workers: int = doc(1, "Ranks.")
     num_ref_workers: int = doc(
         0,

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from skyrl_async.algorithms.kl import get_kl_estimator
 from skyrl_async.algorithms.losses import make_policy_loss
@@ -33,17 +32,30 @@ def make_backend(settings: TrainingSettings, device: torch.device) -> TrainingBa
     """Of the policy; nothing is loaded yet."""
     if not settings.trains:
         return FrozenBackend(device=device, mixed_precision=settings.mixed_precision)
-    backend = FSDPBackend(
-        device=device,
-        mixed_precision=settings.mixed_precision,
-        activation_checkpointing=settings.activation_checkpointing,
-        cpu_offload=settings.cpu_offload,
-    )
+    backend = _sharded_backend(settings, device)
     if settings.lora is None:
         return backend
     from skyrl_async.training.lora import LoraBackend
 
     return LoraBackend(backend, settings.lora, base=settings.policy_path)
+
+
+def _sharded_backend(settings: TrainingSettings, device: torch.device) -> TrainingBackend:
+    if settings.deepspeed is None:
+        return FSDPBackend(
+            device=device,
+            mixed_precision=settings.mixed_precision,
+            activation_checkpointing=settings.activation_checkpointing,
+            cpu_offload=settings.cpu_offload,
+        )
+    from skyrl_async.training.deepspeed_backend import DeepSpeedBackend
+
+    return DeepSpeedBackend(
+        settings.deepspeed,
+        device=device,
+        mixed_precision=settings.mixed_precision,
+        activation_checkpointing=settings.activation_checkpointing,
+    )
 
 
 def load_reference(
@@ -79,7 +91,6 @@ def _without_adapters(backend: TrainingBackend, policy: TokenLogprobs) -> Refere
 
 def make_token_logprobs(model: nn.Module, settings: TrainingSettings) -> TokenLogprobs:
     """Of a model that a backend has built, on every rank at the same time. Raises ``ConfigError`` where it cannot read packed rows."""
-    assert isinstance(model, PreTrainedModel)
     if settings.use_sample_packing:
         read_packed_rows(model)
         check_rows_are_apart(model)

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from skyrl_async.errors import TrainingError
+from skyrl_async.errors import CheckpointError, TrainingError
 from skyrl_async.training import process_group
 from skyrl_async.training.saving import save_state
 
@@ -130,7 +130,7 @@ class FSDPBackend:
         for name, parameter in self._parameters.items():
             assert isinstance(parameter, DTensor)
             yield name, parameter.detach().to(self._device).full_tensor()
-        yield from _persistent_buffers(self._model)
+        yield from persistent_buffers(self._model)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name to full shape, of every parameter."""
@@ -148,6 +148,11 @@ class FSDPBackend:
 
     def load(self, directory: Path) -> None:
         """Restore what ``save`` wrote, on any number of ranks. Hyper-parameters stay those of this run."""
+        if not (directory / STATE_DIRECTORY).is_dir():
+            raise CheckpointError(
+                f"checkpoint {directory} is DeepSpeed's; set training.backend=deepspeed, or train on from an export (policy.path) with "
+                "trainer.resume_mode=none"
+            )
         state = self._state()
         reader = dcp.FileSystemReader(directory / STATE_DIRECTORY)
         with _reading(directory / STATE_DIRECTORY):
@@ -241,7 +246,7 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What a checkpoint of the model holds beside its parameters; the same on every rank."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):

@@ -4,12 +4,14 @@ torch has one default group per process. Several single-rank policies in one pro
 last to leave takes it down.
 """
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 _num_members = 0
+_destroy: Callable[[], None] = dist.destroy_process_group
 
 
 def join(*, rank: int, num_ranks: int, store: dist.Store | None, device: torch.device, timeout_s: float) -> None:
@@ -40,7 +42,13 @@ def leave() -> None:
     global _num_members
     _num_members -= 1
     if _num_members == 0 and dist.is_initialized():
-        dist.destroy_process_group()
+        _destroy()
+
+
+def destroy_by(destroy: Callable[[], None]) -> None:
+    """Have ``destroy`` take groups down from now on: that of a library which keeps what it made of a group."""
+    global _destroy
+    _destroy = destroy
 
 
 def is_lost_peer(error: BaseException | None) -> bool:

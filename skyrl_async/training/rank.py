@@ -310,7 +310,7 @@ class PolicyRank:
             raise CheckpointError(failed[0] if failed else repr(failure)) from failure
 
     def load(self, directory: Path) -> None:
-        """Restore what ``save`` wrote on any number of ranks; a rank that had no random state keeps its own.
+        """Restore what ``save`` wrote, on any number of ranks where the backend reshards; a rank that had no random state keeps its own.
 
         Raises:
             CheckpointError: it is incomplete, damaged or of another model.

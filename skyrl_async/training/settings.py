@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.errors import ConfigError
+from skyrl_async.training.deepspeed_config import DeepSpeedSettings
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +64,8 @@ class TrainingSettings:
     """None: the weights train."""
     cpu_offload: bool = False
     """Keep the policy's parameters, gradients and optimizer state in the host's memory, and step there."""
+    deepspeed: DeepSpeedSettings | None = None
+    """None: FSDP2 trains."""
 
     lr: float = 3e-4
     """Peak learning rate of AdamW, > 0."""

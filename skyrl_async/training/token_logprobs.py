@@ -12,7 +12,6 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from skyrl_async.errors import PolicyError
 from skyrl_async.training.packing import packed_arguments
@@ -57,12 +56,12 @@ class TokenLogprobs:
 
     def __init__(self, model: nn.Module, *, chunk_size: int) -> None:
         """``chunk_size``: positions whose logits exist at once, >= 1."""
-        head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+        # By name: what wraps a model to prepare its backward passes has the model's methods, but not its class.
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if head is None:
             raise PolicyError(
                 f"the policy must be a causal language model with an output projection, got {type(model)}"
             )
-        assert isinstance(model, PreTrainedModel)
         self._model = model
         self._chunk_size = chunk_size
         self._asked: _Asked | None = None

@@ -1,15 +1,21 @@
-"""Every way to train on two ranks over gloo, against FSDP2 on one rank in this process, in float32 on the same rows."""
+"""Every way to train, on one rank in this process and on two over gloo, against FSDP2 on one rank, in float32 on the same rows."""
 
 import asyncio
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
+from skyrl_async.errors import CheckpointError
+from skyrl_async.training.deepspeed_config import DeepSpeedSettings
 from skyrl_async.training.in_process import InProcessPolicy
+from skyrl_async.training.rank import PolicyRank
 from skyrl_async.training.settings import LoraSettings, TrainingSettings
 from skyrl_async.types import LogprobModel
 from tests.cpu.tiny_policies import assert_close, train, trajectories, weights, write_policy
@@ -18,28 +24,60 @@ from tests.cpu.two_ranks import OneOfTwo, run_two_ranks
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 3
+WAYS = ("fsdp", "fsdp_lora", "zero0", "zero1", "zero2", "zero3", "zero2_lora", "zero3_lora")
+Make = Callable[[TrainingSettings], InProcessPolicy]
 
 
-def settings_of(directory: Path) -> dict[str, TrainingSettings]:
-    """What is run, by name."""
-    plain = TrainingSettings(policy_path=str(directory / "policy"), lr=1e-3, num_warmup_steps=2)
-    adapters = replace(plain, lora=LoraSettings(rank=3, alpha=6.0), has_reference=True, kl_estimator="k3", kl_coef=0.1)
-    return {"fsdp": plain, "lora": adapters}
+def settings_of(way: str, directory: Path) -> TrainingSettings:
+    settings = TrainingSettings(policy_path=str(directory / "policy"), lr=1e-3, num_warmup_steps=2)
+    if way.startswith("zero"):
+        settings = replace(settings, deepspeed=DeepSpeedSettings(zero_stage=int(way[4])))
+    if way.endswith("lora"):
+        lora = LoraSettings(rank=3, alpha=6.0)
+        settings = replace(settings, lora=lora, has_reference=True, kl_estimator="k3", kl_coef=0.1)
+    return settings
+
+
+def reference_of(way: str) -> str:
+    return "fsdp_lora" if way.endswith("lora") else "fsdp"
+
+
+def first_moments(rank: PolicyRank) -> dict[str, Tensor]:
+    """Adam's, full, by parameter: a mean of the gradients of all steps, divided and clipped. Collective."""
+    backend: Any = rank._backend
+    backend = getattr(backend, "_inner", backend)
+    if rank._settings.deepspeed is None:
+        return {
+            name: backend._optimizer.state[p]["exp_avg"].full_tensor().clone() for name, p in backend._trained.items()
+        }
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    def moment(parameter: torch.nn.Parameter) -> Tensor:
+        if rank._settings.deepspeed.zero_stage == 0:
+            return backend._optimizer.state[parameter]["exp_avg"].clone()
+        return safe_get_full_optimizer_state(parameter, "exp_avg").clone()
+
+    return {name: moment(p) for name, p in backend._engine.module.named_parameters() if p.requires_grad}
 
 
 async def on_two_ranks(make: Callable[[TrainingSettings], OneOfTwo], directory: Path) -> None:
-    """Trains, and leaves figures, weights, log-probs and checkpoints."""
-    for name, settings in settings_of(directory).items():
+    """Trains in every way, and leaves figures, gradients, weights, log-probs and a checkpoint."""
+    for way in WAYS:
+        settings = settings_of(way, directory)
         policy = make(settings)
         figures = await train(policy, first_step=0, num_steps=NUM_STEPS)
-        update = await weights(policy, directory / name / "weights")
-        await policy.save(directory / name / "checkpoint")
+        moments = first_moments(policy.rank)
+        await weights(policy, directory / way / "weights")
+        await policy.save(directory / way / "checkpoint")
         more = await train(policy, first_step=NUM_STEPS, num_steps=1)
+        await policy.load(directory / way / "checkpoint")
+        again = await train(policy, first_step=NUM_STEPS, num_steps=1)
         model = LogprobModel.REF if settings.has_reference else LogprobModel.POLICY
         logprobs = await policy.logprobs_of(trajectories(5, seed=3), model)
         if policy.index == 0:
-            found = {"figures": figures, "more": more, "names": list(update), "logprobs": logprobs.values}
-            (directory / name / "found.json").write_text(json.dumps(found))
+            found = {"figures": figures, "more": more, "again": again, "logprobs": logprobs.values}
+            (directory / way / "found.json").write_text(json.dumps(found))
+            torch.save(moments, directory / way / "moments.pt")
         await policy.close()
 
 
@@ -52,7 +90,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[[TrainingSettings], InProcessPolicy]]:
+def make() -> Iterator[Make]:
     made: list[InProcessPolicy] = []
 
     def make_policy(settings: TrainingSettings) -> InProcessPolicy:
@@ -64,34 +102,62 @@ def make() -> Iterator[Callable[[TrainingSettings], InProcessPolicy]]:
         asyncio.run(policy.close())
 
 
-@pytest.mark.parametrize("name", ["fsdp", "lora"])
-async def test_two_ranks_give_the_figures_weights_and_log_probs_of_one(
-    two_ranks: Path, make: Callable[[TrainingSettings], InProcessPolicy], name: str, tmp_path: Path
+def assert_same_figures(here: list[dict[str, float]], there: list[dict[str, float]]) -> None:
+    for a, b in zip(here, there, strict=True):
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_one_rank_and_two_give_the_figures_gradients_weights_and_log_probs_of_fsdp_on_one(
+    two_ranks: Path, make: Make, way: str, tmp_path: Path
 ) -> None:
-    settings = settings_of(two_ranks)[name]
-    found = json.loads((two_ranks / name / "found.json").read_text())
-    policy = make(settings)
-    figures = await train(policy, first_step=0, num_steps=NUM_STEPS)
-    for here, there in zip(found["figures"], figures, strict=True):
-        assert here == pytest.approx(there, rel=1e-5, abs=1e-5)
-    update = load_file(two_ranks / name / "weights" / "v000000.safetensors")
-    assert_close(update, await weights(policy, tmp_path / "weights"), atol=1e-5)
-    await train(policy, first_step=NUM_STEPS, num_steps=1)
+    reference = make(settings_of(reference_of(way), two_ranks))
+    settings = settings_of(way, two_ranks)
+    figures = await train(reference, first_step=0, num_steps=NUM_STEPS)
+    moments = first_moments(reference._rank)
+    update = await weights(reference, tmp_path / "weights")
+    await train(reference, first_step=NUM_STEPS, num_steps=1)
     model = LogprobModel.REF if settings.has_reference else LogprobModel.POLICY
-    logprobs = await policy.logprobs_of(trajectories(5, seed=3), model)
+    logprobs = await reference.logprobs_of(trajectories(5, seed=3), model)
+
+    found = json.loads((two_ranks / way / "found.json").read_text())
+    assert_same_figures(found["figures"], figures)
+    assert_close(torch.load(two_ranks / way / "moments.pt"), moments, atol=1e-5)
+    assert_close(load_file(two_ranks / way / "weights" / "v000000.safetensors"), update, atol=1e-5)
     for here, there in zip(found["logprobs"], logprobs.values, strict=True):
         assert here == pytest.approx(there, abs=1e-5)
 
+    if way not in ("fsdp", "fsdp_lora"):
+        alone = make(settings)
+        assert_same_figures(await train(alone, first_step=0, num_steps=NUM_STEPS), figures)
+        assert_close(first_moments(alone._rank), moments, atol=1e-5)
+        assert_close(await weights(alone, tmp_path / "alone"), update, atol=1e-5)
 
-@pytest.mark.parametrize("name", ["fsdp", "lora"])
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_go_on_from_their_checkpoint_to_the_last_bit(two_ranks: Path, way: str) -> None:
+    found = json.loads((two_ranks / way / "found.json").read_text())
+    assert found["again"] == found["more"]
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp_lora"])
 async def test_a_checkpoint_of_two_ranks_goes_on_with_one(
-    two_ranks: Path, make: Callable[[TrainingSettings], InProcessPolicy], name: str, tmp_path: Path
+    two_ranks: Path, make: Make, way: str, tmp_path: Path
 ) -> None:
-    policy = make(replace(settings_of(two_ranks)[name], seed=9))
-    await policy.load(two_ranks / name / "checkpoint")
-    update = load_file(two_ranks / name / "weights" / "v000000.safetensors")
-    assert_close(await weights(policy, tmp_path / "weights"), update, atol=0.0 if name == "fsdp" else 1e-7)
-    figures = await train(policy, first_step=NUM_STEPS, num_steps=1)
-    found = json.loads((two_ranks / name / "found.json").read_text())
-    for here, there in zip(figures, found["more"], strict=True):
-        assert here == pytest.approx(there, rel=1e-5, abs=1e-5)
+    policy = make(replace(settings_of(way, two_ranks), seed=9))
+    await policy.load(two_ranks / way / "checkpoint")
+    update = load_file(two_ranks / way / "weights" / "v000000.safetensors")
+    assert_close(await weights(policy, tmp_path / "weights"), update, atol=0.0 if way == "fsdp" else 1e-7)
+    found = json.loads((two_ranks / way / "found.json").read_text())
+    assert_same_figures(await train(policy, first_step=NUM_STEPS, num_steps=1), found["more"])
+
+
+async def test_a_checkpoint_of_two_ranks_is_refused_by_one_where_it_does_not_reshard(
+    two_ranks: Path, make: Make
+) -> None:
+    policy = make(settings_of("zero2", two_ranks))
+    assert not policy._rank._backend.reshardable
+    with pytest.raises(
+        CheckpointError, match=r"is of training.num_workers=2, and it is 1: .* do not reshard. Set training"
+    ):
+        await policy.load(two_ranks / "zero2" / "checkpoint")

@@ -1,0 +1,44 @@
+"""Rules about ``training.backend=deepspeed``: whether it is there, and whether its settings go with the others.
+
+Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``.
+"""
+
+import importlib.util
+from dataclasses import fields
+
+from skyrl_async.config.deepspeed import DeepSpeedConfig, read_user_config
+from skyrl_async.config.devices import training_device
+from skyrl_async.config.schema import Config, Device, TrainingBackendName
+from skyrl_async.errors import ConfigError
+
+
+def deepspeed_settings_are_of_deepspeed(config: Config) -> None:
+    """Nothing is set that does nothing."""
+    if config.training.backend is TrainingBackendName.deepspeed:
+        return
+    for field in fields(DeepSpeedConfig):
+        if (value := getattr(config.training.deepspeed, field.name)) != field.default:
+            raise ConfigError(
+                f"training.backend must be deepspeed with training.deepspeed.{field.name}={value}, got "
+                f"{config.training.backend.name}"
+            )
+
+
+def deepspeed_can_train(config: Config) -> None:
+    """DeepSpeed is installed, there is something to offload from, and a user's JSON agrees with the other keys."""
+    training = config.training
+    if training.backend is not TrainingBackendName.deepspeed:
+        return
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            "training.backend must be fsdp where DeepSpeed is not installed (it is on Linux), got deepspeed"
+        )
+    user_config = read_user_config(training.deepspeed, max_grad_norm=training.max_grad_norm) or {}
+    if training_device(training) is not Device.cpu:
+        return
+    zero = user_config.get("zero_optimization", {})
+    for key in ("offload_optimizer", "offload_param"):
+        if getattr(training.deepspeed, key) or key in zero:
+            raise ConfigError(
+                f"training.deepspeed.{key} must be false with training.device=cpu, got true: there is no device to offload from"
+            )
