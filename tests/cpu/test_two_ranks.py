@@ -134,6 +134,7 @@ def two_ranks(
     jobs: dict[str, tuple[TrainingSettings, Path | None]] = {
         name: (replace(settings, **changes), None) for name, changes in MEMORY.items()
     }
+    jobs["mixed precision"] = (replace(settings, mixed_precision=True), None)
     jobs["resumed"] = (replace(settings, cpu_offload=True), one_rank[1])
     return on_two_ranks(directory, jobs), directory
 
@@ -174,6 +175,20 @@ def test_recomputing_and_offloading_change_no_bit(two_ranks: tuple[list[dict[str
             assert step == plain_step
             assert_close(gradients, plain_gradients, atol=0.0)
             assert_close(weights, plain_weights, atol=0.0)
+
+
+@pytest.mark.slow
+def test_in_mixed_precision_two_ranks_pull_where_one_in_float32_does_and_keep_float32_weights(
+    two_ranks: tuple[list[dict[str, Any]], Path], one_rank: tuple[Any, Path]
+) -> None:
+    def flat(gradients: dict[str, Tensor]) -> Tensor:
+        return torch.cat([gradient.flatten() for gradient in gradients.values()])
+
+    (_, expected, _, _), _ = one_rank
+    for rank in two_ranks[0]:
+        _, gradients, _, weights = rank["mixed precision"]
+        assert torch.cosine_similarity(flat(gradients), flat(expected), dim=0) > 0.98
+        assert {tensor.dtype for tensor in [*gradients.values(), *weights.values()]} == {torch.float32}
 
 
 @pytest.mark.slow
