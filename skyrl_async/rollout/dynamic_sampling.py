@@ -11,6 +11,7 @@ Flows in: rows of finished groups. Flows out: why one has no signal; the error t
 admissions or training.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
@@ -78,7 +79,8 @@ class SignalFilter:
     def _reason(self, rewards: Sequence[float]) -> NoSignal | None:
         if len(rewards) < 2:
             return NoSignal.TOO_FEW
-        if max(rewards) - min(rewards) > self._tolerance:
+        is_finite = all(map(math.isfinite, rewards))  # others go to the estimator, which refuses them by name
+        if not is_finite or max(rewards) - min(rewards) > self._tolerance:
             return None
         for value, reason in ((0.0, NoSignal.ALL_ZERO), (1.0, NoSignal.ALL_ONE)):
             if abs(rewards[0] - value) <= self._tolerance:

@@ -324,6 +324,7 @@ def row(reward: float, **columns) -> Trajectory:
     ("rows", "reason"),
     [
         ([row(0.0), row(1.0)], None),
+        ([row(float("nan")), row(float("nan"))], None),
         ([row(0.0), row(0.0)], NoSignal.ALL_ZERO),
         ([row(1.0), row(1.0 + 1e-7)], NoSignal.ALL_ONE),
         ([row(0.3), row(0.3)], NoSignal.CONSTANT),
