@@ -7,8 +7,7 @@ Flows in: a row's columns, then what the policy says. Flows out: results of call
 who plays.
 """
 
-import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
@@ -18,8 +17,8 @@ from skyrl_async.rewards.arithmetic import calculate
 from skyrl_async.rewards.sandbox import require_sandbox, run_program
 
 DEFAULT_MAX_TURNS = 8
-_CALCULATOR_CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
-_PYTHON_CALL = re.compile(r"```python[^\n]*\n(.*?)```", re.DOTALL)
+_CALCULATOR_MARKS = ("<calc>", "</calc>")
+_PYTHON_MARKS = ("```python\n", "```")
 _SHOWN_CHARACTERS = 2000
 
 
@@ -32,12 +31,12 @@ class CalculatorEnv(Gsm8kEnv):
         self.num_calls = 0
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        call = _CALCULATOR_CALL.search(action)
+        call = first_call(action, *_CALCULATOR_MARKS)
         if call is None:
             return super().step(action)
         self.turns += 1
         self.num_calls += 1
-        return _answered(self, action[: call.end()], f"= {calculate(call[1])}")
+        return _answered(self, call.said, f"= {calculate(call.content)}")
 
     def get_metrics(self) -> dict[str, Any]:
         return {"tool_calls": float(self.num_calls)}
@@ -64,17 +63,34 @@ class PythonToolEnv(MathEnv):
         self.num_calls = 0
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        call = _PYTHON_CALL.search(action)
+        call = first_call(action, *_PYTHON_MARKS)
         if call is None:
             return super().step(action)
         self.turns += 1
         self.num_calls += 1
-        outcome = run_program(call[1], limits=self.limits)
+        outcome = run_program(call.content, limits=self.limits)
         said = outcome.output[:_SHOWN_CHARACTERS] + (f"[{outcome.failure}]" if outcome.failure else "")
-        return _answered(self, action[: call.end()], f"```output\n{said}\n```")
+        return _answered(self, call.said, f"```output\n{said}\n```")
 
     def get_metrics(self) -> dict[str, Any]:
         return {"tool_calls": float(self.num_calls)}
+
+
+class Call(NamedTuple):
+    """A call of a tool."""
+
+    content: str
+    said: str
+    """What the policy said up to the call's end."""
+
+
+def first_call(action: str, opening: str, closing: str) -> Call | None:
+    """Return the first call in ``action`` that is closed; None without one. Time is linear in its length."""
+    start = action.find(opening)
+    end = action.find(closing, start + len(opening)) if start >= 0 else -1
+    if end < 0:
+        return None
+    return Call(content=action[start + len(opening) : end], said=action[: end + len(closing)])
 
 
 def _answered(environment: BaseTextEnv, action: str, result: str) -> BaseTextEnvStepOutput:

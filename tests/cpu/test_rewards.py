@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_async.environments.tools import first_call
 from skyrl_async.rewards.arithmetic import calculate
 from skyrl_async.rewards.code_tests import (
     CodeTests,
@@ -179,6 +180,17 @@ def test_the_last_fenced_block_of_python_is_the_program() -> None:
     assert program_in(text) == "b\n"
     assert program_in("```\nc\n```") == "c\n"
     assert program_in("print(1)") is None
+    assert program_in("```python\nopen") is None
+
+
+@pytest.mark.parametrize("piece", ["```", "```python\n", "<calc>", "#### ", "\\boxed{", "Answer:", "1,", " ", "-", "$"])
+def test_what_is_looked_for_in_an_answer_is_found_in_linear_time(piece: str) -> None:
+    """Each took minutes on this length where it was quadratic; the deadline is that of the test."""
+    text = piece * (1_000_000 // len(piece))
+    for look in (strict_answer, flexible_answer, final_answer, program_in):
+        look(text)
+    for marks in (("<calc>", "</calc>"), ("```python\n", "```")):
+        first_call(text, *marks)
 
 
 def test_programs_are_tested_by_input_and_output_until_the_first_failure() -> None:
