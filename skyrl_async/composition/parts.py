@@ -6,11 +6,7 @@ here; no part gets the configuration itself, but for a user's own generator.
 
 import contextlib
 import importlib
-import math
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -32,7 +28,6 @@ from skyrl_async.device_turns import DeviceGroup
 from skyrl_async.evaluation import Evaluator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
-from skyrl_async.inference.policy_files import read_manifest
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.agent_settings import check_agent_settings, make_agent_generator
 from skyrl_async.rollout.buffer import GroupBuffer
@@ -48,13 +43,10 @@ from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.stage_board import StageBoard, trace_stages
 from skyrl_async.stopping import StopRequest
 from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
-from skyrl_async.training.protocol import Policy
 from skyrl_async.training.recovering import RecoveringPolicy
-from skyrl_async.types import Group, PauseMode, SamplingParams
+from skyrl_async.types import Group, SamplingParams
 from skyrl_async.validation import ValidationSettings
-from skyrl_async.weight_sync.engine_turns import HoldEngines
 from skyrl_async.weight_sync.publisher import WeightPublisher
-from skyrl_async.weight_sync.room import require_room
 
 Log = Callable[[int, dict[str, float]], None]
 """Takes (step, values)."""
@@ -151,62 +143,6 @@ def _user_generator(
     return generator
 
 
-def make_publisher(
-    config: Config,
-    client: InferenceEngineClient,
-    policy: Policy,
-    renderer: ChatRenderer,
-    prompts: Prompts,
-    trace: Trace,
-    stack: contextlib.ExitStack | contextlib.AsyncExitStack,
-    hold_engines: HoldEngines = contextlib.nullcontext,
-) -> WeightPublisher:
-    directory = stack.enter_context(_shared_memory_directory())
-    publisher = WeightPublisher(
-        client=client,
-        policy=policy,
-        directory=directory,
-        bucket_bytes=config.weight_sync.send_bucket_mb << 20,
-        load_bucket_bytes=config.weight_sync.load_bucket_mb << 20,
-        dual_buffer=config.weight_sync.dual_buffer,
-        pause_mode=PauseMode(config.engine.pause_mode.name),
-        trace=trace,
-        probe_prompt_token_ids=renderer.render(list(prompts.train[0].messages)),
-        max_logprob_gap=config.trainer.max_engine_logprob_gap,
-        verify_checksums=config.weight_sync.verify_checksums,
-        max_retries=config.weight_sync.max_retries,
-        hold_engines=hold_engines,
-    )
-    stack.callback(publisher.close)
-    return publisher
-
-
-def check_shared_memory(config: Config, policy_dir: Path) -> None:
-    """See that published weights fit into shared memory, before anything starts. Raises ``ConfigError``."""
-    num_elements = sum(math.prod(shape) for _, shape in read_manifest(str(policy_dir)).values())
-    num_bytes = num_elements * {"float32": 4, "bfloat16": 2}[config.policy.dtype.name]
-    require_room(_shared_memory(), num_bytes, dual_buffer=config.weight_sync.dual_buffer)
-
-
-def _shared_memory() -> Path:
-    return Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-
-
-@contextlib.contextmanager
-def _shared_memory_directory() -> Iterator[Path]:
-    """A directory in memory, named after this process so that a later run can remove what a killed one left."""
-    root = _shared_memory()
-    for left in root.glob("skyrl_async-*"):
-        pid = left.name.removeprefix("skyrl_async-").partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
-            shutil.rmtree(left, ignore_errors=True)
-    directory = Path(tempfile.mkdtemp(prefix=f"skyrl_async-{os.getpid()}-", dir=root))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
 def placement(config: Config) -> PlacementSettings | None:
     """How the client is to spread requests over engines; None: alike."""
     max_staleness_steps = config.trainer.staleness_bound
@@ -238,7 +174,58 @@ def make_trainer(
 ) -> FullyAsyncTrainer:
     """A trainer, with generation's side of it, over running parts; checkpoints go below ``run_dir``."""
     trainer, in_turn = config.trainer, policy_in_turn(policy, device_groups)
-    mini_batch_size = trainer.policy_mini_batch_size
+    generation = _generation(config, prompts, client, generator, trace)
+
+    def log(step: int, values: dict[str, float]) -> None:
+        restarts = {"trainer/restarts": float(policy.num_restarts + logprobs.num_restarts)}
+        listeners.log(step, restarts | publisher.lag_values() | turn_values(device_groups) | values)
+
+    advantages = make_advantages(trainer.algorithm)
+    return FullyAsyncTrainer(
+        settings=_trainer_settings(config, must_wait_for_mini_batch=advantages.need_mini_batch),
+        dataloader=generation.dataloader,
+        staleness=generation.staleness,
+        buffer=generation.buffer,
+        workers=generation.workers,
+        policy=in_turn,
+        publisher=publisher if logprobs.old is None else PublisherToWorkers(publisher, logprobs.old),
+        evaluator=generation.evaluator,
+        checkpointer=Checkpointer(
+            run_dir / "checkpoints",
+            max_to_keep=trainer.max_checkpoints_to_keep,
+            on_written=lambda checkpoint: policy.checkpoint_written(checkpoint / "policy"),
+        ),
+        reward_shapes=reward_shapes(config),
+        advantages=advantages.of_stage,
+        credit=advantages.credit,
+        log=log,
+        log_groups=listeners.log_groups,
+        trace=trace,
+        watchdog=_watchdog(config, generation, listeners, trace),
+        stop=stop,
+        board=generation.board,
+        prepare=prepare_in_turn(stage_works(config, in_turn, logprobs), device_groups),
+        turn=training_turn(device_groups),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Generation:
+    """What a trainer takes groups from."""
+
+    dataloader: _AsyncDataloader
+    staleness: _AsyncStalenessManager
+    buffer: GroupBuffer
+    board: StageBoard
+    workers: GenerationWorkers
+    evaluator: Evaluator
+
+
+def _generation(
+    config: Config, prompts: Prompts, client: InferenceEngineClient, generator: Generator, trace: Trace
+) -> _Generation:
+    trainer = config.trainer
+    mini_batch_size, bound = trainer.policy_mini_batch_size, trainer.staleness_bound
     is_one_step_off = trainer.schedule is Schedule.one_step_off
     dataloader = _AsyncDataloader(
         prompts.train,
@@ -249,12 +236,12 @@ def make_trainer(
     staleness = _AsyncStalenessManager(
         trainer.max_concurrent_generation_groups,
         mini_batch_size,
-        trainer.staleness_bound,
+        bound,
         None if trainer.num_steps is None else trainer.num_steps * mini_batch_size,
         limits_buffered_groups=trainer.limit_buffered_groups and not (is_one_step_off or trainer.deterministic),
         admits_whole_batches=is_one_step_off,
     )
-    buffer = GroupBuffer(mini_batch_size * (trainer.staleness_bound + 1))
+    buffer = GroupBuffer(mini_batch_size * (bound + 1))
     board = StageBoard(on_left=trace_stages(trace))
     workers = GenerationWorkers(
         dataloader=dataloader,
@@ -269,47 +256,23 @@ def make_trainer(
         deadlines=client.pool.deadlines,
         signal=_signal(trainer),
     )
-    evaluator = _evaluator(config, generator, prompts, client.pool.deadlines)
-    watchdog = Watchdog(
-        Sources(rollouts=lambda: [*workers.statuses(), *evaluator.statuses()], stages=trace.open_spans),
-        threshold_s=trainer.stall_warning_s,
-        log=lambda values: listeners.log(staleness.version, values),
-        show=listeners.show_stuck,
-    )
-    advantages = make_advantages(trainer.algorithm)
-    return FullyAsyncTrainer(
-        settings=_trainer_settings(config, must_wait_for_mini_batch=advantages.need_mini_batch),
+    return _Generation(
         dataloader=dataloader,
         staleness=staleness,
         buffer=buffer,
-        workers=workers,
-        policy=in_turn,
-        publisher=publisher if logprobs.old is None else PublisherToWorkers(publisher, logprobs.old),
-        evaluator=evaluator,
-        checkpointer=Checkpointer(
-            run_dir / "checkpoints",
-            max_to_keep=trainer.max_checkpoints_to_keep,
-            on_written=lambda checkpoint: policy.checkpoint_written(checkpoint / "policy"),
-        ),
-        reward_shapes=reward_shapes(config),
-        advantages=advantages.of_stage,
-        credit=advantages.credit,
-        log=lambda step, values: listeners.log(
-            step,
-            {
-                "trainer/restarts": float(policy.num_restarts + logprobs.num_restarts),
-                **publisher.lag_values(),
-                **turn_values(device_groups),
-                **values,
-            },
-        ),
-        log_groups=listeners.log_groups,
-        trace=trace,
-        watchdog=watchdog,
-        stop=stop,
         board=board,
-        prepare=prepare_in_turn(stage_works(config, in_turn, logprobs), device_groups),
-        turn=training_turn(device_groups),
+        workers=workers,
+        evaluator=_evaluator(config, generator, prompts, client.pool.deadlines),
+    )
+
+
+def _watchdog(config: Config, generation: _Generation, listeners: Listeners, trace: Trace) -> Watchdog:
+    workers, evaluator = generation.workers, generation.evaluator
+    return Watchdog(
+        Sources(rollouts=lambda: [*workers.statuses(), *evaluator.statuses()], stages=trace.open_spans),
+        threshold_s=config.trainer.stall_warning_s,
+        log=lambda values: listeners.log(generation.staleness.version, values),
+        show=listeners.show_stuck,
     )
 
 

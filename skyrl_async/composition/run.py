@@ -31,13 +31,12 @@ from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, start
 from skyrl_async.composition.parts import (
     Listeners,
     check_generator,
-    check_shared_memory,
     make_generator,
-    make_publisher,
     make_trainer,
     placement,
 )
 from skyrl_async.composition.processes import serving_endpoint, start_engines_and_policy, start_ray
+from skyrl_async.composition.publishing import check_shared_memory, make_publisher
 from skyrl_async.composition.turns import device_groups, engine_turns, policy_in_turn
 from skyrl_async.config.rules import BUILT_IN_TASKS
 from skyrl_async.config.schema import Config

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from skyrl_async.composition.parts import check_shared_memory
+from skyrl_async.composition.publishing import check_shared_memory
 from skyrl_async.config.schema import Config, PolicyConfig
 from skyrl_async.errors import ConfigError
 from skyrl_async.types import WeightUpdate

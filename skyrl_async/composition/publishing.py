@@ -1,0 +1,82 @@
+"""What brings weights to engines, and the shared memory that it puts them in.
+
+Flows in: the configuration, a client, a policy. Flows out: a publisher whose files are gone with the stack, or ``ConfigError`` where they
+would not fit.
+"""
+
+import contextlib
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from skyrl_async.chat import ChatRenderer
+from skyrl_async.composition.data import Prompts
+from skyrl_async.config.schema import Config
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.policy_files import read_manifest
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.training.protocol import Policy
+from skyrl_async.types import PauseMode
+from skyrl_async.weight_sync.engine_turns import HoldEngines
+from skyrl_async.weight_sync.publisher import WeightPublisher
+from skyrl_async.weight_sync.room import require_room
+
+
+def make_publisher(
+    config: Config,
+    client: InferenceEngineClient,
+    policy: Policy,
+    renderer: ChatRenderer,
+    prompts: Prompts,
+    trace: Trace,
+    stack: contextlib.ExitStack | contextlib.AsyncExitStack,
+    hold_engines: HoldEngines = contextlib.nullcontext,
+) -> WeightPublisher:
+    """A publisher; its buckets are deleted with ``stack``."""
+    directory = stack.enter_context(_shared_memory_directory())
+    publisher = WeightPublisher(
+        client=client,
+        policy=policy,
+        directory=directory,
+        bucket_bytes=config.weight_sync.send_bucket_mb << 20,
+        load_bucket_bytes=config.weight_sync.load_bucket_mb << 20,
+        dual_buffer=config.weight_sync.dual_buffer,
+        pause_mode=PauseMode(config.engine.pause_mode.name),
+        trace=trace,
+        probe_prompt_token_ids=renderer.render(list(prompts.train[0].messages)),
+        max_logprob_gap=config.trainer.max_engine_logprob_gap,
+        verify_checksums=config.weight_sync.verify_checksums,
+        max_retries=config.weight_sync.max_retries,
+        hold_engines=hold_engines,
+    )
+    stack.callback(publisher.close)
+    return publisher
+
+
+def check_shared_memory(config: Config, policy_dir: Path) -> None:
+    """See that published weights fit into shared memory, before anything starts. Raises ``ConfigError``."""
+    num_elements = sum(math.prod(shape) for _, shape in read_manifest(str(policy_dir)).values())
+    num_bytes = num_elements * {"float32": 4, "bfloat16": 2}[config.policy.dtype.name]
+    require_room(_shared_memory(), num_bytes, dual_buffer=config.weight_sync.dual_buffer)
+
+
+def _shared_memory() -> Path:
+    return Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+
+
+@contextlib.contextmanager
+def _shared_memory_directory() -> Iterator[Path]:
+    """A directory in memory, named after this process so that a later run can remove what a killed one left."""
+    root = _shared_memory()
+    for left in root.glob("skyrl_async-*"):
+        pid = left.name.removeprefix("skyrl_async-").partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix=f"skyrl_async-{os.getpid()}-", dir=root))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
