@@ -301,7 +301,7 @@ def test_contract_7_an_outage_in_a_step_saves_the_step_before_again_with_what_wa
 
         def put_and_kill(group: Group) -> None:
             put(group)
-            if simulation.workers.counts["groups"] + 1 == 3 * config.mini_batch_size + 2:
+            if simulation.workers.counts["groups"] == 3 * config.mini_batch_size + 2:
                 newest = simulation.trainer.newest_checkpoint
                 assert newest is not None
                 before.append(read_state(newest))

@@ -85,10 +85,11 @@ async def test_a_mini_batch_that_is_masked_whole_steps_without_a_policy_gradient
         generation_seconds=1.0,
     )
     figures = StepFigures(version=0, max_staleness_steps=4)
-    figures.add_group(group, await policy.forward_backward(group.trajectories, group.advantages, 0))
-    values = await policy.step(figures.loss_tokens)
+    sums = await policy.forward_backward(group.trajectories, group.advantages, 0)
+    figures.add_group(group, sums, denominator=sums["num_tokens"])
+    values = await policy.step(figures.loss_denominator)
     await policy.close()
-    assert values["grad_norm"] == 0.0 and figures.loss_tokens == num_tokens(rows)
+    assert values["grad_norm"] == 0.0 and figures.loss_denominator == num_tokens(rows)
 
     logged: list[dict[str, float]] = []
     recorder = Recorder(
