@@ -1,9 +1,10 @@
 """Brings the weights of each trained step to the engines, as a stage of its own.
 
-    train ──TrainedStep──> ParamUpdate: publish, checkpoint, new version, log ──version──> validation
+    train: step, gather ──TrainedStep──> ParamUpdate: send, load, checkpoint, new version, log ──version──> validation
+             ^  the next step waits ──────────────────┘
 
 Flows in: trained steps. Flows out: policy versions that every engine serves, checkpoints, the record of each step. Knows when each is due,
-and nothing of how.
+and nothing of how. Loading overlaps all of the next step, sending all but its optimizer step.
 """
 
 import asyncio
@@ -32,8 +33,24 @@ logger = logging.getLogger(__name__)
 class Publisher(Protocol):
     """What the trainer needs of weight sync."""
 
+    def trained(self, version: int) -> None:
+        """The policy holds ``version`` from now on, whether or not it will be published."""
+        ...
+
+    async def gather(self, version: int) -> None:
+        """Copy the weights; on return they may change."""
+        ...
+
+    async def send(self, version: int) -> bool:
+        """Bring the copy to where engines load it; False where it is lost and a newer one has to follow."""
+        ...
+
+    async def load(self) -> PublishTimes | None:
+        """Make every engine serve what was sent; None where they do already."""
+        ...
+
     async def publish(self, version: int) -> PublishTimes:
-        """Make every engine serve ``version``."""
+        """All of that at once."""
         ...
 
     async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
@@ -49,6 +66,8 @@ class TrainedStep:
     figures: StepFigures
     policy_values: dict[str, float]
     """What the policy said of its optimizer step."""
+    gathered_at: float | None
+    """When its weights began to be copied, to be published; None where they are not. Seconds of the loop."""
 
 
 class ParamUpdate:
@@ -91,11 +110,43 @@ class ParamUpdate:
         self._recorder = recorder
         self._stop = stop
         self._values = values
+        self._may_step = asyncio.Event()
+        self._may_step.set()
+        self._gathered_version: int | None = None
+        self._owes_version = False
+        """Whether a version was lost on its way, and the next one has to be published."""
+        self.stepping = asyncio.Lock()
+        """Held while the policy is between two versions. Kept by a publish that has failed: no step follows it."""
         self.is_cut = False
         """Whether a stop has cut a publish short."""
 
+    async def gather(self, version: int) -> float | None:
+        """Copy a step's weights where they are to be published; on return they may change. Returns when that began; None: it did not."""
+        self._publisher.trained(version)
+        if not self._is_to_be_published(version):
+            return None
+        started = asyncio.get_running_loop().time()
+        await self._publisher.gather(version)
+        self._gathered_version = version
+        self._may_step.clear()
+        return started
+
+    @property
+    def may_step(self) -> bool:
+        """Whether weights may change and be gathered again: what was gathered is sent, and compared with the policy where that is due."""
+        return self._may_step.is_set()
+
+    async def wait_until_step(self) -> None:
+        """Wait until ``may_step``, or a stop has cut the publish short."""
+        await self._may_step.wait()
+
+    def _let_step(self, version: int) -> None:
+        """Nothing more is wanted of the policy for a version, nor of its copy; a later copy may be there already."""
+        if self._gathered_version == version:
+            self._may_step.set()
+
     async def run(self, stage: Stage, steps: Channel[TrainedStep]) -> None:
-        """Consumes trained steps; produces policy versions; waits for engines. The work of step k+1 overlaps it, but for its step."""
+        """Consumes trained steps; produces policy versions; waits for engines. The work of later steps overlaps it."""
         await run_stage(
             stage,
             steps,
@@ -106,39 +157,58 @@ class ParamUpdate:
         self._validation.close()
 
     async def _bring_to_engines(self, trained: TrainedStep) -> int | None:
-        """Publish a step, where one is due, and log it; returns the version that the engines now have."""
+        """Publish a step that was gathered, and log it; returns the version that the engines now have."""
         version, figures = trained.version, trained.figures
         is_published = False
         values: dict[str, float] = {}
         try:
-            if self._is_to_be_published(version):
+            if trained.gathered_at is not None:
                 async with self._stop.cut_short(is_patient=True):
-                    await self._validation.release_version()
-                    if self._settings.publishes_between_batches:
-                        await self._staleness.drained()
-                    values |= await self.publish(version, figures=figures)
-                is_published = True
+                    is_published = await self._send_and_load(version, trained.gathered_at, figures)
+                    if is_published:
+                        values |= await self._check_if_due(version)
             values |= await self._save_if_due(version, figures)
             if is_published:
                 await self._staleness.notify_capacity_change(version)
             await self._workers.redraw(lambda admission: self._mini_batches.is_given_up(admission.scheduled_version))
         except StopAsked:
-            self.is_cut = True
+            is_published, self.is_cut = False, True
             logger.warning("step %d is trained and not published", version)
             values |= self._recorder.count_generation()
         except (NoEngineError, PublishError):
             await self._workers.collect_open_tokens()  # for the last checkpoint, while engines still hold them
             values |= self._recorder.count_generation()
+            await self.stepping.acquire()  # an optimizer step that is cut off would leave nothing to save
             raise
         finally:
             self._recorder.log_step(figures, trained.policy_values, values | self._values(figures))
+        self._let_step(version)
         return version if is_published else None
+
+    async def _send_and_load(self, version: int, gathered_at: float, figures: StepFigures) -> bool:
+        """Have every engine serve a gathered version; False where its copy was lost."""
+        if not await self._publisher.send(version):
+            self._owes_version = True
+            return False
+        if not is_due(self._settings.check_interval_steps, version):
+            self._let_step(version)
+        await self._validation.release_version()
+        if self._settings.publishes_between_batches:
+            await self._staleness.drained()
+        times = await self._publisher.load()
+        assert times is not None, "it was sent"
+        self._owes_version = False
+        self._recorder.totals.pauses.append(times.pause)
+        for name in ("gather", "send", "stage", "load", "pause"):
+            figures.add_seconds(name, getattr(times, name))
+        figures.add_seconds("publish", asyncio.get_running_loop().time() - gathered_at)
+        return True
 
     async def publish_the_rest(self) -> None:
         """Where the data ended between two publishes."""
         version = self._staleness.trained_version
         if self._staleness.version < version and not self.is_cut:
-            await self.publish(version)
+            await self._publish(version)
             await self._staleness.notify_capacity_change(version)
 
     async def _request_validation(self, version: int | None) -> None:
@@ -148,7 +218,8 @@ class ParamUpdate:
     def _is_to_be_published(self, version: int) -> bool:
         """Also before a checkpoint, and at the end: those hold what engines serve."""
         return (
-            is_due(self._settings.publish_every_steps, version)
+            self._owes_version
+            or is_due(self._settings.publish_every_steps, version)
             or is_due(self._settings.checkpoint_interval_steps, version)
             or version == self._settings.num_steps
         )
@@ -159,22 +230,19 @@ class ParamUpdate:
         with self._recorder.timed(figures, "checkpoint", track="training"):
             return await self._saver.write(self._policy, version, self._mini_batches.taken)
 
-    async def publish(
-        self, version: int, *, is_first: bool = False, figures: StepFigures | None = None
-    ) -> dict[str, float]:
-        """Make every engine serve ``version``, and prove it where that is due; returns the figures of the proof."""
-        loop = asyncio.get_running_loop()
-        started = loop.time()
+    async def publish_first(self, version: int) -> None:
+        """Make every engine serve what training begins with, and prove it."""
+        await self._publish(version)
+        with self._recorder.trace.span("check", track="publish", version=version):
+            await self._publisher.check(version, is_first=True)
+
+    async def _publish(self, version: int) -> None:
         times = await self._publisher.publish(version)
         self._recorder.totals.pauses.append(times.pause)
-        if figures is not None:
-            figures.add_seconds("gather", times.gather)
-            figures.add_seconds("send", times.send)
-            figures.add_seconds("stage", times.stage)
-            figures.add_seconds("load", times.load)
-            figures.add_seconds("pause", times.pause)
-            figures.add_seconds("publish", loop.time() - started)
-        if is_first or is_due(self._settings.check_interval_steps, version):
-            with self._recorder.trace.span("check", track="publish", version=version):
-                return await self._publisher.check(version, is_first=is_first)
-        return {}
+
+    async def _check_if_due(self, version: int) -> dict[str, float]:
+        """Compare engines with the policy, which holds the same version until then."""
+        if not is_due(self._settings.check_interval_steps, version):
+            return {}
+        with self._recorder.trace.span("check", track="publish", version=version):
+            return await self._publisher.check(version, is_first=False)

@@ -211,7 +211,7 @@ class FullyAsyncTrainer:
             await self._run()
 
     async def _run(self) -> None:
-        await self._param_update.publish(self.step, is_first=True)
+        await self._param_update.publish_first(self.step)
         if self._settings.validates_only:
             result = await self._validation.before_training()
             self.reward_after = None if result is None else result.reward
@@ -251,7 +251,7 @@ class FullyAsyncTrainer:
         return self._settings.num_steps is not None and self.trained_step >= self._settings.num_steps
 
     async def _train(self) -> None:
-        """Consumes prepared groups; produces trained steps; waits for groups, and for engines to have the step before."""
+        """Consumes prepared groups; produces trained steps, gathered; waits for groups, and until the copy of the step before is sent."""
         stage = self._board.stage("train")
         with stage.lane() as lane:
             lane.wait_for_input()
@@ -291,6 +291,17 @@ class FullyAsyncTrainer:
             return None
         lane.process(f"step {version}")
         await self._take_turn(figures)
+        async with self._param_update.stepping:
+            policy_values = await self._step(figures)
+            figures.add_seconds("step", loop.time() - started)
+            self.totals.add_step(figures)
+            gathered_at = await self._param_update.gather(version)
+        self._beside_validation.add(figures.num_tokens, figures.seconds["step"], self._seconds_validated - validated)
+        return TrainedStep(version=version, figures=figures, policy_values=policy_values, gathered_at=gathered_at)
+
+    async def _step(self, figures: StepFigures) -> dict[str, float]:
+        """The optimizer step, with its gradients all in; returns what the policy says of it."""
+        version = figures.version + 1
         self._policy_step = None
         with self._recorder.timed(figures, "optimizer_step", track="training"):
             policy_values = await self._policy.step(figures.loss_denominator)
@@ -300,10 +311,7 @@ class FullyAsyncTrainer:
         policy_values |= self._credit.end_step()
         await self._staleness.notify_step(version)
         self._mini_batches.taken.clear()
-        figures.add_seconds("step", loop.time() - started)
-        self.totals.add_step(figures)
-        self._beside_validation.add(figures.num_tokens, figures.seconds["step"], self._seconds_validated - validated)
-        return TrainedStep(version=version, figures=figures, policy_values=policy_values)
+        return policy_values
 
     async def _add_gradients(self, whole: Group, figures: StepFigures) -> None:
         """Train on a group, or on what the staleness policy leaves of it."""
@@ -323,14 +331,17 @@ class FullyAsyncTrainer:
                 await self._turn.take()
 
     async def _wait_for_publish(self, lane: Lane, figures: StepFigures) -> None:
-        """Weights stay as they are until the engines have them. Raises ``StopAsked`` when that was given up."""
+        """Weights stay as they are until their copy is sent, and compared where that is due. Raises ``StopAsked`` when it was given up."""
         lane.process(f"step {figures.version + 1}")
-        lane.wait_for_output()
-        self._turn.leave()
-        with self._recorder.timed(figures, "wait_for_publish", track="waiting"):
-            await self._staleness.notify_trainer_waiting(True)
-            await self._trained.join()
-            await self._staleness.notify_trainer_waiting(False)
+        if self._param_update.may_step:
+            figures.add_seconds("wait_for_publish", 0.0)
+        else:
+            lane.wait_for_output()
+            self._turn.leave()
+            with self._recorder.timed(figures, "wait_for_publish", track="waiting"):
+                await self._staleness.notify_trainer_waiting(True)
+                await self._param_update.wait_until_step()
+                await self._staleness.notify_trainer_waiting(False)
         if self._stop.is_asked and self._param_update.is_cut:
             raise StopAsked
 

@@ -149,12 +149,33 @@ class PublisherToWorkers:
         self._publisher = publisher
         self._workers = workers
 
+    def trained(self, version: int) -> None:
+        """See ``WeightPublisher``."""
+        self._publisher.trained(version)
+
+    async def gather(self, version: int) -> None:
+        """See ``WeightPublisher``."""
+        await self._publisher.gather(version)
+
+    async def send(self, version: int) -> bool:
+        """See ``WeightPublisher``."""
+        return await self._publisher.send(version)
+
+    async def load(self) -> PublishTimes | None:
+        """See ``WeightPublisher``. Raises ``TrainingError`` where the workers cannot load it."""
+        times = await self._publisher.load()
+        await self._load_workers()
+        return times
+
     async def publish(self, version: int) -> PublishTimes:
         """See ``WeightPublisher``. Raises ``TrainingError`` where the workers cannot load it."""
         times = await self._publisher.publish(version)
+        await self._load_workers()
+        return times
+
+    async def _load_workers(self) -> None:
         assert self._publisher.serving is not None, "it was published"
         await self._workers.load_weights(self._publisher.serving)
-        return times
 
     async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
         """See ``WeightPublisher``."""

@@ -69,7 +69,10 @@ METRICS: dict[str, Metric] = {
         "s", "The whole optimizer step, with what it waited for; its publish overlaps the next step."
     ),
     "timing/wait_for_groups": Metric("s", "Trainer waiting for generation."),
-    "timing/wait_for_publish": Metric("s", "Trainer waiting for engines to have the step before, gradients in hand."),
+    "timing/wait_for_publish": Metric(
+        "s",
+        "Trainer waiting, gradients in hand, until the copy of the step before is sent; where a probe is due, until engines have it.",
+    ),
     "timing/wait_for_devices": Metric(
         "s", "Trainer waiting for its turn on devices that others share; absent without."
     ),

@@ -151,6 +151,10 @@ class WeightPublisher:
             )
         return times
 
+    def trained(self, version: int) -> None:
+        """The policy holds ``version`` from now on, published or not: what ``lag_values`` are measured by."""
+        self.lag.trained(version, self._clock())
+
     async def gather(self, version: int) -> None:
         """Copy the policy's weights to its staging memory; on return they may change. Waits for a ``send`` under way.
 
@@ -158,7 +162,7 @@ class WeightPublisher:
         """
         async with self._staging_turn:
             started = self._clock()
-            self.lag.trained(version, started)
+            self.trained(version)
             with self._trace.span("gather", track="publish", version=version):
                 num_bytes = await self._policy.gather_weights(version)
             if not self._has_room:

@@ -235,20 +235,20 @@ def test_a_version_that_no_engine_is_left_to_serve_is_in_the_checkpoint(tmp_path
 
     async def main() -> None:
         setting = Setting(config, replace(FLEET, all_gone_timeout_s=5.0), path=tmp_path)
-        publisher, publish = setting.simulation.publisher, setting.simulation.publisher.publish
+        publisher, load = setting.simulation.publisher, setting.simulation.publisher.load
 
-        async def without_engines(version: int) -> object:
-            if version == 9:
+        async def without_engines() -> object:
+            if setting.simulation.trainer.step == 8:
                 for engine in setting.engines.values():
                     engine.kill()
-            return await publish(version)
+            return await load()
 
-        publisher.publish = without_engines  # type: ignore[method-assign,assignment]
+        publisher.load = without_engines  # type: ignore[method-assign,assignment]
         with pytest.raises(NoEngineError, match="came back within engine.all_gone_timeout_s=5"):
             await setting.run()
         latest = Checkpointer(tmp_path, max_to_keep=0).usable().path
-        assert latest is not None and read_state(latest).step == 9
-        assert setting.simulation.trainer.totals.trained_groups == 9 * config.mini_batch_size
+        assert latest is not None and read_state(latest).step == 10, "a step was made beside the load of the one before"
+        assert setting.simulation.trainer.totals.trained_groups == 10 * config.mini_batch_size
 
     run_in_virtual_time(main())
 

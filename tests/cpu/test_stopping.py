@@ -322,7 +322,7 @@ def test_contract_8_a_crash_of_any_task_ends_the_run_with_that_error_and_no_task
         simulation = build_simulation(settings, checkpoint_dir=tmp_path, generator_over=generator_over)
         loop = asyncio.get_running_loop()
         if kind == "publisher":
-            loop.call_later(9.0, setattr, simulation.publisher, "publish", fail)
+            loop.call_later(9.0, setattr, simulation.publisher, "load", fail)
         if kind == "policy":
             loop.call_later(9.0, setattr, simulation.policy, "step", fail)
         if kind == "checkpointer":
@@ -352,26 +352,26 @@ def test_a_stop_while_no_engine_can_take_a_trained_step_saves_it(tmp_path: Path)
     async def main() -> Simulation:
         stop = StopRequest()
         simulation = build_simulation(settings, checkpoint_dir=tmp_path, stop=stop)
-        loop, publish = asyncio.get_running_loop(), simulation.publisher.publish
+        loop, load = asyncio.get_running_loop(), simulation.publisher.load
 
-        async def no_engine_is_there(version: int):
-            if version == 3:
+        async def no_engine_is_there():
+            if simulation.trainer.step == 2:
                 loop.call_later(50.0, stop.ask, 10.0)
                 await asyncio.Event().wait()
-            return await publish(version)
+            return await load()
 
-        simulation.publisher.publish = no_engine_is_there
+        simulation.publisher.load = no_engine_is_there
         await simulation.trainer.run()
         return simulation
 
     simulation = run_in_virtual_time(main())
-    assert (simulation.trainer.step, simulation.trainer.trained_step) == (2, 3)
+    assert (simulation.trainer.step, simulation.trainer.trained_step) == (2, 4), "a step is made beside the load"
     newest = simulation.trainer.newest_checkpoint
     assert newest is not None
     saved = read_state(newest)
-    assert saved.step == 3
-    assert saved.totals["trained_groups"] == 3 * settings.mini_batch_size
-    assert [step for step, values in simulation.logged if "policy/grad_norm" in values] == [1, 2, 3]
+    assert saved.step == 4
+    assert saved.totals["trained_groups"] == 4 * settings.mini_batch_size
+    assert [step for step, values in simulation.logged if "policy/grad_norm" in values] == [1, 2, 3, 4]
 
     async def go_on() -> Simulation:
         resumed = build_simulation(settings, checkpoint_dir=tmp_path)

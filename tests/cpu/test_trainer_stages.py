@@ -2,9 +2,11 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -33,32 +35,31 @@ SLOW_PUBLISH = SimulationSettings(
 
 
 def events_of(simulation: Simulation) -> list[tuple[str, int, float, float]]:
-    """(what, version, begin, end) of each forward, optimizer step and publish, from now on."""
+    """(what, version, begin, end) of each forward, optimizer step and phase of a publish, from now on."""
     events: list[tuple[str, int, float, float]] = []
     policy, publisher = simulation.policy, simulation.publisher
-    forward, step, publish = policy.forward_backward, policy.step, publisher.publish
-    time = asyncio.get_running_loop().time
+    loop = asyncio.get_running_loop()
 
-    async def forward_backward(trajectories, advantages, version):
-        begin = time()
-        result = await forward(trajectories, advantages, version)
-        events.append(("forward", version, begin, time()))
-        return result
+    def timed(what: str, call: Callable[..., Awaitable[Any]], version_of: Callable[[Any, Any], int]) -> Callable:
+        async def timed_call(*arguments: Any) -> Any:
+            begin = loop.time()
+            result = await call(*arguments)
+            events.append((what, version_of(arguments, result), begin, loop.time()))
+            return result
 
-    async def timed_step(num_tokens):
-        begin, version = time(), len(policy.steps)
-        result = await step(num_tokens)
-        events.append(("step", version, begin, time()))
-        return result
+        return timed_call
 
-    async def timed_publish(version):
-        begin = time()
-        result = await publish(version)
-        events.append(("publish", version, begin, time()))
-        return result
-
-    policy.forward_backward, policy.step, publisher.publish = forward_backward, timed_step, timed_publish
+    policy.forward_backward = timed("forward", policy.forward_backward, lambda given, _: given[2])
+    policy.step = timed("step", policy.step, lambda *_: len(policy.steps) - 1)
+    publisher.gather = timed("gather", publisher.gather, lambda given, _: given[0])
+    publisher.send = timed("send", publisher.send, lambda given, _: given[0])
+    publisher.load = timed("load", publisher.load, lambda _, times: times.version)
     return events
+
+
+def spans_of(what: str, events: list[tuple[str, int, float, float]]) -> dict[int, tuple[float, float]]:
+    """Version -> (begin, end)."""
+    return {version: (begin, end) for name, version, begin, end in events if name == what}
 
 
 def run(settings: SimulationSettings, **parts) -> tuple[Simulation, list[tuple[str, int, float, float]]]:
@@ -81,29 +82,36 @@ def test_each_step_is_trained_then_published_and_only_then_sampled_from(
         SLOW_PUBLISH, max_staleness_steps=bound, sigma=sigma, publish_every_steps=every, stream_mini_batch=streamed
     )
     simulation, events = run(settings)
-    published = {version: (begin, end) for what, version, begin, end in events if what == "publish"}
-    stepped = {version: (begin, end) for what, version, begin, end in events if what == "step"}
+    stepped, gathered, sent, loaded = (spans_of(what, events) for what in ("step", "gather", "send", "load"))
     assert sorted(stepped) == list(range(1, settings.num_steps + 1))
-    assert sorted(published) == sorted({0, *range(every, settings.num_steps + 1, every), settings.num_steps})
-    for version, (begin, end) in published.items():
+    assert sorted(gathered) == sorted({0, *range(every, settings.num_steps + 1, every), settings.num_steps})
+    assert gathered.keys() == sent.keys() == loaded.keys()
+    for version, (begin, end) in gathered.items():
         if version:
             assert stepped[version][1] <= begin
-        assert stepped.get(version + 1, (end, end))[0] >= end, "weights changed while they were published"
-    for what, version, begin, _ in events:
-        if what == "forward":
-            rows = simulation.policy.steps[version]
-            assert all(published[v][1] <= begin for group in rows for row in group for v in row.versions)
+        assert end <= sent[version][0] and sent[version][1] <= loaded[version][0]
+        assert stepped.get(version + 1, (end, end))[0] >= end, "weights changed while they were gathered"
+    for before, after in pairwise(sorted(loaded)):
+        assert sent[before][1] <= gathered[after][0], "its copy was overwritten"
+        assert loaded[before][1] <= loaded[after][0]
+    for version, (begin, _) in stepped.items():
+        newest = max((v for v, (_, end) in loaded.items() if end <= begin), default=0)
+        assert version - newest <= max(every, 1) + 1, "more than a step ahead of what is being loaded"
+    for step, groups in enumerate(simulation.policy.steps):
+        begins = [begin for what, version, begin, _ in events if (what, version) == ("forward", step)]
+        for begin, group in zip(begins, groups, strict=True):
+            assert all(loaded[v][1] <= begin for row in group for v in row.versions)
     assert simulation.trainer.totals.staleness_max <= bound
     assert simulation.trainer.step == simulation.trainer.trained_step == settings.num_steps
 
 
 def test_the_next_step_is_worked_on_while_engines_get_the_last_one() -> None:
     simulation, events = run(SLOW_PUBLISH)
-    published = {version: (begin, end) for what, version, begin, end in events if what == "publish"}
+    gathered, loaded = spans_of("gather", events), spans_of("load", events)
     overlapping = [
         version
         for what, version, begin, _ in events
-        if what == "forward" and published[version][0] <= begin < published[version][1]
+        if what == "forward" and gathered[version][1] <= begin < loaded[version][1]
     ]
     assert len(set(overlapping)) > SLOW_PUBLISH.num_steps / 2
     waited = [
@@ -112,9 +120,49 @@ def test_the_next_step_is_worked_on_while_engines_get_the_last_one() -> None:
     assert len(waited) == SLOW_PUBLISH.num_steps and sum(waited) > 0
 
 
+def test_a_load_holds_up_no_optimizer_step_and_a_send_only_the_next_one() -> None:
+    """Groups are there long before; of a step 0.5 s are gradients, 0.5 s the optimizer; a publish takes 1 s to send, 4 s to load."""
+    job = replace(
+        SLOW_PUBLISH,
+        sigma=0.0,
+        mean_tokens=10.0,
+        max_staleness_steps=6,
+        publish_every_steps=3,
+        seconds_per_token=0.5 / (4 * 2 * 10),
+        load_seconds=4.0,
+    )
+    simulation, events = run(job)
+    stepped, sent, loaded = (spans_of(what, events) for what in ("step", "send", "load"))
+    beside = [v for v in loaded if v + 1 in stepped and loaded[v][0] <= stepped[v + 1][0] < loaded[v][1]]
+    assert beside == [3, 6, 9], "the step after is made while engines load"
+    assert all(stepped[v + 1][0] >= sent[v][1] for v in sent if v + 1 in stepped)
+    waited = {step: values["timing/wait_for_publish"] for step, values in simulation.logged if "policy/lr" in values}
+    assert sum(waited.values()) == pytest.approx(3 * 0.5, abs=0.1), "of 1 s to send, half is training"
+
+
+def test_unpublished_steps_count_for_the_lag_of_the_engines() -> None:
+    async def main() -> None:
+        simulation = build_simulation(replace(SLOW_PUBLISH, max_staleness_steps=3, publish_every_steps=3))
+        seen = []
+        step = simulation.policy.step
+
+        async def noting(num_tokens: float) -> dict[str, float]:
+            values = await step(num_tokens)
+            now = asyncio.get_running_loop().time()
+            seen.append(max(lag.steps for lag in simulation.publisher.lag.lags(now).values()))
+            return values
+
+        simulation.policy.step = noting
+        await simulation.trainer.run()
+        assert max(seen) >= 2, "the lag before the step that follows two unpublished ones"
+
+    run_in_virtual_time(main())
+
+
 def test_publishing_every_third_step_costs_less_time_and_holds_the_bound() -> None:
-    often, _ = run(replace(SLOW_PUBLISH, max_staleness_steps=3))
-    seldom, _ = run(replace(SLOW_PUBLISH, max_staleness_steps=3, publish_every_steps=3))
+    job = replace(SLOW_PUBLISH, max_staleness_steps=3, send_seconds=3.0)
+    often, _ = run(job)
+    seldom, _ = run(replace(job, publish_every_steps=3))
     assert len(seldom.trainer.totals.pauses) < len(often.trainer.totals.pauses) / 2
     assert seldom.trainer.totals.training_seconds < 0.9 * often.trainer.totals.training_seconds
     assert seldom.trainer.totals.groups_over_bound == 0
@@ -217,19 +265,71 @@ def test_every_step_says_where_each_stage_is_and_how_it_spent_its_time() -> None
 def test_the_step_whose_publish_fails_is_in_the_metrics_all_the_same() -> None:
     async def main() -> list[int]:
         simulation = build_simulation(SLOW_PUBLISH)
-        publish = simulation.publisher.publish
+        send = simulation.publisher.send
 
         async def failing(version: int):
             if version == 5:
                 raise PublishError("no room")
-            return await publish(version)
+            return await send(version)
 
-        simulation.publisher.publish = failing
+        simulation.publisher.send = failing
         with pytest.raises(PublishError, match="no room"):
             await simulation.trainer.run()
         return [step for step, values in simulation.logged if "policy/grad_norm" in values]
 
     assert run_in_virtual_time(main()) == [1, 2, 3, 4, 5]
+
+
+def test_a_publish_that_fails_beside_an_optimizer_step_cuts_it_not_off_and_the_step_is_saved(tmp_path: Path) -> None:
+    async def main() -> None:
+        job = replace(SLOW_PUBLISH, sigma=0.0, step_seconds=5.0, send_seconds=0.1, checkpoint_interval_steps=100)
+        simulation = build_simulation(job, checkpoint_dir=tmp_path)
+        load, loop, step = simulation.publisher.load, asyncio.get_running_loop(), simulation.policy.step
+        stepping = asyncio.Event()
+
+        async def told(num_tokens: float) -> dict[str, float]:
+            stepping.set()
+            return await step(num_tokens)
+
+        async def failing() -> object:
+            if simulation.trainer.step == 2:
+                stepping.clear()
+                await stepping.wait()
+                await asyncio.sleep(1.0)
+                loop.call_later(3.9, lambda: failed_at.append(len(simulation.policy.steps)))
+                raise PublishError("refused")
+            return await load()
+
+        failed_at: list[int] = []
+        simulation.policy.step, simulation.publisher.load = told, failing
+        with pytest.raises(PublishError, match="refused"):
+            await simulation.trainer.run()
+        assert failed_at == [4], "the step went on after the failure"
+        assert (simulation.trainer.step, simulation.trainer.trained_step) == (2, 4)
+        checkpoint = Checkpointer(tmp_path, max_to_keep=0).usable()
+        assert checkpoint is not None and checkpoint.state.step == 4
+
+    run_in_virtual_time(main())
+
+
+def test_a_version_whose_copy_is_lost_is_made_up_for_by_the_next() -> None:
+    async def main() -> None:
+        simulation = build_simulation(replace(SLOW_PUBLISH, max_staleness_steps=3, publish_every_steps=3))
+        send, loaded = simulation.publisher.send, []
+        notify = simulation.staleness.notify_capacity_change
+
+        async def losing(version: int) -> bool:
+            return version != 3 and await send(version)
+
+        async def noting(version: int) -> None:
+            loaded.append(version)
+            await notify(version)
+
+        simulation.publisher.send, simulation.staleness.notify_capacity_change = losing, noting
+        await simulation.trainer.run()
+        assert loaded == [4, 6, 9, 12]
+
+    run_in_virtual_time(main())
 
 
 def test_a_failing_rollout_is_the_rollout_stages_error() -> None:
@@ -269,13 +369,12 @@ def test_one_step_off_generates_the_next_whole_batch_while_this_one_trains_and_c
     sigma: float, seconds_per_token: float, seed: int
 ) -> None:
     simulation, events = run(replace(ONE_STEP_OFF, sigma=sigma, seconds_per_token=seconds_per_token, seed=seed))
-    published = {version: (begin, end) for what, version, begin, end in events if what == "publish"}
     for step, groups in enumerate(simulation.policy.steps[:-1]):
         assert len(groups) == ONE_STEP_OFF.mini_batch_size
         assert {v for group in groups for row in group for v in row.versions} == {max(0, step - 1)}
         assert all(row.num_aborts == 0 for group in groups for row in group), "weights changed in flight"
     assert simulation.trainer.totals.staleness_max == 1
-    assert sorted(published) == list(range(ONE_STEP_OFF.num_steps + 1))
+    assert sorted(spans_of("load", events)) == list(range(ONE_STEP_OFF.num_steps + 1))
 
 
 def test_one_step_off_takes_the_longer_of_generating_and_training_and_sync_their_sum() -> None:
