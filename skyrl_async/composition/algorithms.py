@@ -12,8 +12,8 @@ from skyrl_async.algorithms.kl_penalty import KlController, KlPenalty
 from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.trial import try_estimator, try_policy_loss
+from skyrl_async.config.algorithm import AlgorithmConfig
 from skyrl_async.config.kl_control import KlControl
-from skyrl_async.config.schema import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

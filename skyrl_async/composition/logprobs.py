@@ -18,9 +18,10 @@ from pathlib import Path
 
 from skyrl_async.composition.bundles import Bundles, Seats, worker_seats
 from skyrl_async.composition.data import PolicyFiles
+from skyrl_async.config.algorithm import RefLogp
 from skyrl_async.config.devices import training_device
 from skyrl_async.config.logprob_rules import idle_settings
-from skyrl_async.config.schema import Config, RefLogp
+from skyrl_async.config.schema import Config
 from skyrl_async.errors import PolicyError
 from skyrl_async.inference.policy_files import read_config, text_config
 from skyrl_async.registries import POLICY_LOSSES

@@ -3,7 +3,8 @@
 Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``. Imports what the configuration names by its path; computes nothing.
 """
 
-from skyrl_async.config.schema import Config, RefLogp
+from skyrl_async.config.algorithm import RefLogp
+from skyrl_async.config.schema import Config
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 

@@ -3,8 +3,9 @@
 Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``; or a line for each setting that does nothing.
 """
 
+from skyrl_async.config.algorithm import AlgorithmConfig
 from skyrl_async.config.corrections import OffPolicyCorrectionConfig, SequenceMaskMetric, TisRatioType
-from skyrl_async.config.schema import AlgorithmConfig, Config
+from skyrl_async.config.schema import Config
 from skyrl_async.errors import ConfigError
 
 _PREFIX = "trainer.algorithm.off_policy_correction"

@@ -4,9 +4,10 @@ training that do nothing.
 Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``; or a line for each setting that does nothing.
 """
 
+from skyrl_async.config.algorithm import AlgorithmConfig, LossReduction, RefLogp
 from skyrl_async.config.correction_rules import idle_corrections
 from skyrl_async.config.devices import training_device
-from skyrl_async.config.schema import AlgorithmConfig, Config, Device, LossReduction, RefLogp
+from skyrl_async.config.schema import Config, Device
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import POLICY_LOSSES
 
