@@ -56,15 +56,23 @@ AttentionInterface.register(ROW_BY_ROW, row_by_row)
 AttentionMaskInterface.register(ROW_BY_ROW, _no_mask)
 
 
-def read_packed_rows(model: PreTrainedModel) -> None:
+def _unwrapped(model: nn.Module) -> PreTrainedModel:
+    """The model itself: what wraps it to prepare its backward passes has it as its ``module``, and may have a ``config`` of its own."""
+    inner = getattr(model, "module", model)
+    assert isinstance(inner, PreTrainedModel)
+    return inner
+
+
+def read_packed_rows(model: nn.Module) -> None:
     """Make ``model`` attend row by row where it attends by torch's scaled_dot_product_attention to everything before a token.
 
     FlashAttention finds the rows by their position ids; so does transformers' mask for every other attention, at the cost of the square
     of all rows' length.
     """
-    config = model.config.get_text_config()
+    inner = _unwrapped(model)
+    config = inner.config.get_text_config()
     if config._attn_implementation == "sdpa" and not _is_local(config):
-        model.set_attn_implementation(ROW_BY_ROW)
+        inner.set_attn_implementation(ROW_BY_ROW)
 
 
 def _is_local(config: PreTrainedConfig) -> bool:
@@ -73,17 +81,17 @@ def _is_local(config: PreTrainedConfig) -> bool:
     return any(settings.get(name) is not None for name in ("sliding_window", "attention_chunk_size"))
 
 
-def packed_arguments(model: PreTrainedModel, row_lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+def packed_arguments(model: nn.Module, row_lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:
     """What the forward of rows of ``row_lengths`` laid end to end takes beside their ids."""
     positions = torch.cat([torch.arange(length) for length in row_lengths])
     arguments: dict[str, Any] = {"position_ids": positions.unsqueeze(0).to(device)}
-    if model.config.get_text_config()._attn_implementation == ROW_BY_ROW:
+    if _unwrapped(model).config.get_text_config()._attn_implementation == ROW_BY_ROW:
         arguments["row_lengths"] = row_lengths
     return arguments
 
 
 @torch.no_grad()
-def check_rows_are_apart(model: PreTrainedModel) -> None:
+def check_rows_are_apart(model: nn.Module) -> None:
     """See that the same row laid end to end twice has the same logits twice. Every rank calls it at the same time.
 
     Raises:
@@ -96,7 +104,8 @@ def check_rows_are_apart(model: PreTrainedModel) -> None:
     first, second = logits.chunk(2)
     tolerance = _TOLERANCE.get(logits.dtype, 5e-2) * first.abs().max().item()
     if not torch.allclose(first, second, atol=tolerance, rtol=0):
+        difference = (first - second).abs().max().item()
         raise ConfigError(
-            f"training.use_sample_packing must be false for {type(model).__name__}, got True: rows laid end to end see each other "
-            f"(the same row's logits differ by {(first - second).abs().max().item():.3g})"
+            f"training.use_sample_packing must be false for {type(_unwrapped(model)).__name__}, got True: rows laid end to end see each "
+            f"other (the same row's logits differ by {difference:.3g})"
         )

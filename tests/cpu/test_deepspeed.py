@@ -63,12 +63,13 @@ class TestEveryStage:
         await slower.load(tmp_path / "checkpoint")
         assert (await train(slower, first_step=2, num_steps=1))[-1]["lr"] == 1e-4
 
-    async def test_a_gradient_that_is_not_finite_stops_and_changes_nothing(
+    async def test_a_loss_and_a_gradient_that_are_not_finite_stop_and_change_nothing(
         self, make: Make, stage: int, tmp_path: Path
     ) -> None:
         rows, values = trajectories(4, seed=1), advantages(4, seed=2)
         policy, reference = make(stage), make(stage)
-        await policy.forward_backward(rows, [float("nan"), *values[1:]], 0)
+        with pytest.raises(TrainingError, match="the loss of 4 rows at version 0 is nan on rank 0"):
+            await policy.forward_backward(rows, [float("nan"), *values[1:]], 0)
         with pytest.raises(
             TrainingError, match=r"not finite over \d+ tokens at learning rate 0.01. Nothing was applied"
         ):
