@@ -12,8 +12,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from skyrl_async.config.wheel_tag import correct_wheel_tag
 
+
+def _put_aside(name: str) -> str | None:
+    """Take a variable out of the environment, once for all processes that run tests; they inherit what it was."""
+    kept = f"SKYRL_ASYNC_TESTS_{name}"
+    if kept not in os.environ:
+        os.environ[kept] = os.environ.pop(name, "")
+    return os.environ[kept] or None
+
+
 # Each HTTP client made would read all the authorities' certificates, more work than most tests do: only uv speaks TLS.
-AUTHORITIES = {name: os.environ.pop(name, None) for name in ("SSL_CERT_FILE", "SSL_CERT_DIR")}
+AUTHORITIES = {name: _put_aside(name) for name in ("SSL_CERT_FILE", "SSL_CERT_DIR")}
 os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
 
 correct_wheel_tag()

@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 
 import pytest
-import ray
 
 from skyrl_async.algorithms.advantages import make_advantage_estimator, register_advantage_estimator
 from skyrl_async.algorithms.loss_constants import LossConstants
@@ -129,22 +128,18 @@ def rows() -> list[Trajectory]:
 
 
 @pytest.mark.slow
-async def test_policy_workers_find_a_users_loss_by_its_path(tmp_path: Path) -> None:
+async def test_policy_workers_find_a_users_loss_by_its_path(tmp_path: Path, ray_session: None) -> None:
     directory = build_policy(tmp_path / "policy")
 
     def settings(name: str) -> TrainingSettings:
         constants = LossConstants(tis_cap=math.inf)
         return TrainingSettings(policy_path=str(directory), policy_loss=name, loss_constants=constants)
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    workers = await PolicyWorkers.start(settings(POLICY_LOSSES.portable("own_half")), num_workers=1)
     try:
-        workers = await PolicyWorkers.start(settings(POLICY_LOSSES.portable("own_half")), num_workers=1)
-        try:
-            figures = await workers.forward_backward(rows(), [1.0, -0.5], 0)
-        finally:
-            await workers.close()
+        figures = await workers.forward_backward(rows(), [1.0, -0.5], 0)
     finally:
-        ray.shutdown()
+        await workers.close()
     whole = InProcessPolicy(settings("rollout_is"))
     expected = await whole.forward_backward(rows(), [1.0, -0.5], 0)
     await whole.close()
