@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.composition.rewarding import environment_factory
+from skyrl_async.composition.rewards import environment_factory
 from skyrl_async.config.rules import BUILT_IN_TASKS
 from skyrl_async.config.schema import Config
 from skyrl_async.config.task import DATASET_TASK, REASONING_GYM_TASK

@@ -16,11 +16,9 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.composition.algorithms import make_advantages
 from skyrl_async.composition.data import Prompts, epoch_plan
-from skyrl_async.composition.imports import imported
 from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
 from skyrl_async.composition.processes import Endpoint
-from skyrl_async.composition.rewarding import environment_factory
-from skyrl_async.composition.rewards import reward_shapes
+from skyrl_async.composition.rewards import environment_factory, reward_shapes
 from skyrl_async.composition.turns import policy_in_turn, prepare_in_turn, training_turn, turn_values
 from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig, Schedule, TrainerConfig
 from skyrl_async.data.dataloader import _AsyncDataloader
@@ -29,6 +27,7 @@ from skyrl_async.evaluation import Evaluator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.registries import import_function
 from skyrl_async.rollout.agent_settings import check_agent_settings, make_agent_generator
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.deadlines import Deadlines
@@ -84,7 +83,7 @@ def check_generator(config: Config) -> None:
     if generator.kind is GeneratorKind.agent:
         check_agent_settings(command=generator.command, entrypoint=generator.entrypoint, reward=generator.reward)
     elif generator.entrypoint is not None:
-        imported("generator.entrypoint", generator.entrypoint)
+        import_function("generator.entrypoint", generator.entrypoint)
 
 
 def make_generator(
@@ -139,7 +138,7 @@ def make_generator(
 def _user_generator(
     entrypoint: str, client: InferenceEngineClient, renderer: ChatRenderer, config: Config
 ) -> Generator:
-    generator: Generator = imported("generator.entrypoint", entrypoint)(client, renderer, config)
+    generator: Generator = import_function("generator.entrypoint", entrypoint)(client, renderer, config)
     return generator
 
 

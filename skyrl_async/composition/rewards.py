@@ -1,20 +1,38 @@
-"""What a configuration does to rewards before advantages are computed of them.
+"""Who judges a run's answers, and what becomes of rewards before advantages are computed of them.
 
-Flows in: the configuration. Flows out: shapes, in the order in which they apply. Does not know groups.
+Flows in: the configuration. Flows out: what makes an environment, each prompt's or one function of the user's for all; shapes of rewards,
+in the order in which they apply. Knows neither prompts, generators nor groups.
 """
 
-from typing import cast
+import functools
+from collections.abc import Callable
+from typing import Any, cast
 
-from skyrl_async.composition.imports import imported
 from skyrl_async.config.schema import Config
+from skyrl_async.registries import import_function
+from skyrl_async.rollout.environment import Environment, EnvironmentFactory
 from skyrl_async.rollout.overlong import Shape, penalise_overlong
+from skyrl_async.tasks.registry import make_environment
+
+
+def environment_factory(config: Config) -> EnvironmentFactory:
+    """Return what makes environments. Raises ``ConfigError`` where ``task.reward`` cannot be imported."""
+    if config.task.reward is None:
+        return make_environment
+    return functools.partial(_rewarded_by, import_function("task.reward", config.task.reward))
+
+
+def _rewarded_by(function: Callable[..., Any], env_class: str, extras: dict[str, Any]) -> Environment:
+    from skyrl_async.environments.answers import FunctionEnv
+
+    return FunctionEnv(function, extras)
 
 
 def reward_shapes(config: Config) -> list[Shape]:
     """One's own first, then the length penalty. Raises ``ConfigError`` for a function that is not there."""
     algorithm, shapes = config.trainer.algorithm, []
     if algorithm.reward_shaping is not None:
-        shapes.append(cast(Shape, imported("trainer.algorithm.reward_shaping", algorithm.reward_shaping)))
+        shapes.append(cast(Shape, import_function("trainer.algorithm.reward_shaping", algorithm.reward_shaping)))
     if algorithm.overlong_buffer_len:
         shapes.append(
             penalise_overlong(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyrl_async.composition.data import prepare_prompts
-from skyrl_async.composition.rewarding import environment_factory
+from skyrl_async.composition.rewards import environment_factory
 from skyrl_async.config.load import from_overrides
 from skyrl_async.environments.answers import FunctionEnv
 from skyrl_async.errors import ConfigError, GenerationError
@@ -162,7 +162,7 @@ async def test_a_function_by_its_path_rewards_rows_that_name_no_environment(tmp_
         ([OWN, "generator.entrypoint=examples.own_generator.scored:make"], "must be null with generator.entrypoint"),
         (["task.reward=no_such_module:f"], r"task\.reward='no_such_module:f' cannot be imported: No module"),
         ([f"task.reward={__name__}:missing"], "cannot be imported: module .* has no attribute 'missing'"),
-        ([f"task.reward={__name__}:NOT_A_FUNCTION"], "must name a function, got a int"),
+        ([f"task.reward={__name__}:NOT_A_FUNCTION"], "must be a function, got int"),
     ],
 )
 def test_a_reward_that_cannot_be_is_refused_before_anything_starts(
