@@ -22,6 +22,7 @@ SkyRLAsyncError
 |-- TrainingError           a policy worker failed, or its numbers stopped being numbers
 |   |-- WeightsWriteError   weights cannot be written: shared memory or a disk is full, or refuses
 |   |-- WeightsLostError    gathered weights are gone with the workers that held them
+|   |-- WeightsTransferError  a broadcast of weights broke off; none of its engines has them
 |   `-- WorkerDiedError     a policy worker is gone, or lost the others; new ones can take up where it was
 `-- DeadlineError           a wait took longer than its deadline; says what is stuck
 """
@@ -124,6 +125,10 @@ class WeightsWriteError(TrainingError):
 
 class WeightsLostError(TrainingError):
     """Gathered weights are gone with the workers that held them; those in their place hold later ones."""
+
+
+class WeightsTransferError(TrainingError):
+    """A broadcast of weights broke off; none of its engines has them. Another group may be formed for it."""
 
 
 class WorkerDiedError(TrainingError):

@@ -198,10 +198,13 @@ class Trajectory:
     """(T,) the same under the policy itself, recomputed when the row was finished. None: not computed."""
     old_version: int | None = None
     """Policy version of ``old_logprobs``."""
+    marks: tuple[int, ...] | None = None
+    """(T,) 1 for sampled tokens that the policy loss treats apart, chosen among all of their step; None: nobody chose. Not part of a
+    checkpoint."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.response_token_ids)
-        for name in ("loss_mask", "logprobs", "versions", "ref_logprobs", "old_logprobs"):
+        for name in ("loss_mask", "logprobs", "versions", "ref_logprobs", "old_logprobs", "marks"):
             values = getattr(self, name)
             if values is not None and len(values) != num_tokens:
                 raise ValueError(
@@ -282,15 +285,33 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """Of low rank (arXiv 2106.09685): W + (alpha / rank) B A in place of each adapted weight W."""
+
+    rank: int
+    """>= 1."""
+    alpha: float
+    """> 0."""
+
+    @property
+    def scaling(self) -> float:
+        """Factor of B A."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
     """One complete set of weights, already sent to where the engines can load it from."""
 
     version: int
     chunks: tuple[dict[str, Any], ...]
-    """One ``update_info`` per bucket, in the form of vLLM's weight-transfer backend in use."""
+    """One ``update_info`` per bucket, in the form of vLLM's weight-transfer backend in use. An adapter is one chunk: the files of a
+    peft directory, ``path`` and ``config_path``."""
     manifest: dict[str, tuple[str, tuple[int, ...]]]
-    """Hugging Face parameter name -> (dtype name such as ``float32``, shape)."""
+    """Hugging Face parameter name -> (dtype name such as ``float32``, shape); of an adapter, peft's names."""
     num_bytes: int
+    adapter: Adapter | None = None
+    """What A and B are sent of, beside the weights that engines booted with; None: all weights are sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

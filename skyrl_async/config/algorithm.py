@@ -9,7 +9,7 @@ from enum import Enum
 from skyrl_async.config.corrections import OffPolicyCorrectionConfig
 from skyrl_async.config.fields import doc, require
 from skyrl_async.config.kl_control import KlControl, KlCtrlConfig
-from skyrl_async.config.policy_losses import CispoConfig, DppoConfig, SapoConfig
+from skyrl_async.config.policy_losses import CispoConfig, ClipCovConfig, DppoConfig, KlCovConfig, SapoConfig
 
 
 class LossReduction(Enum):
@@ -62,17 +62,22 @@ class AlgorithmConfig:
         "Anchored on the engine's log-probs: ppo_clip (also regular; clip_higher where the upper bound is to be the larger), "
         "dual_clip, gspo (one ratio per answer; goes with loss_reduction=sequence_mean and bounds of some 1e-4), dppo (bounds the "
         "change of probability, not its ratio), rollout_is (the token-level truncated importance weight), cispo (bounded on both "
-        "sides), sapo (a soft gate; goes with loss_reduction=sequence_mean). Anchored on the policy as it was when the group was "
-        "finished, which is recomputed for it (training.num_logp_workers): decoupled_ppo, weighted by how far that was from the "
-        "engine's log-probs, and cispo_old, not weighted. Or package.module:function in place of a name.",
+        "sides), sapo (a soft gate; goes with loss_reduction=sequence_mean), clip_cov and kl_cov (ppo_clip without, and the plain ratio "
+        "with a pull back on, the tokens that take most of the entropy away; chosen over the mini-batch). Anchored on the policy as it "
+        "was when the group was finished, which is recomputed for it (training.num_logp_workers): decoupled_ppo, weighted by how far that "
+        "was from the engine's log-probs, and cispo_old, not weighted. Or package.module:function in place of a name.",
     )
-    eps_clip_low: float = doc(0.2, "Lower clip range of ppo_clip, clip_higher, dual_clip, decoupled_ppo and gspo.")
+    eps_clip_low: float = doc(
+        0.2, "Lower clip range of ppo_clip, clip_higher, dual_clip, decoupled_ppo, gspo and clip_cov."
+    )
     eps_clip_high: float = doc(0.28, "Upper clip range of the same.")
     clip_ratio_c: float = doc(3.0, "Largest ratio at which dual_clip still lowers a token, > 1.")
     tis_cap: float = doc(2.0, "Largest importance weight of rollout_is and decoupled_ppo.")
     cispo: CispoConfig = doc(CispoConfig, "Of policy_loss_type=cispo and cispo_old.")
     dppo: DppoConfig = doc(DppoConfig, "Of policy_loss_type=dppo.")
     sapo: SapoConfig = doc(SapoConfig, "Of policy_loss_type=sapo.")
+    clip_cov: ClipCovConfig = doc(ClipCovConfig, "Of policy_loss_type=clip_cov.")
+    kl_cov: KlCovConfig = doc(KlCovConfig, "Of policy_loss_type=kl_cov.")
     loss_reduction: LossReduction = doc(
         LossReduction.token_mean,
         "How the losses of a step's tokens become one: token_mean; sequence_mean (also seq_mean_token_mean), the mean over sequences of "

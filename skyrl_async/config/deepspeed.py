@@ -39,6 +39,7 @@ _OURS = {
     "pipeline": _SHARED_DATA,
     "sequence_parallel_size": _SHARED_DATA,
     "zero_force_ds_cpu_optimizer": "torch's AdamW steps offloaded state, so that nothing has to be compiled",
+    "activation_checkpointing": "training.activation_checkpointing recomputes activations, by transformers' means",
 }
 """Keys that a JSON must not set, and what is in their place."""
 
@@ -80,12 +81,18 @@ def read_user_config(config: DeepSpeedConfig, *, max_grad_norm: float) -> dict[s
         raise ConfigError(f"training.deepspeed.config must be a JSON file, got {config.config!r}: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"training.deepspeed.config must hold an object, got {type(content).__name__} in {path}")
+    settled = {
+        "gradient_clipping": (max_grad_norm, f"training.max_grad_norm is {max_grad_norm:g}"),
+        "communication_data_type": ("fp32", "gradients are reduced in float32"),
+        "zero_allow_untested_optimizer": (True, "torch's AdamW steps"),
+    }
     kept = {}
     for key, value in content.items():
         if key in _OURS:
             _require(value == _AUTO or _is_off(value), key, value, _OURS[key])
-        elif key == "gradient_clipping":
-            _require(value in (_AUTO, max_grad_norm), key, value, f"training.max_grad_norm is {max_grad_norm:g}")
+        elif key in settled:
+            ours, reason = settled[key]
+            _require(value in (_AUTO, ours), key, value, reason)
         else:
             kept[key] = value
     if "zero_optimization" in kept:

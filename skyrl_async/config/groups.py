@@ -64,7 +64,10 @@ GROUPS: dict[str, dict[str, Option]] = {
             values={"kind": "agent"},
         ),
     },
-    "training": {"fsdp": Option(text="FSDP2 on any number of ranks.", values={"backend": "fsdp"})},
+    "training": {
+        "fsdp": Option(text="FSDP2 on any number of ranks.", values={"backend": "fsdp"}),
+        "deepspeed": Option(text="DeepSpeed's ZeRO: training.deepspeed.zero_stage.", values={"backend": "deepspeed"}),
+    },
 }
 """Group -> option -> what it sets; the first option is the default."""
 

@@ -11,7 +11,14 @@ class LoraInit(Enum):
     gaussian = "gaussian"
 
 
+class LoraPublish(Enum):
+    merged = "merged"
+    adapter = "adapter"
+
+
 ALL_LINEAR = "all-linear"
+LARGEST_SERVED_RANK = 512
+"""Of an adapter in vLLM."""
 
 
 def _all_linear() -> list[str]:
@@ -22,8 +29,7 @@ def _all_linear() -> list[str]:
 class LoraConfig:
     rank: int = doc(
         0,
-        "Rank of the adapters that train in place of the weights, which stay as they are; 0 trains the weights. Engines get the weights "
-        "with the adapters merged into them.",
+        "Rank of the adapters that train in place of the weights, which stay as they are; 0 trains the weights.",
     )
     alpha: float = doc(16.0, "An adapter's output is scaled by alpha / rank.")
     dropout: float = doc(
@@ -41,10 +47,26 @@ class LoraConfig:
         "How A is drawn, uniformly or normally; B begins as 0, so that training begins with the weights as they are.",
     )
 
+    publish: LoraPublish = doc(
+        LoraPublish.merged,
+        "What engines get of each version. merged: all weights, the adapters merged into them. adapter: the adapters alone, which vLLM "
+        "computes beside the weights it booted with: a small transfer and a short pause, for some speed at every token.",
+    )
+
     @property
     def is_on(self) -> bool:
         """Whether adapters train in place of the weights."""
         return self.rank > 0
+
+    @property
+    def named_targets(self) -> tuple[str, ...]:
+        """``target_modules``, but for all linear ones: empty."""
+        return tuple(name for name in self.target_modules if name != ALL_LINEAR)
+
+    @property
+    def served_rank(self) -> int:
+        """Of the adapters that engines compute beside their weights; 0: they get whole weights."""
+        return self.rank if self.publish is LoraPublish.adapter else 0
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, "policy.lora.rank", ">= 0", self.rank)
@@ -58,3 +80,10 @@ class LoraConfig:
             "either [all-linear] or names of layers",
             names,
         )
+        if self.publish is LoraPublish.adapter:
+            require(
+                0 < self.rank <= LARGEST_SERVED_RANK,
+                "policy.lora.rank",
+                f"in [1, {LARGEST_SERVED_RANK}] with policy.lora.publish=adapter",
+                self.rank,
+            )
