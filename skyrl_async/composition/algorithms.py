@@ -3,9 +3,11 @@
 Flows in: the configuration. Flows out: values and functions that training and the trainer are made with.
 """
 
+import functools
 from dataclasses import dataclass
 
 from skyrl_async.algorithms.advantages import ComputeAdvantages, make_advantage_estimator
+from skyrl_async.algorithms.covariance import Mark
 from skyrl_async.algorithms.crediting import Credit
 from skyrl_async.algorithms.kl import get_kl_estimator
 from skyrl_async.algorithms.kl_penalty import KlController, KlPenalty
@@ -14,6 +16,7 @@ from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.trial import try_estimator, try_policy_loss
 from skyrl_async.config.algorithm import AlgorithmConfig
 from skyrl_async.config.kl_control import KlControl
+from skyrl_async.registries import POLICY_LOSSES, import_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +31,16 @@ class Advantages:
     """All groups of a step at once."""
 
 
-def check_algorithm(algorithm: AlgorithmConfig) -> None:
-    """Try the estimator and the policy loss on a few numbers. Raises ``ConfigError`` for one that cannot be trained with."""
+def check_algorithm(algorithm: AlgorithmConfig, *, has_lone_samples: bool = False) -> None:
+    """Try the estimator and the policy loss on a few numbers. Raises ``ConfigError`` for one that cannot be trained with.
+
+    Args:
+        algorithm: names them.
+        has_lone_samples: the estimator may get groups of one sample.
+    """
     name = algorithm.advantage_estimator
-    try_estimator(name, make_advantage_estimator(name, grpo_norm_by_std=algorithm.grpo_norm_by_std))
+    estimator = make_advantage_estimator(name, grpo_norm_by_std=algorithm.grpo_norm_by_std)
+    try_estimator(name, estimator, has_lone_samples=has_lone_samples)
     name = algorithm.policy_loss_type
     try_policy_loss(name, make_policy_loss(name, loss_constants(algorithm)))
 
@@ -39,11 +48,22 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
 def make_advantages(algorithm: AlgorithmConfig) -> Advantages:
     """In the reward stage where a group's rewards are all there is to know, else when it is trained."""
     estimator = make_advantage_estimator(algorithm.advantage_estimator, grpo_norm_by_std=algorithm.grpo_norm_by_std)
-    need_mini_batch = estimator.of_mini_batch is not None
-    if not need_mini_batch and not algorithm.use_kl_in_reward:
-        return Advantages(of_stage=estimator.of_group, credit=Credit(), need_mini_batch=False)
+    mark = _mark(algorithm)
+    need_mini_batch = estimator.of_mini_batch is not None or mark is not None
+    if estimator.of_group is not None and not algorithm.use_kl_in_reward:
+        return Advantages(of_stage=estimator.of_group, credit=Credit(mark=mark), need_mini_batch=need_mini_batch)
     penalty = _penalty(algorithm) if algorithm.use_kl_in_reward else None
-    return Advantages(of_stage=None, credit=Credit(estimator, penalty), need_mini_batch=need_mini_batch)
+    return Advantages(of_stage=None, credit=Credit(estimator, penalty, mark), need_mini_batch=need_mini_batch)
+
+
+def _mark(algorithm: AlgorithmConfig) -> Mark | None:
+    """What marks tokens for the policy loss; None where it asks for none."""
+    path = POLICY_LOSSES.entry(algorithm.policy_loss_type).marker
+    if path is None:
+        return None
+    return functools.partial(
+        import_function("trainer.algorithm.policy_loss_type", path), constants=loss_constants(algorithm)
+    )
 
 
 def _penalty(algorithm: AlgorithmConfig) -> KlPenalty:
@@ -65,8 +85,14 @@ def loss_constants(algorithm: AlgorithmConfig) -> LossConstants:
         tis_cap=algorithm.tis_cap,
         cispo_eps_clip_low=algorithm.cispo.cispo_eps_clip_low,
         cispo_eps_clip_high=algorithm.cispo.cispo_eps_clip_high,
+        dppo_type=algorithm.dppo.dppo_type.name,
         dppo_delta_low=algorithm.dppo.delta_low,
         dppo_delta_high=algorithm.dppo.delta_high,
         sapo_tau_pos=algorithm.sapo.tau_pos,
         sapo_tau_neg=algorithm.sapo.tau_neg,
+        clip_cov_ratio=algorithm.clip_cov.clip_ratio,
+        clip_cov_lb=algorithm.clip_cov.clip_cov_lb,
+        clip_cov_ub=algorithm.clip_cov.clip_cov_ub,
+        kl_cov_frac=algorithm.kl_cov.kl_cov_frac,
+        ppo_kl_coef=algorithm.kl_cov.ppo_kl_coef,
     )

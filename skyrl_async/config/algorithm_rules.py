@@ -9,9 +9,15 @@ from skyrl_async.errors import ConfigError
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 
-def policy_loss_is_known(config: Config) -> None:
-    """By its name, or as a function that can be imported and called."""
-    POLICY_LOSSES.entry(config.trainer.algorithm.policy_loss_type)
+def policy_loss_can_be_computed(config: Config) -> None:
+    """It is known by its name, or as a function that can be imported and called, and has all groups at once where it needs them."""
+    name = config.trainer.algorithm.policy_loss_type
+    entry = POLICY_LOSSES.entry(name)
+    if entry.marker is not None and config.trainer.stream_mini_batch:
+        raise ConfigError(
+            f"trainer.stream_mini_batch must be false or null with trainer.algorithm.policy_loss_type={name}, got true: it chooses tokens "
+            "among all of a step; choose ppo_clip or dppo to train groups as they finish"
+        )
 
 
 def advantages_can_be_computed(config: Config) -> None:
@@ -30,18 +36,29 @@ def advantages_can_be_computed(config: Config) -> None:
         )
 
 
-def divergence_fits_the_reward(config: Config) -> None:
-    """What is taken from a reward is known before it is trained, and leaves one that the estimator understands."""
+def divergence_is_known_before_the_step(config: Config) -> None:
+    """What is taken from a reward is known before it is trained."""
     algorithm = config.trainer.algorithm
-    if not algorithm.use_kl_in_reward:
-        return
-    if algorithm.ref_logp is RefLogp.inline:
+    if algorithm.use_kl_in_reward and algorithm.ref_logp is RefLogp.inline:
         raise ConfigError(
             "trainer.algorithm.ref_logp must be stage with trainer.algorithm.use_kl_in_reward=true, got inline: rewards are known before "
             "the training step"
         )
-    if algorithm.advantage_estimator == "maxrl":
+
+
+def penalties_leave_rewards_that_maxrl_divides_by(config: Config) -> None:
+    """A penalty would make the reward of a wrong answer negative."""
+    algorithm = config.trainer.algorithm
+    if algorithm.advantage_estimator != "maxrl":
+        return
+    reason = "with trainer.algorithm.advantage_estimator=maxrl"
+    why = "it divides by a mean of rewards that are never negative"
+    if algorithm.use_kl_in_reward:
         raise ConfigError(
-            "trainer.algorithm.use_kl_in_reward must be false with trainer.algorithm.advantage_estimator=maxrl, got true: it divides by a "
-            "mean of rewards that are never negative; set use_kl_loss=true"
+            f"trainer.algorithm.use_kl_in_reward must be false {reason}, got true: {why}; set use_kl_loss=true"
+        )
+    if algorithm.overlong_buffer_len and algorithm.overlong_buffer_penalty_factor:
+        raise ConfigError(
+            f"trainer.algorithm.overlong_buffer_len must be 0 {reason}, got {algorithm.overlong_buffer_len}: {why}; set "
+            "generator.apply_overlong_filtering=true, or choose another estimator"
         )

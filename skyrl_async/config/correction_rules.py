@@ -1,10 +1,9 @@
 """Rules about off-policy corrections and what else of the config they meet.
 
-Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``; or a line for each setting that does nothing.
+Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``.
 """
 
-from skyrl_async.config.algorithm import AlgorithmConfig
-from skyrl_async.config.corrections import OffPolicyCorrectionConfig, SequenceMaskMetric, TisRatioType
+from skyrl_async.config.corrections import SequenceMaskMetric, TisRatioType
 from skyrl_async.config.schema import Config
 from skyrl_async.errors import ConfigError
 
@@ -38,26 +37,3 @@ def sequence_ratios_are_of_the_whole_vocabulary(config: Config) -> None:
                 f"generator.sampling.{key} must be left at its default with {_PREFIX}.{setting}, got {getattr(sampling, key)}: the "
                 "engine's probabilities are of the tokens it keeps and the policy's of all, so that a whole answer's ratio is far too small"
             )
-
-
-def idle_corrections(algorithm: AlgorithmConfig) -> list[str]:
-    """What is set and does nothing, a sentence each."""
-    correction = algorithm.off_policy_correction
-    kind, metric = correction.tis_ratio_type, correction.sequence_mask_metric
-    needs = {
-        "token_tis_ratio_clip_high": ("tis_ratio_type=token", kind is TisRatioType.token),
-        "sequence_tis_ratio_clip_high": ("tis_ratio_type=sequence", kind is TisRatioType.sequence),
-    }
-    for side in ("low", "high"):
-        needs[f"geo_mask_{side}"] = ("sequence_mask_metric=geometric", metric is SequenceMaskMetric.geometric)
-        needs[f"product_mask_{side}"] = ("sequence_mask_metric=product", metric is SequenceMaskMetric.product)
-    idle = [
-        f"{_PREFIX}.{key}={getattr(correction, key):g} does nothing without {setting}"
-        for key, (setting, is_used) in needs.items()
-        if not is_used and getattr(correction, key) != getattr(OffPolicyCorrectionConfig, key)
-    ]
-    if kind is not None and algorithm.tis_cap != AlgorithmConfig.tis_cap:
-        idle.append(
-            f"trainer.algorithm.tis_cap={algorithm.tis_cap:g} does nothing with {_PREFIX}.tis_ratio_type={kind.name}, whose clip_high it is"
-        )
-    return idle

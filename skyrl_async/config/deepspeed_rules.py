@@ -33,6 +33,11 @@ def deepspeed_can_train(config: Config) -> None:
         raise ConfigError(
             "training.backend must be fsdp where DeepSpeed is not installed (it is on Linux), got deepspeed"
         )
+    if training.cpu_offload:
+        raise ConfigError(
+            "training.cpu_offload must be false with training.backend=deepspeed, got true: it is FSDP's; set "
+            "training.deepspeed.offload_optimizer=true, and with zero_stage=3 training.deepspeed.offload_param=true"
+        )
     user_config = read_user_config(training.deepspeed, max_grad_norm=training.max_grad_norm) or {}
     if training_device(training) is not Device.cpu:
         return

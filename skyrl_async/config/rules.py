@@ -12,13 +12,15 @@ from pathlib import Path
 
 from skyrl_async.config.algorithm_rules import (
     advantages_can_be_computed,
-    divergence_fits_the_reward,
-    policy_loss_is_known,
+    divergence_is_known_before_the_step,
+    penalties_leave_rewards_that_maxrl_divides_by,
+    policy_loss_can_be_computed,
 )
 from skyrl_async.config.correction_rules import sequence_ratios_are_of_the_whole_vocabulary, weights_have_a_place
 from skyrl_async.config.deepspeed_rules import deepspeed_can_train, deepspeed_settings_are_of_deepspeed
 from skyrl_async.config.devices import engine_device, has_distribution, num_gpus, training_device
 from skyrl_async.config.logprob_rules import logprob_workers_have_work
+from skyrl_async.config.lora_rules import adapters_can_be_served
 from skyrl_async.config.model_directories import policy_directory_is_complete, reference_directory_is_complete
 from skyrl_async.config.placement_rules import groups_fit_the_devices
 from skyrl_async.config.schema import (
@@ -29,6 +31,7 @@ from skyrl_async.config.schema import (
     ResumeMode,
 )
 from skyrl_async.config.task import DATASET_TASK, REASONING_GYM_TASK
+from skyrl_async.config.transfer_rules import transfer_reaches_the_engines
 from skyrl_async.errors import ConfigError
 
 BUILT_IN_TASKS = ("lagged_fibonacci", "relay", "trail")
@@ -309,9 +312,11 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     advantages_can_be_computed,
     overlong_buffer_fits_the_answer,
     reward_shaping_is_a_path,
-    policy_loss_is_known,
-    divergence_fits_the_reward,
+    policy_loss_can_be_computed,
+    divergence_is_known_before_the_step,
+    penalties_leave_rewards_that_maxrl_divides_by,
     logprob_workers_have_work,
+    adapters_can_be_served,
     weights_have_a_place,
     sequence_ratios_are_of_the_whole_vocabulary,
     deepspeed_settings_are_of_deepspeed,
@@ -335,4 +340,5 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     vllm_is_built_for_the_device,
     gpus_suffice,
     groups_fit_the_devices,
+    transfer_reaches_the_engines,
 )

@@ -4,8 +4,8 @@ import pytest
 
 from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.composition.algorithms import loss_constants, make_advantages
+from skyrl_async.config.idle_rules import idle_settings
 from skyrl_async.config.load import from_overrides
-from skyrl_async.config.logprob_rules import idle_settings
 from skyrl_async.errors import ConfigError
 from tests.cpu.quick_config import config_of
 
@@ -63,7 +63,7 @@ def test_reinforce_pp_runs_on_single_samples_and_estimators_of_groups_may_be_str
 
 def test_a_setting_of_another_estimator_is_said_to_do_nothing() -> None:
     (idle,) = idle_settings(config_of(f"{ESTIMATOR}=rloo", "trainer.algorithm.grpo_norm_by_std=false"))
-    assert idle == "trainer.algorithm.grpo_norm_by_std=false does nothing with advantage_estimator=rloo"
+    assert idle == "trainer.algorithm.grpo_norm_by_std=false does nothing without advantage_estimator=grpo"
 
 
 def test_skyrls_name_of_the_mean_over_sequences_is_that_of_verl_too() -> None:
@@ -82,12 +82,23 @@ def test_dr_grpos_constant_is_asked_for_and_elsewhere_said_to_do_nothing() -> No
         config_of(reduction, "trainer.algorithm.max_seq_len=0")
     assert idle_settings(config_of(reduction, length)) == []
     assert idle_settings(config_of(length)) == [
-        "trainer.algorithm.max_seq_len=320 does nothing with loss_reduction=token_mean"
+        "trainer.algorithm.max_seq_len=320 does nothing without loss_reduction=seq_mean_token_sum_norm"
     ]
 
 
 def test_a_run_may_name_any_policy_loss_and_its_constants_reach_the_workers() -> None:
-    for name in ("ppo_clip", "regular", "dual_clip", "gspo", "dppo", "decoupled_ppo", "rollout_is", "cispo", "sapo"):
+    for name in (
+        "ppo_clip",
+        "regular",
+        "dual_clip",
+        "gspo",
+        "dppo",
+        "decoupled_ppo",
+        "rollout_is",
+        "cispo",
+        "sapo",
+        "clip_cov",
+    ):
         assert config_of(f"{LOSS}={name}").trainer.algorithm.policy_loss_type == name
     prefix = "trainer.algorithm"
     algorithm = config_of(
@@ -95,6 +106,9 @@ def test_a_run_may_name_any_policy_loss_and_its_constants_reach_the_workers() ->
         *(f"{prefix}.cispo.cispo_eps_clip_{side}" for side in ("low=0.5", "high=6")),
         *(f"{prefix}.dppo.delta_{side}" for side in ("low=0.15", "high=0.25")),
         *(f"{prefix}.sapo.tau_{side}" for side in ("pos=2", "neg=3")),
+        f"{prefix}.dppo.dppo_type=binary_kl",
+        *(f"{prefix}.clip_cov.{key}" for key in ("clip_ratio=0.01", "clip_cov_lb=0.5", "clip_cov_ub=2")),
+        *(f"{prefix}.kl_cov.{key}" for key in ("kl_cov_frac=0.02", "ppo_kl_coef=0.5")),
     ).trainer.algorithm
     assert loss_constants(algorithm) == LossConstants(
         eps_clip_low=0.1,
@@ -107,6 +121,12 @@ def test_a_run_may_name_any_policy_loss_and_its_constants_reach_the_workers() ->
         dppo_delta_high=0.25,
         sapo_tau_pos=2.0,
         sapo_tau_neg=3.0,
+        dppo_type="binary_kl",
+        clip_cov_ratio=0.01,
+        clip_cov_lb=0.5,
+        clip_cov_ub=2.0,
+        kl_cov_frac=0.02,
+        ppo_kl_coef=0.5,
     )
 
 
@@ -124,7 +144,25 @@ def test_the_defaults_of_the_configuration_are_those_of_the_constants() -> None:
         ),
         (["trainer.algorithm.clip_ratio_c=1"], "clip_ratio_c must be > 1, got 1.0"),
         (["trainer.algorithm.cispo.cispo_eps_clip_low=2"], r"cispo.cispo_eps_clip_low must be in \[0, 1\], got 2.0"),
-        (["trainer.algorithm.dppo.delta_high=-1"], r"dppo.delta_high must be in \[0, 1\], got -1.0"),
+        (
+            ["trainer.algorithm.dppo.delta_high=-1"],
+            r"dppo.delta_high must be in \[0, 1\] with dppo_type=binary_tv, got -1",
+        ),
+        (
+            ["trainer.algorithm.dppo.dppo_type=binary_kl", "trainer.algorithm.dppo.delta_low=-1"],
+            "dppo.delta_low must be >= 0, got -1.0",
+        ),
+        (["trainer.algorithm.clip_cov.clip_ratio=0"], r"clip_cov.clip_ratio must be in \(0, 1\], got 0.0"),
+        (["trainer.algorithm.clip_cov.clip_cov_lb=6"], r"clip_cov.clip_cov_ub must be > clip_cov_lb \(6\), got 5.0"),
+        (["trainer.algorithm.kl_cov.kl_cov_frac=2"], r"kl_cov.kl_cov_frac must be in \(0, 1\], got 2.0"),
+        (["trainer.algorithm.kl_cov.ppo_kl_coef=-1"], "kl_cov.ppo_kl_coef must be >= 0, got -1.0"),
+        *(
+            (
+                [f"{LOSS}={name}", "trainer.stream_mini_batch=true"],
+                f"trainer.stream_mini_batch must be false or null with {LOSS}={name}, got true: it chooses tokens among all of a step",
+            )
+            for name in ("clip_cov", "kl_cov")
+        ),
         (["trainer.algorithm.sapo.tau_neg=0"], "sapo.tau_neg must be > 0, got 0.0"),
         (
             ["training.num_logp_workers=1", f"{LOSS}=gspo"],
@@ -151,9 +189,15 @@ ADAPTIVE = "trainer.algorithm.kl_ctrl.type=adaptive"
         ([KL, "trainer.algorithm.kl_ctrl.horizon=0"], "kl_ctrl.horizon must be >= 1, got 0"),
         ([KL, "trainer.algorithm.ref_logp=inline"], "ref_logp must be stage with .*use_kl_in_reward=true, got inline"),
         ([KL, f"{ESTIMATOR}=maxrl"], "use_kl_in_reward must be false with .*=maxrl, got true: .* set use_kl_loss=true"),
+        (
+            [f"{ESTIMATOR}=maxrl", "trainer.algorithm.overlong_buffer_len=32"],
+            "overlong_buffer_len must be 0 with .*=maxrl, got 32: .* set generator.apply_overlong_filtering=true",
+        ),
     ],
 )
-def test_a_contradictory_divergence_is_refused_with_what_to_change(overrides: list[str], expected: str) -> None:
+def test_a_contradictory_divergence_or_penalty_is_refused_with_what_to_change(
+    overrides: list[str], expected: str
+) -> None:
     with pytest.raises(ConfigError, match=expected):
         config_of(*overrides)
 
