@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TypeVar
 
+from skyrl_async.errors import TrainingError
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, AdvantageEntry, path_of
 from skyrl_async.samples import live_samples_of
 from skyrl_async.types import Trajectory
@@ -26,9 +27,9 @@ class GroupRewards:
 
 
 ComputeAdvantages = Callable[[Sequence[float]], Sequence[float]]
-"""The rewards of one group -> one advantage each."""
+"""The rewards of one group, one at least -> one advantage each."""
 ComputeMiniBatchAdvantages = Callable[[Sequence[GroupRewards]], Sequence[Sequence[float]]]
-"""All groups of a mini-batch -> one advantage per sample of each."""
+"""All groups of a mini-batch that have a sample, one group at least -> one advantage per sample of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,10 +177,18 @@ def row_advantages(
 
     Args:
         trajectories: the group's rows.
-        compute: (shaped) rewards of its live samples -> one advantage per sample.
+        compute: (shaped) rewards of its live samples -> one advantage per sample; not called where there are none.
+
+    Raises:
+        TrainingError: ``compute`` returns something else.
     """
     live = live_samples_of(trajectories)
-    of_sample = compute([sample.shaped_reward for sample in live])
+    rewards = [sample.shaped_reward for sample in live]
+    of_sample = list(compute(rewards)) if live else []
+    if len(of_sample) != len(live) or not all(map(math.isfinite, of_sample)):
+        raise TrainingError(
+            f"trainer.algorithm.advantage_estimator must return one finite advantage per reward of {rewards}, got {of_sample}"
+        )
     of_row = {id(row): advantage for sample, advantage in zip(live, of_sample, strict=True) for row in sample.rows}
     return [of_row.get(id(row), 0.0) for row in trajectories]
 

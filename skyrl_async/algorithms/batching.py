@@ -56,6 +56,8 @@ class MicroBatch:
     """(N,) float32, nats; None where a row lacks them."""
     old_logprobs: Tensor | None
     """(N,) float32, nats; None where a row lacks them."""
+    is_marked: Tensor | None = None
+    """(N,) bool; None where a row lacks them."""
 
     @property
     def num_rows(self) -> int:
@@ -163,6 +165,7 @@ def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = Fals
         advantages.append(torch.full((len(sampled),), row.advantage * trajectory.weight, dtype=torch.float32))
         weights.append(torch.full((len(sampled),), trajectory.weight, dtype=torch.float32))
     where = torch.cat(positions)
+    marks = _of_sampled(rows, [row.trajectory.marks for row in rows], device)
     return MicroBatch(
         input_ids=input_ids.to(device),
         row_lengths=tuple(lengths) if is_packed and rows else None,
@@ -175,6 +178,7 @@ def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = Fals
         versions=torch.cat(versions).to(device),
         ref_logprobs=_of_sampled(rows, [row.trajectory.ref_logprobs for row in rows], device),
         old_logprobs=_of_sampled(rows, [row.trajectory.old_logprobs for row in rows], device),
+        is_marked=None if marks is None else marks.bool(),
     )
 
 

@@ -10,6 +10,9 @@ from torch import Tensor
 from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import MAX_LOG_RATIO, LossTokens, TokenLoss, importance_ratio
 
+_LEAST = 1e-12
+"""Probability of other tokens below which it counts as this."""
+
 
 def ppo_clip(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
     """``-min(r A, clip(r, 1 - eps_clip_low, 1 + eps_clip_high) A)`` with ``r = pi / mu``.
@@ -73,16 +76,28 @@ def decoupled_ppo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
 
 
 def dppo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
-    """``-M r A`` with ``r = pi / mu``, and M = 0 where ``|pi - mu|`` is past its bound and A would take it further, else 1.
+    """``-M r A`` with ``r = pi / mu``, and M = 0 where policy and sampler are further apart than a bound and A would take them further,
+    else 1.
 
-    DPPO (arXiv 2602.04879), Binary-TV: the total variation between policy and sampler, seen as distributions over "this token" and "any
-    other", bounds a step in place of the ratio, which stops rare tokens early and common ones late. ``dppo_delta_high`` is the bound for
-    tokens to be raised (A > 0, r > 1), ``dppo_delta_low`` for those to be lowered (A < 0, r < 1).
+    DPPO (arXiv 2602.04879): a divergence of policy and sampler, seen as distributions over "this token" and "any other", bounds a step in
+    place of the ratio, which stops rare tokens early and common ones late. With ``dppo_type=binary_tv`` it is the total variation
+    ``|pi - mu|`` (equation 13), with ``binary_kl`` it is ``KL(mu, pi) = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))``
+    (equation 14). ``dppo_delta_high`` is the bound for tokens to be raised (A > 0, r > 1), ``dppo_delta_low`` for those to be lowered
+    (A < 0, r < 1).
     """
     ratio = importance_ratio(tokens.logprobs, tokens.behavior_logprobs)
-    change = (tokens.logprobs.exp() - tokens.behavior_logprobs.exp()).detach()
-    is_out = ((tokens.advantages > 0) & (change > constants.dppo_delta_high)) | (
-        (tokens.advantages < 0) & (-change > constants.dppo_delta_low)
+    policy, behavior = tokens.logprobs.detach().double(), tokens.behavior_logprobs.double()
+    change = policy.exp() - behavior.exp()
+    distance = change.abs() if constants.dppo_type == "binary_tv" else _binary_kl(behavior, policy)
+    is_out = ((tokens.advantages > 0) & (change > 0) & (distance > constants.dppo_delta_high)) | (
+        (tokens.advantages < 0) & (change < 0) & (distance > constants.dppo_delta_low)
     )
     loss = -ratio * tokens.advantages
     return TokenLoss(loss=torch.where(is_out, loss.detach(), loss), is_clipped=is_out)
+
+
+def _binary_kl(behavior_logprobs: Tensor, logprobs: Tensor) -> Tensor:
+    """Of two distributions over a token and its absence, nats."""
+    other_behavior, other = (1 - p.exp().clamp(max=1 - _LEAST) for p in (behavior_logprobs, logprobs))
+    of_token = behavior_logprobs.exp() * (behavior_logprobs - logprobs)
+    return of_token + other_behavior * (other_behavior.log() - other.log())

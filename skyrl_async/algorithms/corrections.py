@@ -129,7 +129,7 @@ def outlier_mask(log_ratio: Tensor, rows: Rows, *, low: float, high: float) -> T
 def opsm_mask(log_ratio: Tensor, advantages: Tensor, rows: Rows, *, delta: float) -> Tensor:
     """Leave out tokens of negative advantage in rows whose ``mean_t log(mu_t / pi_t)`` exceeds ``delta``.
 
-    Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556), section 3.1: what the policy would no longer say is not worth
+    Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556), equation 9: what the policy would no longer say is not worth
     unlearning, while good answers are kept however far off. Its ``pi_old`` is the sampler's, hence ``mu``.
 
     Args:

@@ -1,6 +1,7 @@
-"""Groups of a step in, the same with one advantage per row out: what cannot be known before the step is put together.
+"""Groups of a step in, the same with one advantage per row, and marks, out: what cannot be known before the step is put together.
 
-Flows in: groups as they are about to be trained. Flows out: copies with advantages. Does not know how they are trained.
+Flows in: groups as they are about to be trained. Flows out: copies with advantages, and marked tokens where the loss asks for them. Does
+not know how they are trained.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from skyrl_async.samples import live_samples_of
 from skyrl_async.types import Group
 
 if TYPE_CHECKING:
+    from skyrl_async.algorithms.covariance import Mark
     from skyrl_async.algorithms.kl_penalty import KlPenalty
 
 
@@ -21,23 +23,37 @@ class Credit:
     Args:
         estimator: of one group or of all of a step; None: groups have their advantages from the reward stage.
         penalty: taken from rewards before.
+        mark: marks tokens afterwards; None: no loss asks for it.
     """
 
-    def __init__(self, estimator: AdvantageEstimator | None = None, penalty: "KlPenalty | None" = None) -> None:
+    def __init__(
+        self,
+        estimator: AdvantageEstimator | None = None,
+        penalty: "KlPenalty | None" = None,
+        mark: "Mark | None" = None,
+    ) -> None:
         self._estimator = estimator
         self._penalty = penalty
+        self._mark = mark
 
     def __call__(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Groups of one step, with advantages: all of them at once where the estimator needs that; each once."""
-        if self._estimator is None:
-            return groups
+        """Groups of one step, with advantages: all of them at once where estimator or marks need that; each once."""
+        credited = groups if self._estimator is None else self._with_advantages(groups)
+        return credited if self._mark is None else self._mark(credited)
+
+    def _with_advantages(self, groups: Sequence[Group]) -> Sequence[Group]:
         rewards = [self._rewards_of(group) for group in groups]
+        live = [index for index, of_one in enumerate(rewards) if of_one.rewards]
+        found = dict(zip(live, self._advantages([rewards[index] for index in live]), strict=True))
+        return [_credited(group, found.get(index, ())) for index, group in enumerate(groups)]
+
+    def _advantages(self, rewards: Sequence[GroupRewards]) -> Sequence[Sequence[float]]:
+        """Of groups that have samples."""
+        assert self._estimator is not None
         if self._estimator.of_mini_batch is not None:
-            found = self._estimator.of_mini_batch(rewards)
-        else:
-            assert self._estimator.of_group is not None, "an estimator is of one of both"
-            found = [self._estimator.of_group(of_one.rewards) for of_one in rewards]
-        return [_credited(group, of_group) for group, of_group in zip(groups, found, strict=True)]
+            return self._estimator.of_mini_batch(rewards) if rewards else ()
+        assert self._estimator.of_group is not None, "an estimator is of one of both"
+        return [self._estimator.of_group(of_one.rewards) for of_one in rewards]
 
     def _rewards_of(self, group: Group) -> GroupRewards:
         samples = live_samples_of(group.trajectories)

@@ -33,6 +33,10 @@ class LossTokens:
     """(N,) int64: the row of each; a row is whole. Numbers may be left out."""
     old_logprobs: Tensor | None = None
     """(N,) float32, nats, of the policy when the row was finished: ``log pi_prox``; None where nothing asks for it."""
+    weights: Tensor | None = None
+    """(N,) float32, of the token's row: what is no multiple of the advantage is to be multiplied with. None: 1."""
+    is_marked: Tensor | None = None
+    """(N,) bool: chosen among all tokens of the step, see ``algorithms.covariance``; None where nothing asks for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +50,9 @@ class TokenLoss:
 
 
 class PolicyLossFn(Protocol):
-    """A loss with its constants. A token whose advantage is 0 must have no gradient, and a row's tokens no effect on other rows."""
+    """A loss with its constants. A token whose advantage is 0 must have no gradient, unless it is marked, and a row's tokens no effect on
+    other rows.
+    """
 
     def __call__(self, tokens: LossTokens, /) -> TokenLoss:
         """The loss of each token."""
@@ -61,6 +67,11 @@ def importance_ratio(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
 def needs_old_logprobs(name: str) -> bool:
     """Whether the loss called ``name`` is made of recomputed log-probs too."""
     return POLICY_LOSSES.entry(name).needs_old_logprobs
+
+
+def needs_marks(name: str) -> bool:
+    """Whether the loss called ``name`` treats some tokens of a step apart, which are chosen when all of it is there."""
+    return POLICY_LOSSES.entry(name).marker is not None
 
 
 def make_policy_loss(name: str, constants: LossConstants) -> PolicyLossFn:

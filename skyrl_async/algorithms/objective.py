@@ -72,6 +72,8 @@ class Objective:
                 advantages=batch.advantages,
                 row_indices=batch.row_indices,
                 old_logprobs=batch.old_logprobs,
+                weights=batch.weights,
+                is_marked=batch.is_marked,
             )
         )
         if corrected is not None:

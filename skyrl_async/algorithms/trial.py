@@ -5,8 +5,10 @@ finds in a second would otherwise end a run after its first mini-batch, or train
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,24 +21,41 @@ _ESTIMATOR = "trainer.algorithm.advantage_estimator"
 _LOSS = "trainer.algorithm.policy_loss_type"
 
 
-def try_estimator(name: str, estimator: AdvantageEstimator) -> None:
-    """Raises ``ConfigError`` unless each sample gets one finite advantage."""
-    groups = [
-        GroupRewards(rewards=(1.0, 0.0, 0.5), num_tokens=(3, 1, 2)),
-        GroupRewards(rewards=(0.0, 1.0), num_tokens=(2, 2)),
-    ]
+def try_estimator(name: str, estimator: AdvantageEstimator, *, has_lone_samples: bool = False) -> None:
+    """Raises ``ConfigError`` unless each sample gets one finite advantage, also where rewards do not differ.
+
+    Args:
+        name: as the configuration has it.
+        estimator: to be tried.
+        has_lone_samples: a group may be left with one sample.
+    """
+    all_rewards = [(1.0, 0.0, 0.5), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0), *([(1.0,)] if has_lone_samples else [])]
+    groups = [GroupRewards(rewards=rewards, num_tokens=(2,) * len(rewards)) for rewards in all_rewards]
+    if estimator.of_mini_batch is not None:
+        _try_on(name, estimator.of_mini_batch, groups, all_rewards)
+        _try_on(name, estimator.of_mini_batch, groups[2:3], all_rewards[2:3])
+        return
+    of_group = estimator.of_group
+    assert of_group is not None, "an estimator is of one of both"
+    for rewards in all_rewards:
+        _try_on(name, lambda groups: [of_group(group) for group in groups], [rewards], [rewards])
+
+
+def _try_on(
+    name: str,
+    compute: Callable[[Any], Sequence[Sequence[float]]],
+    groups: Any,
+    all_rewards: Sequence[tuple[float, ...]],
+) -> None:
     try:
-        if estimator.of_mini_batch is not None:
-            found = [list(of_group) for of_group in estimator.of_mini_batch(groups)]
-        else:
-            assert estimator.of_group is not None, "an estimator is of one of both"
-            found = [list(estimator.of_group(group.rewards)) for group in groups]
-        is_fine = [len(of_group) for of_group in found] == [3, 2] and all(map(math.isfinite, chain(*found)))
+        found = [list(of_group) for of_group in compute(groups)]
+        is_fine = all(map(math.isfinite, chain(*found)))
     except Exception as error:  # it is the user's
-        raise ConfigError(f"{_ESTIMATOR}={name} raises {error!r} for rewards {groups[0].rewards}") from error
-    if not is_fine:
-        rewards = [group.rewards for group in groups]
-        raise ConfigError(f"{_ESTIMATOR}={name} must return one finite advantage per reward of {rewards}, got {found}")
+        raise ConfigError(f"{_ESTIMATOR}={name} raises {error!r} for groups of the rewards {all_rewards}") from error
+    if not is_fine or [len(of_group) for of_group in found] != [len(rewards) for rewards in all_rewards]:
+        raise ConfigError(
+            f"{_ESTIMATOR}={name} must return one finite advantage per reward of {all_rewards}, got {found}"
+        )
 
 
 def try_policy_loss(name: str, loss: PolicyLossFn) -> None:
@@ -47,26 +66,21 @@ def try_policy_loss(name: str, loss: PolicyLossFn) -> None:
         advantages=torch.tensor([0.5, 0.5, -1.0, -1.0, 0.0]),
         row_indices=torch.tensor([0, 0, 1, 1, 2]),
         old_logprobs=torch.tensor([-1.05, -0.45, -1.8, -0.9, -1.25]),
+        weights=torch.ones(5),
+        is_marked=torch.tensor([True, False, False, True, False]),
     )
     gradient = _gradient(name, loss, tokens)
     if gradient[-1] != 0:
         raise ConfigError(
             f"{_LOSS}={name} must leave a token without advantage alone, got a gradient of {gradient[-1]:g}"
         )
-    if not torch.allclose(
-        _gradient(name, loss, replace(tokens, advantages=tokens.advantages / 4)), gradient / 4, atol=1e-6
-    ):
+    lighter = replace(tokens, advantages=tokens.advantages / 4, weights=torch.full((5,), 0.25))
+    if not torch.allclose(_gradient(name, loss, lighter), gradient / 4, atol=1e-6):
         raise ConfigError(
             f"{_LOSS}={name} must be linear in a positive factor of the advantages, which weighs rows; it is not"
         )
-    first = LossTokens(
-        **{
-            field: None
-            if (values := getattr(tokens, field)) is None
-            else values[:2].detach().requires_grad_(field == "logprobs")
-            for field in ("logprobs", "behavior_logprobs", "advantages", "row_indices", "old_logprobs")
-        }
-    )
+    found = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+    first = LossTokens(**{key: value[:2].detach().requires_grad_(key == "logprobs") for key, value in found.items()})
     if not torch.allclose(_gradient(name, loss, first), gradient[:2], atol=1e-6):
         raise ConfigError(
             f"{_LOSS}={name} must give a row the same gradient whatever other rows are in its micro-batch; return one loss per token, "

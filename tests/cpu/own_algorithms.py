@@ -21,6 +21,15 @@ def mini_batch_advantages(groups: Sequence[GroupRewards]) -> list[list[float]]:
     return [[reward - best for reward in group.rewards] for group in groups]
 
 
+def spread_advantages(rewards: Sequence[float]) -> list[float]:
+    """Divides by a spread that may be 0."""
+    return [reward / statistics.pstdev(rewards) for reward in rewards]
+
+
+def baseline_of_others_advantages(rewards: Sequence[float]) -> list[float]:
+    return [reward - (sum(rewards) - reward) / (len(rewards) - 1) for reward in rewards]
+
+
 def unregistered_advantages(rewards: Sequence[float]) -> list[float]:
     return [2 * reward for reward in rewards]
 

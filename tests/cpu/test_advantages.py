@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from skyrl_async.algorithms.advantages import (
     row_advantages,
 )
 from skyrl_async.algorithms.crediting import Credit
-from skyrl_async.errors import ConfigError
+from skyrl_async.errors import ConfigError, TrainingError
 from skyrl_async.types import Group, Trajectory
 from tests.cpu.enumerated_policy import IS_RIGHT, REWARDS, Outcome, logits_of, mean_of_estimator, policy_gradient
 
@@ -209,3 +210,34 @@ def test_a_mini_batch_gets_its_advantages_row_by_row_without_abandoned_samples()
     assert first.advantages == (expected[0][0], expected[0][0], 0.0, expected[0][1])
     assert second.advantages == (expected[1][0],)
     assert (first.trajectories, second.trajectories) == tuple(rows)
+
+
+@pytest.mark.parametrize("is_of_mini_batch", [False, True])
+def test_a_group_of_which_no_sample_is_left_asks_no_estimator_and_has_no_advantage(is_of_mini_batch: bool) -> None:
+    def of_group(rewards: Sequence[float]) -> list[float]:
+        return [reward - max(rewards) for reward in rewards]  # which has no maximum of nothing
+
+    def of_mini_batch(groups: Sequence[GroupRewards]) -> list[list[float]]:
+        assert groups, "nothing to normalise"
+        return [of_group(group.rewards) for group in groups]
+
+    estimator = AdvantageEstimator(
+        of_group=None if is_of_mini_batch else of_group, of_mini_batch=of_mini_batch if is_of_mini_batch else None
+    )
+    gone = (row(1.0, sample=0, abandoned=True), row(0.0, sample=1, abandoned=True))
+    kept = (row(1.0, sample=0), row(0.0, sample=1))
+    groups = [
+        Group(uid=str(i), admission_index=i, scheduled_version=0, trajectories=rows)
+        for i, rows in enumerate((gone, kept))
+    ]
+    assert [group.advantages for group in Credit(estimator)(groups)] == [(0.0, 0.0), (0.0, -1.0)]
+    assert [group.advantages for group in Credit(estimator)(groups[:1])] == [(0.0, 0.0)]
+    assert row_advantages(gone, of_group) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "returned", [[1.0], [1.0, math.nan], [1.0, math.inf], [0.0, 0.0, 0.0]], ids=["too few", "nan", "inf", "too many"]
+)
+def test_what_an_estimator_returns_in_the_run_is_checked_and_named(returned: list[float]) -> None:
+    with pytest.raises(TrainingError, match=r"must return one finite advantage per reward of \[1.0, 0.5\], got \["):
+        row_advantages([row(1.0, sample=0), row(0.5, sample=1)], lambda rewards: returned)

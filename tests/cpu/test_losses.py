@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.distributions import Bernoulli, kl_divergence
 
 from skyrl_async.algorithms.clipped_losses import decoupled_ppo, dppo, dual_clip, gspo, ppo_clip
 from skyrl_async.algorithms.loss_constants import LossConstants
@@ -50,6 +51,8 @@ def tokens_of(
         advantages=advantages,
         row_indices=torch.arange(len(logprobs)) if rows is None else rows,
         old_logprobs=old,
+        weights=torch.ones_like(advantages),
+        is_marked=torch.zeros(len(logprobs), dtype=torch.bool),
     )
 
 
@@ -82,6 +85,7 @@ class TestAgainstTheTruePolicyGradient:
             advantages=tensor(*(REWARDS[outcome] for outcome in OUTCOMES)).repeat_interleave(2),
             row_indices=torch.arange(9).repeat_interleave(2),
             old_logprobs=torch.stack([token_logprobs(old, outcome) for outcome in OUTCOMES]).flatten(),
+            is_marked=torch.zeros(18, dtype=torch.bool),
         )
         losses = make_policy_loss(name, constants)(tokens).loss.reshape(9, 2).sum(-1)
         (gradient,) = torch.autograd.grad((behavior.sum(-1).exp() * losses).sum(), leaf)
@@ -212,13 +216,35 @@ def test_gspo_has_one_ratio_per_row_of_the_micro_batch() -> None:
     assert slopes(result.loss, logprobs).tolist() == pytest.approx([-ratio, -ratio, 1.0], abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "dual_clip", "dppo", "sapo", "decoupled_ppo"])
+@pytest.mark.parametrize("bound", [0.05, 0.2])
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_dppo_may_bound_the_divergence_of_this_token_or_any_other(advantage: float, bound: float) -> None:
+    constants = replace(CONSTANTS, dppo_type="binary_kl", dppo_delta_low=bound, dppo_delta_high=bound)
+    before, now = torch.meshgrid(*[torch.linspace(0.02, 0.98, 25, dtype=torch.float64)] * 2, indexing="ij")
+    mu, pi = (Bernoulli(p.flatten()) for p in (before, now))
+    is_further = (pi.probs - mu.probs) * advantage > 0
+    is_out = is_further & (kl_divergence(mu, pi) > bound)
+    logprobs = pi.probs.log().requires_grad_()
+    result = dppo(tokens_of(logprobs, mu.probs.log(), torch.full((625,), advantage, dtype=torch.float64)), constants)
+    assert result.is_clipped.tolist() == is_out.tolist() and (is_out.any() or advantage == 0)
+    expected = torch.where(is_out, 0.0, -pi.probs / mu.probs * advantage)
+    torch.testing.assert_close(slopes(result.loss, logprobs), expected, atol=1e-12, rtol=0)
+
+
+def test_dppo_masks_what_becomes_certain() -> None:
+    constants = replace(CONSTANTS, dppo_type="binary_kl", dppo_delta_high=0.05)
+    tokens = tokens_of(tensor(0.0, 0.0, -0.5), tensor(-0.5, 0.0, 0.0), tensor(1.0, 1.0, -1.0))
+    assert dppo(tokens, constants).is_clipped.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "dual_clip", "dppo", "sapo", "decoupled_ppo", "kl_cov"])
 def test_without_a_stop_in_its_value_its_gradient_is_that_of_finite_differences(name: str) -> None:
     at, step = tensor(-1.25, -1.05, -0.5), 1e-6
 
     def losses(logprobs: Tensor) -> Tensor:
         old = tensor(-1.2, -1.0, -0.6)
-        tokens = tokens_of(logprobs, tensor(-1.0, -1.1, -0.5), tensor(1.0, -0.7, 0.2), old)
+        tokens = tokens_of(logprobs, tensor(-1.0, -1.1, -0.52), tensor(1.0, -0.7, 0.2), old)
+        tokens = replace(tokens, is_marked=torch.tensor([True, True, False]))
         return make_policy_loss(name, CONSTANTS)(tokens).loss
 
     leaf = at.clone().requires_grad_()
@@ -244,7 +270,8 @@ class TestEveryLoss:
         rows = torch.arange(40) // 4
         tokens = tokens_of(-logprobs.abs(), -behavior.abs(), advantages, -old.abs(), rows)
         loss = make_policy_loss(name, CONSTANTS)
-        weighted = replace(tokens, advantages=advantages * 0.125)
+        tokens = replace(tokens, is_marked=torch.arange(40) % 3 == 0)
+        weighted = replace(tokens, advantages=advantages * 0.125, weights=torch.full_like(advantages, 0.125))
         torch.testing.assert_close(loss(weighted).loss, 0.125 * loss(tokens).loss, atol=1e-12, rtol=0)
 
     def test_an_idle_micro_batch_has_no_loss(self, name: str) -> None:

@@ -1,13 +1,21 @@
 """Algorithms of users: by the name they registered, or by the path of a function, also in other processes."""
 
 import math
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from skyrl_async.algorithms.advantages import make_advantage_estimator, register_advantage_estimator
+from skyrl_async.algorithms.advantages import (
+    AdvantageEstimator,
+    GroupRewards,
+    make_advantage_estimator,
+    register_advantage_estimator,
+)
 from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import needs_old_logprobs, register_policy_loss
+from skyrl_async.algorithms.trial import try_estimator
 from skyrl_async.composition.algorithms import check_algorithm, make_advantages
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
@@ -48,6 +56,26 @@ class TestEstimators:
             match=r"too_few_advantages must return one finite advantage per reward of .*, got \[\[0.0, 0.5\]",
         ):
             check_algorithm(algorithm)
+
+    def test_one_that_divides_by_the_spread_of_equal_rewards_is_refused_before_they_come(self) -> None:
+        algorithm = config_of(f"{ESTIMATOR}={HERE}:spread_advantages").trainer.algorithm
+        with pytest.raises(ConfigError, match=r"raises ZeroDivisionError.* for groups of the rewards \[\(0.0, 0.0\)\]"):
+            check_algorithm(algorithm)
+
+        def of_mini_batch(groups: Sequence[GroupRewards]) -> list[list[float]]:
+            spread = statistics.pstdev([reward for group in groups for reward in group.rewards])
+            return [[reward / spread for reward in group.rewards] for group in groups]
+
+        with pytest.raises(
+            ConfigError, match=r"own raises ZeroDivisionError.* for groups of the rewards \[\(0.0, 0.0\)\]"
+        ):
+            try_estimator("own", AdvantageEstimator(of_mini_batch=of_mini_batch))
+
+    def test_one_that_needs_two_samples_is_refused_where_a_filter_may_leave_one(self) -> None:
+        algorithm = config_of(f"{ESTIMATOR}={HERE}:baseline_of_others_advantages").trainer.algorithm
+        check_algorithm(algorithm)
+        with pytest.raises(ConfigError, match=r"raises ZeroDivisionError.* for groups of the rewards \[\(1.0,\)\]"):
+            check_algorithm(algorithm, has_lone_samples=True)
 
 
 class TestPolicyLosses:
@@ -95,7 +123,7 @@ class TestPolicyLosses:
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.names)
 def test_every_known_estimator_passes_the_trial(name: str) -> None:
-    check_algorithm(config_of(f"{ESTIMATOR}={name}").trainer.algorithm)
+    check_algorithm(config_of(f"{ESTIMATOR}={name}").trainer.algorithm, has_lone_samples=True)
 
 
 @pytest.mark.parametrize("register", [register_advantage_estimator, register_policy_loss])

@@ -1,0 +1,76 @@
+"""Tokens that take most of the policy's entropy away: a mini-batch's groups in, the same with those tokens marked out.
+
+A step changes the entropy of a softmax policy by about minus the covariance of log-probs and advantages: likely tokens that did well,
+and unlikely ones that did badly, make it fall (Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language
+Models", arXiv 2505.22617, section 3). What a token adds to it is, over the N sampled tokens of a mini-batch (its equation 10),
+
+    cov_i = (log mu_i - mean log mu) (A_i - mean A)
+
+with ``mu`` the engine's probability of the token under the version that sampled it. The paper has that of the policy at the step, which
+nobody knows before the step is computed, and which is the same where the policy itself has sampled. Known beforehand, marks depend on
+neither micro-batches nor ranks, and are the same when a step is done again.
+
+Knows neither losses nor tensors of a micro-batch.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from skyrl_async.algorithms.loss_constants import LossConstants
+from skyrl_async.types import Group, Trajectory
+
+Mark = Callable[[Sequence[Group]], Sequence[Group]]
+"""All groups of a step, with advantages -> the same with ``marks`` in every row."""
+
+
+def clip_cov_marks(groups: Sequence[Group], constants: LossConstants) -> Sequence[Group]:
+    """Mark ``max(1, floor(clip_cov_ratio N))`` tokens, drawn evenly from those with ``clip_cov_lb < cov < clip_cov_ub``.
+
+    Clip-Cov (arXiv 2505.22617), equation 11. The draw is a function of the groups' places in the order of admission.
+    """
+    covariances = token_covariances(groups)
+    within = (covariances > constants.clip_cov_lb) & (covariances < constants.clip_cov_ub)
+    candidates = within.nonzero().flatten().tolist()
+    num = max(1, int(constants.clip_cov_ratio * len(covariances)))
+    drawn = random.Random(" ".join(str(group.admission_index) for group in groups))
+    return _marked(groups, drawn.sample(candidates, min(num, len(candidates))))
+
+
+def kl_cov_marks(groups: Sequence[Group], constants: LossConstants) -> Sequence[Group]:
+    """Mark the ``max(1, floor(kl_cov_frac N))`` tokens of largest covariance, of those where it is positive.
+
+    KL-Cov (arXiv 2505.22617), equation 13.
+    """
+    covariances = token_covariances(groups)
+    num = min(max(1, int(constants.kl_cov_frac * len(covariances))), int((covariances > 0).sum()))
+    return _marked(groups, covariances.topk(num).indices.tolist())
+
+
+def token_covariances(groups: Sequence[Group]) -> Tensor:
+    """(N,) float64, of the sampled tokens of all rows in order; empty where there are none."""
+    logprobs, advantages = [torch.empty(0, dtype=torch.float64)], [torch.empty(0, dtype=torch.float64)]
+    for group in groups:
+        for row, advantage in zip(group.trajectories, group.advantages, strict=True):
+            of_row = torch.tensor(row.logprobs, dtype=torch.float64)[torch.tensor(row.loss_mask, dtype=torch.bool)]
+            logprobs.append(of_row)
+            advantages.append(torch.full_like(of_row, advantage))
+    of_policy, of_reward = torch.cat(logprobs), torch.cat(advantages)
+    return (of_policy - of_policy.mean()) * (of_reward - of_reward.mean())
+
+
+def _marked(groups: Sequence[Group], chosen: Sequence[int]) -> list[Group]:
+    """``chosen``: places among the sampled tokens of all rows."""
+    are_chosen, places = set(chosen), count()
+
+    def marks(row: Trajectory) -> tuple[int, ...]:
+        return tuple(int(bool(is_sampled) and next(places) in are_chosen) for is_sampled in row.loss_mask)
+
+    return [
+        replace(group, trajectories=tuple(replace(row, marks=marks(row)) for row in group.trajectories))
+        for group in groups
+    ]
