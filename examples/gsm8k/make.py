@@ -6,9 +6,9 @@ work out, and cannot guess.
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 FOLDER = Path(__file__).parent
 NUM_TRAIN, NUM_EVAL, NUM_WORKED, NUM_GUESSES = 256, 128, 520, 60
@@ -23,6 +23,16 @@ class Problem(NamedTuple):
     question: str
     lines: tuple[str, ...]
     answer: int
+
+
+class Asked(Protocol):
+    """A problem of any kind."""
+
+    @property
+    def question(self) -> str: ...
+
+
+P = TypeVar("P", bound=Asked)
 
 
 def draw_problem(rng: random.Random) -> Problem:
@@ -40,13 +50,8 @@ def draw_problem(rng: random.Random) -> Problem:
 def make() -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each file; no question is in two of them."""
     rng = random.Random(0)
-    problems: dict[str, Problem] = {}
-    while len(problems) < NUM_TRAIN + NUM_EVAL + NUM_WORKED + NUM_GUESSES:
-        problem = draw_problem(rng)
-        problems.setdefault(problem.question, problem)
-    drawn = iter(problems.values())
-    train, held_out, worked, guessed = (
-        [next(drawn) for _ in range(num)] for num in (NUM_TRAIN, NUM_EVAL, NUM_WORKED, NUM_GUESSES)
+    train, held_out, worked, guessed = draw_apart(
+        lambda: draw_problem(rng), (NUM_TRAIN, NUM_EVAL, NUM_WORKED, NUM_GUESSES)
     )
     return {
         "train.jsonl": [_row(f"train-{i}", problem) for i, problem in enumerate(train)],
@@ -56,6 +61,18 @@ def make() -> dict[str, list[dict[str, Any]]]:
             *({"messages": _talk(one, f"#### {rng.randrange(10)}"), "guess": True} for one in guessed),
         ],
     }
+
+
+def draw_apart(draw: Callable[[], P], sizes: Iterable[int]) -> list[list[P]]:
+    """Return lists of problems, of which no two have the same question."""
+    seen: dict[str, P] = {}
+
+    def unseen() -> P:
+        while (problem := draw()).question in seen:
+            pass
+        return seen.setdefault(problem.question, problem)
+
+    return [[unseen() for _ in range(size)] for size in sizes]
 
 
 def write(rows_of_file: dict[str, list[dict[str, Any]]], folder: Path) -> None:

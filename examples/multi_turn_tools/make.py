@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from examples.gsm8k.make import write
+from examples.gsm8k.make import draw_apart, write
 
 FOLDER = Path(__file__).parent
 NUM_TRAIN, NUM_EVAL, NUM_WORKED, NUM_GUESSES = 256, 128, 360, 60
@@ -39,13 +39,8 @@ def draw_problem(rng: random.Random) -> Problem:
 def make() -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each file; no question is in two of them."""
     rng = random.Random(0)
-    problems: dict[str, Problem] = {}
-    while len(problems) < NUM_TRAIN + NUM_EVAL + NUM_WORKED + NUM_GUESSES:
-        problem = draw_problem(rng)
-        problems.setdefault(problem.question, problem)
-    drawn = iter(problems.values())
-    train, held_out, worked, guessed = (
-        [next(drawn) for _ in range(num)] for num in (NUM_TRAIN, NUM_EVAL, NUM_WORKED, NUM_GUESSES)
+    train, held_out, worked, guessed = draw_apart(
+        lambda: draw_problem(rng), (NUM_TRAIN, NUM_EVAL, NUM_WORKED, NUM_GUESSES)
     )
     return {
         "train.jsonl": [_row(f"train-{i}", problem) for i, problem in enumerate(train)],

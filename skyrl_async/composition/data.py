@@ -130,6 +130,10 @@ class PolicyFiles:
 
         return prepare_initial_policy(**self._cache_arguments())
 
+    async def served(self) -> Path:
+        """The policy that engines boot from: with adapters published alone, what these are trained over, for no publish brings it."""
+        return await self.trained() if self._config.policy.lora.served_rank else self.initial()
+
     async def trained(self) -> Path:
         """The policy that training begins with; makes it, in a thread, where it is not cached."""
         policy = self._config.policy

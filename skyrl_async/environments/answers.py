@@ -1,4 +1,4 @@
-"""Environments of one turn that judge a final answer: ``gsm8k`` and ``math``, and a function of the user's.
+"""Environments of one turn that judge a final answer: ``gsm8k``, ``math`` and ``math_verify``, and a function of the user's.
 
 Flows in: a row's columns, then what the policy says. Flows out: the reward. This module does not know tokens or who plays.
 """
@@ -12,6 +12,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.rewards.final_answers import as_number, is_right_answer
 from skyrl_async.rewards.math_answers import final_answer, is_same_answer
+from skyrl_async.rewards.symbolic_answers import is_equal_answer, require_math_verify
 
 Extras = dict[str, Any]
 RewardFunction = Callable[[str, Extras], float]
@@ -72,7 +73,24 @@ class MathEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
         answer = final_answer(action)
-        return ended(float(answer is not None and is_same_answer(answer, self.ground_truth)))
+        return ended(float(answer is not None and self.is_right(answer)))
+
+    def is_right(self, answer: str) -> bool:
+        """Whether a final answer equals the right one."""
+        return is_same_answer(answer, self.ground_truth)
+
+
+class MathVerifyEnv(MathEnv):
+    """The same for answers that are equal as expressions, which takes seconds of computing (see ``rewards.symbolic_answers``)."""
+
+    is_fast = False
+
+    def __init__(self, env_config: Any = None, extras: Extras | None = None) -> None:
+        super().__init__(env_config, extras)
+        require_math_verify()
+
+    def is_right(self, answer: str) -> bool:
+        return is_equal_answer(answer, self.ground_truth)
 
 
 class FunctionEnv(BaseTextEnv):

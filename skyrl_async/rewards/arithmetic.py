@@ -5,6 +5,7 @@ Flows in: an expression. Flows out: its value as a text, or what is wrong with i
 
 import ast
 import operator
+import re
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -12,6 +13,8 @@ MAX_CHARACTERS = 200
 MAX_MAGNITUDE = 10**30
 MAX_EXPONENT = 64
 _SHOWN_DIGITS = 6
+_ALLOWED = re.compile(r"[\d\s+\-*/%().eE_]*", re.ASCII)
+_WHAT_IS_ALLOWED = "only numbers, + - * / // % ** and brackets"
 
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -25,17 +28,27 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 
 
 def calculate(expression: str) -> str:
-    """Return the value of ``expression``, exactly where it has at most six decimals; else ``error: ...``."""
+    """Return the value of ``expression``, rounded where it has more than six decimals; else ``error: ...``."""
     text = expression.strip().replace(",", "").replace("^", "**")
     if len(text) > MAX_CHARACTERS:
         return f"error: longer than {MAX_CHARACTERS} characters"
     try:
+        if not _ALLOWED.fullmatch(text):
+            raise ValueError(_WHAT_IS_ALLOWED)
         value = _value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError) as error:
+    except ZeroDivisionError:
+        return "error: division by zero"
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"error: {'not an expression' if isinstance(error, SyntaxError) else error}"
-    if value.denominator == 1:
-        return str(value.numerator)
-    return f"{float(value):.{_SHOWN_DIGITS}f}".rstrip("0")
+    return _decimal(value)
+
+
+def _decimal(value: Fraction) -> str:
+    """Rounded to the digits that are shown, without zeros at the end; never by way of a float, which has 16 digits."""
+    rounded = round(value * 10**_SHOWN_DIGITS)
+    whole, decimals = divmod(abs(rounded), 10**_SHOWN_DIGITS)
+    sign, shown = "-" if rounded < 0 else "", f"{decimals:0{_SHOWN_DIGITS}d}".rstrip("0")
+    return f"{sign}{whole}.{shown}" if shown else f"{sign}{whole}"
 
 
 def _value(node: ast.expr) -> Fraction:
@@ -49,7 +62,7 @@ def _value(node: ast.expr) -> Fraction:
         if isinstance(node.op, ast.Pow) and (right.denominator != 1 or abs(right) > MAX_EXPONENT):
             raise ValueError(f"an exponent must be a whole number of at most {MAX_EXPONENT}")
         return _bounded(_OPERATIONS[type(node.op)](left, right))
-    raise ValueError("only numbers, + - * / // % ** and brackets")
+    raise ValueError(_WHAT_IS_ALLOWED)
 
 
 def _bounded(value: Fraction) -> Fraction:

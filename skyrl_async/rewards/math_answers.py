@@ -69,7 +69,7 @@ def final_answer(text: str) -> str | None:
 
 def normalised(answer: str) -> str:
     """Return ``answer`` without what is layout."""
-    text = _THOUSANDS.sub("", answer.strip().rstrip(".").strip())
+    text = _THOUSANDS.sub("", answer.strip().rstrip(".").strip().replace("{,}", ","))
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\%", "%")
     text = text.replace("\\{", "{").replace("\\}", "}") if text.startswith("\\{") else text
     text = _WORDS.sub(r"\1", _DROPPED.sub("", text))
@@ -115,7 +115,8 @@ def _is_same(left: str, right: str) -> bool:
     if left_number is not None and right_number is not None:
         # 50% is both 50 and 1/2: people write either.
         is_percent = left.endswith("%") != right.endswith("%")
-        return left_number == right_number or (is_percent and left.rstrip("%") == right.rstrip("%"))
+        numbers = (as_rational(text.removesuffix("%")) for text in (left, right))
+        return left_number == right_number or (is_percent and len(set(numbers)) == 1)
     left_parts, right_parts = _parts(left), _parts(right)
     if left_parts is None or right_parts is None or left_parts[0] != right_parts[0]:
         return False

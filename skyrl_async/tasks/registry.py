@@ -22,6 +22,7 @@ _ENVIRONMENTS = {
     "gsm8k": "skyrl_async.environments.answers:Gsm8kEnv",
     "lagged_fibonacci": "skyrl_async.tasks.lagged_fibonacci:LaggedFibonacciEnv",
     "math": "skyrl_async.environments.answers:MathEnv",
+    "math_verify": "skyrl_async.environments.answers:MathVerifyEnv",
     "python_tool": "skyrl_async.environments.tools:PythonToolEnv",
     "reasoning_gym": "skyrl_async.environments.reasoning_gym:ReasoningGymEnv",
     "relay": "skyrl_async.tasks.relay:RelayEnv",

@@ -35,11 +35,13 @@ def test_a_program_that_waits_for_more_input_than_there_is_gets_an_end_of_file()
     assert "EOFError" in str(run("input()\ninput()", stdin="one\n").failure)
 
 
+@pytest.mark.slow
 def test_an_endless_loop_is_ended_by_its_cpu_time_and_a_sleeper_by_the_deadline() -> None:
     assert run("while True: pass").failure == "used more than 1 s of CPU time"
     assert run("import time\ntime.sleep(1000)", SHORT).failure == "ran longer than 0.5 s"
 
 
+@pytest.mark.slow
 def test_a_program_that_ignores_every_signal_is_ended_too() -> None:
     source = (
         "import signal, time\nfor n in range(1, 32):\n  try: signal.signal(n, signal.SIG_IGN)\n  except OSError: pass\n"
@@ -56,6 +58,7 @@ def test_a_fork_bomb_makes_no_second_process() -> None:
     assert "Error" in str(run("import os\nos.posix_spawn('/bin/true', ['true'], {})").failure)
 
 
+@pytest.mark.slow
 def test_threads_work_and_a_bomb_of_them_ends() -> None:
     one = "import threading\nt = threading.Thread(target=print, args=('in a thread',))\nt.start()\nt.join()"
     assert run(one).output == "in a thread\n"
@@ -86,6 +89,7 @@ def test_no_socket_can_be_opened_not_even_to_this_machine() -> None:
     assert "PermissionError" in str(run("import socket\nsocket.socket(socket.AF_UNIX)").failure)
 
 
+@pytest.mark.slow
 def test_no_other_process_can_be_signalled_or_traced() -> None:
     victim = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
@@ -107,6 +111,7 @@ def has_landlock() -> bool:
     ).stdout  # fmt: skip
 
 
+@pytest.mark.slow
 def test_files_elsewhere_can_be_neither_read_nor_written(tmp_path: Path) -> None:
     if not has_landlock():
         pytest.skip("this kernel has no Landlock")
