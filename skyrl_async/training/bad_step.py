@@ -53,6 +53,7 @@ class TrainedRows:
                     "behavior_logprobs": trajectory.logprobs,
                     "old_logprobs": trajectory.old_logprobs,
                     "ref_logprobs": trajectory.ref_logprobs,
+                    "marks": trajectory.marks,
                     "policy_logprobs": [next(values) if is_sampled else None for is_sampled in trajectory.loss_mask],
                     "reward": trajectory.reward,
                     "advantage": row.advantage,

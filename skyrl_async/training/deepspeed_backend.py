@@ -1,40 +1,34 @@
 """``TrainingBackend`` on DeepSpeed's ZeRO (arXiv 1910.02054), stages 0 to 3: a model in, sums of gradients and optimizer steps out.
 
-Knows nothing of losses, tokens or trajectories. The only file that knows DeepSpeed: its engine reduces and shards, its optimizer
+Knows nothing of losses, tokens or trajectories, nor of how DeepSpeed lays its state out: its engine reduces and shards, its optimizer
 divides and clips; torch's AdamW steps. Gradients are reduced in float32, at the step (stages 0 and 1) or after every backward.
 """
 
 import contextlib
-import json
 import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from skyrl_async.errors import CheckpointError, TrainingError
+from skyrl_async.errors import TrainingError
 from skyrl_async.training import process_group
 from skyrl_async.training.deepspeed_config import DeepSpeedSettings, engine_config
-from skyrl_async.training.fsdp import SCHEDULER_FILE, persistent_buffers
-from skyrl_async.training.saving import save_state
-
-STATE_TAG = "deepspeed"
-RANKS_FILE = "deepspeed.json"
+from skyrl_async.training.deepspeed_state import MOMENTS, ZeroState
+from skyrl_async.training.fsdp import persistent_buffers
+from skyrl_async.training.saving import read_scheduler, read_state, write_state
 
 
 class DeepSpeedBackend:
-    """ZeRO over all ranks of the default process group, which it leaves on ``close``.
-
-    A checkpoint holds what each rank holds, so that it is of use to as many ranks only.
-    """
-
-    reshardable = False
+    """ZeRO over all ranks of the default process group, which it leaves on ``close``."""
 
     def __init__(
         self,
@@ -51,6 +45,7 @@ class DeepSpeedBackend:
         self._engine: Any
         self._optimizer: torch.optim.Optimizer
         self._scheduler: torch.optim.lr_scheduler.LRScheduler
+        self._state: ZeroState
         self._shapes: dict[str, tuple[int, ...]]
         self._has_gradients = False
 
@@ -73,6 +68,7 @@ class DeepSpeedBackend:
         config = engine_config(self._settings, num_ranks=dist.get_world_size())
         self._engine = _initialize(model, self._optimizer, config, self._device)
         self._zero_optimizer = self._engine.optimizer if self._settings.zero_stage else None
+        self._state = ZeroState(self._engine, self._optimizer, self._settings.zero_stage)
         return self._engine
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -148,11 +144,18 @@ class DeepSpeedBackend:
 
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full parameter and persistent buffer under its Hugging Face name, in a fixed order. Collective."""
-        for name, parameter in self._engine.module.named_parameters():
+        yield from self._full(self._engine.module.named_parameters())
+        yield from persistent_buffers(self._engine.module)
+
+    def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
+        """The same of the parameters that train, alone."""
+        yield from self._full((n, p) for n, p in self._engine.module.named_parameters() if p.requires_grad)
+
+    def _full(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in parameters:
             with self._gathered(parameter):
                 full = parameter.detach().clone()
             yield name, full
-        yield from persistent_buffers(self._engine.module)
 
     def _gathered(self, parameter: nn.Parameter) -> contextlib.AbstractContextManager[None]:
         if self._settings.zero_stage < 3:
@@ -167,54 +170,58 @@ class DeepSpeedBackend:
         return dict(self._shapes)
 
     def save(self, directory: Path) -> None:
-        """Write each rank's part of model and optimizer, and the scheduler, under ``directory``; not the parameters that never train."""
-        self._engine.save_checkpoint(
-            str(directory), tag=STATE_TAG, save_latest=False, exclude_frozen_parameters=self._has_frozen
-        )
-        if dist.get_rank() == 0:
-            save_state(self._scheduler.state_dict(), directory / SCHEDULER_FILE)
-            content = {"zero_stage": self._settings.zero_stage, "num_ranks": dist.get_world_size()}
-            (directory / RANKS_FILE).write_text(json.dumps(content) + "\n")
+        """Write model, optimizer and scheduler under ``directory``; not the parameters that never train. Raises as ``write_state``.
+
+        Each rank copies its share to where the parameters are, and writes that.
+        """
+        write_state(directory, self._sharded_state(), self._scheduler)
 
     def load(self, directory: Path) -> None:
-        """Restore what ``save`` wrote on as many ranks at the same stage. Hyper-parameters stay those of this run.
-
-        Raises:
-            CheckpointError: it is of another backend, stage or number of ranks.
-        """
-        self._check_ranks(directory)
-        kept = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        self._engine.load_checkpoint(str(directory), tag=STATE_TAG, load_module_strict=not self._has_frozen)
-        for group, values in zip(self._optimizer.param_groups, kept, strict=True):
-            group.update(values)
-        self._scheduler.load_state_dict(torch.load(directory / SCHEDULER_FILE, weights_only=True))
+        """Restore what ``save`` of either backend wrote, on any number of ranks, at any stage. Hyper-parameters stay those of this run."""
+        state = self._sharded_state()
+        read_state(directory, state)
+        held, of_parameter = self._state, state["optimizer"]["state"]
+        held.make_moments(max(float(each["step"]) for each in of_parameter.values()))
+        for name in held.parameters:
+            held.set_weight(name, state["model"][name].full_tensor())
+            for key in MOMENTS:
+                held.set_moment(name, key, of_parameter[name][key].full_tensor())
+        for name, buffer in persistent_buffers(self._engine.module):
+            buffer.copy_(state["model"][name])
+        read_scheduler(directory, self._scheduler)
         self._has_gradients = False
 
-    @property
-    def _has_frozen(self) -> bool:
-        return any(not parameter.requires_grad for parameter in self._engine.module.parameters())
-
-    def _check_ranks(self, directory: Path) -> None:
-        path = directory / RANKS_FILE
-        if not path.is_file():
-            raise CheckpointError(
-                f"checkpoint {directory} is not DeepSpeed's; set training.backend=fsdp, or resume from another"
-            )
-        found = json.loads(path.read_text())
-        here = {"zero_stage": self._settings.zero_stage, "num_ranks": dist.get_world_size()}
-        keys = {"zero_stage": "training.deepspeed.zero_stage", "num_ranks": "training.num_workers"}
-        for name, key in keys.items():
-            if found[name] != here[name]:
-                raise CheckpointError(
-                    f"checkpoint {directory} is of {key}={found[name]}, and it is {here[name]}: DeepSpeed's checkpoints do not reshard. "
-                    f"Set {key}={found[name]}, or train on from an export (policy.path) with trainer.resume_mode=none; those of "
-                    "training.backend=fsdp reshard"
-                )
+    def _sharded_state(self) -> dict[str, Any]:
+        """Model and optimizer as ``get_optimizer_state_dict`` of torch has them, sharded along their first dimension. Collective."""
+        mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
+        held = self._state
+        of_parameter = {
+            name: {
+                "step": torch.tensor(held.num_steps(name), dtype=torch.float32),
+                **{key: _shard(held.moment(name, key), mesh) for key in MOMENTS},
+            }
+            for name in held.parameters
+        }
+        group = {key: value for key, value in self._optimizer.param_groups[0].items() if key != "params"}
+        return {
+            "model": {
+                **{name: _shard(held.weight(name), mesh) for name in held.parameters},
+                **dict(persistent_buffers(self._engine.module)),
+            },
+            "optimizer": {"state": of_parameter, "param_groups": [{"params": list(held.parameters), **group}]},
+        }
 
     def close(self) -> None:
         """Leave the process group."""
         self._engine.destroy()
         process_group.leave()
+
+
+def _shard(full: Tensor, mesh: DeviceMesh) -> DTensor:
+    """This rank's rows of a tensor that every rank has."""
+    chunks = full.chunk(mesh.size())
+    own = chunks[rank].clone() if (rank := mesh.get_local_rank()) < len(chunks) else full[:0].clone()
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
 
 
 def _initialize(

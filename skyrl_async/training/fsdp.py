@@ -3,7 +3,6 @@
 Knows nothing of losses, tokens or trajectories, nor of what a checkpoint's directory holds beside its own files.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,12 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from skyrl_async.errors import CheckpointError, TrainingError
+from skyrl_async.errors import TrainingError
 from skyrl_async.training import process_group
-from skyrl_async.training.saving import save_state
-
-STATE_DIRECTORY = "state"
-SCHEDULER_FILE = "scheduler.pt"
+from skyrl_async.training.optimizer import keeping_hyper_parameters
+from skyrl_async.training.saving import read_scheduler, read_state, write_state
 
 
 class FSDPBackend:
@@ -39,8 +34,6 @@ class FSDPBackend:
     Gradients are reduced in float32 and summed, not averaged. With several ranks they are reduced after every backward,
     so that each rank only ever accumulates its shard; a single rank, whose shard is the whole, is spared those copies.
     """
-
-    reshardable = True
 
     def __init__(
         self,
@@ -126,44 +119,36 @@ class FSDPBackend:
 
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full parameter and persistent buffer under its Hugging Face name, in a fixed order. Collective."""
+        yield from self._full(self._parameters)
+        yield from persistent_buffers(self._model)
+
+    def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
+        """The same of the parameters that train, alone."""
+        yield from self._full(self._trained)
+
+    def _full(self, parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
         self._reshard()
-        for name, parameter in self._parameters.items():
+        for name, parameter in parameters.items():
             assert isinstance(parameter, DTensor)
             yield name, parameter.detach().to(self._device).full_tensor()
-        yield from persistent_buffers(self._model)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name to full shape, of every parameter."""
         return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
 
     def save(self, directory: Path) -> None:
-        """Write model, optimizer and scheduler under ``directory``, synced to disk; not the parameters that never train.
-
-        Raises ``OSError`` and, on every rank where one fails, torch's ``CheckpointException``, which is no ``Exception``.
-        """
-        writer = dcp.FileSystemWriter(directory / STATE_DIRECTORY, sync_files=True)
-        dcp.save(self._state(), storage_writer=writer)
-        if dist.get_rank() == 0:
-            save_state(self._scheduler.state_dict(), directory / SCHEDULER_FILE)
+        """Write model, optimizer and scheduler under ``directory``; not the parameters that never train. Raises as ``write_state``."""
+        write_state(directory, self._state(), self._scheduler)
 
     def load(self, directory: Path) -> None:
-        """Restore what ``save`` wrote, on any number of ranks. Hyper-parameters stay those of this run."""
-        if not (directory / STATE_DIRECTORY).is_dir():
-            raise CheckpointError(
-                f"checkpoint {directory} is DeepSpeed's; set training.backend=deepspeed, or train on from an export (policy.path) with "
-                "trainer.resume_mode=none"
-            )
+        """Restore what ``save`` of either backend wrote, on any number of ranks. Hyper-parameters stay those of this run."""
         state = self._state()
-        reader = dcp.FileSystemReader(directory / STATE_DIRECTORY)
-        with _reading(directory / STATE_DIRECTORY):
-            dcp.load(state, storage_reader=reader)
-        kept = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        read_state(directory, state)
         is_whole = len(self._trained) == len(self._parameters)
         set_model_state_dict(self._model, state["model"], options=StateDictOptions(strict=is_whole))
-        set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
-        for group, values in zip(self._optimizer.param_groups, kept, strict=True):
-            group.update(values)
-        self._scheduler.load_state_dict(torch.load(directory / SCHEDULER_FILE, weights_only=True))
+        with keeping_hyper_parameters(self._optimizer):
+            set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
+        read_scheduler(directory, self._scheduler)
         self._optimizer.zero_grad(set_to_none=True)
 
     def close(self) -> None:
@@ -252,16 +237,3 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield name, buffer.detach()
-
-
-@contextlib.contextmanager
-def _reading(directory: Path) -> Iterator[None]:
-    """torch tells every rank when one fails, but by what is no ``Exception``."""
-    try:
-        yield
-    except CheckpointException as error:
-        for failure, _ in error.failures.values():
-            if process_group.is_lost_peer(failure):
-                raise failure from error
-        complaints = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
-        raise TrainingError(f"cannot read {directory}: {complaints}") from error

@@ -4,8 +4,9 @@ The schedule is a pure function of the number of completed steps; a checkpoint h
 resumed run follows the configuration it is started with.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +61,15 @@ class WarmupSchedule(torch.optim.lr_scheduler.LambdaLR):
         ]
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = lr
+
+
+@contextlib.contextmanager
+def keeping_hyper_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Whatever loads the optimizer's state meanwhile, its learning rate, decays and the like are those of this run afterwards."""
+    kept = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    yield
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
+        group.update(values)
 
 
 def make_optimizer(parameters: Sequence[torch.nn.Parameter], settings: TrainingSettings) -> torch.optim.Optimizer:

@@ -12,6 +12,8 @@ from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdat
 if TYPE_CHECKING:
     import torch
 
+    from skyrl_async.transfer_group import GroupPlace
+
 
 class Policy(Protocol):
     """The policy being trained, over all its workers. Calls are made one at a time, but for ``send_weights``."""
@@ -48,8 +50,9 @@ class Policy(Protocol):
         ...
 
     async def gather_weights(self, version: int) -> int:
-        """Copy the full weights as they are now, to be sent as ``version``; returns their bytes. The copy before is forgotten.
+        """Copy what is published (the full weights, or adapters alone) as it is now, to be sent as ``version``; returns its bytes.
 
+        The copy before is forgotten.
         Waits for a ``send_weights`` under way.
         """
         ...
@@ -79,6 +82,22 @@ class Policy(Protocol):
         ...
 
 
+class SendingPolicy(Policy, Protocol):
+    """A ``Policy`` whose rank 0 can send a published file to engines that do not map it themselves. Any version, whoever wrote it; beside
+    every other call."""
+
+    async def open_transfer(self, num_receivers: int, backend: str, timeout_s: float) -> "GroupPlace":
+        """Where the receivers meet rank 0, which leaves the group before. ``backend`` is ``gloo`` or ``nccl``."""
+        ...
+
+    async def broadcast_weights(self, path: Path, bucket_bytes: int) -> None:
+        """Send a file in the group opened last, at most ``bucket_bytes`` at a time; its receivers take part meanwhile.
+
+        Raises ``WeightsTransferError``: then another group is to be opened.
+        """
+        ...
+
+
 async def export_weights(policy: Policy, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
     """Gather the weights as they are now and write them under ``directory``."""
     await policy.gather_weights(version)
@@ -87,9 +106,6 @@ async def export_weights(policy: Policy, version: int, directory: Path, bucket_b
 
 class TrainingBackend(Protocol):
     """A model and its optimizer in one rank's process; every method is collective over the ranks."""
-
-    reshardable: bool
-    """Whether a checkpoint loads on another number of ranks."""
 
     def build(
         self,
@@ -127,6 +143,10 @@ class TrainingBackend(Protocol):
 
     def iter_full_params(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """Yield every full parameter and persistent buffer under its Hugging Face name, in a fixed order. Collective."""
+        ...
+
+    def iter_trained_params(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """The same of the parameters that train, alone: of adapters under peft's names (``skyrl_async.adapters``)."""
         ...
 
     def save(self, directory: Path) -> None:

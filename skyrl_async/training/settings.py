@@ -10,6 +10,7 @@ from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.errors import ConfigError
 from skyrl_async.training.deepspeed_config import DeepSpeedSettings
+from skyrl_async.types import Adapter
 
 if TYPE_CHECKING:
     import torch
@@ -30,13 +31,15 @@ class LoraSettings:
     exclude_modules: tuple[str, ...] = ()
     init_method: str = "kaiming"
     """``kaiming`` or ``gaussian``: how A is drawn."""
+    is_published_alone: bool = False
+    """Whether A and B are published, instead of the weights with the adapters merged into them."""
     seed: int = 0
     """Of A; the same on every rank."""
 
     @property
-    def scaling(self) -> float:
-        """Factor of the adapters' outputs."""
-        return self.alpha / self.rank
+    def adapter(self) -> Adapter:
+        """What others have to know of them."""
+        return Adapter(rank=self.rank, alpha=self.alpha)
 
     @property
     def adapts_all_linear(self) -> bool:
@@ -125,6 +128,11 @@ class TrainingSettings:
                 f"trainer.num_steps must be set when training.lr_schedule={self.lr_schedule}, got None: "
                 "the schedule falls to 0 at that step"
             )
+
+    @property
+    def published_adapter(self) -> Adapter | None:
+        """What is published of adapters alone; None: all weights are."""
+        return self.lora.adapter if self.lora is not None and self.lora.is_published_alone else None
 
     @property
     def micro_batch_overhead_tokens(self) -> int:

@@ -120,16 +120,22 @@ class TestEveryStage:
 
 
 @pytest.mark.slow
-async def test_checkpoints_of_another_stage_or_backend_are_refused(make: Make, tmp_path: Path) -> None:
-    policy, other, fsdp = make(2), make(1), make(None)
-    await policy.save(tmp_path / "zero2")
-    await fsdp.save(tmp_path / "fsdp")
-    with pytest.raises(CheckpointError, match=r"is of training.deepspeed.zero_stage=2, and it is 1: .* Set training"):
-        await other.load(tmp_path / "zero2")
-    with pytest.raises(CheckpointError, match="is not DeepSpeed's; set training.backend=fsdp"):
-        await policy.load(tmp_path / "fsdp")
-    with pytest.raises(CheckpointError, match="is DeepSpeed's; set training.backend=deepspeed"):
-        await fsdp.load(tmp_path / "zero2")
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_checkpoint_before_the_first_step_is_one_of_no_steps(make: Make, stage: int, tmp_path: Path) -> None:
+    """Adam has no moments yet, and counts from there."""
+    first, second = make(stage), make(stage, seed=5)
+    await first.save(tmp_path / "checkpoint")
+    await second.load(tmp_path / "checkpoint")
+    assert await train(second, first_step=0, num_steps=2) == await train(first, first_step=0, num_steps=2)
+
+
+@pytest.mark.slow
+async def test_a_checkpoint_of_an_older_version_is_refused(make: Make, tmp_path: Path) -> None:
+    policy = make(2)
+    await policy.save(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "state").rename(tmp_path / "checkpoint" / "deepspeed")
+    with pytest.raises(CheckpointError, match=r"has no state/: an older version wrote it .* trainer.resume_mode=none"):
+        policy._rank._backend.load(tmp_path / "checkpoint")
 
 
 class TestKeys:
@@ -139,6 +145,10 @@ class TestKeys:
             (["training.deepspeed.zero_stage=4"], "training.deepspeed.zero_stage must be 0, 1, 2 or 3, got 4"),
             (["training.deepspeed.offload_param=true"], "zero_stage must be >= 3 with offload_param=true, got 2"),
             (["training.deepspeed.offload_optimizer=true"], "offload_optimizer must be false with training.device=cpu"),
+            (
+                ["training.cpu_offload=true"],
+                "training.cpu_offload must be false with .*=deepspeed, got true: .* set training.deepspeed.offload_optimizer=true",
+            ),
             (
                 ["training.deepspeed.config=nowhere.json"],
                 "training.deepspeed.config must be a JSON file, got 'nowhere.json'",
@@ -167,6 +177,15 @@ class TestKeys:
             ({"gradient_clipping": 5.0}, 'gradient_clipping to 5.0: training.max_grad_norm is 1; .* set it to "auto"'),
             ({"bf16": {"enabled": True}}, "bf16 .*: training.mixed_precision computes in bfloat16"),
             ({"fp16": {"enabled": "auto"}}, "fp16 .*: training.mixed_precision"),
+            (
+                {"communication_data_type": "bf16"},
+                'communication_data_type to "bf16": gradients are reduced in float32',
+            ),
+            ({"zero_allow_untested_optimizer": False}, "zero_allow_untested_optimizer to false: torch's AdamW steps"),
+            (
+                {"activation_checkpointing": {"partition_activations": True}},
+                "activation_checkpointing to .*: training.activation_checkpointing recomputes",
+            ),
             ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage to 3: training.deepspeed.zero_stage is 1"),
             ({"zero_optimization": {"overlap_comm": True}}, "overlap_comm to true: .* at stage 2 only"),
             (
@@ -198,6 +217,7 @@ class TestKeys:
         content = {
             "train_batch_size": "auto",
             "gradient_clipping": 1.0,
+            "communication_data_type": "fp32",
             "bf16": {"enabled": False},
             "zero_optimization": {"stage": "auto", "reduce_bucket_size": 1000, "overlap_comm": "auto"},
             "wall_clock_breakdown": True,
@@ -211,6 +231,10 @@ class TestKeys:
         assert found["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000, "overlap_comm": False}
         assert found["wall_clock_breakdown"] is True and found["gradient_clipping"] == 0.0
         assert _training_settings(from_overrides(), Path("unused"), 1).deepspeed is None
+
+    def test_it_is_chosen_by_its_name_like_the_other_backend(self) -> None:
+        config = from_overrides("training=deepspeed", "training.deepspeed.zero_stage=3")
+        assert _training_settings(config, Path("unused"), 1).deepspeed == DeepSpeedSettings(zero_stage=3)
 
     def test_offloading_is_to_the_host_unless_a_file_says_where(self) -> None:
         settings = DeepSpeedSettings(zero_stage=3, offload_optimizer=True, offload_param=True)

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from skyrl_async.errors import CheckpointError
 from skyrl_async.training.deepspeed_config import DeepSpeedSettings
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.rank import PolicyRank
@@ -25,6 +24,15 @@ pytestmark = pytest.mark.slow
 
 NUM_STEPS = 3
 WAYS = ("fsdp", "fsdp_lora", "zero0", "zero1", "zero2", "zero3", "zero2_lora", "zero3_lora")
+OTHER_WAY = {
+    "fsdp": "zero3",
+    "zero3": "zero1",
+    "zero1": "zero0",
+    "zero0": "fsdp",
+    "zero2": "zero2",
+    "fsdp_lora": "zero3_lora",
+}
+"""Who wrote a checkpoint -> who takes it up, on another number of ranks: another backend or stage."""
 Make = Callable[[TrainingSettings], InProcessPolicy]
 
 
@@ -60,6 +68,11 @@ def first_moments(rank: PolicyRank) -> dict[str, Tensor]:
     return {name: moment(p) for name, p in backend._engine.module.named_parameters() if p.requires_grad}
 
 
+def trained(rank: PolicyRank) -> dict[str, Tensor]:
+    """What a publish of adapters alone sends, full. Collective."""
+    return {name: tensor.clone() for name, tensor in rank._backend.iter_trained_params()}
+
+
 async def on_two_ranks(make: Callable[[TrainingSettings], OneOfTwo], directory: Path) -> None:
     """Trains in every way, and leaves figures, gradients, weights, log-probs and a checkpoint."""
     for way in WAYS:
@@ -68,16 +81,31 @@ async def on_two_ranks(make: Callable[[TrainingSettings], OneOfTwo], directory: 
         figures = await train(policy, first_step=0, num_steps=NUM_STEPS)
         moments = first_moments(policy.rank)
         await weights(policy, directory / way / "weights")
+        published_alone = trained(policy.rank)
+        if way == "fsdp_lora":
+            await policy.export_hf(directory / way / "export")
         await policy.save(directory / way / "checkpoint")
         more = await train(policy, first_step=NUM_STEPS, num_steps=1)
         await policy.load(directory / way / "checkpoint")
         again = await train(policy, first_step=NUM_STEPS, num_steps=1)
         model = LogprobModel.REF if settings.has_reference else LogprobModel.POLICY
         logprobs = await policy.logprobs_of(trajectories(5, seed=3), model)
+        resharded = []
+        for writer in (writer for writer, reader in OTHER_WAY.items() if reader == way):
+            await policy.load(directory / f"{writer}_of_one" / "checkpoint")
+            resharded = await train(policy, first_step=NUM_STEPS, num_steps=1)
+            await weights(policy, directory / way / "resharded")
         if policy.index == 0:
-            found = {"figures": figures, "more": more, "again": again, "logprobs": logprobs.values}
+            found = {
+                "figures": figures,
+                "more": more,
+                "again": again,
+                "resharded": resharded,
+                "logprobs": logprobs.values,
+            }
             (directory / way / "found.json").write_text(json.dumps(found))
             torch.save(moments, directory / way / "moments.pt")
+            torch.save(published_alone, directory / way / "trained.pt")
         await policy.close()
 
 
@@ -85,8 +113,20 @@ async def on_two_ranks(make: Callable[[TrainingSettings], OneOfTwo], directory: 
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("two_ranks")
     write_policy(directory / "policy")
+    for way in OTHER_WAY:
+        asyncio.run(on_one_rank(InProcessPolicy(settings_of(way, directory)), directory / f"{way}_of_one"))
     run_two_ranks(on_two_ranks, directory)
     return directory
+
+
+async def on_one_rank(policy: InProcessPolicy, directory: Path) -> None:
+    """Leaves a checkpoint, and what it goes on with."""
+    await train(policy, first_step=0, num_steps=NUM_STEPS)
+    await policy.save(directory / "checkpoint")
+    more = await train(policy, first_step=NUM_STEPS, num_steps=1)
+    await weights(policy, directory / "more")
+    (directory / "more.json").write_text(json.dumps(more))
+    await policy.close()
 
 
 @pytest.fixture
@@ -116,6 +156,7 @@ async def test_one_rank_and_two_give_the_figures_gradients_weights_and_log_probs
     figures = await train(reference, first_step=0, num_steps=NUM_STEPS)
     moments = first_moments(reference._rank)
     update = await weights(reference, tmp_path / "weights")
+    published_alone = trained(reference._rank)
     await train(reference, first_step=NUM_STEPS, num_steps=1)
     model = LogprobModel.REF if settings.has_reference else LogprobModel.POLICY
     logprobs = await reference.logprobs_of(trajectories(5, seed=3), model)
@@ -124,6 +165,7 @@ async def test_one_rank_and_two_give_the_figures_gradients_weights_and_log_probs
     assert_same_figures(found["figures"], figures)
     assert_close(torch.load(two_ranks / way / "moments.pt"), moments, atol=1e-5)
     assert_close(load_file(two_ranks / way / "weights" / "v000000.safetensors"), update, atol=1e-5)
+    assert_close(torch.load(two_ranks / way / "trained.pt"), published_alone, atol=1e-5)
     for here, there in zip(found["logprobs"], logprobs.values, strict=True):
         assert here == pytest.approx(there, abs=1e-5)
 
@@ -132,6 +174,14 @@ async def test_one_rank_and_two_give_the_figures_gradients_weights_and_log_probs
         assert_same_figures(await train(alone, first_step=0, num_steps=NUM_STEPS), figures)
         assert_close(first_moments(alone._rank), moments, atol=1e-5)
         assert_close(await weights(alone, tmp_path / "alone"), update, atol=1e-5)
+        assert_close(trained(alone._rank), published_alone, atol=1e-5)
+
+
+def test_two_ranks_export_merged_weights_and_the_adapters_that_they_publish(two_ranks: Path) -> None:
+    way = two_ranks / "fsdp_lora"
+    assert_close(load_file(way / "export" / "model.safetensors"), load_file(way / "weights" / "v000000.safetensors"))
+    exported = load_file(way / "export" / "adapter" / "adapter_model.safetensors")
+    assert_close(exported, torch.load(way / "trained.pt"))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -140,24 +190,23 @@ def test_two_ranks_go_on_from_their_checkpoint_to_the_last_bit(two_ranks: Path, 
     assert found["again"] == found["more"]
 
 
-@pytest.mark.parametrize("way", ["fsdp", "fsdp_lora"])
-async def test_a_checkpoint_of_two_ranks_goes_on_with_one(
-    two_ranks: Path, make: Make, way: str, tmp_path: Path
+@pytest.mark.parametrize("writer", OTHER_WAY)
+def test_a_checkpoint_of_one_rank_goes_on_with_two_of_another_backend_or_stage(two_ranks: Path, writer: str) -> None:
+    of_one, reader = two_ranks / f"{writer}_of_one", OTHER_WAY[writer]
+    found = json.loads((two_ranks / reader / "found.json").read_text())["resharded"]
+    assert_same_figures(found, json.loads((of_one / "more.json").read_text()))
+    resharded, more = two_ranks / reader / "resharded", of_one / "more"
+    here, there = (load_file(path / "v000000.safetensors") for path in (resharded, more))
+    assert_close(here, there, atol=1e-5)
+
+
+@pytest.mark.parametrize("writer", OTHER_WAY)
+async def test_a_checkpoint_of_two_ranks_goes_on_with_one_of_another_backend_or_stage(
+    two_ranks: Path, make: Make, writer: str, tmp_path: Path
 ) -> None:
-    policy = make(replace(settings_of(way, two_ranks), seed=9))
-    await policy.load(two_ranks / way / "checkpoint")
-    update = load_file(two_ranks / way / "weights" / "v000000.safetensors")
-    assert_close(await weights(policy, tmp_path / "weights"), update, atol=0.0 if way == "fsdp" else 1e-7)
-    found = json.loads((two_ranks / way / "found.json").read_text())
+    policy = make(replace(settings_of(OTHER_WAY[writer], two_ranks), seed=9))
+    await policy.load(two_ranks / writer / "checkpoint")
+    update = load_file(two_ranks / writer / "weights" / "v000000.safetensors")
+    assert_close(await weights(policy, tmp_path / "weights"), update, atol=1e-7 if writer.endswith("lora") else 0.0)
+    found = json.loads((two_ranks / writer / "found.json").read_text())
     assert_same_figures(await train(policy, first_step=NUM_STEPS, num_steps=1), found["more"])
-
-
-async def test_a_checkpoint_of_two_ranks_is_refused_by_one_where_it_does_not_reshard(
-    two_ranks: Path, make: Make
-) -> None:
-    policy = make(settings_of("zero2", two_ranks))
-    assert not policy._rank._backend.reshardable
-    with pytest.raises(
-        CheckpointError, match=r"is of training.num_workers=2, and it is 1: .* do not reshard. Set training"
-    ):
-        await policy.load(two_ranks / "zero2" / "checkpoint")

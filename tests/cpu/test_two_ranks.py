@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_async.algorithms.losses import merge_figures
 from skyrl_async.training import process_group
@@ -17,8 +16,8 @@ from skyrl_async.training.dispatch import split_work
 from skyrl_async.training.rank import PolicyRank
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import Trajectory
+from tests.cpu.tiny_policies import VOCABULARY, assert_close, write_policy
 
-VOCABULARY = 48
 MEMORY: dict[str, dict[str, Any]] = {
     "plain": {},
     "activations recomputed": {"activation_checkpointing": True},
@@ -99,21 +98,7 @@ def on_two_ranks(directory: Path, jobs: dict[str, tuple[TrainingSettings, Path |
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainingSettings:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=64,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
-    directory = tmp_path_factory.mktemp("policy")
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    directory = write_policy(tmp_path_factory.mktemp("policy"), is_tied=True)
     return TrainingSettings(policy_path=str(directory), **LOSS)
 
 
@@ -137,12 +122,6 @@ def two_ranks(
     jobs["mixed precision"] = (replace(settings, mixed_precision=True), None)
     jobs["resumed"] = (replace(settings, cpu_offload=True), one_rank[1])
     return on_two_ranks(directory, jobs), directory
-
-
-def assert_close(here: dict[str, Tensor], there: dict[str, Tensor], *, atol: float) -> None:
-    assert here.keys() == there.keys()
-    for name, tensor in here.items():
-        torch.testing.assert_close(tensor, there[name], atol=atol, rtol=0.0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def assert_same(found: list[Any], expected: Any) -> None:

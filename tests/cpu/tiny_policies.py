@@ -1,45 +1,59 @@
-"""A random policy of two layers, and rows that it did not quite sample: what tests of training backends train."""
+"""Random policies of two layers, and rows that they did not quite sample: what tests of training train."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.protocol import Policy, export_weights
 from skyrl_async.types import Trajectory
 
 VOCABULARY = 48
 
 
-def write_policy(directory: Path, *, seed: int = 0, is_tied: bool = False) -> Path:
-    """Of a Qwen3 with random weights, without a tokenizer."""
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+
+
+def write_policy(directory: Path, *, seed: int = 0, is_tied: bool = False, **changes: Any) -> Path:
+    """Of a Qwen3 with random weights, without a tokenizer; ``changes`` are of its configuration."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=64,
-        max_position_embeddings=128,
-        tie_word_embeddings=is_tied,
-        initializer_range=0.2,
-    )
+    config = Qwen3Config(**(SIZES | {"tie_word_embeddings": is_tied} | changes))
     Qwen3ForCausalLM(config).save_pretrained(directory)
     return directory
 
 
-def trajectories(num_rows: int, *, seed: int) -> list[Trajectory]:
+def write_tokenizer(directory: Path) -> None:
+    """Of the words w0, w1, ..., each a token."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(directory)
+
+
+def trajectories(num_rows: int, *, seed: int, vocabulary: int = VOCABULARY) -> list[Trajectory]:
     """Rows of different lengths, their log-probs a little off the policy's."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for index in range(num_rows):
         length = 3 + (7 * index + seed) % 23
-        ids = torch.randint(0, VOCABULARY, (length + 4,), generator=generator).tolist()
+        ids = torch.randint(0, vocabulary, (length + 4,), generator=generator).tolist()
         rows.append(
             Trajectory(
                 prompt_token_ids=tuple(ids[:4]),
@@ -47,6 +61,30 @@ def trajectories(num_rows: int, *, seed: int) -> list[Trajectory]:
                 loss_mask=(1,) * length,
                 logprobs=tuple((-3.0 - torch.rand(length, generator=generator)).tolist()),
                 versions=(0,) * length,
+                reward=0.0,
+            )
+        )
+    return rows
+
+
+def varied_trajectories(num_rows: int, *, seed: int, is_multi_turn: bool = False) -> list[Trajectory]:
+    """The same with prompts of different lengths and tokens of two versions; ``is_multi_turn``: with tokens of the environment."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(num_tokens: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, VOCABULARY, (num_tokens,), generator=generator).tolist())
+
+    rows = []
+    for index in range(num_rows):
+        length = 3 + (7 * index + seed) % 23
+        mask = [0 if is_multi_turn and 2 <= position < 4 else 1 for position in range(length)]
+        rows.append(
+            Trajectory(
+                prompt_token_ids=tokens(4 + index % 3),
+                response_token_ids=tokens(length),
+                loss_mask=tuple(mask),
+                logprobs=tuple((-3.0 - torch.rand(length, generator=generator)).mul(torch.tensor(mask)).tolist()),
+                versions=tuple(index % 2 if is_sampled else -1 for is_sampled in mask),
                 reward=0.0,
             )
         )
@@ -62,14 +100,18 @@ def num_tokens(rows: Sequence[Trajectory]) -> int:
     return sum(row.num_sampled_tokens for row in rows)
 
 
-async def train(policy: Policy, *, first_step: int, num_steps: int, num_rows: int = 5) -> list[dict[str, float]]:
-    """Steps of two groups each, streamed; the second has one row, so that one of two ranks idles."""
+async def train(
+    policy: Policy, *, first_step: int, num_steps: int, num_rows: int = 5, has_idle_group: bool = False
+) -> list[dict[str, float]]:
+    """Steps of two groups each, streamed; the second has one row, so that one of two ranks idles. The idle group has no advantages."""
     figures = []
     for step in range(first_step, first_step + num_steps):
         rows, values = trajectories(num_rows, seed=step), advantages(num_rows, seed=step)
         figures.append(await policy.forward_backward(rows[1:], values[1:], step))
         figures.append(await policy.forward_backward(rows[:1], values[:1], step))
-        figures.append(await policy.step(num_tokens(rows)))
+        if has_idle_group:
+            figures.append(await policy.forward_backward(rows, [0.0] * num_rows, step))
+        figures.append(await policy.step((1 + has_idle_group) * num_tokens(rows)))
     return figures
 
 
@@ -83,3 +125,10 @@ def assert_close(here: dict[str, Tensor], there: dict[str, Tensor], *, atol: flo
     assert here.keys() == there.keys()
     for name, tensor in here.items():
         torch.testing.assert_close(tensor, there[name], atol=atol, rtol=0.0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def gradients(policy: InProcessPolicy) -> dict[str, Tensor]:
+    """What FSDP has accumulated, full, by parameter."""
+    backend: Any = policy._rank._backend
+    parameters: dict[str, Any] = getattr(backend, "_inner", backend)._parameters
+    return {name: p.grad.full_tensor().clone() for name, p in parameters.items() if p.grad is not None}

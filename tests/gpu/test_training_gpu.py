@@ -2,45 +2,26 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.policy_workers import PolicyWorkers
-from skyrl_async.training.protocol import Policy, export_weights
+from skyrl_async.training.protocol import Policy
 from skyrl_async.training.settings import TrainingSettings
-from skyrl_async.types import Trajectory
+from tests.cpu import tiny_policies
+from tests.cpu.tiny_policies import assert_close, weights, write_policy
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 needs_two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-VOCABULARY = 64
-
-
-def trajectories(num_rows: int, *, seed: int) -> list[Trajectory]:
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for index in range(num_rows):
-        length = 3 + (7 * index + seed) % 23
-        ids = torch.randint(0, VOCABULARY, (length + 4,), generator=generator).tolist()
-        rows.append(
-            Trajectory(
-                prompt_token_ids=tuple(ids[:4]),
-                response_token_ids=tuple(ids[4:]),
-                loss_mask=(1,) * length,
-                logprobs=tuple((-3.0 - torch.rand(length, generator=generator)).tolist()),
-                versions=(0,) * length,
-                reward=0.0,
-            )
-        )
-    return rows
+SIZES = {"vocab_size": 64, "hidden_size": 64, "head_dim": 32, "intermediate_size": 128, "initializer_range": 0.02}
+trajectories = partial(tiny_policies.trajectories, vocabulary=64)
 
 
 async def train(policy: Policy, *, first_step: int, num_steps: int) -> list[dict[str, float]]:
@@ -53,34 +34,10 @@ async def train(policy: Policy, *, first_step: int, num_steps: int) -> list[dict
     return figures
 
 
-async def weights(policy: Policy, directory: Path) -> dict[str, Tensor]:
-    update = await export_weights(policy, 0, directory, 1 << 30)
-    return load_file(update.chunks[0]["path"])
-
-
-def assert_close(here: dict[str, Tensor], there: dict[str, Tensor], *, atol: float) -> None:
-    assert here.keys() == there.keys()
-    for name, tensor in here.items():
-        torch.testing.assert_close(tensor, there[name], atol=atol, rtol=0.0)
-
-
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainingSettings:
     """Of a random two-layer Qwen3 on CUDA."""
-    directory = tmp_path_factory.mktemp("policy")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        intermediate_size=128,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    directory = write_policy(tmp_path_factory.mktemp("policy"), **SIZES)
     return TrainingSettings(policy_path=str(directory), lr=1e-3, device="cuda")
 
 
