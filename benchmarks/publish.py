@@ -3,7 +3,8 @@
 A random Qwen3 policy of each size, one policy worker and one vLLM engine in processes of their own, eight requests at all times.
 Versions are published one after the other; a row holds medians over them. The first two are left out: there the engine finds out where
 each weight goes, and memory is used for the first time. The copy is made by one thread of this process, between two buffers that were
-written before, after each publish and beside the same requests.
+written before, after each publish and beside the same requests. With ``--lora-rank`` adapters train on every linear layer: a row for them
+merged into the weights that are published, and one for them published alone.
 """
 
 import asyncio
@@ -25,8 +26,10 @@ from benchmarks.report import arguments, conditions, report
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.training.protocol import SendingPolicy
+from skyrl_async.training.settings import LoraSettings, TrainingSettings
 from skyrl_async.types import EngineRequest, PauseMode, SamplingParams
+from skyrl_async.weight_sync.broadcast import WeightBroadcast
 from skyrl_async.weight_sync.publisher import PublishTimes, WeightPublisher
 
 NUM_REQUESTS = 8
@@ -125,18 +128,24 @@ def make_policy(directory: Path, size: Size, seed: int) -> int:
 
 @contextlib.asynccontextmanager
 async def publisher_of(
-    size: Size, policy_dir: Path, root: Path
+    size: Size, lora: LoraSettings | None, policy_dir: Path, root: Path, transfer: str
 ) -> AsyncIterator[tuple[WeightPublisher, InferenceEngine]]:
     """A publisher over a policy worker and an engine that run."""
     from skyrl_async.inference.ray_engine import start_ray_engines
     from skyrl_async.inference.vllm_boot import VLLMEngineConfig
     from skyrl_async.training.policy_workers import PolicyWorkers
 
+    settings = TrainingSettings(policy_path=str(policy_dir), serve_dtype=size.dtype, lora=lora)
+    adapter = settings.published_adapter
     config = VLLMEngineConfig(
-        name="engine-0", policy_dir=str(policy_dir), dtype=size.dtype, max_model_len=MAX_MODEL_LEN, call_timeout_s=300.0
+        name="engine-0",
+        policy_dir=str(policy_dir),
+        dtype=size.dtype,
+        adapter_rank=0 if adapter is None else adapter.rank,
+        max_model_len=MAX_MODEL_LEN,
+        call_timeout_s=300.0,
     )
     async with contextlib.AsyncExitStack() as stack:
-        settings = TrainingSettings(policy_path=str(policy_dir), serve_dtype=size.dtype)
         policy = await PolicyWorkers.start(settings, num_workers=1)
         stack.push_async_callback(policy.close)  # started first: it takes most memory while it makes its optimizer's
         (engine,) = await start_ray_engines([config], log_dir=root / "logs", start_timeout_s=600.0)
@@ -150,8 +159,15 @@ async def publisher_of(
             load_bucket_bytes=64 << 20,
             pause_mode=PauseMode.ABORT,
             trace=Trace(None, time.monotonic),
+            broadcast=_broadcast(policy, transfer),
         )
         yield publisher, engine
+
+
+def _broadcast(policy: SendingPolicy, transfer: str) -> WeightBroadcast | None:
+    if transfer == "shm":
+        return None
+    return WeightBroadcast(policy, backend=transfer, must_receive=lambda _: True, bucket_bytes=64 << 20, timeout_s=60.0)
 
 
 def copy_seconds(num_bytes: int) -> float:
@@ -165,11 +181,13 @@ def copy_seconds(num_bytes: int) -> float:
     return time.perf_counter() - started
 
 
-async def measure(size: Size, *, num_publishes: int, seed: int) -> dict[str, Any]:
+async def measure(
+    size: Size, lora: LoraSettings | None, *, num_publishes: int, seed: int, transfer: str
+) -> dict[str, Any]:
     """One row."""
     with tempfile.TemporaryDirectory() as scratch:
         num_parameters = make_policy(Path(scratch) / "policy", size, seed)
-        async with publisher_of(size, Path(scratch) / "policy", Path(scratch)) as (publisher, engine):
+        async with publisher_of(size, lora, Path(scratch) / "policy", Path(scratch), transfer) as (publisher, engine):
             tokens, done, copies, during, rates = Clocked(), [], [], [], []
             async with asyncio.TaskGroup() as tasks:
                 playing = [tasks.create_task(tokens.play(engine, i), name=f"request-{i}") for i in range(NUM_REQUESTS)]
@@ -187,7 +205,9 @@ async def measure(size: Size, *, num_publishes: int, seed: int) -> dict[str, Any
                 for task in playing:
                     task.cancel()
             publisher.close()
-    return _row(size, num_parameters, done, copies, during) | {"tokens_per_s_before": median(rates)}
+    published = "weights" if lora is None else "adapter" if lora.is_published_alone else "merged weights"
+    row = _row(size, num_parameters, done, copies, during)
+    return {"published": published} | row | {"tokens_per_s_before": median(rates)}
 
 
 def _row(
@@ -212,28 +232,39 @@ def _row(
     }
 
 
+def _ways(rank: int | None) -> list[LoraSettings | None]:
+    if rank is None:
+        return [None]
+    return [LoraSettings(rank=rank, alpha=float(rank), is_published_alone=alone) for alone in (False, True)]
+
+
 def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument(
         "--sizes", nargs="+", choices=[size.name for size in SIZES], help="of the policies; all of them"
     )
+    parser.add_argument("--lora-rank", type=int, help="of adapters that train in place of the weights; none by default")
+    parser.add_argument("--transfer", choices=["shm", "gloo"], default="shm", help="how the engine comes by a version")
     options = parser.parse_args()
     import ray
 
     torch.set_num_threads(1)
     num_publishes = 3 if options.quick else 9
     wanted = options.sizes or (["2M", "60M"] if options.quick else [size.name for size in SIZES])
-    under = conditions(num_publishes=num_publishes, num_requests=NUM_REQUESTS, is_quick=options.quick)
+    under = conditions(
+        num_publishes=num_publishes, num_requests=NUM_REQUESTS, is_quick=options.quick, transfer=options.transfer
+    )
     ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=4)
     try:
         rows = [
-            asyncio.run(measure(size, num_publishes=num_publishes, seed=options.seed))
+            asyncio.run(measure(size, lora, num_publishes=num_publishes, seed=options.seed, transfer=options.transfer))
             for size in SIZES
             if size.name in wanted
+            for lora in _ways(options.lora_rank)
         ]
     finally:
         ray.shutdown()
-    large = [row["pause_per_copy"] for row in rows if row["policy"] != "2M"]
+    large = [row["pause_per_copy"] for row in rows if row["policy"] != "2M" and row["published"] != "adapter"]
     figures = {
         "pause_per_copy_from_60m": max(large, default=None),
         "is_goal_met": bool(large) and max(large) <= MAX_PAUSE_PER_COPY,

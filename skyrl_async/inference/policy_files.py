@@ -126,11 +126,15 @@ class UpdateValidator:
 
     def check(self, update: WeightUpdate) -> None:
         """Raise ``PublishError`` unless names and shapes are the policy's, and the chunks hold the manifest."""
+        if update.adapter is not None:
+            raise PublishError(
+                f"weight update {update.version} holds an adapter alone, and this engine takes all weights"
+            )
         self._check_manifest(update)
         sent: Manifest = {}
         for chunk in update.chunks:
-            sent.update(_chunk_manifest(chunk, update.version))
-        _require_same("the chunks", sent, update.manifest, update.version)
+            sent.update(chunk_manifest(chunk, update.version))
+        require_same("the chunks", sent, update.manifest, update.version)
 
     def accept(self, update: WeightUpdate) -> None:
         """Hold later updates to the dtypes of this one."""
@@ -141,7 +145,7 @@ class UpdateValidator:
         expected = self._shapes or shapes
         if self._is_tied:
             shapes, expected = _without_head(shapes), _without_head(expected)
-        _require_same(f"the manifest, against {self._policy_dir},", shapes, expected, update.version)
+        require_same(f"the manifest, against {self._policy_dir},", shapes, expected, update.version)
         dtypes = {name: dtype for name, (dtype, _) in update.manifest.items()}
         unknown = sorted(set(dtypes.values()) - set(_DTYPE_NAMES.values()))
         if unknown:
@@ -149,14 +153,15 @@ class UpdateValidator:
                 f"weight update {update.version} has dtype {unknown[0]!r}; "
                 f"expected one of {sorted(_DTYPE_NAMES.values())}"
             )
-        _require_same("the manifest, against the first update,", dtypes, self._dtypes or dtypes, update.version)
+        require_same("the manifest, against the first update,", dtypes, self._dtypes or dtypes, update.version)
 
 
 def _without_head(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in shapes.items() if name != _TIED_HEAD}
 
 
-def _require_same(what: str, found: Mapping[str, object], expected: Mapping[str, object], version: int) -> None:
+def require_same(what: str, found: Mapping[str, object], expected: Mapping[str, object], version: int) -> None:
+    """Raise ``PublishError``, saying where ``what`` differs, unless both are equal."""
     if missing := sorted(expected.keys() - found.keys()):
         raise PublishError(f"weight update {version}: {what} lacks {missing[0]} (and {len(missing) - 1} more names)")
     if unknown := sorted(found.keys() - expected.keys()):
@@ -168,8 +173,11 @@ def _require_same(what: str, found: Mapping[str, object], expected: Mapping[str,
             raise PublishError(f"weight update {version}: {what} has {name} as {found[name]}, expected {value}")
 
 
-def _chunk_manifest(chunk: dict[str, Any], version: int) -> Manifest:
-    """What one chunk holds: a safetensors file (``path``), or what the nccl backend will receive (``names``)."""
+def chunk_manifest(chunk: dict[str, Any], version: int) -> Manifest:
+    """What one chunk holds: a safetensors file (``path``), or what the nccl backend will receive (``names``).
+
+    Raises ``PublishError`` where it is neither, or incomplete.
+    """
     if "path" in chunk:
         path = Path(chunk["path"])
         try:

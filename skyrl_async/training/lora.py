@@ -3,8 +3,8 @@
     h = W x + (alpha / rank) B A x        W: (out, in), as loaded; A: (rank, in), drawn; B: (out, rank), 0 before the first step
 
 Flows in: a model and another backend. Flows out: the same model with adapters; to engines and exports, one weight
-W + (alpha / rank) B A under the name of W; to checkpoints, the adapters and which weights they belong to. Knows neither how the
-backend shards nor what is trained.
+W + (alpha / rank) B A under the name of W, or A and B alone; to checkpoints, the adapters and which weights they belong to. Knows
+neither how the backend shards nor what is trained.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from skyrl_async.adapters import tensor_names
 from skyrl_async.errors import PolicyError
 from skyrl_async.training.adapter_file import AdapterDescription, check_adapter
 from skyrl_async.training.protocol import TrainingBackend
@@ -38,7 +39,6 @@ class LoraBackend:
     """Gives the model adapters, has ``inner`` train them alone, and merges what it gathers."""
 
     def __init__(self, inner: TrainingBackend, settings: LoraSettings, *, base: str) -> None:
-        self.reshardable = inner.reshardable
         self._inner = inner
         self._settings = settings
         self._base = base
@@ -102,7 +102,13 @@ class LoraBackend:
 
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full parameter under its Hugging Face name, adapters merged, in a fixed order. Collective."""
-        return merged(self._inner.iter_full_params(), scaling=self._settings.scaling)
+        return merged(self._inner.iter_full_params(), scaling=self._settings.adapter.scaling)
+
+    def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield A and B of every adapted layer under peft's names, in a fixed order. Collective."""
+        for name, tensor in self._inner.iter_trained_params():
+            is_a = name.endswith(_A)
+            yield tensor_names(name.removesuffix(_A if is_a else _B))[0 if is_a else 1], tensor
 
     def save(self, directory: Path) -> None:
         """Write adapters, optimizer and scheduler, and what they are of; the weights beneath are where they were loaded from."""

@@ -8,19 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
+from skyrl_async.adapters import adapted_layers, tensor_names
+from skyrl_async.composition.data import PolicyFiles, Prompts
 from skyrl_async.composition.processes import _training_settings
 from skyrl_async.config.load import from_overrides
-from skyrl_async.errors import CheckpointError, ConfigError, PolicyError
+from skyrl_async.errors import CheckpointError, ConfigError, PolicyError, WeightsWriteError
 from skyrl_async.training.in_process import InProcessPolicy
-from skyrl_async.training.lora import LoraBackend
+from skyrl_async.training.lora import LoraBackend, add_adapters, merged
+from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.settings import LoraSettings, TrainingSettings
-from skyrl_async.types import LogprobModel, Trajectory
+from skyrl_async.types import Adapter, LogprobModel, Trajectory
+from tests.cpu.quick_config import config_of
 from tests.cpu.tiny_policies import advantages, assert_close, num_tokens, train, trajectories, weights, write_policy
 
 LORA = LoraSettings(rank=4, alpha=6.0)
@@ -119,6 +124,67 @@ async def test_training_begins_with_the_weights_as_they_are_and_never_touches_th
     assert moved == {name for name in source if name.split(".")[-2] in PROJECTIONS}
 
 
+async def test_adapters_alone_are_published_as_a_directory_that_peft_loads(
+    make: Make, policy_directory: Path, tmp_path: Path
+) -> None:
+    lora = replace(LORA, alpha=7.5, is_published_alone=True)
+    policy, whole = make(lora=lora), make(lora=replace(lora, is_published_alone=False))
+    await train(policy, first_step=0, num_steps=3)
+    update = await export_weights(policy, 3, tmp_path / "adapter", 1 << 30)
+    chunk = update.chunks[0]
+    assert update.version == 3 and update.adapter == Adapter(rank=4, alpha=7.5)
+    assert {Path(chunk["path"]), Path(chunk["config_path"])} == set((tmp_path / "adapter").iterdir())
+    assert {name: tuple(t.shape) for name, t in load_file(chunk["path"]).items()} == {
+        name: shape for name, (_, shape) in update.manifest.items()
+    }
+    assert len(update.manifest) == 2 * 2 * len(PROJECTIONS)
+    assert update.num_bytes < (await export_weights(whole, 0, tmp_path / "whole", 1 << 30)).num_bytes / 2
+
+    base = AutoModelForCausalLM.from_pretrained(policy_directory, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    ids = list(range(3, 30))
+    with torch.no_grad():
+        logprobs = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    assert await policy.logprobs(ids) == pytest.approx(expected, abs=1e-5)
+    assert await whole.logprobs(ids) != pytest.approx(expected, abs=0.1)
+
+
+async def test_an_export_holds_the_adapters_too_as_they_train(
+    make: Make, policy_directory: Path, tmp_path: Path
+) -> None:
+    policy = make(serve_dtype="bfloat16")
+    await train(policy, first_step=0, num_steps=3)
+    await policy.export_hf(tmp_path / "hf")
+    base = AutoModelForCausalLM.from_pretrained(policy_directory, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, tmp_path / "hf" / "adapter").eval()
+    ids = list(range(3, 30))
+    with torch.no_grad():
+        logprobs = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    assert await policy.logprobs(ids) == pytest.approx(expected, abs=1e-5)
+    config = json.loads((tmp_path / "hf" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(policy_directory) and (config["r"], config["lora_alpha"]) == (4, 6)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+
+async def test_nothing_is_left_of_adapters_that_cannot_be_written(make: Make, tmp_path: Path) -> None:
+    policy = make(lora=replace(LORA, is_published_alone=True))
+    (tmp_path / "adapter" / "adapter_model.safetensors" / "in the way").mkdir(parents=True)
+    with pytest.raises(WeightsWriteError, match="cannot write .*adapter"):
+        await export_weights(policy, 0, tmp_path / "adapter", 1 << 30)
+    assert [path.name for path in (tmp_path / "adapter").iterdir()] == ["adapter_model.safetensors"]
+
+
+def test_a_name_that_is_no_adapters_tensor_is_refused() -> None:
+    a, b = tensor_names("model.layers.0.mlp.up_proj")
+    assert adapted_layers([a, b]) == ["model.layers.0.mlp.up_proj"]
+    with pytest.raises(
+        ValueError, match=r"model.norm.weight is no tensor of an adapter, such as base_model.model.LAYER"
+    ):
+        adapted_layers([a, "model.norm.weight"])
+
+
 async def test_merged_weights_compute_what_the_adapters_do(make: Make, tmp_path: Path) -> None:
     policy = make()
     await train(policy, first_step=0, num_steps=3)
@@ -128,9 +194,26 @@ async def test_merged_weights_compute_what_the_adapters_do(make: Make, tmp_path:
     with torch.no_grad():
         logprobs = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
     expected = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    # float32's rounding: W x + s B (A x) and (W + s B A) x add the same products in another order, see the next test.
     assert await policy.logprobs(ids) == pytest.approx(expected.tolist(), abs=3e-6)
     update = await weights(policy, tmp_path / "update")
     assert_close(update, dict(load_file(tmp_path / "hf" / "model.safetensors")))
+
+
+def test_merging_changes_nothing_but_the_order_of_additions(policy_directory: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(policy_directory, dtype=torch.float64).eval()
+    model = AutoModelForCausalLM.from_pretrained(policy_directory, dtype=torch.float64).eval()
+    layers = add_adapters(model, LORA)
+    model.double()
+    torch.manual_seed(1)
+    for layer in layers.values():
+        layer.lora_B["default"].weight.data.normal_(std=0.1)  # type: ignore[operator, index, union-attr]
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        adapted = model(ids).logits
+        full = dict(merged(model.named_parameters(), scaling=LORA.adapter.scaling))
+        torch.testing.assert_close(functional_call(plain, full, (ids,)).logits, adapted, atol=1e-12, rtol=0)
+        assert (adapted - plain(ids).logits).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -267,6 +350,59 @@ def test_every_init_begins_with_nothing_and_every_rank_draws_the_same(make: Make
 def test_keys_that_make_no_adapters_are_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_overrides(override)
+
+
+ALONE = ("policy.lora.rank=8", "policy.lora.publish=adapter")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("policy.lora.publish=adapter",),
+            r"policy.lora.rank must be in \[1, 512\] with policy.lora.publish=adapter, got 0",
+        ),
+        ((*ALONE, "policy.lora.rank=513"), r"policy.lora.rank must be in \[1, 512\] .*, got 513"),
+        (
+            (*ALONE, "trainer.algorithm.policy_loss_type=decoupled_ppo", "training.num_logp_workers=1"),
+            "policy.lora.publish must be merged with training.num_logp_workers > 0, got adapter: .* load whole weights",
+        ),
+        (
+            (*ALONE, "engine.device=cuda"),
+            "policy.dtype must be bfloat16 with policy.lora.publish=adapter on GPUs, got float32: .* set policy.dtype=",
+        ),
+        (
+            (*ALONE, "engine.extra_args={enable_lora: false}"),
+            "engine.extra_args.enable_lora must not be false with policy.lora.publish=adapter; leave it out",
+        ),
+        (
+            (*ALONE, "policy.lora.rank=32", "engine.extra_args={max_lora_rank: 16}"),
+            r"engine.extra_args.max_lora_rank must be >= policy.lora.rank \(32\) .*, got 16; leave it out",
+        ),
+    ],
+)
+def test_adapters_that_engines_cannot_serve_are_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(*overrides)
+
+
+def test_the_key_reaches_those_who_publish_and_those_who_serve() -> None:
+    alone, merged = config_of(*ALONE), config_of(ALONE[0])
+    assert (alone.policy.lora.served_rank, merged.policy.lora.served_rank) == (8, 0)
+    assert _training_settings(alone, Path("unused"), 1).published_adapter == Adapter(rank=8, alpha=16.0)
+    assert _training_settings(merged, Path("unused"), 1).published_adapter is None
+
+
+async def test_engines_boot_from_the_weights_that_published_adapters_are_over(tmp_path: Path) -> None:
+    """A warm start makes them: whole weights would come with the first publish."""
+    short = [f"policy.warm_start.{key}_tokens=1000" for key in ("min", "max", "mixture")]
+    small = ("policy.hidden_size=32", "policy.num_layers=1", "policy.intermediate_size=32")
+    for overrides, is_trained in ((ALONE, True), ((), False)):
+        config = config_of(*overrides, *short, *small, "policy.warm_start.target_accuracy=0", f"cache_dir={tmp_path}")
+        files = PolicyFiles(config, Prompts(train=(), held_out=()), say=lambda line: None)
+        served = source_of(await files.served())
+        same = {name: torch.equal(t, served[name]) for name, t in source_of(await files.trained()).items()}
+        assert all(same.values()) == is_trained, same
 
 
 def test_the_keys_reach_the_adapters() -> None:

@@ -1,0 +1,45 @@
+"""What an adapter is called, and says of itself, where it leaves training: as peft writes it, and vLLM and transformers read it.
+
+Flows in: names of layers, or of tensors. Flows out: the other ones, and the text beside them. Knows neither torch nor what tensors hold.
+"""
+
+import json
+from collections.abc import Iterable
+
+from skyrl_async.types import Adapter
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+"""Both in one directory are an adapter to peft, transformers and vLLM."""
+_PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+def tensor_names(layer: str) -> tuple[str, str]:
+    """Of A (rank, in) and of B (out, rank), of a layer by its Hugging Face name."""
+    return f"{_PREFIX}{layer}{_A}", f"{_PREFIX}{layer}{_B}"
+
+
+def adapted_layers(names: Iterable[str]) -> list[str]:
+    """The layers that the tensors belong to, each once, in order. Raises ``ValueError`` for a name that is no adapter's tensor."""
+    layers: dict[str, None] = {}
+    for name in names:
+        if not name.startswith(_PREFIX) or not name.endswith((_A, _B)):
+            raise ValueError(f"{name} is no tensor of an adapter, such as {_PREFIX}LAYER{_A}")
+        layers[name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)] = None
+    return list(layers)
+
+
+def peft_config(adapter: Adapter, layers: list[str], *, base: str) -> str:
+    """The text of ``adapter_config.json``."""
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": layers,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    return json.dumps(content, indent=1) + "\n"
