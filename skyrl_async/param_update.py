@@ -161,27 +161,33 @@ class ParamUpdate:
         version, figures = trained.version, trained.figures
         is_published = False
         values: dict[str, float] = {}
+
+        def log() -> None:
+            self._recorder.log_step(figures, trained.policy_values, values | self._values(figures))
+
         try:
             if trained.gathered_at is not None:
                 async with self._stop.cut_short(is_patient=True):
                     is_published = await self._send_and_load(version, trained.gathered_at, figures)
                     if is_published:
                         values |= await self._check_if_due(version)
-            values |= await self._save_if_due(version, figures)
-            if is_published:
-                await self._staleness.notify_capacity_change(version)
-            await self._workers.redraw(lambda admission: self._mini_batches.is_given_up(admission.scheduled_version))
         except StopAsked:
             is_published, self.is_cut = False, True
             logger.warning("step %d is trained and not published", version)
-            values |= self._recorder.count_generation()
+            log()
         except (NoEngineError, PublishError):
             await self._workers.collect_open_tokens()  # for the last checkpoint, while engines still hold them
-            values |= self._recorder.count_generation()
+            log()
             await self.stepping.acquire()  # an optimizer step that is cut off would leave nothing to save
             raise
-        finally:
-            self._recorder.log_step(figures, trained.policy_values, values | self._values(figures))
+        except BaseException:
+            log()
+            raise
+        else:
+            await self._log_and_save(version, figures, log)
+            if is_published:
+                await self._staleness.notify_capacity_change(version)
+            await self._workers.redraw(lambda admission: self._mini_batches.is_given_up(admission.scheduled_version))
         self._let_step(version)
         return version if is_published else None
 
@@ -224,11 +230,20 @@ class ParamUpdate:
             or version == self._settings.num_steps
         )
 
-    async def _save_if_due(self, version: int, figures: StepFigures) -> dict[str, float]:
+    async def _log_and_save(self, version: int, figures: StepFigures, log: Callable[[], None]) -> None:
+        """Log before anything is saved: a run that is killed in between trains the step again, one killed later has its record."""
         if not is_due(self._settings.checkpoint_interval_steps, version):
-            return self._recorder.count_generation()
+            log()
+            return
         with self._recorder.timed(figures, "checkpoint", track="training"):
-            return await self._saver.write(self._policy, version, self._mini_batches.taken)
+            await self._saver.write(self._policy, version, self._mini_batches.taken, on_taken=log)
+        self._recorder.log(
+            version,
+            {
+                "timing/checkpoint": figures.seconds["checkpoint"],
+                "checkpoint/failures": float(self._saver.num_failures),
+            },
+        )
 
     async def publish_first(self, version: int) -> None:
         """Make every engine serve what training begins with, and prove it."""

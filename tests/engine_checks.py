@@ -6,12 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from skyrl_async.adapters import tensor_names
 from skyrl_async.inference.ray_engine import RayEngine
 from skyrl_async.inference.vllm_engine import VLLMEngine
-from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, SamplingParams, WeightUpdate
+from skyrl_async.types import (
+    Adapter,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    PauseMode,
+    SamplingParams,
+    WeightUpdate,
+)
 
 EOS = 1
 MAX_MODEL_LEN = 512
@@ -57,6 +67,47 @@ def make_update(policy_dir: Path, directory: Path, version: int, num_files: int 
     )
 
 
+def make_adapter_update(
+    policy_dir: Path,
+    directory: Path,
+    version: int,
+    *,
+    seed: int,
+    rank: int = 4,
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+) -> WeightUpdate:
+    """A random adapter over the policy's weights, described by peft's own file."""
+    random = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, weight in sorted(load_file(policy_dir / "model.safetensors").items()):
+        layer = name.removesuffix(".weight")
+        if layer.rpartition(".")[2] in projections:
+            a, b = tensor_names(layer)
+            tensors[a] = 0.1 * torch.randn(rank, weight.shape[1], generator=random)
+            tensors[b] = 0.1 * torch.randn(weight.shape[0], rank, generator=random)
+    directory = directory / f"adapter-{version}"
+    directory.mkdir(parents=True)
+    adapter = Adapter(rank=rank, alpha=2.5 * rank)
+    LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(projections)).save_pretrained(directory)
+    path = directory / "adapter_model.safetensors"
+    save_file(tensors, path)
+    return WeightUpdate(
+        version=version,
+        chunks=({"path": str(path), "config_path": str(directory / "adapter_config.json")},),
+        manifest={name: ("float32", tuple(tensor.shape)) for name, tensor in tensors.items()},
+        num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        adapter=adapter,
+    )
+
+
+def make_merged_policy(policy_dir: Path, update: WeightUpdate, directory: Path) -> Path:
+    """The policy with the update's adapter in its weights, by peft."""
+    base = Qwen3ForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, Path(update.chunks[0]["path"]).parent)
+    model.merge_and_unload().save_pretrained(directory)
+    return directory
+
+
 def truncate(path: Path) -> Path:
     truncated = path.with_suffix(".truncated")
     truncated.write_bytes(path.read_bytes()[:-10])
@@ -82,7 +133,7 @@ def make_request(
 
 
 async def publish(
-    engine: VLLMEngine, update: WeightUpdate, mode: PauseMode = PauseMode.ABORT, *, is_staged: bool = False
+    engine: VLLMEngine | RayEngine, update: WeightUpdate, mode: PauseMode = PauseMode.ABORT, *, is_staged: bool = False
 ) -> None:
     if is_staged:
         await engine.stage_weights(update)

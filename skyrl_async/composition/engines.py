@@ -24,7 +24,8 @@ async def start_engines(
     if config.engine.backend is EngineBackend.deterministic:
         from skyrl_async.inference.deterministic_engine import DeterministicEngine
 
-        return [DeterministicEngine("engine-0", policy_dir, max_model_len=config.engine.max_model_len)]
+        rank, longest = config.policy.lora.served_rank, config.engine.max_model_len
+        return [DeterministicEngine("engine-0", policy_dir, adapter_rank=rank, max_model_len=longest)]
     names = [f"engine-{i}" for i in range(config.engine.num_engines)]
     return await _start_vllm_engines(config, policy_dir, run_dir, names, bundles)
 
@@ -52,6 +53,8 @@ async def _start_vllm_engines(
             trust_remote_code=config.policy.trust_remote_code,
             call_timeout_s=engine.call_timeout_s,
             extra_args=engine.extra_args,
+            adapter_rank=config.policy.lora.served_rank,
+            adapter_targets=config.policy.lora.named_targets,
             seed=config.trainer.seed,
         )
         for name in names

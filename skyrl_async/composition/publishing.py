@@ -14,12 +14,16 @@ from pathlib import Path
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.composition.data import Prompts
-from skyrl_async.config.schema import Config
+from skyrl_async.composition.engines import is_supervised
+from skyrl_async.config.schema import Config, WeightTransfer
+from skyrl_async.config.transfer_rules import broadcast_backend
+from skyrl_async.errors import ConfigError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.policy_files import read_manifest
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.training.protocol import Policy
+from skyrl_async.training.protocol import Policy, SendingPolicy
 from skyrl_async.types import PauseMode
+from skyrl_async.weight_sync.broadcast import WeightBroadcast
 from skyrl_async.weight_sync.engine_turns import HoldEngines
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from skyrl_async.weight_sync.room import require_room
@@ -29,13 +33,18 @@ def make_publisher(
     config: Config,
     client: InferenceEngineClient,
     policy: Policy,
+    sender: SendingPolicy,
     renderer: ChatRenderer,
     prompts: Prompts,
     trace: Trace,
     stack: contextlib.ExitStack | contextlib.AsyncExitStack,
     hold_engines: HoldEngines = contextlib.nullcontext,
 ) -> WeightPublisher:
-    """A publisher; its buckets are deleted with ``stack``."""
+    """A publisher; its buckets are deleted with ``stack``.
+
+    ``sender`` is the policy too, but takes no turn on devices that it shares: it is waited for by engines that may have theirs.
+    Raises ``ConfigError`` where an engine cannot get at what is published.
+    """
     directory = stack.enter_context(_shared_memory_directory())
     publisher = WeightPublisher(
         client=client,
@@ -51,13 +60,40 @@ def make_publisher(
         verify_checksums=config.weight_sync.verify_checksums,
         max_retries=config.weight_sync.max_retries,
         hold_engines=hold_engines,
+        broadcast=make_broadcast(config, client, sender) if is_supervised(config) else None,
     )
     stack.callback(publisher.close)
     return publisher
 
 
+def make_broadcast(config: Config, client: InferenceEngineClient, sender: SendingPolicy) -> WeightBroadcast | None:
+    """What reaches engines that cannot map the trainer's files, or are not to; None where all do."""
+    from skyrl_async.inference.ray_engine import is_on_this_machine
+
+    transfer = config.weight_sync.transfer
+    if transfer is WeightTransfer.shm:
+        if elsewhere := [engine.name for engine in client.engines if not is_on_this_machine(engine)]:
+            raise ConfigError(
+                f"weight_sync.transfer must be auto, gloo or nccl where engines run on other machines than the trainer, got shm: "
+                f"{', '.join(elsewhere)} cannot map what is published here"
+            )
+        return None
+    return WeightBroadcast(
+        sender,
+        backend=broadcast_backend(config),
+        must_receive=lambda engine: transfer is not WeightTransfer.auto or not is_on_this_machine(engine),
+        bucket_bytes=config.weight_sync.send_bucket_mb << 20,
+        timeout_s=config.weight_sync.transfer_timeout_s,
+    )
+
+
 def check_shared_memory(config: Config, policy_dir: Path) -> None:
-    """See that published weights fit into shared memory, before anything starts. Raises ``ConfigError``."""
+    """See that published weights fit into shared memory, before anything starts. Raises ``ConfigError``.
+
+    Adapters alone are small; the first publish looks at what they take.
+    """
+    if config.policy.lora.served_rank:
+        return
     num_elements = sum(math.prod(shape) for _, shape in read_manifest(str(policy_dir)).values())
     num_bytes = num_elements * {"float32": 4, "bfloat16": 2}[config.policy.dtype.name]
     require_room(_shared_memory(), num_bytes, dual_buffer=config.weight_sync.dual_buffer)

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from skyrl_async.errors import EngineDeadError, PromptTooLongError, PublishError, RequestRefusedError
+from skyrl_async.inference.adapter_update import MergedAdapters, update_validator
 from skyrl_async.inference.joined import OpenCalls
-from skyrl_async.inference.policy_files import UpdateValidator, eos_token_ids
+from skyrl_async.inference.policy_files import eos_token_ids
 from skyrl_async.inference.weight_map import WeightMap
 from skyrl_async.types import (
     EngineOutput,
@@ -40,6 +41,7 @@ class DeterministicEngine:
         name: unique among the run's engines.
         policy_dir: Hugging Face directory.
         version: policy version of the weights there.
+        adapter_rank: of the adapters that updates hold; 0: they hold all weights.
         max_model_len: longest prompt plus answer in tokens; None takes the model's own.
         seconds_per_token: how long a token takes on the event loop's clock, for tests in virtual time.
     """
@@ -50,13 +52,15 @@ class DeterministicEngine:
         policy_dir: str | Path,
         *,
         version: int = 0,
+        adapter_rank: int = 0,
         max_model_len: int | None = None,
         seconds_per_token: float = 0.0,
     ) -> None:
         self._name = name
         self._model = _load_model(str(policy_dir))
         self._stop_token_ids = frozenset(eos_token_ids(str(policy_dir)))
-        self._validator = UpdateValidator(str(policy_dir))
+        self._validator = update_validator(str(policy_dir), adapter_rank)
+        self._adapters = MergedAdapters(self._model.state_dict())
         self._version = version
         self._num_loads = 0
         self._max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
@@ -150,19 +154,25 @@ class DeterministicEngine:
         self._gate.raise_if_dead()
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """See ``InferenceEngine.load_weights``; chunks are safetensors files."""
+        """See ``InferenceEngine.load_weights``; chunks are safetensors files. Adapters are merged into the weights."""
         self._gate.raise_if_dead()
         if not self._gate.is_closed:
             raise PublishError(f"engine {self.name} is not paused; pause it before loading weights {update.version}")
         self._validator.check(update)
+        if update.adapter is None:
+            self._load_all(update)
+        else:
+            self._adapters.load(update)
+        self._validator.accept(update)
+        self._num_loads += 1
+        self._version = update.version
+
+    def _load_all(self, update: WeightUpdate) -> None:
         parameters = self._model.state_dict()
         for chunk in update.chunks:
             with WeightMap(chunk["path"], chunk.get("load_bucket_bytes", 1 << 20)) as weights:
                 for name, tensor in itertools.chain.from_iterable(weights.buckets()):
                     parameters[name].copy_(tensor)
-        self._validator.accept(update)
-        self._num_loads += 1
-        self._version = update.version
 
     async def version(self) -> int:
         """See ``InferenceEngine.version``."""

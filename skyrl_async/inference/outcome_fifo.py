@@ -5,6 +5,7 @@ Flows in: lines written to a FIFO, one per outcome. Flows out: the first that is
 
 import asyncio
 import os
+import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,13 +14,14 @@ DONE = "ok"
 
 
 class OutcomeFifo:
-    """A context manager around the FIFO at ``path``, which it makes and removes; the loop waits for it as for a socket."""
+    """A context manager around a FIFO, which it makes and removes; the loop waits for it as for a socket."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._descriptor = -1
+    path: Path
+    """Within the context."""
+    _descriptor: int
 
     def __enter__(self) -> Self:
+        self.path = Path(tempfile.mkdtemp(prefix="skyrl_async-")) / "outcomes"
         os.mkfifo(self.path)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)  # never at its end, whoever comes and goes
         return self
@@ -29,6 +31,7 @@ class OutcomeFifo:
     ) -> None:
         os.close(self._descriptor)
         self.path.unlink(missing_ok=True)
+        self.path.parent.rmdir()
 
     async def first_failure(self, *, num_outcomes: int) -> str | None:
         """Wait for so many lines; the first of them that is not ``ok``."""

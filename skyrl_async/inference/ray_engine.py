@@ -1,6 +1,6 @@
 """Engines in processes of their own: a Ray actor around each vLLM engine, and the adapter that makes it one again.
 
-    RayEngine (any process) ── requests, blocks, control calls ──> _EngineActor (its process) ──> VLLMEngine ──> core
+    RayEngine (any process) ── requests, blocks, control calls ──> EngineActor (its process) ──> VLLMEngine ──> core
 
 Flows in: ``VLLMEngineConfig`` values, one per engine. Flows out: ``RayEngine`` objects, which can be pickled and fulfil
 ``InferenceEngine``. What a weight update aborts goes on inside the actor: only requests that cannot be continued come back with
@@ -10,9 +10,7 @@ or weights.
 
 import asyncio
 import contextlib
-import os
-import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +21,10 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_async.errors import EngineDeadError, EngineStartError
-from skyrl_async.inference.continuing import generate_to_end, hold_partial_outputs, joined_for, stream_to_end
-from skyrl_async.inference.joined import Joined
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.inference.ray_engine_actor import EngineActor, StartedEngine
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig
-from skyrl_async.inference.vllm_engine import VLLMEngine
-from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, SamplingParams, WeightUpdate
+from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
 
 _MAX_CONCURRENT_CALLS = 1_000_000
 """More than there will be: Ray lets further calls wait in line, and what a paused engine holds would keep its resumption there."""
@@ -36,103 +33,19 @@ _RAY_GRACE_S = 5.0
 """An engine misses its own deadline first and says why; Ray's side waits this much longer."""
 
 
-class _EngineActor:
-    """Owns one ``VLLMEngine``, and the tasks of the requests in it so that a caller can end them."""
-
-    def __init__(self, config: VLLMEngineConfig, log_path: str) -> None:
-        _redirect_output(log_path)
-        self._config = config
-        self._engine: VLLMEngine
-        self._requests: dict[str, asyncio.Task[Any]] = {}
-        self._evicted: set[str] = set()
-        self._joined: dict[str, Joined] = {}
-
-    async def start(self) -> int:
-        """Boot; return the longest prompt plus answer in tokens.
-
-        One token is sampled: vLLM boots with models that its kernels for the device then turn out not to support.
-        """
-        self._engine = await VLLMEngine.start(self._config)
-        request = EngineRequest(request_id="boot", prompt_token_ids=(0,), sampling=SamplingParams(max_tokens=1))
-        try:
-            await self._engine.generate(request)
-        except EngineDeadError as error:
-            name = self._config.name
-            raise EngineStartError(f"engine {name} did not come up: its first token ended it ({error})") from error
-        return self._engine.max_model_len
-
-    async def generate(self, request: EngineRequest) -> EngineOutput:
-        with self._registered(request) as joined:
-            return await generate_to_end(self._engine, request, joined, self._unless_evicted(request))
-
-    async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        with self._registered(request) as joined:
-            blocks = stream_to_end(self._engine, request, joined, self._unless_evicted(request))
-            async with contextlib.aclosing(blocks):
-                async for block in blocks:
-                    yield block
-
-    async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
-        """See ``InferenceEngine.partial_outputs``: of all the engine's calls that a request took."""
-        found = {i: self._joined[i] for i in request_ids if i in self._joined}
-        await hold_partial_outputs(self._engine, found.values())
-        return {request_id: joined.so_far() for request_id, joined in found.items()}
-
-    async def cancel(self, request_id: str) -> None:
-        """End a request whose caller has gone."""
-        if task := self._requests.get(request_id):
-            task.cancel()
-
-    async def evict(self, request_ids: Collection[str] | None = None) -> None:
-        """See ``InferenceEngine.evict``. Requests leave wherever in the engine they are, also between two of its calls."""
-        leaving = self._requests.keys() if request_ids is None else self._requests.keys() & set(request_ids)
-        self._evicted |= leaving
-        await self._engine.evict(None if request_ids is None else leaving)
-
-    async def control(self, method: str, args: tuple[Any, ...], before: tuple[ObjectRef, ...] = ()) -> Any:
-        """Any other method of the engine, once the calls ``before`` are over: Ray starts an actor's calls in any order."""
-        for call in before:
-            with contextlib.suppress(Exception):
-                await call
-        return await getattr(self._engine, method)(*args)
-
-    def _unless_evicted(self, request: EngineRequest) -> Callable[[], bool]:
-        """Whether a request may go on in this engine after an abort."""
-        return lambda: request.request_id not in self._evicted
-
-    @contextlib.contextmanager
-    def _registered(self, request: EngineRequest) -> Iterator[Joined]:
-        task = asyncio.current_task()
-        assert task is not None
-        self._requests[request.request_id] = task
-        self._joined[request.request_id] = joined = joined_for(request)
-        try:
-            yield joined
-        finally:
-            del self._requests[request.request_id], self._joined[request.request_id]
-            self._evicted.discard(request.request_id)
-
-
-def _redirect_output(log_path: str) -> None:
-    """Send everything that this process and its children print to a file of their own."""
-    with open(log_path, "ab", buffering=0) as log:
-        os.dup2(log.fileno(), sys.stdout.fileno())
-        os.dup2(log.fileno(), sys.stderr.fileno())
-
-
 class RayEngine:
     """An ``InferenceEngine`` in a Ray actor; made by ``start_ray_engines``."""
 
-    def __init__(self, name: str, actor: ActorHandle, max_model_len: int, call_timeout_s: float) -> None:
+    def __init__(self, name: str, actor: ActorHandle, started: StartedEngine, call_timeout_s: float) -> None:
         self._name = name
         self._actor = actor
-        self._max_model_len = max_model_len
+        self._started = started
         self._call_timeout_s = call_timeout_s
         self._latest: ObjectRef | None = None
 
-    def __reduce__(self) -> tuple[type, tuple[str, ActorHandle, int, float]]:
+    def __reduce__(self) -> tuple[type, tuple[str, ActorHandle, StartedEngine, float]]:
         """A copy has turns of its own."""
-        return RayEngine, (self._name, self._actor, self._max_model_len, self._call_timeout_s)
+        return RayEngine, (self._name, self._actor, self._started, self._call_timeout_s)
 
     @property
     def name(self) -> str:
@@ -142,7 +55,12 @@ class RayEngine:
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus answer in tokens."""
-        return self._max_model_len
+        return self._started.max_model_len
+
+    @property
+    def node_id(self) -> str:
+        """Of the machine that it runs on, as Ray names it."""
+        return self._started.node_id
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """See ``InferenceEngine.generate``."""
@@ -173,6 +91,11 @@ class RayEngine:
     async def connect_transfer(self, init_info: dict[str, Any]) -> None:
         """See ``VLLMEngine.connect_transfer``."""
         await self._control("connect_transfer", init_info)
+
+    async def receive_weights(self, update: WeightUpdate, keep: Collection[str]) -> None:
+        """See ``VLLMEngine.receive_weights``; without a deadline."""
+        with self._own_errors():
+            await self._actor.control.remote("receive_weights", (update, tuple(keep)))
 
     async def stage_weights(self, update: WeightUpdate) -> None:
         """See ``InferenceEngine.stage_weights``."""
@@ -252,6 +175,11 @@ class RayEngine:
             raise EngineDeadError(f"engine {self.name} is gone: {type(error).__name__}: {reason}") from error
 
 
+def is_on_this_machine(engine: InferenceEngine) -> bool:
+    """Whether the engine can map files in this machine's shared memory."""
+    return not isinstance(engine, RayEngine) or engine.node_id == ray.get_runtime_context().get_node_id()
+
+
 async def start_ray_engines(
     configs: Sequence[VLLMEngineConfig],
     *,
@@ -285,15 +213,15 @@ async def start_ray_engines(
             config.name: _boot(actor, config.name, log_path, start_timeout_s)
             for actor, config, log_path in zip(actors, configs, log_paths, strict=True)
         }
-        max_model_lens = await _all(boots)
+        started = await _all(boots)
         on_failure.pop_all()
     return [
-        RayEngine(config.name, actor, max_model_len, config.call_timeout_s)
-        for config, actor, max_model_len in zip(configs, actors, max_model_lens, strict=True)
+        RayEngine(config.name, actor, one, config.call_timeout_s)
+        for config, actor, one in zip(configs, actors, started, strict=True)
     ]
 
 
-async def _all(boots: dict[str, Coroutine[Any, Any, int]]) -> list[int]:
+async def _all(boots: dict[str, Coroutine[Any, Any, StartedEngine]]) -> list[StartedEngine]:
     """All results in order, or the first error."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -331,7 +259,7 @@ def _make_actor(
     environment = {"VLLM_LOGGING_LEVEL": "INFO"}
     if config.device == "cpu":
         environment["OMP_NUM_THREADS"] = "1"
-    actor_class = ray.remote(_EngineActor).options(
+    actor_class = ray.remote(EngineActor).options(
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         scheduling_strategy=strategy,
@@ -342,11 +270,11 @@ def _make_actor(
     return actor_class.remote(config, str(log_path))
 
 
-async def _boot(actor: ActorHandle, name: str, log_path: Path, timeout_s: float) -> int:
-    """Start one engine; return the longest prompt plus answer in tokens."""
+async def _boot(actor: ActorHandle, name: str, log_path: Path, timeout_s: float) -> StartedEngine:
+    """Start one engine."""
     try:
         async with asyncio.timeout(timeout_s):
-            max_model_len: int = await actor.start.remote()
+            started: StartedEngine = await actor.start.remote()
     except TimeoutError:
         reason = f"engine {name} was not up within {timeout_s:g} s (engine.start_timeout_s)"
         raise EngineStartError(f"{reason}\n{_log_tail(log_path)}") from None
@@ -354,7 +282,7 @@ async def _boot(actor: ActorHandle, name: str, log_path: Path, timeout_s: float)
         raise EngineStartError(f"{error.cause}\n{_log_tail(log_path)}") from None
     except RayError as error:
         raise EngineStartError(f"engine {name} did not come up: {error}\n{_log_tail(log_path)}") from error
-    return max_model_len
+    return started
 
 
 def _log_tail(log_path: Path) -> str:

@@ -19,6 +19,7 @@ from multiprocessing.context import ForkContext, ForkProcess, SpawnContext, Spaw
 from typing import TYPE_CHECKING, Any
 
 from skyrl_async.inference.policy_files import has_tokenizer, read_config
+from skyrl_async.inference.vllm_adapter import adaptable_modules, largest_rank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,10 +57,14 @@ class VLLMEngineConfig:
     trust_remote_code: bool = False
     call_timeout_s: float = 60.0
     """Deadline of a control call; an engine that misses it counts as dead."""
+    adapter_targets: tuple[str, ...] = ()
+    """Names, or their ends, of the layers that adapters are on; empty: of all linear ones. Others are spared the computation."""
     extra_args: dict[str, Any] = field(default_factory=dict)
     """More of vLLM's ``AsyncEngineArgs``."""
     version: int = 0
     """Policy version of the weights in ``policy_dir``."""
+    adapter_rank: int = 0
+    """Of the adapters that updates hold, which are computed beside the weights in ``policy_dir``; 0: updates hold all weights."""
     seed: int = 0
     """Of the run; each engine draws from a stream of its own, made of this and its name."""
 
@@ -78,13 +83,25 @@ def boot(config: VLLMEngineConfig) -> "AsyncLLM":
     with warnings.catch_warnings():
         # vLLM and what it imports warn of their own deprecations; a forked core inherits the filter.
         warnings.simplefilter("ignore")
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with _without_garbage_collection():
+            from vllm.v1.engine.async_llm import AsyncLLM
 
-        if config.device == "cpu":
-            _register_architectures(config)
-        vllm_config = _vllm_config(config)
+            if config.device == "cpu":
+                _register_architectures(config)
+            vllm_config = _vllm_config(config)
         with _core_processes("fork" if config.device == "cpu" else "spawn"):
             return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Import without looking for garbage, a seventh of the time; nor is what was imported looked through ever after."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _register_architectures(config: VLLMEngineConfig) -> None:
@@ -122,6 +139,13 @@ def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
         "weight_transfer_config": WeightTransferConfig(backend=config.transfer),
         "disable_log_stats": True,
     }
+    if config.adapter_rank:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": largest_rank(config.adapter_rank),
+            "lora_target_modules": adaptable_modules(config.policy_dir, config.adapter_targets),
+        }
     return AsyncEngineArgs(**(arguments | config.extra_args)).create_engine_config()
 
 

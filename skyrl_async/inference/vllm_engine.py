@@ -12,8 +12,8 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from skyrl_async.errors import (
@@ -24,10 +24,12 @@ from skyrl_async.errors import (
     PublishError,
     RequestRefusedError,
 )
+from skyrl_async.inference.adapter_update import update_validator
 from skyrl_async.inference.continuing import is_part_of
 from skyrl_async.inference.joined import merged
 from skyrl_async.inference.outcome_fifo import OutcomeFifo
-from skyrl_async.inference.policy_files import TOKENIZER_FILES, UpdateValidator, eos_token_ids
+from skyrl_async.inference.policy_files import TOKENIZER_FILES, eos_token_ids
+from skyrl_async.inference.vllm_adapter import AdapterSlot
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig, boot
 from skyrl_async.inference.vllm_requests import engine_output, partial_output, versions_of, vllm_sampling_params
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
@@ -51,7 +53,8 @@ class VLLMEngine:
         self._config = config
         self._llm = llm
         self._stop_token_ids = list(eos_token_ids(config.policy_dir))
-        self._validator = UpdateValidator(config.policy_dir)
+        self._validator = update_validator(config.policy_dir, config.adapter_rank)
+        self._adapter = AdapterSlot(llm, config.adapter_rank) if config.adapter_rank else None
         self._version = config.version
         self._pause_mode: PauseMode | None = None
         self._may_be_paused = False
@@ -61,6 +64,8 @@ class VLLMEngine:
         self._is_empty = asyncio.Event()
         self._death: str | None = None
         self._open_deadlines: set[asyncio.Timeout] = set()
+        self._received: dict[str, str] = {}
+        """The trainer's file -> the same in memory of this engine's, where it was broadcast."""
 
     @classmethod
     async def start(cls, config: VLLMEngineConfig) -> Self:
@@ -80,6 +85,8 @@ class VLLMEngine:
         for process in self._core_processes():
             loop.add_reader(process.sentinel, self._bury, f"its core process {process.pid} died")
         await self._control("label the weights", self._llm.update_weight_version, str(self._version))
+        if self._adapter is not None:
+            await self._control("make room for an adapter", self._adapter.open)
         return self
 
     @property
@@ -157,18 +164,48 @@ class VLLMEngine:
             self._may_be_paused = False
 
     async def connect_transfer(self, init_info: dict[str, Any]) -> None:
-        """Join the trainer's process group, for a ``transfer`` that needs one (``init_info`` is its backend's)."""
+        """Be ready to receive in the trainer's process group (``init_info`` is that of the ``transfer``'s backend)."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info=init_info)
         await self._control("connect the weight transfer", self._llm.init_weight_transfer_engine, request)
 
+    async def receive_weights(self, update: WeightUpdate, keep: Collection[str]) -> None:
+        """Take part in a broadcast of the update's file beside generation, however long it takes; it is loaded from what came.
+
+        What was received before is let go of, but for the files in ``keep``, paths as the trainer has them. Raises ``PublishError``
+        where it broke off: another group is to be connected then.
+        """
+        (chunk,) = update.chunks
+        source = str(chunk["path"])
+        self._received = {path: own for path, own in self._received.items() if path in keep and path != source}
+        with OutcomeFifo() as fifo:
+            arguments = (source, sorted(keep), str(fifo.path))
+            paths = await self._control("receive weights", self._llm.collective_rpc, "receive_weights", args=arguments)
+            failed = await self._awaited(None, "receive weights", fifo.first_failure, num_outcomes=1)
+        if failed is not None:
+            raise PublishError(f"engine {self.name} has not received weights {update.version}: {failed}")
+        self._received[source] = next(path for path in paths if path is not None)
+
+    def _own(self, update: WeightUpdate) -> WeightUpdate:
+        """The update as this engine loads it: from what it received, where it did."""
+
+        def own(chunk: dict[str, Any]) -> dict[str, Any]:
+            path = self._received.get(chunk.get("path", ""))
+            if path is None:
+                return chunk
+            if self._adapter is not None and update.adapter is not None:
+                return self._adapter.as_directory(update, path, base=self._config.policy_dir)
+            return chunk | {"path": path}
+
+        return replace(update, chunks=tuple(map(own, update.chunks)))
+
     async def stage_weights(self, update: WeightUpdate) -> None:
-        """See ``InferenceEngine.stage_weights``; only on a CPU there is something to prepare."""
-        if self._config.device != "cpu" or self._config.transfer != "shm":
+        """See ``InferenceEngine.stage_weights``; only on a CPU there is something to prepare, and nothing of adapters."""
+        if self._config.device != "cpu" or self._config.transfer != "shm" or self._adapter is not None:
             return
-        for chunk in update.chunks:
-            with OutcomeFifo(Path(chunk["path"]).with_suffix(f".{self.name}.fifo")) as fifo:
+        for chunk in self._own(update).chunks:
+            with OutcomeFifo() as fifo:
                 await self._control(
                     "stage weights", self._llm.collective_rpc, "stage_weights", args=(chunk, str(fifo.path))
                 )
@@ -186,7 +223,10 @@ class VLLMEngine:
                 raise PublishError(
                     f"engine {self.name} is not paused; pause it before loading weights {update.version}"
                 )
+            update = self._own(update)
             self._validator.check(update)
+            if self._adapter is not None:
+                await self._check_layers(self._adapter, update)
             try:
                 await self._control(f"load weights {update.version}", self._load, update)
             except asyncio.CancelledError:
@@ -195,8 +235,18 @@ class VLLMEngine:
             self._validator.accept(update)
             self._version = update.version
 
+    async def _check_layers(self, adapter: AdapterSlot, update: WeightUpdate) -> None:
+        if left_out := await self._control("compare layers", adapter.layers_left_out, update):
+            raise PublishError(
+                f"engine {self.name} cannot adapt {left_out[0]} (and {len(left_out) - 1} more layers): name them in "
+                "policy.lora.exclude_modules, or set policy.lora.publish=merged"
+            )
+
     async def _load(self, update: WeightUpdate) -> None:
-        await self._llm.collective_rpc("load_update", args=(list(update.chunks),))
+        if self._adapter is not None:
+            await self._adapter.load(update)
+        else:
+            await self._llm.collective_rpc("load_update", args=(list(update.chunks),))
         await self._llm.update_weight_version(str(update.version))
         # Requests frozen by pause(keep) are preempted, so that they recompute their cache under the new weights.
         await self._llm.reset_prefix_cache(reset_running_requests=True)
@@ -270,7 +320,8 @@ class VLLMEngine:
                 stop_token_ids=self._stop_token_ids,
                 stream_interval=self._config.stream_interval,
             )
-            calls = self._llm.generate(prompt, params, request.request_id, priority=request.priority)
+            lora = None if self._adapter is None else self._adapter.of_requests
+            calls = self._llm.generate(prompt, params, request.request_id, lora_request=lora, priority=request.priority)
             async with contextlib.aclosing(calls) as outputs:
                 async for output in outputs:
                     yield output
@@ -292,20 +343,26 @@ class VLLMEngine:
         return processor.request_states[processor.external_req_ids[request_id][0]]
 
     async def _control(self, what: str, call: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
-        """Await a utility call of the core. vLLM leaves such a call pending for ever when the core dies.
+        """Await a utility call of the core within the deadline of such calls."""
+        return await self._awaited(self._config.call_timeout_s, what, call, *args, **kwargs)
+
+    async def _awaited(
+        self, timeout_s: float | None, what: str, call: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any
+    ) -> T:
+        """Await what the core has to do. vLLM leaves such a call pending for ever when the core dies.
 
         Whatever goes wrong, the core's state is unknown afterwards: the engine is dead.
         """
         self._raise_if_dead()
         try:
-            async with asyncio.timeout(self._config.call_timeout_s) as deadline:
+            async with asyncio.timeout(timeout_s) as deadline:
                 self._open_deadlines.add(deadline)
                 try:
                     return await call(*args, **kwargs)
                 finally:
                     self._open_deadlines.discard(deadline)
         except TimeoutError as error:
-            raise self._bury(f"no answer to {what} within {self._config.call_timeout_s:g} s") from error
+            raise self._bury(f"no answer to {what} within {timeout_s or 0:g} s") from error
         except Exception as error:
             raise self._bury(f"{what} failed: {error}") from error
 
@@ -326,6 +383,8 @@ class VLLMEngine:
             for process in self._core_processes():
                 loop.remove_reader(process.sentinel)
                 process.kill()
+            if self._adapter is not None:
+                self._adapter.close()
             self._llm.shutdown()
             # vLLM's own watch over the core may have begun the shutdown: it leaves the sockets for this loop to close later,
             # and the end of their context, which vLLM leaves to the collector, waits for that.

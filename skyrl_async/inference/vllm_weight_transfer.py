@@ -1,19 +1,24 @@
-"""The ``shm`` weight-transfer backend of vLLM's workers: one safetensors file per chunk, in shared memory or on disk.
+"""The ``shm`` weight-transfer backend of vLLM's workers: one safetensors file per chunk, in memory or on disk.
 
+    receive (beside generation): broadcast ──> file in this process's memory, where the trainer's cannot be mapped
     stage (beside generation, CPU): file ──plan──> new tensors, packed layers ──┐
     start ──> update ──────────────────────────────────────────────────> swap, or load ──> finish
 
-Flows in: ``update_info`` dictionaries ``{"path": file}``. Flows out: the model's weights, replaced in place on CPU or
-CUDA. vLLM imports this module in each worker (``worker_extension_cls``), which registers the backend there, and asks the kernel for the
-CPU's matrix tiles. It knows neither versions nor pauses: nothing may run in the engine between the start and the finish of an update.
+Flows in: ``update_info`` dictionaries ``{"path": file}``, and places where files are broadcast. Flows out: the model's weights, replaced
+in place on CPU or CUDA. vLLM imports this module in each worker (``worker_extension_cls``), which registers the backend there, and asks the
+kernel for the CPU's matrix tiles. It knows neither versions nor pauses: nothing may run in the engine between the start and the finish of
+an update.
 """
 
 import contextlib
+import functools
 import hashlib
+import itertools
 import logging
 import os
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -23,11 +28,17 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from skyrl_async.inference.outcome_fifo import DONE
 from skyrl_async.inference.vllm_load_plan import LoadPlan, Swap
 from skyrl_async.inference.weight_map import WeightMap
+from skyrl_async.inference.weight_receiver import WeightReceiver
+from skyrl_async.transfer_group import GroupPlace
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +49,16 @@ _NUM_PROBE_ROWS = 64
 
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
-    """Nothing: a path is all there is to know, and it comes with each chunk."""
+    """A group in which files are broadcast (see ``transfer_group.GroupPlace``); who maps the trainer's files needs none."""
+
+    rank: int
+    """Of this engine, >= 1."""
+    host: str
+    port: int
+    name: str
+    num_members: int
+    backend: str
+    timeout_s: float
 
 
 @dataclass
@@ -58,8 +78,27 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     update_info_cls = ShmUpdateInfo
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
-        """Nothing to connect."""
+        """Be ready to receive in that group. One worker of an engine does, into memory that the others can map."""
+        if self.parallel_config.rank != 0:
+            return
+        if self._receiver is None:
+            self._receiver = WeightReceiver(self.device)
+        group = asdict(init_info)
+        rank = group.pop("rank")
+        self._receiver.connect(GroupPlace(**group), rank)
 
+    def receive(self, source: str, keep: Sequence[str], tell: str) -> str | None:
+        """Begin to receive the trainer's file ``source`` in a thread; returns where it will be (None: another worker receives).
+
+        ``tell`` is as in ``stage``. Files received before are let go of, but for those of the names in ``keep``.
+        """
+        if self._receiver is None:
+            return None
+        receiving = self._receiver.prepare(source, keep)
+        threading.Thread(target=_do_and_tell, args=(receiving, tell), name="receiving", daemon=True).start()
+        return receiving.path
+
+    _receiver: WeightReceiver | None = None
     _plan: LoadPlan | None = None
     _planned_layout: bytes | None = None
     _staged: tuple[str, list[Swap]] | None = None
@@ -77,17 +116,13 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         except Exception as error:
             _tell(tell, error)
             return
-        threading.Thread(target=self._stage, args=(plan, update_info, tell), name="staging", daemon=True).start()
+        stage = functools.partial(self._stage, plan, update_info)
+        threading.Thread(target=_do_and_tell, args=(stage, tell), name="staging", daemon=True).start()
 
-    def _stage(self, plan: LoadPlan | None, update_info: ShmUpdateInfo, tell: str) -> None:
-        failure: Exception | None = None
-        try:
-            if plan is not None:
-                with torch.inference_mode(), WeightMap(update_info.path, update_info.load_bucket_bytes) as weights:
-                    self._staged = update_info.path, list(plan.swaps(weights, in_place=False))
-        except Exception as error:
-            failure = error
-        _tell(tell, failure)
+    def _stage(self, plan: LoadPlan | None, update_info: ShmUpdateInfo) -> None:
+        if plan is not None:
+            with torch.inference_mode(), WeightMap(update_info.path, update_info.load_bucket_bytes) as weights:
+                self._staged = update_info.path, list(plan.swaps(weights, in_place=False))
 
     def start_weight_update(self) -> None:
         """Which way the weights come is known with the first chunk."""
@@ -138,7 +173,18 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         return self._plan
 
     def shutdown(self) -> None:
-        """Nothing is held between chunks."""
+        """Let go of what was received."""
+        if self._receiver is not None:
+            self._receiver.close()
+
+
+def _do_and_tell(work: Callable[[], None], fifo_path: str) -> None:
+    try:
+        work()
+    except Exception as error:
+        _tell(fifo_path, error)
+    else:
+        _tell(fifo_path, None)
 
 
 def _tell(fifo_path: str, failure: Exception | None) -> None:
@@ -172,16 +218,34 @@ class WorkerExtension:
             self.update_weights(chunk)  # type: ignore[attr-defined]
         self.finish_weight_update()  # type: ignore[attr-defined]
 
+    def receive_weights(self, source: str, keep: Sequence[str], tell: str) -> str | None:
+        """See ``ShmWeightTransferEngine.receive``."""
+        path: str | None = self.weight_transfer_engine.receive(source, keep, tell)  # type: ignore[attr-defined]
+        return path
+
     def stage_weights(self, update_info: dict[str, str], tell: str) -> None:
         """See ``ShmWeightTransferEngine.stage``."""
         engine = self.weight_transfer_engine  # type: ignore[attr-defined]
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
             engine.stage(engine.parse_update_info(update_info), tell)
 
-    def weight_digest(self) -> str:
-        """Digest of every parameter, and on CPU of what every packed linear layer multiplies by.
+    def put_blank_adapter(self, name: str, adapter_id: int, rank: int) -> None:
+        """Have an adapter that adds nothing, of zeros: vLLM's own, that it warms up with."""
+        lora_manager = self.model_runner.lora_manager  # type: ignore[attr-defined]
+        lora_manager.add_dummy_lora(LoRARequest(name, adapter_id, "zeros"), rank)
 
-        vLLM's own checksums cover neither, because packing empties the parameters.
+    def unadaptable(self, names: list[str]) -> list[str]:
+        """The layers among those of an adapter's tensors that vLLM has no adapters for."""
+        manager: LoRAModelManager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        mapper = None if mapper is None else mapper.get_rename_mapper()
+        known = {*manager.modules, *itertools.chain.from_iterable(manager.packed_modules.values())}
+        return sorted({parse_fine_tuned_lora_name(name, mapper)[0] for name in names} - known)
+
+    def weight_digest(self) -> str:
+        """Digest of every parameter, of adapters, and on CPU of what every packed linear layer multiplies by.
+
+        vLLM's own checksums cover neither: packing empties the parameters, and adapters are none.
         """
         digest = hashlib.sha256()
         for name, value in sorted(self.compute_weight_checksums().items()):  # type: ignore[attr-defined]
@@ -190,6 +254,9 @@ class WorkerExtension:
         for name, module in model.named_modules():
             if hasattr(module, "cpu_linear"):
                 digest.update(f"{name}={_effective_weight_digest(module)};".encode())
+            for tensor in (*getattr(module, "lora_a_stacked", ()), *getattr(module, "lora_b_stacked", ())):
+                digest.update(name.encode())
+                digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy())
         return digest.hexdigest()
 
 
@@ -210,5 +277,9 @@ def _input_width(module: torch.nn.Module) -> int:
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, ShmWeightTransferEngine)
+if current_platform.is_cpu():
+    from skyrl_async.inference.vllm_cpu_adapter import use_on_cpus
+
+    use_on_cpus()
 # Where the CPU has AMX, vLLM's attention in bfloat16 uses it unasked, and Linux ends a process that did not ask (SIGILL).
 torch.cpu._init_amx()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl_async.algorithms.batching import Row, plan_micro_batches
-from skyrl_async.algorithms.losses import needs_old_logprobs
+from skyrl_async.algorithms.losses import needs_marks, needs_old_logprobs
 from skyrl_async.errors import TrainingError
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory
@@ -23,7 +23,9 @@ class RankWork:
     version: int
     """Policy version being trained."""
     has_gradient: bool
-    """False when every advantage is 0 and nothing else is in the loss: the gradient is exactly zero, only figures are computed."""
+    """False when every advantage is 0, no token is marked and nothing else is in the loss: the gradient is exactly zero, only figures are
+    computed.
+    """
     runs_reference: bool = False
     """Some row of some rank came without reference log-probs: every rank computes those of all its rows."""
 
@@ -50,7 +52,7 @@ def split_work(
         if trajectory.num_sampled_tokens > 0
     ]
     runs_reference = _runs_reference(rows, settings)
-    has_gradient = any(row.advantage != 0 for row in rows) or (
+    has_gradient = any(row.advantage != 0 or any(row.trajectory.marks or ()) for row in rows) or (
         bool(rows) and (settings.kl_coef > 0 or settings.entropy_coef > 0)
     )
     return [
@@ -80,6 +82,11 @@ def _runs_reference(rows: Sequence[Row], settings: TrainingSettings) -> bool:
         raise TrainingError(
             f"trainer.algorithm.policy_loss_type={settings.policy_loss} needs trajectories with old_logprobs, recomputed when they "
             "were finished; some have none"
+        )
+    if needs_marks(settings.policy_loss) and any(row.trajectory.marks is None for row in rows):
+        raise TrainingError(
+            f"trainer.algorithm.policy_loss_type={settings.policy_loss} needs trajectories with marks, chosen among all of a step; some "
+            "have none"
         )
     if settings.kl_estimator is None or all(row.trajectory.ref_logprobs is not None for row in rows):
         return False

@@ -24,8 +24,6 @@ from skyrl_async.types import WeightUpdate
 class FrozenBackend:
     """Forward passes only: what would train or save it raises ``TrainingError``."""
 
-    reshardable = True
-
     def __init__(self, *, device: torch.device, mixed_precision: bool = False) -> None:
         self._device = device
         self._mixed_precision = mixed_precision
@@ -99,6 +97,10 @@ class FrozenBackend:
         for name, parameter in self._parameters.items():
             assert isinstance(parameter, DTensor)
             yield name, parameter.detach().full_tensor()
+
+    def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
+        """None does."""
+        return iter(())
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """There are no gradients."""

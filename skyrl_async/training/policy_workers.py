@@ -1,6 +1,6 @@
 """``Policy`` over Ray: one actor per rank, each call sent to all of them and awaited with a deadline.
 
-The only file here that knows Ray. Ray restarts no actor: a rank without its optimizer state is of no use. One that dies, is stopped
+Ray restarts no actor: a rank without its optimizer state is of no use. One that dies, is stopped
 or hangs makes the call fail with an error that says so; the whole group is closed then, and ``recovering`` starts another.
 """
 
@@ -23,50 +23,20 @@ from skyrl_async.errors import DeadlineError, SkyRLAsyncError, TrainingError, Wo
 from skyrl_async.heartbeat import DEFAULT, Heartbeat, Ping, listening
 from skyrl_async.training.dispatch import LogprobDispatch, split_work
 from skyrl_async.training.process_group import is_lost_peer
-from skyrl_async.training.rank import PolicyRank
+from skyrl_async.training.rank_actor import CONCURRENCY_GROUPS, RankActor, this_place
 from skyrl_async.training.settings import TrainingSettings
-from skyrl_async.training.worker_process import ProcessPlace, WorkerProcess, open_if_here
+from skyrl_async.training.worker_process import WorkerProcess, open_if_here
+from skyrl_async.transfer_group import GroupPlace
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 10.0
 """A rank whose peer is gone says so at once; Ray, that the peer is gone, a moment later."""
-_PULSE = "pulse"
-"""The actors' threads that answer heartbeats while others work."""
 _GOODBYE_S = 2.0
 """A worker that Ray ends is gone in milliseconds, and then Ray does not print that it died unexpectedly; a frozen one stays."""
 _END_TIMEOUT_S = 10.0
 """The kernel ends a killed process in milliseconds, unless it hangs in a driver or on a dead file system."""
-
-
-_SENDING = "sending"
-"""Name of the thread in which a rank sends its weights."""
-
-
-class _RankActor(PolicyRank):
-    """A ``PolicyRank`` as a Ray actor."""
-
-    def node_address(self) -> str:
-        """Where the other ranks reach this one."""
-        return str(ray.util.get_node_ip_address())
-
-    @ray.method(concurrency_group=_SENDING)
-    def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-        """In a thread of its own: the other methods run meanwhile."""
-        return super().send_weights(version, directory, bucket_bytes)
-
-    def boot(self) -> ProcessPlace:
-        """The process is up: where it is."""
-        return _this_place()
-
-    @ray.method(concurrency_group=_PULSE)
-    def ping(self) -> None:
-        """The process runs, whatever it works on."""
-
-
-def _this_place() -> ProcessPlace:
-    return ProcessPlace.of_this_process(ray.get_runtime_context().get_node_id())
 
 
 class PolicyWorkers:
@@ -124,7 +94,7 @@ class PolicyWorkers:
         """
         run_id = uuid.uuid4().hex[:8]
         env_vars = {"OMP_NUM_THREADS": "1"} if settings.device == "cpu" else {}
-        actor_class = ray.remote(concurrency_groups={_PULSE: 1, _SENDING: 1})(_RankActor)
+        actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
         names = [f"{worker_name}-{rank}-{run_id}" for rank in range(num_workers)]
         strategies = scheduling_strategies or [None] * num_workers
         actors = {
@@ -151,7 +121,7 @@ class PolicyWorkers:
 
     async def _rendezvous(self, policy_path: Path | None) -> None:
         """Every group meets at a port of its own: what a dead one left listening is never reached."""
-        here = _this_place()
+        here = this_place()
         for name, place in zip(self.names, await self._call("boot", is_up=False), strict=True):
             if process := open_if_here(place, here):
                 self._processes[name] = process
@@ -201,6 +171,16 @@ class PolicyWorkers:
         (update,) = await self._call("send_weights", version, directory, bucket_bytes, actors=self._actors[:1])
         assert isinstance(update, WeightUpdate)
         return update
+
+    async def open_transfer(self, num_receivers: int, backend: str, timeout_s: float) -> GroupPlace:
+        """See ``SendingPolicy``."""
+        (place,) = await self._call("open_transfer", num_receivers, backend, timeout_s, actors=self._actors[:1])
+        assert isinstance(place, GroupPlace)
+        return place
+
+    async def broadcast_weights(self, path: Path, bucket_bytes: int) -> None:
+        """See ``SendingPolicy``."""
+        await self._call("broadcast_weights", path, bucket_bytes, actors=self._actors[:1])
 
     async def save(self, directory: Path) -> None:
         """See ``Policy``."""

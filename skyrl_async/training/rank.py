@@ -30,6 +30,7 @@ from skyrl_async.training.hf_export import export_hf_directory
 from skyrl_async.training.manifest import check_manifest, write_manifest
 from skyrl_async.training.model import load_model
 from skyrl_async.training.optimizer import WarmupSchedule, make_optimizer
+from skyrl_async.training.peft_directory import as_peft_directory, export_peft_directory
 from skyrl_async.training.protocol import TrainingBackend
 from skyrl_async.training.rng import restore_rng_state, rng_state, seed_all
 from skyrl_async.training.saving import save_state
@@ -40,6 +41,7 @@ from skyrl_async.types import LogprobModel, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Backstop inside a rank; the caller's own deadline is what users set."""
 _TOTAL = "total"
@@ -188,7 +190,9 @@ class PolicyRank:
         """
         if denominator <= 0:
             raise TrainingError(
-                f"a step needs a denominator > 0, got {denominator}: no trajectory of the mini-batch has sampled tokens"
+                f"a step needs a denominator > 0, got {denominator}: no trajectory of the mini-batch has a token that is trained. Where "
+                "length limits cut all of them (generator.apply_overlong_filtering=true), raise generator.sampling.max_tokens; where "
+                "trainer.staleness_policy=mask left none, raise trainer.max_staleness_steps"
             )
         lr = self._backend.lr
         try:
@@ -234,46 +238,35 @@ class PolicyRank:
         self._backend.load_weights(update)
 
     def gather_weights(self, version: int) -> int:
-        """Copy the full weights to rank 0's staging memory, which ``send_weights`` reads; returns their bytes (0 on other ranks).
+        """Copy what is published to rank 0's staging memory, which ``send_weights`` reads; returns its bytes (0 on other ranks).
 
         Tied parameters are copied once, under the name that Hugging Face keeps.
         """
-        if self._rank != 0:
-            self._gather_only()
-            return 0
-        with self._gathering() as parameters:
+        is_whole = self._settings.published_adapter is None
+        published = self._backend.iter_full_params() if is_whole else self._backend.iter_trained_params()
+        with _gathering(published) as parameters:
+            if self._rank != 0:
+                return 0
             return self._staging.take(version, parameters, serve_dtype=self._settings.torch_serve_dtype)
 
     def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         """Write what was gathered (rank 0 only; not collective). Any thread may call it, beside every other method."""
-        return self._staging.write(version, directory, bucket_bytes)
+        update = self._staging.write(version, directory, bucket_bytes)
+        adapter = self._settings.published_adapter
+        return update if adapter is None else as_peft_directory(update, adapter, base=self._settings.policy_path)
 
     def export_hf(self, directory: Path) -> None:
-        """Write a Hugging Face directory (rank 0; the others only gather)."""
-        if self._rank != 0:
-            self._gather_only()
-            return
-        with self._gathering() as parameters:
-            export_hf_directory(
-                parameters,
-                source=Path(self._settings.policy_path),
-                directory=directory,
-                dtype=self._settings.torch_serve_dtype,
-            )
-
-    @contextlib.contextmanager
-    def _gathering(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """The full parameters, gathered to the last one even where what is done with them fails: the others take part."""
-        parameters = self._backend.iter_full_params()
-        try:
-            yield parameters
-        finally:
-            for _ in parameters:
-                pass
-
-    def _gather_only(self) -> None:
-        with self._gathering():
-            pass
+        """Write a Hugging Face directory (rank 0; the others only gather), with ``adapter`` in it where adapters train."""
+        lora, base = self._settings.lora, self._settings.policy_path
+        trained = iter(()) if lora is None else self._backend.iter_trained_params()
+        # The last is gathered first, on every rank.
+        with _gathering(trained) as adapters, _gathering(self._backend.iter_full_params()) as parameters:
+            if self._rank != 0:
+                return
+            dtype = self._settings.torch_serve_dtype
+            export_hf_directory(parameters, source=Path(base), directory=directory, dtype=dtype)
+            if lora is not None:
+                export_peft_directory(adapters, lora.adapter, base=base, directory=directory / "adapter")
 
     def save(self, directory: Path) -> None:
         """Write everything under ``directory``, synced to disk; ``policy.json`` comes last and says it is whole.
@@ -336,6 +329,16 @@ class PolicyRank:
     def close(self) -> None:
         """Leave the process group."""
         self._backend.close()
+
+
+@contextlib.contextmanager
+def _gathering(parameters: NamedTensors) -> Iterator[NamedTensors]:
+    """Full parameters, gathered to the last one even where nothing is done with them, or that fails: the other ranks take part."""
+    try:
+        yield parameters
+    finally:
+        for _ in parameters:
+            pass
 
 
 def _token_lags(batch: MicroBatch, version: int) -> torch.Tensor:

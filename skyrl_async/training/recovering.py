@@ -12,12 +12,13 @@ may be taken in another order.
 """
 
 import asyncio
+import contextlib
 import logging
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from skyrl_async.errors import (
     CheckpointError,
@@ -25,11 +26,15 @@ from skyrl_async.errors import (
     SkyRLAsyncError,
     TrainingError,
     WeightsLostError,
+    WeightsTransferError,
     WorkerDiedError,
 )
 from skyrl_async.training.journal import CallJournal, GradientsCall
-from skyrl_async.training.protocol import Policy
+from skyrl_async.training.protocol import SendingPolicy
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
+
+if TYPE_CHECKING:
+    from skyrl_async.transfer_group import GroupPlace
 
 logger = logging.getLogger(__name__)
 
@@ -40,18 +45,18 @@ LOST = (WorkerDiedError, DeadlineError)
 
 
 class RecoveringPolicy:
-    """Implements ``training.protocol.Policy``; made by ``start``, ended by ``close``."""
+    """Implements ``training.protocol.SendingPolicy``; made by ``start``, ended by ``close``."""
 
     def __init__(
         self,
-        policy: Policy,
-        start: Callable[[], Awaitable[Policy]],
+        policy: SendingPolicy,
+        start: Callable[[], Awaitable[SendingPolicy]],
         *,
         max_restarts: int,
         directory: Path,
         max_journal_bytes: int,
     ) -> None:
-        self._policy: Policy | None = policy
+        self._policy: SendingPolicy | None = policy
         self._start = start
         self._turn = asyncio.Lock()
         self._max_restarts = max_restarts
@@ -67,7 +72,7 @@ class RecoveringPolicy:
     @classmethod
     async def start(
         cls,
-        start: Callable[[], Awaitable[Policy]],
+        start: Callable[[], Awaitable[SendingPolicy]],
         *,
         max_restarts: int,
         directory: Path,
@@ -116,7 +121,7 @@ class RecoveringPolicy:
     async def gather_weights(self, version: int) -> int:
         """See ``Policy``."""
 
-        async def gather(policy: Policy) -> int:
+        async def gather(policy: SendingPolicy) -> int:
             num_bytes = await policy.gather_weights(version)
             self._gathered = _Gathered(version=version, holder=policy)
             return num_bytes
@@ -137,8 +142,24 @@ class RecoveringPolicy:
                     lost = error
             await self._gather_again(gathered, lost)
 
+    async def open_transfer(self, num_receivers: int, backend: str, timeout_s: float) -> "GroupPlace":
+        """See ``SendingPolicy``. Of new workers where the others are lost, which is waited for: what those wrote is there to be sent."""
+        if self._policy is not None:
+            with contextlib.suppress(*LOST):
+                return await self._policy.open_transfer(num_receivers, backend, timeout_s)
+        return await self._call("open_transfer", lambda p: p.open_transfer(num_receivers, backend, timeout_s))
+
+    async def broadcast_weights(self, path: Path, bucket_bytes: int) -> None:
+        """See ``SendingPolicy``. Waits for no turn; lost workers end it, and are replaced with the next call."""
+        if self._policy is None:
+            raise WeightsTransferError(f"{path} was not sent: the policy workers are being replaced")
+        try:
+            await self._policy.broadcast_weights(path, bucket_bytes)
+        except LOST as error:
+            raise WeightsTransferError(f"{path} was not sent: {error}") from error
+
     async def _gather_again(self, gathered: "_Gathered", lost: SkyRLAsyncError | None) -> None:
-        async def gather(policy: Policy) -> None:
+        async def gather(policy: SendingPolicy) -> None:
             if lost is not None and policy is gathered.holder:
                 raise lost
             if not gathered.is_current:
@@ -224,7 +245,11 @@ class RecoveringPolicy:
         logger.info("wrote %s in place of %d MB of calls since the last checkpoint", directory, num_bytes >> 20)
 
     async def _call(
-        self, name: str, call: Callable[[Policy], Awaitable[T]], *, before_repeating: Callable[[], None] | None = None
+        self,
+        name: str,
+        call: Callable[[SendingPolicy], Awaitable[T]],
+        *,
+        before_repeating: Callable[[], None] | None = None,
     ) -> T:
         """Make a call, with new workers as often as it takes; other calls wait for their turn meanwhile."""
         async with self._turn:
@@ -294,7 +319,7 @@ class RecoveringPolicy:
         self._policy = policy
         return difference
 
-    async def _bring_up(self, policy: Policy) -> float:
+    async def _bring_up(self, policy: SendingPolicy) -> float:
         if self._base is not None:
             await policy.load(self._base)
         difference = 0.0
@@ -312,7 +337,7 @@ class _Gathered:
     """A copy of the weights that waits to be sent."""
 
     version: int
-    holder: Policy
+    holder: SendingPolicy
     """The workers whose memory it is in."""
     is_current: bool = True
     """No step was made since."""

@@ -18,12 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from skyrl_async.errors import PublishError, WeightsLostError, WeightsWriteError
+from skyrl_async.errors import EngineDeadError, PublishError, WeightsLostError, WeightsWriteError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import PauseMode, WeightUpdate
+from skyrl_async.weight_sync.broadcast import WeightBroadcast
 from skyrl_async.weight_sync.engine_turns import HoldEngines
 from skyrl_async.weight_sync.lag import LagMonitor
 from skyrl_async.weight_sync.proof import EngineProof
@@ -79,6 +80,7 @@ class WeightPublisher:
         verify_checksums: compare the engines' checksums after every publish, not after the first alone.
         max_retries: times that sending or loading is tried again where it failed, before it is an error.
         hold_engines: engines have their devices in its block, where they share them.
+        broadcast: brings what was sent to engines that cannot map it; None: all can.
         clock: seconds, for the times reported.
     """
 
@@ -98,6 +100,7 @@ class WeightPublisher:
         verify_checksums: bool = False,
         max_retries: int = 0,
         hold_engines: HoldEngines = nullcontext,
+        broadcast: WeightBroadcast | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -111,6 +114,7 @@ class WeightPublisher:
         self._verify_checksums = verify_checksums
         self._max_retries = max_retries
         self._hold_engines = hold_engines
+        self._broadcast = broadcast
         self._clock = clock
         self._shelf = VersionShelf()
         self._shelf_changed = asyncio.Event()
@@ -235,6 +239,8 @@ class WeightPublisher:
     async def _bring_up(self, engine: InferenceEngine) -> None:
         if (serving := self._shelf.serving) is None:
             return
+        if self._broadcast is not None:
+            await self._broadcast.deliver([engine], serving, _raise)
         await engine.pause(self._pause_mode)
         await engine.load_weights(serving)
         await self._proof.of_one(engine, serving.version)
@@ -276,6 +282,7 @@ class WeightPublisher:
 
     async def _switch_to(self, sent: SentUpdate) -> PublishTimes:
         engines, update = list(self._client.engines), sent.update
+        broadcast_seconds = await self._deliver(engines, update)
         staged = self._clock()
         if self._dual_buffer:
             await self._switch.stage(engines, update)
@@ -288,12 +295,21 @@ class WeightPublisher:
         return PublishTimes(
             version=sent.version,
             gather=sent.gather_seconds,
-            send=sent.send_seconds,
+            send=sent.send_seconds + broadcast_seconds,
             stage=begun - staged,
             pause=resumed - begun,
             load=load_seconds,
             num_bytes=update.num_bytes,
         )
+
+    async def _deliver(self, engines: list[InferenceEngine], update: WeightUpdate) -> float:
+        """Have all of them hold the update, where they cannot map it; those that die leave the list. Returns how long that took."""
+        if self._broadcast is None:
+            return 0.0
+        started = self._clock()
+        with self._trace.span("broadcast", track="publish", version=update.version):
+            await self._broadcast.deliver(engines, update, self._switch.bury, keep=self._shelf.serving)
+        return self._clock() - started
 
     async def _send(self, version: int) -> WeightUpdate:
         """Write the buckets. Raises ``PublishError`` where there is no room for them; whatever fails, none is left."""
@@ -327,3 +343,7 @@ class WeightPublisher:
         """Delete the buckets. Idempotent."""
         for update in self._shelf.clear():
             discard(update)
+
+
+async def _raise(engine: InferenceEngine, death: EngineDeadError) -> None:
+    raise death

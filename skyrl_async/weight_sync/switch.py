@@ -191,7 +191,8 @@ def what_serves(version: int | None) -> str:
 
 def discard(update: WeightUpdate | None) -> None:
     """Delete the files of an update, and the directory that was made for them."""
-    paths = [Path(chunk["path"]) for chunk in update.chunks if "path" in chunk] if update is not None else []
+    chunks = update.chunks if update is not None else ()
+    paths = [Path(chunk[key]) for chunk in chunks for key in ("path", "config_path") if key in chunk]
     for path in paths:
         path.unlink(missing_ok=True)
     for directory in {path.parent for path in paths}:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_async.errors import EngineDeadError, PromptTooLongError, PublishError, RequestRefusedError
+from skyrl_async.inference.adapter_update import AdapterValidator
 from skyrl_async.inference.deterministic_engine import DeterministicEngine
 from skyrl_async.types import (
     EngineOutput,
@@ -23,6 +24,7 @@ from skyrl_async.types import (
     StructuredOutput,
     WeightUpdate,
 )
+from tests.engine_checks import make_adapter_update, make_merged_policy
 
 PROMPT = (5, 6, 7, 8)
 RANDOM = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, top_k=50, min_p=0.001, seed=3, ignore_eos=True)
@@ -107,6 +109,7 @@ async def nothing() -> None:
     pass
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(pauses=st.lists(st.integers(1, 12), max_size=4), sampling=st.sampled_from([GREEDY, RANDOM]))
 def test_a_request_aborted_anywhere_gives_the_bits_of_an_uninterrupted_one(
@@ -184,6 +187,35 @@ async def test_an_update_changes_weights_version_and_checksum_to_those_of_a_fres
     assert await updated.generate(make_request(RANDOM)) == await fresh.generate(make_request(RANDOM))
 
 
+async def test_an_adapter_takes_the_place_of_the_one_before(policies: tuple[Path, Path], tmp_path: Path) -> None:
+    engine = DeterministicEngine("engine", policies[0], adapter_rank=4)
+    await engine.pause(PauseMode.ABORT)
+    for version in (1, 2):
+        update = make_adapter_update(policies[0], tmp_path, version, seed=version)
+        await engine.load_weights(update)
+    merged = DeterministicEngine("merged", make_merged_policy(policies[0], update, tmp_path / "merged"))
+    found, expected = engine._model.state_dict(), merged._model.state_dict()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+    assert await engine.version() == 2
+    with pytest.raises(PublishError, match="holds all weights, and this engine takes adapters of rank 4"):
+        await engine.load_weights(make_update(policies[1], 3))
+
+
+def test_an_adapter_over_weights_of_unknown_shapes_is_held_to_its_rank(
+    policies: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir()  # no safetensors, whose headers say what shapes there are
+    update = make_adapter_update(policies[0], tmp_path, 1, seed=0, rank=4)
+    AdapterValidator(str(tmp_path / "bin"), 4).check(update)
+    with pytest.raises(PublishError, match=r"lora_A.weight as \(4, 64\), expected \(8, 64\)"):
+        AdapterValidator(str(tmp_path / "bin"), 8).check(update)
+    *_, b = update.manifest
+    alone = {name: entry for name, entry in update.manifest.items() if name != b}
+    with pytest.raises(PublishError, match=f"lacks {b}"):
+        AdapterValidator(str(tmp_path / "bin"), 4).check(replace(update, manifest=alone))
+
+
 async def test_keep_gives_the_bits_of_abort_and_retry_across_an_update(policies: tuple[Path, Path]) -> None:
     kept, aborted = DeterministicEngine("kept", policies[0]), DeterministicEngine("aborted", policies[0])
 
@@ -244,6 +276,7 @@ async def test_a_closed_engine_fails_what_is_in_flight_and_what_comes(policies: 
             await call
 
 
+@pytest.mark.slow
 async def test_stop_tokens_budget_and_context_end_a_request(policies: tuple[Path, Path]) -> None:
     engine = DeterministicEngine("engine", policies[0], max_model_len=20)
     stopping = [SamplingParams(max_tokens=60, temperature=2.0, seed=seed) for seed in range(40)]

@@ -5,14 +5,13 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import ray
 import torch
 from safetensors.torch import load, load_file
-from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_async.errors import CheckpointError, DeadlineError, PolicyError, TrainingError, WorkerDiedError
 from skyrl_async.inference.client import InferenceEngineClient
@@ -20,80 +19,29 @@ from skyrl_async.inference.deterministic_engine import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.policy_workers import PolicyWorkers
-from skyrl_async.training.protocol import Policy, export_weights
+from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.settings import TrainingSettings
-from skyrl_async.types import PauseMode, Trajectory
+from skyrl_async.transfer_group import GLOO
+from skyrl_async.types import PauseMode
 from skyrl_async.weight_sync.publisher import WeightPublisher
+from tests.cpu import tiny_policies
+from tests.cpu.tiny_policies import VOCABULARY, assert_close, trajectories, weights
+from tests.patience import PATIENCE_S
+from tests.transfer_checks import Receiver, mixed_tensors, published
 
 pytestmark = pytest.mark.slow
-VOCABULARY = 48
+train = partial(tiny_policies.train, has_idle_group=True)
 
 
-def trajectories(num_rows: int, *, seed: int) -> list[Trajectory]:
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for index in range(num_rows):
-        length = 3 + (7 * index + seed) % 23
-        ids = torch.randint(0, VOCABULARY, (length + 4,), generator=generator).tolist()
-        rows.append(
-            Trajectory(
-                prompt_token_ids=tuple(ids[:4]),
-                response_token_ids=tuple(ids[4:]),
-                loss_mask=(1,) * length,
-                logprobs=tuple((-3.0 - torch.rand(length, generator=generator)).tolist()),
-                versions=(0,) * length,
-                reward=0.0,
-            )
-        )
-    return rows
-
-
-async def train(policy: Policy, *, first_step: int, num_steps: int, num_rows: int = 5) -> list[dict[str, float]]:
-    """Steps of two groups each; the second group has one row, so that one of two ranks idles."""
-    figures = []
-    for step in range(first_step, first_step + num_steps):
-        rows = trajectories(num_rows, seed=step)
-        values = torch.randn(num_rows, generator=torch.Generator().manual_seed(step)).tolist()
-        figures.append(await policy.forward_backward(rows[1:], values[1:], step))
-        figures.append(await policy.forward_backward(rows[:1], values[:1], step))
-        figures.append(await policy.forward_backward(rows, [0.0] * num_rows, step))
-        figures.append(await policy.step(2 * sum(row.num_sampled_tokens for row in rows)))
-    return figures
-
-
-async def weights(policy: Policy, directory: Path) -> dict[str, Tensor]:
-    update = await export_weights(policy, 0, directory, 1 << 30)
-    return load_file(update.chunks[0]["path"])
-
-
-def assert_close(here: dict[str, Tensor], there: dict[str, Tensor], *, atol: float) -> None:
-    assert here.keys() == there.keys()
-    for name, tensor in here.items():
-        torch.testing.assert_close(tensor, there[name], atol=atol, rtol=0.0, msg=lambda m, name=name: f"{name}: {m}")
-
-
-def write_policy(directory: Path) -> TrainingSettings:
-    """Of a random two-layer Qwen3."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=64,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    return TrainingSettings(policy_path=str(directory), lr=1e-3, num_warmup_steps=2, logprobs_chunk_size=8)
+def settings_with_policy(directory: Path) -> TrainingSettings:
+    """Of a policy that is written there."""
+    policy_path = str(tiny_policies.write_policy(directory))
+    return TrainingSettings(policy_path=policy_path, lr=1e-3, num_warmup_steps=2, logprobs_chunk_size=8)
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainingSettings:
-    return write_policy(tmp_path_factory.mktemp("policy"))
+    return settings_with_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +224,21 @@ async def test_training_goes_on_while_weights_are_sent_and_what_is_sent_is_what_
     assert_close(load(content), before, atol=0.0)
     after = await weights(two_ranks, tmp_path / "after")
     assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+async def test_training_goes_on_while_a_file_is_broadcast_in_a_group_beside_that_of_the_ranks(
+    two_ranks: PolicyWorkers, tmp_path: Path
+) -> None:
+    receiver, path = Receiver(), published(tmp_path, mixed_tensors())
+    receiver.connect(await two_ranks.open_transfer(1, GLOO, PATIENCE_S), 1)
+    sending = asyncio.ensure_future(two_ranks.broadcast_weights(path, 1000))
+    await train(two_ranks, first_step=0, num_steps=1)
+    assert not sending.done(), "its receiver has not come yet"
+    receiver.begin(path)
+    await sending
+    own = await asyncio.to_thread(receiver.answer)
+    assert await asyncio.to_thread(Path(own).read_bytes) == await asyncio.to_thread(path.read_bytes)
+    receiver.end()
 
 
 async def test_a_rank_killed_while_it_sends_leaves_the_engine_on_the_old_version_and_no_part_of_the_new_one(

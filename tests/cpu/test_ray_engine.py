@@ -3,18 +3,28 @@
 import asyncio
 import pickle
 import signal
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import pytest_asyncio
 
 from skyrl_async.errors import EngineDeadError, EngineStartError, PromptTooLongError, PublishError
+from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.ray_engine import RayEngine, start_ray_engines
 from skyrl_async.inference.vllm_engine import VLLMEngineConfig
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
+from skyrl_async.tasks.tokenizer import train_tokenizer
+from skyrl_async.training.policy_workers import PolicyWorkers
+from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, SamplingParams, WeightUpdate
-from tests.engine_checks import MAX_MODEL_LEN, make_policy, make_request, wait_for_blocks
+from skyrl_async.weight_sync.broadcast import WeightBroadcast
+from skyrl_async.weight_sync.publisher import PublishTimes, WeightPublisher
+from tests.engine_checks import MAX_MODEL_LEN, make_policy, make_request, make_update, publish, wait_for_blocks
 from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -223,9 +233,13 @@ async def test_a_cancelled_call_ends_its_request_in_the_engine(engines: list[Ray
 async def test_an_engine_that_does_not_come_up_shows_its_last_log_lines_and_leaves_no_process(
     ray_session: None, policy_dir: Path, tmp_path: Path
 ) -> None:
+    """The bad one is of a model that the engine's kernels cannot run: it dies of its first token."""
+    sizes = PolicySizes(hidden_size=64, num_layers=1, num_heads=4, intermediate_size=64)
+    build_tiny_policy(tmp_path / "narrow", sizes, train_tokenizer(["Extend 3248 until 0."]), seed=0)
     good = VLLMEngineConfig(name="good", policy_dir=str(policy_dir))
-    bad = VLLMEngineConfig(name="bad", policy_dir=str(policy_dir), extra_args={"max_num_batched_tokens": -1})
-    with pytest.raises(EngineStartError, match=r"(?s)engine bad did not come up.*last log lines.*bad\.log"):
+    bad = VLLMEngineConfig(name="bad", policy_dir=str(tmp_path / "narrow"))
+    said = r"(?s)engine bad did not come up: .*its first token ended it.*last log lines \([^)]*bad\.log\):.*head_dim=16"
+    with pytest.raises(EngineStartError, match=said):
         await start_ray_engines([good, bad], log_dir=tmp_path)
     _, alive = psutil.wait_procs(engine_processes(tmp_path), timeout=PATIENCE_S)
     assert not alive
@@ -247,30 +261,116 @@ async def test_a_resource_that_the_cluster_lacks_is_an_error_at_once(
         await start_ray_engines([config], num_gpus=64, log_dir=tmp_path)
 
 
-async def test_a_killed_core_and_a_killed_actor_are_engine_deaths_for_calls_in_flight(engines: list[RayEngine]) -> None:
-    for engine, role in zip(engines, ("core", "actor"), strict=True):
-        statistics = await engine.statistics()
-        pids = {"core": statistics["core_process_id"], "actor": statistics["process_id"]}
-        calls = {
-            asyncio.create_task(engine.generate(make_request(str(i), max_tokens=MAX_MODEL_LEN - 10)), name=str(i))
-            for i in range(3)
-        }
-        stream = engine.stream(make_request("stream", max_tokens=MAX_MODEL_LEN - 10))
-        await anext(stream)
-        psutil.Process(pids[role]).send_signal(signal.SIGKILL)
-        calls.add(asyncio.create_task(engine.generate(make_request("just after", max_tokens=64)), name="just after"))
-        done, pending = await asyncio.wait(calls, timeout=PATIENCE_S)
-        assert not pending, (
-            f"the {role} was killed and {sorted(call.get_name() for call in pending)} wait; "
-            f"processes: { {name: what_became_of(pid) for name, pid in pids.items()} }"
-        )
-        assert {type(call.exception()) for call in done} == {EngineDeadError}
-        with pytest.raises(EngineDeadError, match=f"engine {engine.name} is gone"):
-            async for _ in stream:
-                pass
-        for call in (engine.pause(PauseMode.ABORT), engine.checksum(), engine.generate(make_request("late"))):
-            with pytest.raises(EngineDeadError):
-                await call
-        core = pids["core"]
-        psutil.wait_procs([psutil.Process(core)] if psutil.pid_exists(core) else [], timeout=PATIENCE_S)
-        assert not psutil.pid_exists(core)
+class NoText:
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        return ""
+
+
+def publisher_of(
+    policy: PolicyWorkers, engines: list[RayEngine], directory: Path, *, is_broadcast: bool
+) -> WeightPublisher:
+    """Engines on the machine of the trainer are sent what they could map."""
+    broadcast = WeightBroadcast(
+        policy, backend="gloo", must_receive=lambda engine: True, bucket_bytes=100_000, timeout_s=PATIENCE_S
+    )
+    return WeightPublisher(
+        client=InferenceEngineClient(engines, tokenizer=NoText(), max_model_len=MAX_MODEL_LEN),
+        policy=policy,
+        directory=directory,
+        bucket_bytes=1 << 20,
+        pause_mode=PauseMode.ABORT,
+        trace=Trace(None, time.monotonic),
+        broadcast=broadcast if is_broadcast else None,
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def policy(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PolicyWorkers]:
+    """Of other weights than the engines boot from."""
+    directory = make_policy(tmp_path_factory.mktemp("trained"), seed=1, is_tied=False)
+    workers = await PolicyWorkers.start(TrainingSettings(policy_path=str(directory)), num_workers=1)
+    yield workers
+    await workers.close()
+
+
+async def test_weights_that_are_broadcast_are_those_that_are_mapped_and_answers_go_on_meanwhile(
+    engines: list[RayEngine], policy: PolicyWorkers, policy_dir: Path, tmp_path: Path
+) -> None:
+    mapping = publisher_of(policy, engines, tmp_path / "mapped", is_broadcast=False)
+    await mapping.publish(3)
+    expected = await mapping.attest(3)
+    for engine in engines:
+        await publish(engine, make_update(policy_dir, tmp_path, 4))
+    assert await engines[0].checksum() != expected
+    sending = publisher_of(policy, engines, tmp_path / "sent", is_broadcast=True)
+    async with asyncio.TaskGroup() as tasks:
+        calls = [tasks.create_task(engine.generate(make_request("a", max_tokens=300))) for engine in engines]
+        for engine in engines:
+            await wait_for_blocks(engine, 2)
+        await sending.publish(5)
+    assert await sending.attest(5) == expected
+    for call in calls:
+        assert len(call.result().token_ids) == 300 and set(call.result().versions) == {4, 5}
+    sending.close()
+    assert not [path for name in ("mapped", "sent") for path in (tmp_path / name).glob("*5*")]
+
+
+async def check_death(
+    engine: RayEngine, role: str, before: Callable[[], Coroutine[Any, Any, None]] | None = None
+) -> None:
+    """Kill one of an engine's processes, and see what becomes of calls in flight and later ones."""
+    statistics = await engine.statistics()
+    pids = {"core": statistics["core_process_id"], "actor": statistics["process_id"]}
+    calls = {
+        asyncio.create_task(engine.generate(make_request(str(i), max_tokens=MAX_MODEL_LEN - 10)), name=str(i))
+        for i in range(3)
+    }
+    stream = engine.stream(make_request("stream", max_tokens=MAX_MODEL_LEN - 10))
+    await anext(stream)
+    if before is not None:
+        psutil.Process(pids["core"]).suspend()
+        await before()
+    psutil.Process(pids[role]).send_signal(signal.SIGKILL)
+    calls.add(asyncio.create_task(engine.generate(make_request("just after", max_tokens=64)), name="just after"))
+    done, pending = await asyncio.wait(calls, timeout=PATIENCE_S)
+    assert not pending, (
+        f"the {role} was killed and {sorted(call.get_name() for call in pending)} wait; "
+        f"processes: { {name: what_became_of(pid) for name, pid in pids.items()} }"
+    )
+    assert {type(call.exception()) for call in done} == {EngineDeadError}
+    with pytest.raises(EngineDeadError, match=f"engine {engine.name} is gone"):
+        async for _ in stream:
+            pass
+    for call in (engine.pause(PauseMode.ABORT), engine.checksum(), engine.generate(make_request("late"))):
+        with pytest.raises(EngineDeadError):
+            await call
+    core = pids["core"]
+    psutil.wait_procs([psutil.Process(core)] if psutil.pid_exists(core) else [], timeout=PATIENCE_S)
+    assert not psutil.pid_exists(core)
+
+
+async def test_a_core_killed_in_a_broadcast_is_an_engine_death_and_the_other_engine_serves_what_was_sent(
+    engines: list[RayEngine], policy: PolicyWorkers, tmp_path: Path
+) -> None:
+    publisher = publisher_of(policy, engines, tmp_path, is_broadcast=True)
+    await publisher.publish(6)
+    await publisher.gather(7)
+    await publisher.send(7)
+    loading: list[asyncio.Task[PublishTimes | None]] = []
+
+    async def begin_to_load() -> None:
+        loading.append(asyncio.create_task(publisher.load()))
+        for _ in range(3):
+            await engines[1].statistics()
+        assert not loading[0].done(), "it waits for an engine that stands still"
+
+    await check_death(engines[0], "core", begin_to_load)
+    times = await loading[0]
+    assert times is not None and times.version == await engines[1].version() == 7
+    await publisher.publish(8)
+    assert await engines[1].version() == 8
+    publisher.close()
+
+
+async def test_a_killed_actor_is_an_engine_death_for_calls_in_flight(engines: list[RayEngine]) -> None:
+    await check_death(engines[1], "actor")

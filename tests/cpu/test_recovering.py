@@ -21,14 +21,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from skyrl_async.checkpoint import Checkpointer, TrainerState
-from skyrl_async.errors import CheckpointError, DeadlineError, TrainingError, WorkerDiedError
+from skyrl_async.errors import CheckpointError, DeadlineError, TrainingError, WeightsTransferError, WorkerDiedError
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.journal import CallJournal
 from skyrl_async.training.protocol import Policy, export_weights
 from skyrl_async.training.recovering import RecoveringPolicy
 from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.transfer_group import GroupPlace
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
-from tests.cpu.test_fsdp_backend import trajectories, write_policy
+from tests.cpu.tiny_policies import varied_trajectories as trajectories
+from tests.cpu.tiny_policies import write_policy
 
 
 def one_row(number: int) -> list[Trajectory]:
@@ -118,6 +120,17 @@ class ModelledWorkers:
             return WeightUpdate(version=version, chunks=({"path": self.copy},), manifest={}, num_bytes=0)
 
         return await self.call(act)
+
+    async def open_transfer(self, num_receivers: int, backend: str, timeout_s: float) -> GroupPlace:
+        if self.is_dead:
+            raise WorkerDiedError("they are dead")
+        place = GroupPlace(
+            host="h", port=1, name="n", num_members=1 + num_receivers, backend=backend, timeout_s=timeout_s
+        )
+        return await self.call(lambda: place)
+
+    async def broadcast_weights(self, path: Path, bucket_bytes: int) -> None:
+        await self.call(lambda: None)
 
     async def save(self, directory: Path) -> None:
         def act() -> None:
@@ -216,6 +229,7 @@ def undisturbed(calls: Sequence[str]) -> list[Any]:
     return asyncio.run(main())
 
 
+@pytest.mark.slow
 @given(
     calls=st.lists(st.sampled_from(CALLS), max_size=14),
     deaths=st.dictionaries(st.integers(2, 40), st.booleans(), max_size=6),
@@ -478,6 +492,29 @@ async def test_calls_made_at_once_wait_for_one_restart(tmp_path: Path) -> None:
         answers = [tasks.create_task(policy.logprobs([1, 2])) for _ in range(3)]
     assert [answer.result() for answer in answers] == [[1.0]] * 3
     assert policy.num_restarts == 1
+    await policy.close()
+
+
+@pytest.mark.parametrize("death", [(3, False), (4, False), (4, True)])
+async def test_workers_that_die_over_a_broadcast_fail_it_and_new_ones_in_their_state_open_the_next_group(
+    tmp_path: Path, death: tuple[int, bool]
+) -> None:
+    fate = Fate([death])
+
+    async def start() -> Any:
+        return ModelledWorkers(fate)
+
+    policy = await RecoveringPolicy.start(start, max_restarts=1, directory=tmp_path)
+    await policy.forward_backward(one_row(1), [1.0], 0)
+    await policy.step(1)
+    place = await policy.open_transfer(2, "gloo", 5.0)  # calls 3, or 3 and again
+    assert (place.num_members, place.backend, place.timeout_s) == (3, "gloo", 5.0)
+    if death[0] == 4:
+        with pytest.raises(WeightsTransferError, match="/file was not sent: policy-worker-1 died in call 4"):
+            await policy.broadcast_weights(Path("/file"), 1)
+    await policy.open_transfer(2, "gloo", 5.0)
+    await policy.broadcast_weights(Path("/file"), 1)
+    assert (policy.num_restarts, await policy.logprobs([1])) == (1, [1.0])
     await policy.close()
 
 

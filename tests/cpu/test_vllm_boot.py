@@ -4,10 +4,13 @@ import gc
 import os
 import subprocess
 import sys
+from typing import get_args
 
 import psutil
 import pytest
 
+from skyrl_async.config.lora import LARGEST_SERVED_RANK
+from skyrl_async.inference.vllm_adapter import largest_rank
 from skyrl_async.inference.vllm_boot import _BoundForkContext
 from tests.patience import PATIENCE_S
 
@@ -52,6 +55,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["_BoundForkContext", "_BoundSpawnContext"])
 def test_a_core_does_not_outlive_a_parent_that_is_killed(context: str) -> None:
     """``test_ray_engine`` kills the parent of a real one."""
@@ -61,3 +65,11 @@ def test_a_core_does_not_outlive_a_parent_that_is_killed(context: str) -> None:
         parent.kill()
     psutil.wait_procs([core], timeout=PATIENCE_S)
     assert not core.is_running()
+
+
+@pytest.mark.slow
+def test_engines_make_room_for_adapters_of_every_rank_that_is_not_refused() -> None:
+    from vllm.config.lora import MaxLoRARanks
+
+    assert max(get_args(MaxLoRARanks)) == LARGEST_SERVED_RANK
+    assert [largest_rank(rank) for rank in (1, 2, 8, 9, 33, LARGEST_SERVED_RANK)] == [1, 8, 8, 16, 64, 512]

@@ -18,6 +18,8 @@ from tests.engine_checks import (
     generate_all,
     generate_with_retries,
     joined,
+    make_adapter_update,
+    make_merged_policy,
     make_policy,
     make_request,
     make_update,
@@ -39,9 +41,14 @@ class Engines:
     policy_dirs: tuple[Path, Path]
 
 
-async def start(policy_dir: Path, name: str, dtype: str = "float32") -> VLLMEngine:
+async def start(policy_dir: Path, name: str, dtype: str = "float32", adapter_rank: int = 0) -> VLLMEngine:
     config = VLLMEngineConfig(
-        name=name, policy_dir=str(policy_dir), device="cuda", dtype=dtype, gpu_memory_utilization=0.2
+        name=name,
+        policy_dir=str(policy_dir),
+        device="cuda",
+        dtype=dtype,
+        adapter_rank=adapter_rank,
+        gpu_memory_utilization=0.2,
     )
     return await VLLMEngine.start(config)
 
@@ -144,3 +151,17 @@ async def test_a_killed_core_is_an_engine_death_and_leaves_no_process(tmp_path: 
     assert not pending and {type(call.exception()) for call in done} == {EngineDeadError}
     _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert not alive
+
+
+async def test_a_published_adapter_is_sampled_as_weights_that_hold_it_and_one_alone_is_kept(tmp_path: Path) -> None:
+    policy = make_policy(tmp_path / "policy", seed=0, is_tied=False)
+    engine = await start(policy, "adapter", dtype="bfloat16", adapter_rank=4)
+    for version in (1, 2):
+        update = make_adapter_update(policy, tmp_path, version, seed=version)
+        await publish(engine, update, PauseMode.KEEP)
+    assert await engine._llm.list_loras() == [1]
+    output = await engine.generate(make_request("a", max_tokens=100, temperature=1.0))
+    merged = make_merged_policy(policy, update, tmp_path / "merged")
+    expected = reference_logprobs(merged, PROMPTS[0], output, 1.0)
+    assert set(output.versions) == {2} and (torch.tensor(output.logprobs) - expected).abs().max() < 0.3
+    await engine.close()

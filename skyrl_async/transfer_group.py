@@ -1,0 +1,136 @@
+"""A process group of its own for one purpose: rank 0 of the policy sends bytes to one worker of every engine.
+
+    rank 0: host memory ──bucket──> [gloo: host to host | NCCL: its device to theirs] ──bucket──> host memory: ranks 1, 2, ...
+
+Flows in: where members meet, and bytes in host memory. Flows out: the same bytes in every member's. torch's default group, vLLM's
+groups and those of training are not touched, so members may be in any of them. Knows neither weights nor engines.
+
+A member that fails leaves, which closes its connections: with gloo the others fail at once then. One that merely stands still is waited for
+as long as the group's timeout says. A group in which anything failed is of no use any more.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NCCL = "nccl"
+GLOO = "gloo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlace:
+    """Where and how the members of a group meet; plain values, for it crosses processes."""
+
+    host: str
+    """Of rank 0, as the others reach it."""
+    port: int
+    """Of rank 0's store."""
+    name: str
+    """Unique within the store: groups may follow each other there."""
+    num_members: int
+    """Rank 0 included."""
+    backend: str
+    """``gloo`` or ``nccl``."""
+    timeout_s: float
+    """Longest that a member waits for the others, at the meeting and in each bucket."""
+
+
+def open_store(host: str) -> dist.TCPStore:
+    """Where members meet, in this process; it serves as long as it is referred to."""
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+
+
+class TransferGroup:
+    """One member's end. Made when every member is there; blocks until then.
+
+    Args:
+        place: equal for all members.
+        rank: 0 sends.
+        device: of this member, for NCCL; gloo does without.
+        store: rank 0's own; the others connect to it.
+
+    Raises ``RuntimeError`` (``dist.DistError`` included) where the others do not come in time.
+    """
+
+    def __init__(self, place: GroupPlace, *, rank: int, device: torch.device, store: dist.Store | None = None) -> None:
+        timeout = timedelta(seconds=place.timeout_s)
+        if store is None:
+            store = dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = dist.PrefixStore(place.name, store)
+        store.set_timeout(timeout)
+        self._sends = rank == 0
+        self._device = device if place.backend == NCCL else torch.device("cpu")
+        if place.backend == NCCL:
+            with _failing_in_the_caller(), torch.cuda.device(device):
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self._group: dist.ProcessGroup = dist.ProcessGroupNCCL(store, rank, place.num_members, options)
+                self._stream = torch.cuda.Stream(device)
+        else:
+            own = place.host if rank == 0 else _address_towards(place.host, place.port)
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+            options._timeout = timeout
+            self._group = dist.ProcessGroupGloo(store, rank, place.num_members, options)
+
+    def send(self, content: Tensor, bucket_bytes: int) -> None:
+        """Rank 0: (num_bytes,) uint8 in host memory to all others, ``bucket_bytes`` (>= 1) at a time."""
+        self._broadcast(torch.tensor([content.numel(), bucket_bytes]))
+        for bucket in content.split(bucket_bytes):
+            self._broadcast(bucket)
+
+    def receive(self, allocate: Callable[[int], Tensor]) -> None:
+        """The others: into what ``allocate`` makes for so many bytes: (num_bytes,) uint8 in host memory."""
+        sizes = torch.zeros(2, dtype=torch.int64)
+        self._broadcast(sizes)
+        num_bytes, bucket_bytes = sizes.tolist()
+        for bucket in allocate(num_bytes).split(bucket_bytes):
+            self._broadcast(bucket)
+
+    def leave(self) -> None:
+        """Close this member's connections, whatever the others do. Idempotent."""
+        self._group.abort()
+
+    def _broadcast(self, values: Tensor) -> None:
+        """Rank 0's values into everybody's, a contiguous tensor in host memory; on return they are there."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        if self._device.type == "cpu":
+            self._group.broadcast([values], options).wait()
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            bucket = values.to(self._device) if self._sends else torch.empty_like(values, device=self._device)
+            self._group.broadcast([bucket], options).wait()
+            if self._sends:
+                self._stream.synchronize()
+            else:
+                values.copy_(bucket)
+
+
+def _address_towards(host: str, port: int) -> str:
+    """Of the network interface by which this machine reaches that one; nothing is sent."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+@contextmanager
+def _failing_in_the_caller() -> Iterator[None]:
+    """Have NCCL groups made within raise where they are waited for; by default a timeout ends the whole process."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before

@@ -1,0 +1,98 @@
+"""Engines on two nodes of a Ray cluster, which one machine plays here: who maps what is published, and who is sent it."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from skyrl_async.composition.publishing import make_broadcast
+from skyrl_async.config.schema import Config, WeightSyncConfig, WeightTransfer
+from skyrl_async.errors import ConfigError
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.ray_engine import RayEngine, is_on_this_machine, start_ray_engines
+from skyrl_async.inference.vllm_boot import VLLMEngineConfig
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.training.policy_workers import PolicyWorkers
+from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.types import PauseMode
+from skyrl_async.weight_sync.publisher import WeightPublisher
+from tests.engine_checks import MAX_MODEL_LEN, make_policy
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+
+class NoText:
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        return ""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def nodes() -> AsyncIterator[list[str]]:
+    """Two nodes; this process is on the first."""
+    import ray
+
+    ray.shutdown()  # that of other files
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    other = cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield [ray.get_runtime_context().get_node_id(), other.node_id]
+    ray.shutdown()
+    cluster.shutdown()
+
+
+async def start(policy_dir: Path, name: str, node: str, root: Path) -> RayEngine:
+    (engine,) = await start_ray_engines(
+        [VLLMEngineConfig(name=name, policy_dir=str(policy_dir))],
+        scheduling_strategies=[NodeAffinitySchedulingStrategy(node, soft=False)],
+        log_dir=root / "logs",
+    )
+    return engine
+
+
+async def test_an_engine_on_another_node_is_sent_what_the_others_map_also_when_it_is_started_anew(
+    nodes: list[str], tmp_path: Path
+) -> None:
+    old, new = (make_policy(tmp_path / str(seed), seed=seed, is_tied=False) for seed in (0, 1))
+    async with contextlib.AsyncExitStack() as stack:
+        policy = await PolicyWorkers.start(
+            TrainingSettings(policy_path=str(new)),
+            num_workers=1,
+            scheduling_strategies=[NodeAffinitySchedulingStrategy(nodes[0], soft=False)],
+        )
+        stack.push_async_callback(policy.close)
+        engines = [await start(old, f"engine-{i}", node, tmp_path) for i, node in enumerate(nodes)]
+        for engine in engines:
+            stack.push_async_callback(engine.close)
+        assert [is_on_this_machine(engine) for engine in engines] == [True, False]
+        client = InferenceEngineClient(engines, tokenizer=NoText(), max_model_len=MAX_MODEL_LEN)
+        with pytest.raises(ConfigError, match="got shm: engine-1 cannot map what is published here"):
+            make_broadcast(Config(weight_sync=WeightSyncConfig(transfer=WeightTransfer.shm)), client, policy)
+        broadcast = make_broadcast(Config(), client, policy)
+        assert broadcast is not None
+        publisher = WeightPublisher(
+            client=client,
+            policy=policy,
+            directory=tmp_path / "published",
+            bucket_bytes=1 << 20,
+            pause_mode=PauseMode.ABORT,
+            trace=Trace(None, time.monotonic),
+            broadcast=broadcast,
+        )
+        for version in (1, 2):
+            await publisher.publish(version)
+        checksum = await publisher.attest(2)
+        psutil.Process((await engines[1].statistics())["core_process_id"]).kill()
+        anew = await start(old, "engine-1.1", nodes[1], tmp_path)
+        stack.push_async_callback(anew.close)
+        await client.add_engine(anew)
+        assert (await anew.version(), await anew.checksum()) == (2, checksum)
+        await publisher.publish(3)
+        assert [engine.name for engine in client.engines] == ["engine-0", "engine-1.1"]
+        assert await publisher.attest(3) == checksum
+        publisher.close()
