@@ -67,6 +67,8 @@ class TrainerState:
     """Admitted groups that are not finished, oldest first."""
     kl_coef: float | None = None
     """Of the divergence in the reward, in the next step; None without one."""
+    filtered_in_a_row: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Groups without a difference in reward since the last one with one, by what they had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,10 @@ class LossEntry:
     """``package.module:function``."""
     needs_old_logprobs: bool = False
     """It asks for the log-probs of finished rows under the policy, recomputed."""
+    marker: str | None = None
+    """``package.module:function`` that marks tokens for it among all of a step (``algorithms.covariance``): nothing of the step is trained
+    before all is there.
+    """
 
 
 E = TypeVar("E", AdvantageEntry, LossEntry)
@@ -149,9 +153,10 @@ ADVANTAGE_ESTIMATORS = Registry(
 """A value model with GAE has its place here: an entry that needs the whole mini-batch, and values beside the rewards."""
 
 
-def _loss(module: str, function: str, *, needs_old_logprobs: bool = False) -> LossEntry:
+def _loss(module: str, function: str, *, needs_old_logprobs: bool = False, marker: str | None = None) -> LossEntry:
     path = f"skyrl_async.algorithms.{module}:{function}"
-    return LossEntry(path=path, needs_old_logprobs=needs_old_logprobs)
+    marker = None if marker is None else f"skyrl_async.algorithms.covariance:{marker}"
+    return LossEntry(path=path, needs_old_logprobs=needs_old_logprobs, marker=marker)
 
 
 POLICY_LOSSES = Registry(
@@ -168,6 +173,8 @@ POLICY_LOSSES = Registry(
         "cispo": _loss("weighted_losses", "cispo"),
         "cispo_old": _loss("weighted_losses", "cispo_old", needs_old_logprobs=True),
         "sapo": _loss("weighted_losses", "sapo"),
+        "clip_cov": _loss("covariance_losses", "clip_cov", marker="clip_cov_marks"),
+        "kl_cov": _loss("covariance_losses", "kl_cov", marker="kl_cov_marks"),
     },
     lambda path: LossEntry(path=path),
     lambda entry: ("tokens", "constants"),

@@ -6,7 +6,7 @@ was taken. Does not know files, nor when a checkpoint is due.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -91,6 +91,7 @@ class RunSaver:
         self._workers.take_up(taken_up.running)
         for finished in taken_up.finished:
             await self._workers.hand_over.put(finished)
+        self._workers.hand_over.take_up(state.filtered_in_a_row)
         for dropped in reversed(taken_up.dropped):
             await self._dataloader.give_back((dropped.epoch, dropped.uid))
         totals.wasted_tokens += taken_up.num_dropped_tokens
@@ -99,8 +100,14 @@ class RunSaver:
         logger.info("resumed %s: %s", checkpoint.name, taken_up)
 
     async def write(
-        self, policy: Policy, step: int, taken: Sequence[Group], *, unless_known: bool = False
-    ) -> dict[str, float]:
+        self,
+        policy: Policy,
+        step: int,
+        taken: Sequence[Group],
+        *,
+        unless_known: bool = False,
+        on_taken: Callable[[], None] = lambda: None,
+    ) -> None:
         """Write the state after ``step`` steps, of which the engines have acknowledged the last one.
 
         It is taken in one step of the event loop, whatever goes on: what is sampled later is sampled again when it is resumed. A
@@ -111,21 +118,22 @@ class RunSaver:
             step: completed optimizer steps.
             taken: groups of the step in progress: finished and untrained.
             unless_known: write nothing where the last checkpoint holds all there is.
-
-        Returns the figures of what was generated since they were asked for last.
+            on_taken: called when the state is taken, before any of it is written.
         """
         if self.checkpointer is None:
-            return self._recorder.count_generation()
+            on_taken()
+            return
         await self._workers.collect_open_tokens()
-        generated, state = self._recorder.count_generation(), self._state(step, taken)
+        on_taken()
+        self._recorder.count_generation()
+        state = self._state(step, taken)
         progress = self._progress(step, state.running)
         if unless_known and progress == self._known:
-            return generated
+            return
         path = await self.checkpointer.try_write(policy, state)
         if path is not None:
             self.newest, self.step, self._known = path, step, progress
             logger.info("wrote %s", path)
-        return generated
 
     def _state(self, step: int, taken: Sequence[Group]) -> TrainerState:
         return TrainerState(
@@ -136,6 +144,7 @@ class RunSaver:
             running=self._workers.running_groups(),
             totals=asdict(self._recorder.totals),
             kl_coef=self._credit.kl_coef,
+            filtered_in_a_row=self._workers.hand_over.filtered_in_a_row,
         )
 
     def _progress(self, step: int, running: Sequence[RunningGroup]) -> tuple[int, int, int]:

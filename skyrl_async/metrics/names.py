@@ -80,11 +80,13 @@ METRICS: dict[str, Metric] = {
     "timing/optimizer_step": Metric("s", "Clipping and optimizer."),
     "timing/publish": Metric("s", "From the trainer's weights to every engine serving them."),
     "timing/gather": Metric("s", "Of publish: collecting full parameters; engines go on generating."),
-    "timing/send": Metric("s", "Of publish: moving them to the engines; engines go on generating."),
+    "timing/send": Metric(
+        "s", "Of publish: writing them, and broadcasting them where engines cannot map them; engines go on generating."
+    ),
     "timing/stage": Metric("s", "Of publish: engines preparing to load; they go on generating."),
     "timing/load": Metric("s", "Of publish: replacing the engines' weights, inside the pause."),
     "timing/pause": Metric("s", "Of publish: engines sampling nothing."),
-    "timing/checkpoint": Metric("s", "Writing a checkpoint."),
+    "timing/checkpoint": Metric("s", "Writing a checkpoint; in a record of its own, once it is written."),
     "timing/eval": Metric("s", "Evaluation on held-out prompts."),
     "policy/loss": Metric("loss", "Policy loss, as trainer.algorithm.loss_reduction makes one of the tokens' losses."),
     "policy/reward_kl": Metric(
@@ -220,8 +222,9 @@ def markdown() -> str:
     lines = [
         "# Metrics",
         "",
-        "One line per step in a run's `metrics.jsonl` (with `step`, and `time_s` since the run began), the same in",
-        "TensorBoard and W&B. Written by `python -m skyrl_async.metrics.names > docs/reference/metrics.md`.",
+        "One line per step in a run's `metrics.jsonl` (with `step`, and `time_s` since the run began), and one more for what is",
+        "known of it later (an evaluation, a checkpoint); the same in TensorBoard and W&B. Written by",
+        "`python -m skyrl_async.metrics.names > docs/reference/metrics.md`.",
         "",
         "| name | unit | meaning |",
         "|---|---|---|",

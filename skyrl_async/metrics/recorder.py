@@ -6,6 +6,7 @@ checkpoints and the summary. Does not know what a step does, nor when.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -39,12 +40,12 @@ class Recorder:
         self.totals = RunTotals()
         self.trace = trace
         self._generation_counts = generation_counts
-        self._counted = generation_counts()
-        self._counted_at = 0.0
+        self._counted = self._logged = generation_counts()
+        self._logged_at = 0.0
 
     def start(self) -> None:
         """Training begins now."""
-        self._counted_at = asyncio.get_running_loop().time()
+        self._logged_at = asyncio.get_running_loop().time()
 
     @contextmanager
     def timed(self, figures: StepFigures, name: str, *, track: str) -> Iterator[None]:
@@ -55,13 +56,17 @@ class Recorder:
             yield
         figures.add_seconds(name, loop.time() - started)
 
-    def count_generation(self) -> dict[str, float]:
-        """Add to the totals what was generated since the last call; returns that as values."""
+    def count_generation(self) -> None:
+        """Add to the totals what was generated since the last call."""
+        counts = self._generation_counts()
+        self.totals.add_generation(_since(self._counted, counts))
+        self._counted = counts
+
+    def _generation_values(self) -> dict[str, float]:
+        """Of what was generated since the last step was logged."""
         now, counts = asyncio.get_running_loop().time(), self._generation_counts()
-        new = {name: count - self._counted[name] for name, count in counts.items()}
-        seconds = max(now - self._counted_at, 1e-9)
-        self._counted, self._counted_at = counts, now
-        self.totals.add_generation(new)
+        new, seconds = _since(self._logged, counts), max(now - self._logged_at, 1e-9)
+        self._logged, self._logged_at = counts, now
         return {
             "generate/tokens": float(new["tokens"]),
             "generate/tokens_per_second": new["tokens"] / seconds,
@@ -69,7 +74,10 @@ class Recorder:
         }
 
     def log_step(self, figures: StepFigures, policy: Mapping[str, float], more: Mapping[str, float]) -> None:
-        """Log a step with what the policy said of its optimizer step, and values that go by their full names."""
+        """Log a step with what the policy said of its optimizer step, and values that go by their full names.
+
+        What was generated since the last one was logged is counted, and part of it.
+        """
         if figures.waits:
             longest = max(figures.waits, key=lambda wait: wait.seconds)
             logger.info(
@@ -87,4 +95,9 @@ class Recorder:
                 figures.num_tokens,
             )
         values = figures.values() | {f"policy/{name}": value for name, value in policy.items()}
-        self.log(figures.version + 1, {**values, **self.totals.values(), **more})
+        self.count_generation()
+        self.log(figures.version + 1, {**values, **self._generation_values(), **self.totals.values(), **more})
+
+
+def _since(before: Mapping[str, int], now: Mapping[str, int]) -> Counter[str]:
+    return Counter({name: count - before[name] for name, count in now.items()})

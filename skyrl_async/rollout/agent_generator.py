@@ -23,6 +23,7 @@ from typing import Any
 from skyrl_async.errors import GenerationError, SessionError
 from skyrl_async.progress import report
 from skyrl_async.rollout.agent_reward import AgentEpisode, Judge, Judgement
+from skyrl_async.rollout.deadlines import Deadlines
 from skyrl_async.rollout.generator import keeps_samples
 from skyrl_async.rollout.harness import AgentResult, AgentTask, Harness, shown_extras
 from skyrl_async.rollout.members import play_members
@@ -76,6 +77,7 @@ class AgentGenerator:
         *,
         agent_timeout_s: float,
         executor: ThreadPoolExecutor,
+        deadlines: Deadlines | None = None,
         max_concurrent_agents: int | None = None,
         working_dir: Path | None = None,
     ) -> None:
@@ -86,6 +88,7 @@ class AgentGenerator:
             judge: rewards it.
             agent_timeout_s: of one run of the harness, not counting the wait for a place.
             executor: deletes working directories; shut down by ``close``, which waits for what it does.
+            deadlines: stand still while nothing can be sampled; None: never.
             max_concurrent_agents: harnesses running at once over all groups; None sets no limit.
             working_dir: where working directories are made and kept; None makes temporary ones.
         """
@@ -93,6 +96,7 @@ class AgentGenerator:
         self._harness = harness
         self._judge = judge
         self._agent_timeout_s = agent_timeout_s
+        self._deadlines = deadlines or Deadlines()
         self._executor = executor
         self._places = asyncio.Semaphore(max_concurrent_agents) if max_concurrent_agents else contextlib.nullcontext()
         self._working_dir = working_dir
@@ -186,7 +190,7 @@ class AgentGenerator:
 
     async def _run_harness(self, task: AgentTask) -> AgentResult | _Failure:
         try:
-            async with asyncio.timeout(self._agent_timeout_s) as deadline:
+            async with self._deadlines.within(self._agent_timeout_s) as deadline:
                 return await self._harness.run(task)
         except Exception as error:  # a harness is the user's, and may fail in any way: counted, not raised
             if deadline.expired():

@@ -5,7 +5,6 @@ was found and what to change. Does not know the configuration's classes.
 """
 
 import asyncio
-import importlib
 import inspect
 import shlex
 import subprocess
@@ -15,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_async.errors import ConfigError
+from skyrl_async.registries import import_function
 from skyrl_async.rollout.agent_command import SHELL, CommandHarness
 from skyrl_async.rollout.agent_generator import AgentGenerator
 from skyrl_async.rollout.agent_reward import EnvironmentJudge, FunctionJudge
 from skyrl_async.rollout.daemon_threads import DaemonThreads
+from skyrl_async.rollout.deadlines import Deadlines
 from skyrl_async.rollout.environment import EnvironmentFactory
 from skyrl_async.rollout.harness import FunctionHarness
 from skyrl_async.rollout.sessions import SessionPool
@@ -42,7 +43,7 @@ def check_agent_settings(*, command: str | None, entrypoint: str | None, reward:
     if entrypoint is not None:
         _harness_function(entrypoint)
     if reward is not None:
-        _import("generator.reward", reward)
+        import_function("generator.reward", reward)
 
 
 def make_agent_generator(
@@ -55,6 +56,7 @@ def make_agent_generator(
     make_environment: EnvironmentFactory,
     max_turns: int,
     agent_timeout_s: float,
+    deadlines: Deadlines | None = None,
     max_concurrent_agents: int | None = None,
     working_dir: Path | None = None,
 ) -> AgentGenerator:
@@ -69,6 +71,7 @@ def make_agent_generator(
         make_environment: of a prompt's ``env_class`` and ``extras``.
         max_turns: most texts of an episode that an environment judges.
         agent_timeout_s: of one run of the harness.
+        deadlines: stand still while nothing can be sampled; None: never.
         max_concurrent_agents: harnesses running at once; None sets no limit.
         working_dir: where working directories are made and kept; None makes temporary ones.
 
@@ -82,10 +85,11 @@ def make_agent_generator(
     return AgentGenerator(
         SessionPool(urls, controller_key),
         CommandHarness(command) if command else FunctionHarness(_harness_function(str(entrypoint))),
-        FunctionJudge(_import("generator.reward", reward), judging, places)
+        FunctionJudge(import_function("generator.reward", reward), judging, places)
         if reward
         else EnvironmentJudge(make_environment, judging, places, max_turns=max_turns),
         agent_timeout_s=agent_timeout_s,
+        deadlines=deadlines,
         executor=ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="agent"),
         max_concurrent_agents=max_concurrent_agents,
         working_dir=working_dir,
@@ -109,27 +113,12 @@ def _check_command(command: str) -> None:
 
 
 def _harness_function(entrypoint: str) -> Callable[..., Any]:
-    function = _import("generator.entrypoint", entrypoint)
+    function = import_function("generator.entrypoint", entrypoint)
     if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
         raise ConfigError(
             f"generator.entrypoint must be an async function with generator.kind=agent, got {entrypoint}, which is none: "
             "a blocking one would hold up the trainer; run it with generator.command"
         )
-    return function
-
-
-def _import(key: str, path: str) -> Callable[..., Any]:
-    module_name, _, name = path.partition(":")
-    if not module_name or not name:
-        raise ConfigError(f"{key} must be module:function, got {path!r}")
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except ImportError as error:
-        raise ConfigError(f"{key} must be importable, got {path!r}: {error}") from error
-    except AttributeError as error:
-        raise ConfigError(f"{key} must name a function of module {module_name}, which has no {name!r}") from error
-    if not callable(function):
-        raise ConfigError(f"{key} must name a function, got {path}, which is {type(function).__name__}")
     return function
 
 

@@ -18,12 +18,12 @@ class Deadlines:
         """Why they stand still; none: time passes."""
 
     @asynccontextmanager
-    async def within(self, timeout_s: float) -> AsyncIterator[None]:
+    async def within(self, timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
         """Like ``asyncio.timeout``, of the time in which the deadlines do not stand still. Raises ``TimeoutError``."""
         async with asyncio.timeout(None if self._reasons else timeout_s) as deadline:
             self._open[deadline] = timeout_s
             try:
-                yield
+                yield deadline
             finally:
                 del self._open[deadline]
 

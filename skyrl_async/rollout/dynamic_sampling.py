@@ -13,7 +13,7 @@ admissions or training.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 from skyrl_async.errors import GenerationError
@@ -62,6 +62,15 @@ class SignalFilter:
         self._last_uid = uid
         self._in_a_row["fewer than two trained samples" if reason is NoSignal.TOO_FEW else f"{rewards[0]:.4g}"] += 1
         return reason
+
+    @property
+    def in_a_row(self) -> dict[str, int]:
+        """Groups without a signal since the last one with one, by what they had."""
+        return dict(self._in_a_row)
+
+    def take_up(self, in_a_row: Mapping[str, int]) -> None:
+        """Go on counting from those of a checkpoint."""
+        self._in_a_row = Counter(in_a_row)
 
     def raise_if_too_many(self) -> None:
         """Raise ``GenerationError`` when too many groups in a row had no signal."""

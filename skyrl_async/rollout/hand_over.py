@@ -4,6 +4,8 @@ Flows in: finished groups, of generation or of a checkpoint. Flows out: groups i
 free for other prompts. Does not know how groups are generated or trained.
 """
 
+from collections.abc import Mapping
+
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.dynamic_sampling import NoSignal, SignalFilter
@@ -58,6 +60,16 @@ class HandOver:
         self.counts[f"filtered/{reason}"] += 1
         self.counts["filtered_tokens"] += num_tokens
         self._signal.raise_if_too_many()
+
+    @property
+    def filtered_in_a_row(self) -> dict[str, int]:
+        """What the last groups were filtered for, and how many, for checkpoints; empty where the last one was not, or nothing filters."""
+        return {} if self._signal is None else self._signal.in_a_row
+
+    def take_up(self, filtered_in_a_row: Mapping[str, int]) -> None:
+        """Go on from a checkpoint, after its finished groups were put."""
+        if self._signal is not None:
+            self._signal.take_up(filtered_in_a_row)
 
     def raise_if_nothing_is_left(self) -> None:
         """The data has ended: raise ``GenerationError`` when every group of the run was filtered, before a resume or since."""

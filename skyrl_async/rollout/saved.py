@@ -108,7 +108,7 @@ def sampling_to_json(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
-    """A finished group, without its advantages and its reference log-probs: they are computed again, by the run that resumes.
+    """A finished group, without its advantages, marks and reference log-probs: they are computed again, by the run that resumes.
 
     Recomputed log-probs are kept with their version: the policy of that version is gone by then.
     """
@@ -116,7 +116,7 @@ def group_to_json(group: Group) -> dict[str, Any]:
     del fields["advantages"]
     rows = [fields_of(row) for row in group.trajectories]
     for row in rows:
-        del row["ref_logprobs"]
+        del row["ref_logprobs"], row["marks"]
     return {**fields, "trajectories": rows}
 
 

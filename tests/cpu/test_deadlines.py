@@ -1,13 +1,23 @@
 """Deadlines that stand still at times, in virtual time: they pass after their seconds of the other times, no sooner and no later."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from skyrl_async.rollout.agent_generator import AgentGenerator
+from skyrl_async.rollout.agent_reward import AgentEpisode, Judgement
 from skyrl_async.rollout.deadlines import Deadlines
+from skyrl_async.rollout.harness import AgentResult, AgentTask
 from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.types import Prompt, Trajectory
+from tests.cpu.test_lost_samples import request, row
 
 
 @given(
@@ -84,3 +94,60 @@ def test_with_two_reasons_to_stand_still_time_passes_when_both_are_gone() -> Non
         return loop.time()
 
     assert run_in_virtual_time(main()) == pytest.approx(10.0)
+
+
+class OneTurnSession:
+    """Stands in for an endpoint's session in which the policy was asked once: logic alone, no HTTP."""
+
+    base_url, api_key, model = "http://127.0.0.1/v1", "key", "policy"
+
+    async def status(self) -> dict[str, Any]:
+        return {"state": "open", "messages": [], "last_text": "", "num_turns": 1, "was_cut_short": False}
+
+    async def finish(self, reward: float, *, metrics: dict[str, float], is_truncated: bool) -> tuple[Trajectory, ...]:
+        return (replace(row(reward=reward), metrics=metrics),)
+
+
+class OneTurnPool:
+    @asynccontextmanager
+    async def session(self, **settings: Any) -> AsyncIterator[OneTurnSession]:
+        yield OneTurnSession()
+
+    async def close(self) -> None: ...
+
+
+class Judge:
+    async def judge(self, prompt: Prompt, episode: AgentEpisode) -> Judgement:
+        return Judgement(reward=1.0)
+
+
+class AgentOf:
+    """A harness that takes some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def run(self, task: AgentTask) -> AgentResult:
+        await asyncio.sleep(self.seconds)
+        return AgentResult()
+
+
+@pytest.mark.parametrize(("seconds", "ended_at", "is_timeout"), [(104.0, 104.0, 0.0), (1000.0, 105.0, 1.0)])
+def test_an_agent_that_waits_for_an_engine_uses_up_none_of_its_time(
+    seconds: float, ended_at: float, is_timeout: float
+) -> None:
+    """There is none for a hundred seconds; it may take five of the others."""
+
+    async def main() -> tuple[float, Trajectory]:
+        deadlines, loop = Deadlines(), asyncio.get_running_loop()
+        loop.call_at(1.0, deadlines.stand_still)
+        loop.call_at(101.0, deadlines.go_on)
+        with ThreadPoolExecutor(1) as executor:
+            generator = AgentGenerator(
+                OneTurnPool(), AgentOf(seconds), Judge(), agent_timeout_s=5.0, executor=executor, deadlines=deadlines
+            )
+            (trajectory,) = await generator.generate(request(1, is_evaluation=True))
+        return loop.time(), trajectory
+
+    ended, trajectory = run_in_virtual_time(main())
+    assert (ended, trajectory.metrics["agent/timeouts"]) == (ended_at, is_timeout)

@@ -1,6 +1,7 @@
 """Dynamic sampling: full mini-batches of groups with a signal, in virtual time; what is filtered is counted and replaced."""
 
 import asyncio
+import json
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skyrl_async.checkpoint import Checkpointer
+from skyrl_async.checkpoint import Checkpointer, read_state
+from skyrl_async.checkpoint_files import attest
 from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.inference.client import InferenceEngineClient
@@ -123,6 +125,7 @@ def test_every_mini_batch_is_full_of_groups_with_a_signal_whatever_the_policy_an
     assert max(logged(simulation, "reward/zero_variance_share")) == 0
 
 
+@pytest.mark.slow
 @given(share=st.sampled_from([0.2, 0.6]), bound=st.integers(0, 3), seed=st.integers(0, 5))
 @settings(max_examples=15, deadline=None)
 def test_contract_1_in_each_epoch_every_prompt_is_trained_or_filtered_and_the_data_s_end_loses_none(
@@ -208,6 +211,7 @@ def test_contract_3_staleness_zero_trains_what_a_plain_loop_of_draw_until_full_t
     assert [[uid(group) for group in step] for step in trained(asynchronous)] == run_in_virtual_time(plain_loop())
 
 
+@pytest.mark.slow
 @given(
     tokens_per_second=st.floats(20.0, 500.0),
     seconds_per_token=st.floats(0.0, 5e-3),
@@ -277,6 +281,28 @@ def test_a_run_whose_data_ends_without_any_signal_is_an_error_and_not_a_run_with
     job = replace(FILTERING, num_epochs=2, num_prompts=7, staleness_policy=policy)
     with pytest.raises(GenerationError, match="the data ended, and no group had a difference in reward"):
         simulate(job, 0.0)
+
+
+def test_a_resumed_run_goes_on_counting_groups_without_a_difference(tmp_path: Path) -> None:
+    job = replace(FILTERING, num_steps=3, checkpoint_interval_steps=1, num_epochs=None, staleness_policy="allow")
+    simulate(job, 0.15, checkpoint_dir=tmp_path)
+    of_step = {step: read_state(tmp_path / f"global_step_{step}") for step in (1, 2, 3)}
+    step, state = max(of_step.items(), key=lambda item: sum(item[1].filtered_in_a_row.values()))
+    num_before = sum(state.filtered_in_a_row.values())
+    assert num_before >= 2 and state.filtered_in_a_row.keys() <= {"0", "0.5", "1"}
+
+    path, most = tmp_path / f"global_step_{step}", num_before + 30
+    unlimited = replace(job, num_steps=None, max_filtered_in_a_row=most)
+    with pytest.raises(GenerationError, match=f"^{most} groups in a row had no difference .* and 30 had none"):
+        simulate(unlimited, 0.0, path)
+
+    content = json.loads((path / "trainer_state.json").read_text())
+    del content["filtered_in_a_row"]  # as checkpoints were before
+    (path / "trainer_state.json").write_text(json.dumps(content))
+    (path / "manifest.json").unlink()
+    attest(path)
+    with pytest.raises(GenerationError, match=f"^{most} groups in a row .* and {most} had none"):
+        simulate(unlimited, 0.0, path)
 
 
 def test_rare_signals_do_not_stop_a_run_that_finds_them() -> None:

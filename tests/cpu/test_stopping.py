@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_async.checkpoint import Checkpointer, read_state
+from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
 from skyrl_async.errors import CheckpointError, GenerationError, NoEngineError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator, ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
 from skyrl_async.stopping import StopAsked, StopRequest
+from skyrl_async.training.protocol import Policy
 from skyrl_async.types import GroupRequest, Trajectory
 
 LONG_TAILED = SimulationSettings(
@@ -75,6 +76,7 @@ def resumed(path: Path, settings: SimulationSettings) -> Simulation:
     return run_in_virtual_time(main())
 
 
+@pytest.mark.slow
 @given(
     at=st.floats(0.1, 20.0),
     patience_s=st.sampled_from([0.0, 1.0, 10.0]),
@@ -225,13 +227,42 @@ def run_with(policy: ModelledPolicy, settings: SimulationSettings, directory: Pa
     return run_in_virtual_time(main())
 
 
+def test_a_run_that_is_killed_right_after_a_checkpoint_has_the_record_of_its_step(tmp_path: Path) -> None:
+    """Resumed from there it would never write it."""
+
+    async def main() -> Simulation:
+        settings = replace(LONG_TAILED, num_steps=6, num_epochs=None, checkpoint_interval_steps=2)
+        simulation = build_simulation(settings, checkpoint_dir=tmp_path)
+        checkpointer = simulation.trainer._saver.checkpointer
+        write = checkpointer.try_write
+
+        async def write_and_die(policy: Policy, state: TrainerState) -> None:
+            await write(policy, state)
+            raise RuntimeError("killed")
+
+        checkpointer.try_write = write_and_die
+        with pytest.raises(RuntimeError, match="killed"):
+            await simulation.trainer.run()
+        return simulation
+
+    simulation = run_in_virtual_time(main())
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_2"]
+    records = [(step, values) for step, values in simulation.logged if "reward/mean" in values]
+    assert [step for step, _ in records] == [1, 2]
+    saved = read_state(tmp_path / "global_step_2").totals
+    assert sum(values["generate/tokens"] for _, values in records) == saved["generated_tokens"], (
+        "each token in one record"
+    )
+
+
 def test_a_checkpoint_that_fails_is_one_warning_and_a_figure_and_the_next_one_is_tried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = replace(LONG_TAILED, num_steps=6, num_epochs=None, checkpoint_interval_steps=2)
     simulation = run_with(NoRoomPolicy({2}), settings, tmp_path)
     assert simulation.trainer.step == 6
-    assert [values["checkpoint/failures"] for _, values in simulation.logged] == [0, 0, 0, 1, 1, 1]
+    failures = {step: values["checkpoint/failures"] for step, values in simulation.logged}
+    assert failures == {1: 0, 2: 0, 3: 0, 4: 1, 5: 1, 6: 1}
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
         f"the checkpoint of step 4 could not be written to {tmp_path}: No space left on device; those before it stay"
     ]
