@@ -12,6 +12,8 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import psutil
+
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 15.0
@@ -90,10 +92,14 @@ class ClosingStack(contextlib.AsyncExitStack):
 
 
 def leave_process(code: int) -> None:
-    """The last resort, for a process with a thread that is stuck in foreign code.
+    """The last resort, for a process with a thread that is stuck in foreign code: it ends, and what descends from it before.
 
-    An interpreter that ends under such a thread crashes (Ray's, waiting for a frozen process: exit code 139 instead of the run's).
+    An interpreter that ends under such a thread crashes (Ray's, waiting for a frozen process: exit code 139 instead of the run's), and
+    agents of a Ray that was left to itself outlive it by minutes.
     """
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

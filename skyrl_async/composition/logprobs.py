@@ -20,7 +20,7 @@ from skyrl_async.composition.bundles import Bundles, Seats, worker_seats
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.config.algorithm import RefLogp
 from skyrl_async.config.devices import training_device
-from skyrl_async.config.logprob_rules import idle_settings
+from skyrl_async.config.idle_rules import idle_settings
 from skyrl_async.config.schema import Config
 from skyrl_async.errors import PolicyError
 from skyrl_async.inference.policy_files import read_config, text_config
@@ -102,18 +102,9 @@ async def _start_workers(
 ) -> ForwardWorkers:
     from skyrl_async.training.policy_workers import PolicyWorkers
 
-    training, device = config.training, training_device(config.training)
-    settings = TrainingSettings(
-        policy_path=str(initial) if path is None else path,
-        trains=False,
-        trust_remote_code=config.policy.trust_remote_code,
-        device=device.name,
-        mixed_precision=training.mixed_precision,
-        micro_batch_tokens=training.micro_batch_tokens,
-        temperature=config.generator.sampling.temperature,
-    )
+    training = config.training
     return await PolicyWorkers.start(
-        settings,
+        forward_settings(config, str(initial) if path is None else path),
         policy_path=files.trained() if path is None else None,
         worker_name=f"{name}-worker",
         num_workers=num_workers,
@@ -121,6 +112,22 @@ async def _start_workers(
         num_gpus_per_worker=seats.num_gpus,
         scheduling_strategies=seats.strategies,
         call_timeout_s=training.step_timeout_s,
+    )
+
+
+def forward_settings(config: Config, path: str) -> TrainingSettings:
+    """Of workers that compute log-probs under the model at ``path`` as the policy workers compute theirs."""
+    training = config.training
+    return TrainingSettings(
+        policy_path=path,
+        trains=False,
+        trust_remote_code=config.policy.trust_remote_code,
+        device=training_device(training).name,
+        mixed_precision=training.mixed_precision,
+        micro_batch_tokens=training.micro_batch_tokens,
+        use_sample_packing=training.use_sample_packing,
+        logprobs_chunk_size=training.logprobs_chunk_size,
+        temperature=config.generator.sampling.temperature,
     )
 
 

@@ -106,6 +106,7 @@ def make_generator(
             make_environment=environment_factory(config),
             max_turns=generator.max_turns,
             agent_timeout_s=generator.agent_timeout_s,
+            deadlines=client.pool.deadlines,
             max_concurrent_agents=generator.max_concurrent_agents,
             working_dir=None if generator.working_dir is None else Path(generator.working_dir).expanduser(),
         )

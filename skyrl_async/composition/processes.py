@@ -36,7 +36,7 @@ from skyrl_async.inference.sessions.session import SessionLimits
 from skyrl_async.inference.sessions.settings import ReasoningPolicy, SessionSettings
 from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.training.deepspeed_config import DeepSpeedSettings
-from skyrl_async.training.protocol import Policy
+from skyrl_async.training.protocol import SendingPolicy
 from skyrl_async.training.recovering import RecoveringPolicy
 from skyrl_async.training.settings import LoraSettings, TrainingSettings
 
@@ -93,14 +93,15 @@ async def start_engines_and_policy(
     stack: contextlib.AsyncExitStack,
     files: PolicyFiles,
     initial: Path,
+    served: Path,
     run_dir: Path,
     num_steps: int,
     bundles: Bundles | None = None,
 ) -> tuple[Sequence[InferenceEngine], RecoveringPolicy]:
-    """Boot engines while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run."""
+    """Boot engines from ``served`` while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run."""
 
     async def engines() -> Sequence[InferenceEngine]:
-        started = await start_engines(config, initial, run_dir, bundles)
+        started = await start_engines(config, served, run_dir, bundles)
         for engine in started:
             stack.push_async_callback(engine.close)
         return started
@@ -125,7 +126,7 @@ async def _start_policy(
 
     seats = worker_seats(config, bundles)
 
-    async def start_workers() -> Policy:
+    async def start_workers() -> SendingPolicy:
         return await PolicyWorkers.start(
             settings,
             policy_path=files.trained(),
@@ -218,6 +219,7 @@ def _lora_settings(config: Config) -> LoraSettings | None:
         target_modules=tuple(lora.target_modules),
         exclude_modules=tuple(lora.exclude_modules),
         init_method=lora.init_method.name,
+        is_published_alone=lora.served_rank > 0,
         seed=config.trainer.seed,
     )
 

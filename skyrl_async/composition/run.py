@@ -103,8 +103,9 @@ async def started_parts(
             announce(bundles.plan.table())
         say("booting engines, preparing the policy")
         num_steps = num_planned_steps(config, plan.prompts)
+        served = await plan.files.served()
         engines, policy = await start_engines_and_policy(
-            config, stack, plan.files, plan.initial, run_dir, num_steps, bundles
+            config, stack, plan.files, plan.initial, served, run_dir, num_steps, bundles
         )
         logprobs = await start_logprob_workers(config, stack, plan.files, plan.initial, bundles)
         chat = plan.chat or load_chat(plan.initial, config.policy.trust_remote_code)
@@ -128,13 +129,13 @@ async def started_parts(
         in_turn = policy_in_turn(policy, groups)
         hold_engines = turns.holding if turns else contextlib.nullcontext
         generator = make_generator(config, client, chat.renderer, endpoint, stack)
-        publisher = make_publisher(config, client, in_turn, chat.renderer, plan.prompts, trace, stack, hold_engines)
+        publisher = make_publisher(
+            config, client, in_turn, policy, chat.renderer, plan.prompts, trace, stack, hold_engines
+        )
         fleet = None
         if is_supervised(config):
             front_ends = endpoint.front_ends if endpoint else ()
-            fleet = make_fleet(
-                config, client, plan.initial, run_dir, front_ends=front_ends, say=announce, bundles=bundles
-            )
+            fleet = make_fleet(config, client, served, run_dir, front_ends=front_ends, say=announce, bundles=bundles)
             await stack.enter_async_context(fleet.supervising())
         if turns is not None:
             await stack.enter_async_context(turns.running())
@@ -165,7 +166,9 @@ class _Plan:
 def _planned(config: Config, checkpoint: Path | None, say: Say) -> _Plan:
     """Refuse what can be refused without a process. Raises ``ConfigError`` and ``PolicyError``."""
     check_generator(config)
-    check_algorithm(config.trainer.algorithm)
+    generator = config.generator
+    has_lone_samples = generator.apply_overlong_filtering or generator.n_samples_per_prompt == 1
+    check_algorithm(config.trainer.algorithm, has_lone_samples=has_lone_samples)
     prompts = prepare_prompts(config)
     files = PolicyFiles(config, prompts, say)
     initial = files.initial()

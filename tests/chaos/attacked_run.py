@@ -36,7 +36,7 @@ class Role(StrEnum):
     environment = "environment"
 
 
-_TITLES = {Role.engine: "ray::_EngineActor", Role.worker: "ray::_RankActor", Role.server: "ray::EndpointServer"}
+_TITLES = {Role.engine: "ray::EngineActor", Role.worker: "ray::RankActor", Role.server: "ray::EndpointServer"}
 
 
 class AttackedRun:

@@ -20,7 +20,8 @@ from skyrl_async.training.policy_workers import PolicyWorkers, _as_our_error
 from skyrl_async.training.recovering import RecoveringPolicy
 from skyrl_async.training.worker_process import ProcessPlace, open_if_here
 from tests.cpu.test_main import FOR_EVER, NO_VLLM, SHARED, SMALL, Command, assert_ledger_is_exact, state
-from tests.cpu.test_policy_workers import train, trajectories, weights, write_policy
+from tests.cpu.test_policy_workers import settings_with_policy, train
+from tests.cpu.tiny_policies import trajectories, weights
 
 HEARTBEAT = Heartbeat(interval_s=1.0, timeout_s=6.0)
 
@@ -43,7 +44,7 @@ class Group:
 
     @classmethod
     async def start(cls, directory: Path) -> "Group":
-        group, settings = cls(), write_policy(directory / "initial")
+        group, settings = cls(), settings_with_policy(directory / "initial")
 
         async def start() -> PolicyWorkers:
             assert not any(map(is_running, group.pids)), "the ones before must be gone"
@@ -114,7 +115,7 @@ async def test_ranks_that_are_killed_or_frozen_anywhere_change_no_bit_of_the_wei
 def kill_policy_worker(command: Command) -> None:
     """The only one, by kill -9."""
     children = psutil.Process(command.process.pid).children(recursive=True)
-    (worker,) = (child for child in children if "ray::_RankActor" in "".join(child.cmdline()))
+    (worker,) = (child for child in children if "ray::RankActor" in "".join(child.cmdline()))
     worker.kill()
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -235,6 +235,20 @@ def assert_ledger_is_exact(run_dir: Path) -> list[str]:
     return trained
 
 
+def begun_samples(checkpoint: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """(admission index, sample index, columns) of the answers that a checkpoint holds the beginning of."""
+    for group in json.loads((checkpoint / "running_groups.json").read_text()):
+        for index, sample in group["samples"].items():
+            if (begun := (sample["state"] or {}).get("generation")) is not None:
+                yield group["admission_index"], int(index), begun
+
+
+def has_tokens_of_versions_before(run_dir: Path) -> bool:
+    """Whether the newest checkpoint holds the beginning of an answer from before its last publish; engines may be faster than training."""
+    checkpoint, saved, _ = state(run_dir)
+    return any(begun["versions"] and min(begun["versions"]) < saved["step"] for *_, begun in begun_samples(checkpoint))
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("workplace")
@@ -242,25 +256,32 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(workplace: Path) -> tuple[Path, Outcome]:
-    """A run of the default engine, ended by kill -9 in the middle."""
+    """A run of the default engine, ended by kill -9 in the middle of answers that the weights changed under."""
     run_dir = workplace / "run"
-    with Command([*SMALL, LONG_ANSWERS, FOR_EVER, f"trainer.output_dir={run_dir}"], cwd=workplace) as command:
-        command.wait_for_step(4)
+    overrides = [*SMALL, *SEPARATE, LONG_ANSWERS, FOR_EVER, f"trainer.output_dir={run_dir}"]
+    with Command(overrides, cwd=workplace) as command:
+        for step in itertools.count(4):
+            command.wait_for_step(step)
+            command.process.send_signal(signal.SIGSTOP)
+            if has_tokens_of_versions_before(run_dir):
+                break
+            command.process.send_signal(signal.SIGCONT)
         command.process.send_signal(signal.SIGKILL)
         return run_dir, command.finish()
 
 
 @pytest.fixture(scope="module")
 def finished(killed: tuple[Path, Outcome], workplace: Path) -> tuple[Path, int, list[str], Outcome]:
-    """The same run taken up, and finished after more steps than there are finished groups for: with what it began with."""
+    """The same run taken up on one device, and finished after more steps than there are finished groups for: with what it began with."""
     run_dir, _ = killed
     first, trained = state(run_dir)[1]["step"], assert_ledger_is_exact(run_dir)
     shutil.copytree(state(run_dir)[0], workplace / "taken_up")
     (workplace / "recording.py").write_text(RECORDING)
     outcome = run(
         *SMALL,
-        *SEPARATE,
+        *SHARED,
         LONG_ANSWERS,
+        "weight_sync.transfer=gloo",
         f"trainer.num_steps={first + NUM_LAST_STEPS}",
         "generator.entrypoint=recording:make_recording",
         "server.enabled=true",
@@ -285,18 +306,13 @@ def test_groups_that_were_running_at_kill_9_go_on_with_their_tokens_of_the_versi
     finished: tuple[Path, int, list[str], Outcome], workplace: Path
 ) -> None:
     run_dir, first, _, _ = finished
-    groups = json.loads((workplace / "taken_up" / "running_groups.json").read_text())
     played = dict(map(json.loads, (workplace / "rows.jsonl").read_text().splitlines()))
     num_continued = 0
-    for group in groups:
-        for index, sample in group["samples"].items():
-            begun = (sample["state"] or {}).get("generation")
-            if begun is None:
-                continue
-            columns = [begun[name] for name in ("token_ids", "logprobs", "versions")]
-            row = played[group["admission_index"]][int(index)]
-            assert [column[: len(columns[0])] for column in row] == columns
-            num_continued += min(row[2]) < first <= max(row[2])
+    for admission_index, index, begun in begun_samples(workplace / "taken_up"):
+        columns = [begun[name] for name in ("token_ids", "logprobs", "versions")]
+        row = played[admission_index][index]
+        assert [column[: len(columns[0])] for column in row] == columns
+        num_continued += min(row[2]) < first <= max(row[2])
     assert num_continued > 0
     assert re.search(r"resumed global_step_\d+: .* 0 begin anew", (run_dir / "run.log").read_text())
     totals = state(run_dir)[1]["totals"]
@@ -329,7 +345,9 @@ def test_a_killed_run_is_taken_up_and_finishes_with_all_its_files(
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in run_dir.glob("trace*.json")} == {"trace.json", "trace-2.json"}
     events = json.loads((run_dir / "trace-2.json").read_text())
-    assert {"group", "forward_backward", "pause", "load", "evaluate"} <= {event["name"] for event in events}
+    assert {"group", "forward_backward", "broadcast", "pause", "load", "evaluate"} <= {
+        event["name"] for event in events
+    }
     assert list((run_dir / "tensorboard").iterdir())
     assert {p.name for p in (run_dir / "checkpoints").glob("global_step_*")} == {
         f"global_step_{last - 1}",
@@ -352,23 +370,24 @@ def test_which_stages_have_which_devices_is_shown_and_logged(
 ) -> None:
     run_dir, _, _, outcome = finished
     log = (run_dir / "run.log").read_text()
-    for line in (
+    separate = (
         "placement: 2 of 2 CPU slots",
         "  [policy]    1  policy: training.num_workers=1",
         "  [generate]  1  generate: engine.num_engines=1, engine.tensor_parallel_size=1",
-    ):
-        assert line in outcome.stdout and line in log
+    )
+    assert all(line in log for line in separate)
+    shared = "[policy,generate]  1  policy: training.num_workers=1; generate: engine.num_engines=1"
+    assert shared in log and shared in outcome.stdout
     assert "while the run was ended" not in outcome.stderr
 
 
 @pytest.mark.slow
-def test_an_engine_and_a_policy_on_one_device_take_turns_on_it(workplace: Path) -> None:
-    run_dir = workplace / "shared"
-    outcome = run(*SMALL, *SHARED, LONG_ANSWERS, "trainer.num_steps=4", f"trainer.output_dir={run_dir}", cwd=workplace)
-    assert outcome.code == 0, outcome.stderr
-    assert "[policy,generate]  1  policy: training.num_workers=1; generate: engine.num_engines=1" in outcome.stdout
-    spans = [event for event in json.loads((run_dir / "trace.json").read_text()) if event["ph"] == "X"]
-    times = {name: [] for name in ("others compute", "forward_backward", "optimizer_step", "load")}
+def test_an_engine_and_a_policy_on_one_device_take_turns_on_it(
+    finished: tuple[Path, int, list[str], Outcome],
+) -> None:
+    run_dir, first, _, _ = finished
+    spans = [event for event in json.loads((run_dir / "trace-2.json").read_text()) if event["ph"] == "X"]
+    times = {name: [] for name in ("others compute", "forward_backward", "optimizer_step", "broadcast", "load")}
     for span in spans:
         if span["name"] in times:
             times[span["name"]].append((span["ts"], span["ts"] + span["dur"]))
@@ -376,11 +395,11 @@ def test_an_engine_and_a_policy_on_one_device_take_turns_on_it(workplace: Path) 
     for name in ("forward_backward", "optimizer_step"):
         assert times[name]
         assert all(any(a <= begin and end <= b for a, b in paused) for begin, end in times[name]), name
-    assert times["load"]
+    assert len(times["broadcast"]) == len(times["load"]) > 0
     assert not any(a < end and begin < b for a, b in paused for begin, end in times["load"]), "loaded in others' turn"
-    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "reward/mean" in row]
-    assert len(rows) == 4 and sum(row["generate/tokens"] for row in rows) > 0
-    assert 4 <= rows[-1]["devices/policy/turns"] <= rows[-1]["devices/generate/turns"] + 1
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "reward/mean" in row and row["step"] > first]
+    assert len(rows) == NUM_LAST_STEPS and sum(row["generate/tokens"] for row in rows) > 0
+    assert NUM_LAST_STEPS <= rows[-1]["devices/policy/turns"] <= rows[-1]["devices/generate/turns"] + 1
 
 
 @pytest.mark.slow
@@ -469,15 +488,6 @@ def test_a_checkpoint_of_another_model_is_refused(killed: tuple[Path, Outcome], 
     assert outcome.code == 1
     assert "is of another model: model.layers.2" in outcome.error and "trainer.resume_mode=none" in outcome.error
     assert "Traceback" not in outcome.stderr
-
-
-@pytest.mark.slow
-def test_a_model_that_the_engine_s_kernels_cannot_run_is_told_with_the_engine_s_own_last_words(tmp_path: Path) -> None:
-    outcome = run(*SMALL, "policy.hidden_size=64", "trainer.output_dir=out", cwd=tmp_path)
-    assert outcome.code == 1
-    said, _, log = outcome.error.partition(f"Its last log lines ({tmp_path / 'out' / 'logs' / 'engine-0.log'}):")
-    assert said.startswith("error: engine engine-0 did not come up: ") and "its first token ended it" in said
-    assert "head_dim=16" in log
 
 
 GENERATORS = """
