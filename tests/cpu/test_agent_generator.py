@@ -176,6 +176,7 @@ open("trace.json", "w").write(json.dumps(messages))
 """
 
 
+@pytest.mark.slow
 async def test_a_program_with_the_openai_package_alone_becomes_training_rows(tmp_path: Path) -> None:
     script = tmp_path / "agent.py"
     script.write_text(PROGRAM)

@@ -15,7 +15,8 @@ from skyrl_async.config.placement_rules import device_plan
 from skyrl_async.config.schema import Config, PlacementConfig
 from skyrl_async.errors import ConfigError, EngineStartError
 from skyrl_async.training.policy_workers import PolicyWorkers
-from tests.cpu.test_policy_workers import trajectories, write_policy
+from tests.cpu.test_policy_workers import settings_with_policy
+from tests.cpu.tiny_policies import trajectories
 
 
 def config_of(*overrides: str) -> Config:
@@ -73,7 +74,7 @@ class TestOnRay:
             bundles = await reserve_devices(config, stack)
             seats = worker_seats(config, bundles)
             workers = await PolicyWorkers.start(
-                write_policy(tmp_path / "policy"),
+                settings_with_policy(tmp_path / "policy"),
                 num_workers=1,
                 num_cpus_per_worker=seats.num_cpus,
                 num_gpus_per_worker=seats.num_gpus,

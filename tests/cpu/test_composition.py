@@ -58,6 +58,7 @@ def test_truncated_sampling_is_warned_of_because_it_biases_the_ratios(caplog: py
 class TestLogprobs:
     """Who computes which log-probs."""
 
+    @pytest.mark.slow
     def test_policy_workers_hold_the_reference_unless_it_has_workers_of_its_own(self) -> None:
         def settings(*overrides: str) -> TrainingSettings:
             return _training_settings(from_overrides(*overrides), Path("unused"), 1)

@@ -73,6 +73,7 @@ def divergences(job: Job, policy_dir: Path, directory: Path, before) -> tuple[Ou
     return outcome, [values["policy/ref_kl"] for values in found[0] if "policy/ref_kl" in values]
 
 
+@pytest.mark.slow
 def test_a_reference_gives_the_same_losses_and_weights_wherever_and_whenever_it_runs(
     policy_dir: Path, tmp_path: Path, apart: Apart
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 from skyrl_async.config import devices, rules
 from skyrl_async.config.groups import GROUPS
 from skyrl_async.config.help import sections
+from skyrl_async.config.idle_rules import idle_settings
 from skyrl_async.config.load import compose_config, run_cli
 from skyrl_async.config.schema import Config
 from skyrl_async.metrics.names import METRICS
@@ -97,8 +98,10 @@ def test_there_are_pages_to_check() -> None:
 
 @functools.cache
 def exit_code_of(*argv: str) -> int:
-    """Of a command that would start nothing; pages repeat each other's, and composing takes a tenth of a second."""
-    return run_cli(lambda config, overrides: 0, argv)
+    """Of a command that would start nothing, 1 where it sets a key that nothing reads; pages repeat each other's, and composing takes a
+    tenth of a second.
+    """
+    return run_cli(lambda config, overrides: int(bool(idle_settings(config))), argv)
 
 
 @functools.cache
@@ -106,14 +109,16 @@ def compose_once(*overrides: str) -> None:
     compose_config(overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plain_machine")
 @pytest.mark.parametrize("file", [file for file in (*PAGES, *SCRIPTS) if any(commands(file))], ids=str)
-def test_every_command_composes(file: Path, values: dict[str, str]) -> None:
+def test_every_command_composes_and_sets_what_is_read(file: Path, values: dict[str, str]) -> None:
     for command in commands(file):
         argv = [filled_in(argument, values) for argument in command]
         assert exit_code_of(*argv) == 0, " ".join(command)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plain_machine")
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "reference"], ids=str)
 def test_every_override_named_in_the_text_is_a_key_with_a_value_it_takes(page: Path, values: dict[str, str]) -> None:

@@ -279,7 +279,7 @@ class ExchangeMachine(RuleBasedStateMachine):
         self.iterate(30)
 
 
-TestExchange = ExchangeMachine.TestCase
+TestExchange = pytest.mark.slow(ExchangeMachine.TestCase)
 TestExchange.settings = settings(
     max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -288,12 +288,12 @@ HERE = "tests.cpu.test_harness"
         ({"command": "  "}, "generator.command must be a command line, got '  '"),
         ({"command": "echo 'x"}, "generator.command must be a command line for /bin/sh, got .*nterminated"),
         ({"command": "no-such-agent --now"}, "must begin with a program that can be found, got 'no-such-agent'"),
-        ({"entrypoint": "nothing"}, "generator.entrypoint must be module:function, got 'nothing'"),
-        ({"entrypoint": "no.such.module:run"}, "must be importable, got 'no.such.module:run': No module named 'no'"),
-        ({"entrypoint": f"{HERE}:missing"}, "must name a function of module .*test_harness, which has no 'missing'"),
-        ({"entrypoint": f"{HERE}:HERE"}, "must name a function, got .*test_harness:HERE, which is str"),
+        ({"entrypoint": "nothing"}, "generator.entrypoint must be package.module:function, got 'nothing'"),
+        ({"entrypoint": "no.such.module:run"}, "='no.such.module:run' cannot be imported: No module named 'no'"),
+        ({"entrypoint": f"{HERE}:missing"}, "cannot be imported: module '.*test_harness' has no attribute 'missing'"),
+        ({"entrypoint": f"{HERE}:HERE"}, "test_harness:HERE' must be a function, got str"),
         ({"entrypoint": f"{HERE}:block"}, "must be an async function with generator.kind=agent, got .*:block"),
-        ({"command": "true", "reward": "math:tau"}, "generator.reward must name a function, got math:tau"),
+        ({"command": "true", "reward": "math:tau"}, "generator.reward='math:tau' must be a function, got float"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_anything_starts(settings: dict[str, str], complaint: str) -> None:

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 LAYERS = {
     "skyrl_async.types": 0,
+    "skyrl_async.adapters": 1,
     "skyrl_async.progress": 0,
     "skyrl_async.resumption": 0,
     "skyrl_async.errors": 0,
@@ -28,6 +29,7 @@ LAYERS = {
     "skyrl_async.stage_board": 0,
     "skyrl_async.config": 0,
     "skyrl_async.metrics": 0,
+    "skyrl_async.transfer_group": 1,
     "skyrl_async.chat": 1,
     "skyrl_async.rollout": 1,
     "skyrl_async.algorithms": 1,
@@ -72,6 +74,7 @@ ALLOWED = {
         "skyrl_async/inference/ray_*.py",
         "skyrl_async/inference/server/front_ends.py",
         "skyrl_async/training/policy_workers.py",
+        "skyrl_async/training/rank_actor.py",
     ),
     "deepspeed": ("skyrl_async/training/deepspeed*.py",),
     "peft": ("skyrl_async/training/lora.py",),
@@ -81,6 +84,7 @@ ALLOWED = {
         "skyrl_async/tasks/*.py",
         "skyrl_async/training/*.py",
         "skyrl_async/inference/*.py",
+        "skyrl_async/transfer_group.py",
     ),
     "fastapi": ("skyrl_async/inference/server/*.py",),
     "uvicorn": ("skyrl_async/inference/server/*.py",),

@@ -75,7 +75,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert counts["trained_total"] + counts["filtered_total"] + counts["failed_total"] == len(self.closed)
 
 
-TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine = pytest.mark.slow(LedgerMachine.TestCase)
 TestLedgerMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import ray
 
+from skyrl_async.composition.logprobs import forward_settings
+from skyrl_async.composition.processes import _training_settings
 from skyrl_async.errors import DeadlineError, WorkerDiedError
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.logprob_stage import LogprobStageWork
@@ -16,10 +18,25 @@ from skyrl_async.training.policy_workers import PolicyWorkers
 from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
-from tests.cpu.test_fsdp_backend import advantages, num_tokens, trajectories, write_policy
+from tests.cpu.quick_config import config_of
 from tests.cpu.test_logprobs import assert_close
+from tests.cpu.tiny_policies import advantages, num_tokens, write_policy
+from tests.cpu.tiny_policies import varied_trajectories as trajectories
 
 POLICY, REF = LogprobModel.POLICY, LogprobModel.REF
+
+
+def test_their_forward_is_the_policy_workers_own_whatever_the_keys_say() -> None:
+    asked = {
+        "use_sample_packing": False,
+        "logprobs_chunk_size": 64,
+        "micro_batch_tokens": 512,
+        "mixed_precision": True,
+    }
+    config = config_of(*(f"training.{key}={value}" for key, value in asked.items()), "policy.trust_remote_code=true")
+    policy, forward = _training_settings(config, Path("policy"), 1), forward_settings(config, "policy")
+    for name in (*asked, "policy_path", "trust_remote_code", "device", "temperature"):
+        assert getattr(forward, name) == getattr(policy, name), name
 
 
 def update(version: int) -> WeightUpdate:

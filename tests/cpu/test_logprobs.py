@@ -16,16 +16,10 @@ from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import Group, LogprobModel, Trajectory
-from tests.cpu.test_fsdp_backend import (
-    advantages,
-    assert_equal,
-    gradients,
-    make,
-    num_tokens,
-    trajectories,
-    weights,
-    write_policy,
-)
+from tests.cpu.test_fsdp_backend import make
+from tests.cpu.tiny_policies import advantages, gradients, num_tokens, weights, write_policy
+from tests.cpu.tiny_policies import assert_close as assert_equal
+from tests.cpu.tiny_policies import varied_trajectories as trajectories
 
 __all__ = ["make"]
 Make = Callable[..., InProcessPolicy]

@@ -468,6 +468,7 @@ class Unreliable(ModelledGenerator):
         return played
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 1000),
     share=st.sampled_from([0.05, 0.2, 0.5]),
@@ -518,6 +519,7 @@ def test_contract_8_whatever_fails_every_prompt_is_trained_or_failed_once(
     assert (totals.wasted_tokens > 0) >= (num_ended > 0)
 
 
+@pytest.mark.slow
 async def test_calls_of_environments_that_never_return_take_no_place_from_others() -> None:
     """One place: the first environment's tool hangs for ever, and again and again."""
     released = threading.Event()

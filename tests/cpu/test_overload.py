@@ -148,6 +148,7 @@ def test_ten_thousand_workers_and_a_hundred_thousand_prompts_cost_no_more_wake_u
     assert per_group[10_000] <= min(per_group[10], MAX_CALLBACKS_PER_GROUP)
 
 
+@pytest.mark.slow
 def test_what_is_computed_for_a_group_does_not_grow_with_the_groups_in_flight(no_collections: None) -> None:
     def calls_per_group(num_workers: int) -> float:
         with cProfile.Profile() as profile:

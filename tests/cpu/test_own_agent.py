@@ -98,6 +98,7 @@ def call_of(arguments: str) -> Reply:
     return {"content": None, "tool_calls": [{"id": "call_0", "type": "function", "function": function}]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harness", [program("agent.py"), FunctionHarness(in_process.answer)])
 async def test_the_agent_asks_the_prompt_once_and_gives_the_answer(harness: Harness, tmp_path: Path) -> None:
     prompt = prompt_of("lagged_fibonacci")
@@ -107,6 +108,7 @@ async def test_the_agent_asks_the_prompt_once_and_gives_the_answer(harness: Harn
     assert bodies == [{"model": "policy", "messages": list(prompt.messages)}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harness", [program("tool_agent.py"), FunctionHarness(in_process.answer_with_tools)])
 async def test_the_agent_with_a_tool_answers_every_call_until_the_policy_answers(
     harness: Harness, tmp_path: Path
@@ -120,6 +122,7 @@ async def test_the_agent_with_a_tool_answers_every_call_until_the_policy_answers
     assert results == [str(to) for to in prompt.extras["signs"].values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harness", [program("tool_agent.py"), FunctionHarness(in_process.answer_with_tools)])
 async def test_a_policy_that_never_stops_calling_is_left_after_some_turns(harness: Harness, tmp_path: Path) -> None:
     answer, bodies = await play(harness, prompt_of("trail"), lambda body: call_of('{"where": 1}'), tmp_path)

@@ -147,6 +147,7 @@ def test_without_tools_a_call_is_words() -> None:
     assert split("<think>a<call>b</think><call>f;", MARKS.without_calls()) == ("<call>f;", "a<call>b", [])
 
 
+@pytest.mark.slow
 @given(text=texts_of("<think>", "</think>", "<call>", "f;", "\n\n"), starts=st.booleans(), cuts=CUTS)
 def test_whatever_the_blocks_an_answer_is_the_same(text: str, starts: bool, cuts: list[int]) -> None:
     for marks in (MARKS, MARKS.without_calls(), Marks(calls=("<call>", "<c")), Marks(calls=("",))):

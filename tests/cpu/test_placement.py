@@ -161,6 +161,7 @@ def simulate(settings: SimulationSettings) -> Simulation:
     return run_in_virtual_time(main())
 
 
+@pytest.mark.slow
 def test_a_run_that_waits_for_its_oldest_groups_is_faster_when_they_have_engines_with_few_others() -> None:
     weighed = simulate(LONG_TAILED)
     alike = simulate(replace(LONG_TAILED, oldest_weight=1.0))
@@ -169,6 +170,7 @@ def test_a_run_that_waits_for_its_oldest_groups_is_faster_when_they_have_engines
     assert weighed.trainer.totals.wasted_tokens == weighed.trainer.totals.groups_over_bound == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 20), kill_at=st.floats(0.5, 30.0), mode=st.sampled_from(PauseMode))
 def test_moves_and_an_engine_that_dies_lose_no_group(seed: int, kill_at: float, mode: PauseMode) -> None:
@@ -191,6 +193,7 @@ def test_moves_and_an_engine_that_dies_lose_no_group(seed: int, kill_at: float, 
     assert all(simulation.client.pool._placement.load(f"engine-{i}") == pytest.approx(0) for i in range(4))
 
 
+@pytest.mark.slow
 def test_the_weight_comes_from_the_configuration() -> None:
     assert placement(from_overrides("trainer.max_staleness_steps=4")) is None, "one engine"
     several = placement(from_overrides("engine.num_engines=2", "trainer.max_staleness_steps=4"))

@@ -50,6 +50,7 @@ def trained_lags(simulation: Simulation) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @given(
     bound=st.integers(0, 3),
     sigma=st.sampled_from([0.8, 1.5]),
@@ -73,6 +74,7 @@ def test_contract_2_mask_trains_no_token_past_the_bound_and_waits_for_none(
     assert totals.trained_tokens == len(lags) == totals.generated_tokens - totals.masked_tokens
 
 
+@pytest.mark.slow
 @given(bound=st.integers(0, 3), sigma=st.sampled_from([0.8, 1.5]), seed=st.integers(0, 5), streamed=st.booleans())
 @settings(max_examples=10, deadline=None)
 def test_contract_2_resample_trains_no_group_past_the_bound_and_each_uid_once(

@@ -86,6 +86,7 @@ def test_the_synchronous_model_takes_the_published_seconds_per_step(setting: Set
     assert model.synchronous_s() == pytest.approx(setting.synchronous.step_s, rel=SYNC_TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", list(Schedule))
 def test_no_schedule_is_faster_than_its_trainer_and_ours_holds_its_bound(schedule: Schedule) -> None:
     sync = Synchronous(generate_s=100, update_s=30, other_s=5)
@@ -108,6 +109,7 @@ def test_linearity_is_answers_per_second_and_device_over_those_on_the_fewest_dev
     assert [row["ours_linearity"] for row in with_linearity(rows)] == pytest.approx([1, 1])
 
 
+@pytest.mark.slow
 def test_a_quick_run_writes_every_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

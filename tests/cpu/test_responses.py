@@ -428,6 +428,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(json_values, st.dictionaries(st.sampled_from(sorted(ResponsesRequest.model_fields)), json_values, max_size=3))
 @settings(deadline=None, max_examples=200)
 def test_any_body_is_a_request_or_a_refusal(items: Any, fields: dict[str, Any]) -> None:

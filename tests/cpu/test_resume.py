@@ -230,6 +230,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.slow
 def test_contract_7_running_groups_go_on_under_their_admission_with_tokens_of_the_versions_before(
     checkpoints: dict[str, Path],
 ) -> None:

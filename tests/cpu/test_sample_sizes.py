@@ -20,8 +20,9 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import Group
-from tests.cpu.test_fsdp_backend import num_tokens, trajectories, write_policy
 from tests.cpu.test_off_policy import random_rows
+from tests.cpu.tiny_policies import num_tokens, write_policy
+from tests.cpu.tiny_policies import varied_trajectories as trajectories
 
 CPU = torch.device("cpu")
 

@@ -139,6 +139,7 @@ async def test_a_front_end_that_refuses_connections_is_passed_over() -> None:
             assert session.base_url == f"{endpoint.root}/v1"
 
 
+@pytest.mark.slow
 async def test_an_endpoint_that_is_not_there_is_named() -> None:
     with unserved_url() as unserved:
         async with SessionPool([unserved], "key") as pool:

@@ -164,6 +164,7 @@ def trees(draw: st.DrawFn) -> TurnTree:
     return policy.tree
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(tree=trees(), branches=st.sampled_from(BranchPolicy), is_abandoned=st.booleans(), is_truncated=st.booleans())
 def test_each_sampled_token_is_trained_once_as_it_was_sampled(

@@ -385,7 +385,7 @@ def test_an_open_session_is_never_forgotten(make_store: MakeStore) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["deleted", "finished and never deleted", "left to expire"])
-def test_memory_stays_flat_over_ten_thousand_sessions(make_store: MakeStore, clock: Clock, end: str) -> None:
+def test_memory_stays_flat_over_three_thousand_sessions(make_store: MakeStore, clock: Clock, end: str) -> None:
     store = make_store(max_finished=100)
 
     def play(num_sessions: int) -> int:
@@ -405,10 +405,10 @@ def test_memory_stays_flat_over_ten_thousand_sessions(make_store: MakeStore, clo
     tracemalloc.start()
     try:
         before = play(500)
-        after = play(10_000)
+        after = play(3_000)
     finally:
         tracemalloc.stop()
-    assert after - before < 50_000, "less than 5 bytes for each"
+    assert after - before < 15_000, "less than 5 bytes for each"
 
 
 # Any sequence of events
@@ -534,5 +534,5 @@ class StoreMachine(RuleBasedStateMachine):
             self.gone.add(self.closed.pop(0))
 
 
-TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine = pytest.mark.slow(StoreMachine.TestCase)
 TestStoreMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

@@ -337,6 +337,7 @@ def has_ids(turn: Turn) -> bool:
     return all(one.message.get("tool_calls") for one in turn.path())
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_any_history_matches_the_deepest_turn_that_it_continues(data: st.DataObject) -> None:

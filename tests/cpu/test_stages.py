@@ -104,7 +104,7 @@ class AnyMoves(RuleBasedStateMachine):
         assert sum(seconds for _, seconds in self.left) + self.stage.status().seconds == self.now
 
 
-TestAnyMoves = AnyMoves.TestCase
+TestAnyMoves = pytest.mark.slow(AnyMoves.TestCase)
 
 
 @given(

@@ -52,6 +52,7 @@ def test_buckets_hold_every_byte_once_in_order_and_none_is_larger_than_was_said(
     assert b"".join(bytes(piece) for bucket in buckets for piece in bucket) == expected
 
 
+@pytest.mark.slow
 @given(weights=tensors, send_bytes=st.integers(1, 3000), load_bytes=st.integers(1, 3000))
 @settings(max_examples=60, deadline=None)
 def test_mixed_dtypes_arrive_as_they_were_whatever_the_buckets(

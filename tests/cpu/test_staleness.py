@@ -102,7 +102,7 @@ class CapacityRule(RuleBasedStateMachine):
         assert [a.scheduled_version for a in opened] == sorted(a.scheduled_version for a in opened)
 
 
-TestCapacityRule = CapacityRule.TestCase
+TestCapacityRule = pytest.mark.slow(CapacityRule.TestCase)
 TestCapacityRule.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 

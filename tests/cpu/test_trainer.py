@@ -98,6 +98,7 @@ def test_contract_3_staleness_zero_trains_what_a_plain_loop_trains() -> None:
     assert set(step_values(asynchronous, "async/token_lag_max")) == {0.0}
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 5), num_prompts=st.integers(5, 30))
 @settings(max_examples=20, deadline=None)
 def test_contract_1_every_prompt_of_every_epoch_is_trained_once(seed: int, num_prompts: int) -> None:
@@ -338,6 +339,7 @@ def test_contract_7_a_resumed_run_trains_what_an_uninterrupted_one_trains(tmp_pa
     assert again.trainer.totals.trained_groups == whole.trainer.totals.trained_groups
 
 
+@pytest.mark.slow
 @given(bound=st.integers(0, 3), interval=st.integers(1, 4), seed=st.integers(0, 3))
 @settings(max_examples=15, deadline=None)
 def test_contract_7_across_any_checkpoint_every_uid_is_trained_once(
@@ -393,6 +395,7 @@ def test_contract_7_a_checkpoint_with_a_missing_or_damaged_file_is_refused_by_na
         resume()
 
 
+@pytest.mark.slow
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     async def main() -> None:
         simulation = build_simulation(
@@ -439,6 +442,7 @@ def test_a_busy_trainer_gets_fresher_groups_in_the_same_time_when_buffered_group
     assert sum(step_values(limited, "timing/step")) < 1.05 * sum(step_values(filled, "timing/step"))
 
 
+@pytest.mark.slow
 def test_limiting_buffered_groups_costs_nothing_where_generation_is_the_bottleneck() -> None:
     def seconds(seed: int, limits: bool) -> float:
         settings = replace(LONG_TAILED, max_staleness_steps=4, num_workers=16, seed=seed, limits_buffered_groups=limits)

@@ -61,6 +61,7 @@ class Failing(ModelledGenerator):
         return trajectories
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 20),
     probability=st.sampled_from([0.0, 0.1, 0.3]),
@@ -229,7 +230,7 @@ def test_contract_8_the_run_stops_as_soon_as_the_limit_is_certain_to_be_passed(l
     interval=st.integers(1, 3),
     seed=st.integers(0, 3),
 )
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_contract_7_a_run_resumes_with_another_batch_size_bound_or_number_of_workers(
     tmp_path_factory: pytest.TempPathFactory,
     bounds: tuple[int, int],

@@ -72,6 +72,7 @@ def run(settings: SimulationSettings, **parts) -> tuple[Simulation, list[tuple[s
     return run_in_virtual_time(main())
 
 
+@pytest.mark.slow
 @given(bound=st.integers(0, 3), sigma=st.sampled_from([0.0, 0.8]), every=st.integers(1, 4), streamed=st.booleans())
 @settings(max_examples=20, deadline=None)
 def test_each_step_is_trained_then_published_and_only_then_sampled_from(
@@ -359,6 +360,7 @@ ONE_STEP_OFF = replace(
 )
 
 
+@pytest.mark.slow
 @given(
     sigma=st.sampled_from([0.0, 0.8, 1.5]),
     seconds_per_token=st.sampled_from([1e-4, 1e-3, 1e-2]),
@@ -461,6 +463,7 @@ def test_without_pinning_versions_change_under_an_evaluation() -> None:
     assert simulation.trainer.totals.training_seconds <= pinned.trainer.totals.training_seconds
 
 
+@pytest.mark.slow
 @given(bound=st.integers(0, 2), every=st.integers(1, 3), sigma=st.sampled_from([0.0, 1.2]))
 @settings(max_examples=10, deadline=None)
 def test_pinned_evaluations_hold_up_no_bound_for_ever(bound: int, every: int, sigma: float) -> None:
