@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from hydra import compose, initialize
+from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -108,7 +108,8 @@ def compose_config(overrides: Sequence[str], file: Path | None = None) -> DictCo
         store = ConfigStore.instance()
         store.store(name=name, node={"defaults": ["skyrl_async_schema", "_self_"], **_read_file(file)})
     try:
-        with initialize(version_base="1.3", config_path=None):
+        # `initialize` would read the source of every caller, for a path that there is not.
+        with initialize_config_module("skyrl_async.config", version_base="1.3"):
             composed = compose(name, overrides=[*(f"{group}={choice}" for group, choice in choices.items()), *values])
     except HydraException as error:
         raise ConfigError(f"cannot compose the configuration: {_first_line(error.__cause__ or error)}") from error

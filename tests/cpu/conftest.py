@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -24,6 +25,10 @@ def _put_aside(name: str) -> str | None:
 # Each HTTP client made would read all the authorities' certificates, more work than most tests do: only uv speaks TLS.
 AUTHORITIES = {name: _put_aside(name) for name in ("SSL_CERT_FILE", "SSL_CERT_DIR")}
 os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
+
+# Dozens of processes import the same modules. Where a container says not to keep bytecode, each of them would compile it all again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 correct_wheel_tag()
 gc.disable()  # until all is imported: nothing of that is garbage, and looking through it takes as long as importing
