@@ -5,13 +5,11 @@ are used for.
 """
 
 import asyncio
-import atexit
 import contextlib
 import json
 import logging
 import os
 import secrets
-import signal
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,14 +17,12 @@ from typing import TYPE_CHECKING
 
 from skyrl_async.composition.algorithms import loss_constants
 from skyrl_async.composition.bundles import Bundles, worker_seats
-from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.corrections import correction_settings
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.composition.engines import is_supervised, start_engines
 from skyrl_async.composition.logprobs import reference_path
 from skyrl_async.config.deepspeed import read_user_config
 from skyrl_async.config.devices import training_device
-from skyrl_async.config.placement_rules import num_cpu_slots
 from skyrl_async.config.schema import Config, SamplingConfig, TrainingBackendName
 from skyrl_async.heartbeat import Heartbeat
 from skyrl_async.inference.fleet_news import FrontEndPool
@@ -44,48 +40,6 @@ if TYPE_CHECKING:
     from skyrl_async.inference.server.process import EndpointSettings
 
 logger = logging.getLogger(__name__)
-
-
-async def start_ray(config: Config, stack: ClosingStack) -> None:
-    """A Ray of the run's own, or the one it joins; left with ``stack``."""
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    stack.callback_in_thread("Ray", end_ray)
-    try:
-        _init_ray(config)
-    except SystemExit:
-        # Ray's own handler of SIGTERM, while Ray was starting: let the run's handler have the signal.
-        signal.signal(signal.SIGTERM, on_sigterm)
-        signal.raise_signal(signal.SIGTERM)
-        await asyncio.sleep(1.0)
-        raise
-    # Ray puts a handler of its own in place, which aborts this process and its clean-up with it.
-    signal.signal(signal.SIGTERM, on_sigterm)
-
-
-def _init_ray(config: Config) -> None:
-    import ray
-
-    if config.placement.ray_address != "local":
-        ray.init(address=config.placement.ray_address, log_to_driver=False)
-        return
-    # A notice that a Ray of one's own is protected by a token.
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    ray.init(
-        address="local",
-        num_cpus=num_cpu_slots(config.placement),
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        object_store_memory=512 << 20,
-    )
-
-
-def end_ray() -> None:
-    """Blocks for ever where Ray's own processes hang; they end with this process all the same, which must not wait again."""
-    import ray
-
-    atexit.unregister(ray.shutdown)
-    ray.shutdown()
 
 
 async def start_engines_and_policy(

@@ -28,6 +28,7 @@ from skyrl_async.composition.data import (
 )
 from skyrl_async.composition.engines import is_supervised, make_fleet
 from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, start_logprob_workers
+from skyrl_async.composition.own_ray import start_ray
 from skyrl_async.composition.parts import (
     Listeners,
     check_generator,
@@ -35,7 +36,7 @@ from skyrl_async.composition.parts import (
     make_trainer,
     placement,
 )
-from skyrl_async.composition.processes import serving_endpoint, start_engines_and_policy, start_ray
+from skyrl_async.composition.processes import serving_endpoint, start_engines_and_policy
 from skyrl_async.composition.publishing import check_shared_memory, make_publisher
 from skyrl_async.composition.turns import device_groups, engine_turns, policy_in_turn
 from skyrl_async.config.rules import BUILT_IN_TASKS
@@ -97,7 +98,7 @@ async def started_parts(
     plan = _planned(config, checkpoint, say)
     async with stack or ClosingStack() as stack:
         say("starting Ray")
-        await start_ray(config, stack)
+        await start_ray(config.placement, stack)
         bundles = await reserve_devices(config, stack)
         if bundles is not None:
             announce(bundles.plan.table())

@@ -69,6 +69,7 @@ LAST_LAYER_FOR_ENVIRONMENTS = 1
 ALLOWED = {
     "vllm": ("skyrl_async/inference/vllm_*.py", "skyrl_async/inference/core_process.py"),
     "ray": (
+        "skyrl_async/composition/own_ray.py",
         "skyrl_async/composition/processes.py",
         "skyrl_async/composition/bundles.py",
         "skyrl_async/inference/ray_*.py",
