@@ -71,11 +71,11 @@ class GroupBuffer:
     async def get(self, is_allowed: Callable[[Group], bool]) -> Group | None:
         """Wait for the oldest admitted group held and for ``is_allowed`` to let it go; None when closed and empty.
 
-        A closed buffer gives out what it holds without asking. Unblocked by ``put``, ``notify`` and ``close``.
+        A closed buffer of which every group is prepared gives them out without asking. Unblocked by ``put``, ``notify`` and ``close``.
         """
         loop = asyncio.get_running_loop()
         while True:
-            if self._heap and (self._is_closed or is_allowed(self._oldest)):
+            if self._may_give(is_allowed):
                 return heapq.heappop(self._heap)[1]
             if self._is_closed and not len(self):
                 return None
@@ -91,9 +91,11 @@ class GroupBuffer:
 
     def can_give(self, is_allowed: Callable[[Group], bool]) -> bool:
         """Whether ``get`` would return at once."""
-        if self._is_closed:
-            return bool(self._heap) or not self._unprepared
-        return bool(self._heap) and is_allowed(self._oldest)
+        return self._may_give(is_allowed) or (self._is_closed and not len(self))
+
+    def _may_give(self, is_allowed: Callable[[Group], bool]) -> bool:
+        is_all_there = self._is_closed and not self._unprepared
+        return bool(self._heap) and (is_all_there or is_allowed(self._oldest))
 
     def snapshot(self) -> tuple[Group, ...]:
         """The groups held, oldest admitted first, for a checkpoint."""

@@ -91,6 +91,17 @@ def test_the_reference_on_a_worker_of_its_own_overlaps_training() -> None:
     assert seconds_apart - seconds_without < 0.1 * 12 * 4 * REF_SECONDS
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_contract_2_the_last_groups_of_the_data_stay_within_the_bound_though_older_ones_wait_for_their_log_probs(
+    seed: int,
+) -> None:
+    settings = replace(SETTINGS, max_staleness_steps=1, num_prompts=18, num_epochs=1, num_steps=None, seed=seed)
+    for sigma in (0.8, 1.2):
+        simulation, _ = simulate(replace(settings, sigma=sigma), prepare_with=one_at_a_time)
+        assert simulation.trainer.totals.trained_groups == 18
+        assert simulation.trainer.totals.staleness_max <= 1
+
+
 @pytest.mark.parametrize("policy", ["wait", "resample", "mask"])
 def test_groups_that_wait_for_their_log_probs_stay_within_the_bound_and_every_prompt_is_trained_once(
     policy: str,
