@@ -1,6 +1,6 @@
 """A model that does not train, on workers of its own: rows in, their log-probs out, whatever becomes of the workers.
 
-    stage ──rows──> LogprobWorkers ──calls──> workers ── die, hang ──> new workers, at the version loaded last
+    stage ──rows──> LogprobWorkers ──calls──> workers ── die, hang ──> new workers, at the newest version
                           ^
           published versions (of a policy; a reference takes none)
 
@@ -10,15 +10,18 @@ Knows neither Ray nor torch. Workers hold nothing but weights, so that replacing
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Protocol, TypeVar
 
-from skyrl_async.errors import SkyRLAsyncError
+from skyrl_async.errors import SkyRLAsyncError, TrainingError
 from skyrl_async.training.recovering import LOST
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_NEWER_VERSION_TIMEOUT_S = 600.0
 
 
 class ForwardWorkers(Protocol):
@@ -48,6 +51,7 @@ class LogprobWorkers:
         self._turn = asyncio.Lock()
         self._max_restarts = max_restarts
         self._newest: WeightUpdate | None = None
+        self._arrival = asyncio.Event()
         self._is_closed = False
         self.num_restarts = 0
 
@@ -70,17 +74,17 @@ class LogprobWorkers:
         return await self._call(lambda workers: workers.logprobs_of(trajectories, LogprobModel.POLICY))
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Go on with a published version. Its files must stay until the next one is loaded: new workers begin with them.
+        """Go on with a published version; workers that replace dead ones begin with it, even before it is their turn to load it.
+
+        Where its files are gone by then (without ``weight_sync.dual_buffer`` they make room for the next version), the workers stay at
+        the version before, and new ones wait for the next.
 
         Raises:
             TrainingError: it cannot be read or is of another model; the version before stays.
         """
-
-        async def load(workers: ForwardWorkers) -> None:
-            await workers.load_weights(update)
-            self._newest = update
-
-        await self._call(load)
+        self._newest = update
+        self._arrival.set()
+        await self._call(lambda workers: self._load(workers, update))
 
     async def close(self) -> None:
         """End every worker. Idempotent."""
@@ -117,9 +121,36 @@ class LogprobWorkers:
     async def _start_anew(self) -> ForwardWorkers:
         workers = await self._start()
         try:
-            if self._newest is not None:
-                await workers.load_weights(self._newest)
+            while (newest := self._newest) is not None and not await self._load(workers, newest):
+                await self._newer_than(newest)
         except BaseException:  # cancelled or not, nobody may use what is half way there
             await workers.close()
             raise
         return workers
+
+    async def _load(self, workers: ForwardWorkers, update: WeightUpdate) -> bool:
+        """Whether its files were still there."""
+        try:
+            await workers.load_weights(update)
+        except TrainingError as error:
+            if isinstance(error, LOST) or _is_there(update):
+                raise
+            logger.info("log-prob workers do not load version %d, whose files are gone", update.version)
+            return False
+        return True
+
+    async def _newer_than(self, update: WeightUpdate) -> None:
+        try:
+            async with asyncio.timeout(_NEWER_VERSION_TIMEOUT_S):
+                while self._newest is update:
+                    self._arrival.clear()
+                    await self._arrival.wait()
+        except TimeoutError as error:
+            raise TrainingError(
+                f"new log-prob workers have no weights: the files of version {update.version} are gone, and no newer one came in "
+                f"{_NEWER_VERSION_TIMEOUT_S:g} s. Continue with trainer.resume_mode=latest"
+            ) from error
+
+
+def _is_there(update: WeightUpdate) -> bool:
+    return all(Path(chunk["path"]).exists() for chunk in update.chunks)

@@ -10,7 +10,8 @@ import ray
 
 from skyrl_async.composition.logprobs import forward_settings
 from skyrl_async.composition.processes import _training_settings
-from skyrl_async.errors import DeadlineError, WorkerDiedError
+from skyrl_async.errors import DeadlineError, TrainingError, WorkerDiedError
+from skyrl_async.training import logprob_workers
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.logprob_stage import LogprobStageWork
 from skyrl_async.training.logprob_workers import LogprobWorkers
@@ -39,8 +40,12 @@ def test_their_forward_is_the_policy_workers_own_whatever_the_keys_say() -> None
         assert getattr(forward, name) == getattr(policy, name), name
 
 
-def update(version: int) -> WeightUpdate:
-    return WeightUpdate(version=version, chunks=(), manifest={}, num_bytes=0)
+def update(version: int, *files: Path) -> WeightUpdate:
+    return WeightUpdate(version=version, chunks=tuple({"path": str(f)} for f in files), manifest={}, num_bytes=0)
+
+
+def is_there(update: WeightUpdate) -> bool:
+    return all(Path(chunk["path"]).exists() for chunk in update.chunks)
 
 
 class ModelledForward:
@@ -65,10 +70,20 @@ class ModelledForward:
 
     async def load_weights(self, update: WeightUpdate) -> None:
         self.strike("load_weights")
+        if not is_there(update):
+            raise TrainingError(f"the weights of version {update.version} cannot be read")
         self.version = update.version
 
     async def close(self) -> None:
         self.log.append("close")
+
+
+async def refusing() -> ModelledForward:
+    class Refusing(ModelledForward):
+        async def load_weights(self, update: WeightUpdate) -> None:
+            raise TrainingError(f"version {update.version} is of another model")
+
+    return Refusing([], [])
 
 
 async def started(
@@ -115,6 +130,65 @@ async def test_a_version_being_loaded_by_workers_that_die_is_loaded_by_the_next(
     assert log == ["start", "load_weights"]
     await workers.load_weights(update(5))
     assert (await workers.logprobs_of(trajectories(1, seed=1))).version == 5
+    await workers.close()
+
+
+async def test_workers_that_die_with_the_newest_version_on_its_way_are_replaced_by_some_at_that_version(
+    tmp_path: Path,
+) -> None:
+    log: list[str] = []
+    workers = await started([3], log, max_restarts=1)
+    four, five = tmp_path / "4", tmp_path / "5"
+    four.touch()
+    five.touch()
+    await workers.load_weights(update(4, four))
+    async with asyncio.TaskGroup() as tasks:
+        dying = tasks.create_task(workers.logprobs_of(trajectories(1, seed=1)))
+        tasks.create_task(workers.load_weights(update(5, five)))
+        four.unlink()  # engines serve 5
+    assert dying.result().version == 5
+    assert log[2:6] == ["logprobs_of", "close", "start", "load_weights"]
+    await workers.close()
+
+
+async def test_a_version_whose_files_made_room_for_the_next_is_left_out(tmp_path: Path) -> None:
+    workers = await started([], [], max_restarts=0)
+    await workers.load_weights(update(4, tmp_path / "gone"))
+    assert (await workers.logprobs_of(trajectories(1, seed=1))).version == 0
+    (tmp_path / "cut off").touch()
+    with pytest.raises(TrainingError, match="of another model"):
+        await (await LogprobWorkers.start(refusing, max_restarts=0)).load_weights(update(5, tmp_path / "cut off"))
+    await workers.close()
+
+
+async def test_new_workers_wait_for_a_version_that_is_there(tmp_path: Path) -> None:
+    log: list[str] = []
+    workers = await started([3], log, max_restarts=1)
+    four, five = tmp_path / "4", tmp_path / "5"
+    four.touch()
+    await workers.load_weights(update(4, four))
+    four.unlink()
+    asked = asyncio.create_task(workers.logprobs_of(trajectories(1, seed=1)))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert log[-2:] == ["start", "load_weights"]
+    assert not asked.done()
+    five.touch()
+    await workers.load_weights(update(5, five))
+    assert (await asked).version == 5
+    await workers.close()
+
+
+async def test_new_workers_for_which_no_version_comes_end_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprob_workers, "_NEWER_VERSION_TIMEOUT_S", 0.01)
+    workers = await started([3], [], max_restarts=1)
+    (tmp_path / "4").touch()
+    await workers.load_weights(update(4, tmp_path / "4"))
+    (tmp_path / "4").unlink()
+    with pytest.raises(TrainingError, match="the files of version 4 are gone, and no newer one came in 0.01 s"):
+        await workers.logprobs_of(trajectories(1, seed=1))
     await workers.close()
 
 
