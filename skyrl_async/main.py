@@ -20,11 +20,11 @@ from typing import Any
 from skyrl_async.checkpoint import Checkpointer, Usable, read_state
 from skyrl_async.composition.closing import ClosingStack, leave_process
 from skyrl_async.composition.interruption import Interruption, Phase
+from skyrl_async.composition.kept_config import KeptConfig
 from skyrl_async.composition.parts import Listeners, LogGroups
-from skyrl_async.composition.processes import write_private
 from skyrl_async.composition.run import Parts, started_parts, trainer_of
 from skyrl_async.concurrency import first_failure
-from skyrl_async.config.load import run_cli, to_yaml, without_secrets
+from skyrl_async.config.load import run_cli, without_secrets
 from skyrl_async.config.schema import Config, ResumeMode
 from skyrl_async.config.wheel_tag import correct_wheel_tag
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
@@ -67,8 +67,10 @@ def run(config: Config, overrides: list[str]) -> int:
         logger.info("overrides: %s", " ".join(overrides))
         for reason in found.refused if found is not None else ():
             logger.warning("%s; %s is resumed instead", reason, found.path.name if found else None)
-        write_private(run_dir / "config.yaml", to_yaml(config))
-        left = _Left(run_dir)
+        kept = KeptConfig(run_dir, config, found.state.step if found is not None else None)
+        if changes := kept.changes():
+            logger.warning("the run goes on with other settings than before: %s", ", ".join(changes))
+        left = _Left(run_dir, kept)
         code = _exit_code(_run(config, found, started, interruption, left), interruption, left)
     if left.ending.has_stuck_thread:
         leave_process(code)
@@ -99,6 +101,7 @@ class _Left:
     """What a run leaves, complete or not."""
 
     run_dir: Path
+    kept_config: KeptConfig
     ending: ClosingStack = field(default_factory=ClosingStack)
     trainer: FullyAsyncTrainer | None = None
     failures: list[str] = field(default_factory=list)
@@ -133,7 +136,10 @@ def _last_words(interruption: Interruption, left: _Left, *, is_saved: bool) -> i
         sys.stderr.write(f"stopped after step {trainer.trained_step}, saved in {saved}\n")
     else:
         sys.stderr.write(f"ended at once, {f'the last checkpoint is {saved}' if saved else 'nothing is saved'}\n")
-    sys.stderr.write(f"interrupted; continue with trainer.resume_mode=latest trainer.output_dir={left.run_dir}\n")
+    sys.stderr.write(
+        f"interrupted; continue with --config {left.run_dir / 'config.yaml'} trainer.output_dir={left.run_dir} "
+        "trainer.resume_mode=latest\n"
+    )
     return code
 
 
@@ -183,7 +189,7 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
             )
             console.watch(trainer.stages)
             with interruption.ending_afterwards():
-                booted = await _train(trainer, parts, checkpoint, console, interruption, run_dir)
+                booted = await _train(trainer, parts, checkpoint, console, interruption, left)
                 if config.trainer.export_hf:
                     console.phase("exporting the policy")
                     with left.attempt("the export of the policy"):
@@ -203,14 +209,15 @@ async def _train(
     checkpoint: Path | None,
     console: Console,
     interruption: Interruption,
-    run_dir: Path,
+    left: _Left,
 ) -> float:
     """Train to the end; returns when training began (seconds). Raises ``_Stopped`` when a stop was asked for."""
     if parts.endpoint_url is not None:
-        console.message(f"endpoint: {parts.endpoint_url} (key in {run_dir / 'endpoint.json'})")
+        console.message(f"endpoint: {parts.endpoint_url} (key in {left.run_dir / 'endpoint.json'})")
     if checkpoint is not None:
         console.phase(f"resuming {checkpoint.name}")
         await trainer.resume(checkpoint)
+        left.kept_config.goes_on()
     booted = time.monotonic()
     console.phase("training")
     interruption.enter(Phase.TRAINING)

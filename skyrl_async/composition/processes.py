@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from skyrl_async.composition.corrections import correction_settings
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.composition.engines import is_supervised, start_engines
 from skyrl_async.composition.logprobs import reference_path
+from skyrl_async.composition.private_files import write_private
 from skyrl_async.config.deepspeed import read_user_config
 from skyrl_async.config.devices import training_device
 from skyrl_async.config.schema import Config, SamplingConfig, TrainingBackendName
@@ -262,10 +262,3 @@ def _endpoint_settings(
             reasoning_policy=ReasoningPolicy(server.reasoning_policy.name),
         ),
     )
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)

@@ -21,9 +21,18 @@ _EXAMPLES = (
     ("the multi-turn task", "task=relay"),
     ("synchronous training, for comparison", "trainer.max_staleness_steps=0"),
     ("environments played over /chat/completions", "generator.kind=gym_http"),
-    ("your own model and data", "policy=hf policy.path=DIR task=dataset 'task.train_files=[train.jsonl]'"),
-    ("two GPUs: one samples, one trains", "policy=hf policy.path=DIR engine.device=cuda training.device=cuda"),
-    ("continue a run", "trainer.output_dir=outputs/RUN trainer.resume_mode=latest"),
+    (
+        "your own model and data",
+        "policy=hf policy.path=DIR training.lr=1e-6 task=dataset 'task.train_files=[train.jsonl]'",
+    ),
+    (
+        "two GPUs: one samples, one trains",
+        "policy=hf policy.path=DIR training.lr=1e-6 engine.device=cuda training.device=cuda",
+    ),
+    (
+        "continue a run",
+        "--config outputs/RUN/config.yaml trainer.output_dir=outputs/RUN trainer.resume_mode=latest",
+    ),
 )
 
 

@@ -75,7 +75,10 @@ def test_a_run_that_is_asked_to_end_saves_its_step_and_ends_cleanly(workplace: P
     assert outcome.orphans == () and shared_memory(outcome.pid) == []
     directory, saved, _ = state(out)
     assert f"stopped after step {saved['step']}, saved in {directory}" in outcome.stderr
-    assert f"interrupted; continue with trainer.resume_mode=latest trainer.output_dir={out}" in outcome.stderr
+    assert (
+        f"interrupted; continue with --config {out}/config.yaml trainer.output_dir={out} trainer.resume_mode=latest"
+        in outcome.stderr
+    )
     assert "Traceback" not in outcome.stderr
     assert outcome.seconds < PATIENCE_S
     assert saved["step"] >= 2, "no checkpoint was due, but for the stop"

@@ -8,7 +8,8 @@ import pytest
 
 from skyrl_async.composition.data import Prompts, num_planned_steps
 from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, stage_works
-from skyrl_async.composition.processes import _training_settings, write_private
+from skyrl_async.composition.private_files import write_private
+from skyrl_async.composition.processes import _training_settings
 from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import PolicyError
 from skyrl_async.simulator.models import ModelledPolicy
