@@ -43,10 +43,10 @@ class Seats:
 class Bundles:
     """A plan whose devices are reserved; made by ``reserve``."""
 
-    def __init__(self, plan: DevicePlan, group: "PlacementGroup", nodes: Sequence[str]) -> None:
+    def __init__(self, plan: DevicePlan, group: "PlacementGroup", nodes: Sequence[str], here: str) -> None:
         self.plan = plan
         self._group = group
-        self._indices = _indices_by_group(plan, nodes)
+        self._indices = _indices_by_group(plan, nodes, here)
 
     @classmethod
     async def reserve(cls, plan: DevicePlan, stack: ClosingStack, *, timeout_s: float = RESERVE_TIMEOUT_S) -> "Bundles":
@@ -67,7 +67,8 @@ class Bundles:
             free = ray.available_resources().get(plan.unit.value, 0.0)
             raise ConfigError(_not_free(plan, free, timeout_s)) from None
         node_of = placement_group_table(group)["bundles_to_node_id"]
-        return cls(plan, group, [node_of[index] for index in range(len(bundles))])
+        here = ray.get_runtime_context().get_node_id()
+        return cls(plan, group, [node_of[index] for index in range(len(bundles))], here)
 
     def seats(self, stage: str) -> Seats:
         """Of a stage with actors of its own."""
@@ -143,18 +144,24 @@ def _bundle_sizes(plan: DevicePlan) -> list[int]:
     return [group.bundle_size for group in plan.groups for _ in range(group.num_bundles)]
 
 
-def _indices_by_group(plan: DevicePlan, nodes: Sequence[str]) -> list[list[int]]:
+def _indices_by_group(plan: DevicePlan, nodes: Sequence[str], here: str) -> list[list[int]]:
     """Which of the placement group's bundles belong to each group of the plan.
 
-    Bundles of a size are alike: they are dealt out machine by machine, so that a group lies on as few of them as can be.
+    Bundles of a size are alike: they are dealt out machine by machine, so that a group lies on as few of them as can be. This machine's
+    come first, and the policy's group chooses first: its rank 0 publishes weights in the shared memory of the trainer's machine.
 
     Args:
         nodes: where each bundle is.
+        here: the node that this process is on.
     """
     sizes = _bundle_sizes(plan)
-    order = sorted(range(len(sizes)), key=lambda index: (nodes[index], index))
+    order = sorted(range(len(sizes)), key=lambda index: (nodes[index] != here, nodes[index], index))
     free = {size: [index for index in order if sizes[index] == size] for size in set(sizes)}
-    return [[free[group.bundle_size].pop(0) for _ in range(group.num_bundles)] for group in plan.groups]
+    indices: dict[int, list[int]] = {}
+    for place in sorted(range(len(plan.groups)), key=lambda place: "policy" not in plan.groups[place].sizes):
+        group = plan.groups[place]
+        indices[place] = [free[group.bundle_size].pop(0) for _ in range(group.num_bundles)]
+    return [indices[place] for place in range(len(plan.groups))]
 
 
 def _not_free(plan: DevicePlan, free: float, timeout_s: float) -> str:

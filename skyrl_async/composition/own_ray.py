@@ -15,7 +15,7 @@ import psutil
 from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.config.placement_rules import num_cpu_slots
 from skyrl_async.config.schema import PlacementConfig
-from skyrl_async.errors import DeadlineError
+from skyrl_async.errors import ConfigError, DeadlineError
 
 _MAX_STARTS = 2
 
@@ -26,7 +26,8 @@ async def start_ray(config: PlacementConfig, stack: ClosingStack) -> None:
     """A Ray of the run's own, or the one it joins; left with ``stack``.
 
     Raises:
-        DeadlineError: it did not come up.
+        ConfigError: the one to join is not there.
+        DeadlineError: its own did not come up.
     """
     on_sigterm = signal.getsignal(signal.SIGTERM)
     stack.callback_in_thread("Ray", end_ray)
@@ -38,8 +39,9 @@ async def start_ray(config: PlacementConfig, stack: ClosingStack) -> None:
         signal.raise_signal(signal.SIGTERM)
         await asyncio.sleep(1.0)
         raise
-    # Ray puts a handler of its own in place, which aborts this process and its clean-up with it.
-    signal.signal(signal.SIGTERM, on_sigterm)
+    finally:
+        # Ray puts a handler of its own in place, which aborts this process and its clean-up with it.
+        signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def end_ray() -> None:
@@ -54,7 +56,10 @@ def _init_ray(config: PlacementConfig) -> None:
     import ray
 
     if config.ray_address != "local":
-        ray.init(address=config.ray_address, log_to_driver=False)
+        try:
+            ray.init(address=config.ray_address, log_to_driver=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"placement.ray_address={config.ray_address} cannot be joined: {error}") from error
         return
     for num_starts in range(1, _MAX_STARTS + 1):
         children = set(psutil.Process().children(recursive=True))

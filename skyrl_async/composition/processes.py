@@ -92,6 +92,7 @@ async def _start_policy(
             heartbeat=Heartbeat(
                 interval_s=config.training.heartbeat_interval_s, timeout_s=config.training.heartbeat_timeout_s
             ),
+            publishes=True,
         )
 
     return await RecoveringPolicy.start(

@@ -26,14 +26,19 @@ def weights_have_a_place(config: Config) -> None:
 def sequence_ratios_are_of_the_whole_vocabulary(config: Config) -> None:
     """Under truncated sampling every token is likelier to its sampler than to the policy, and their product falls with the length."""
     correction, sampling = config.trainer.algorithm.off_policy_correction, config.generator.sampling
-    asked = {"tis_ratio_type=sequence": correction.tis_ratio_type is TisRatioType.sequence} | {
-        f"sequence_mask_metric={metric.name}": correction.sequence_mask_metric is metric
+    loss = config.trainer.algorithm.policy_loss_type
+    asked = {
+        f"{_PREFIX}.tis_ratio_type=sequence": correction.tis_ratio_type is TisRatioType.sequence,
+        f"{_PREFIX}.opsm_delta={correction.opsm_delta}": correction.opsm_delta is not None,
+        "trainer.algorithm.policy_loss_type=gspo": loss == "gspo",
+    } | {
+        f"{_PREFIX}.sequence_mask_metric={metric.name}": correction.sequence_mask_metric is metric
         for metric in SequenceMaskMetric
     }
     cuts = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
     for key in (key for key, is_cut in cuts.items() if is_cut):
         for setting in (setting for setting, is_asked in asked.items() if is_asked):
             raise ConfigError(
-                f"generator.sampling.{key} must be left at its default with {_PREFIX}.{setting}, got {getattr(sampling, key)}: the "
+                f"generator.sampling.{key} must be left at its default with {setting}, got {getattr(sampling, key)}: the "
                 "engine's probabilities are of the tokens it keeps and the policy's of all, so that a whole answer's ratio is far too small"
             )

@@ -182,6 +182,10 @@ class VLLMEngine:
         with OutcomeFifo() as fifo:
             arguments = (source, sorted(keep), str(fifo.path))
             paths = await self._control("receive weights", self._llm.collective_rpc, "receive_weights", args=arguments)
+            if not any(paths):
+                raise PublishError(
+                    f"engine {self.name} cannot receive weights {update.version}: connect the transfer first"
+                )
             failed = await self._awaited(None, "receive weights", fifo.first_failure, num_outcomes=1)
         if failed is not None:
             raise PublishError(f"engine {self.name} has not received weights {update.version}: {failed}")

@@ -22,11 +22,12 @@ _DROPPED = re.compile(
 )
 _WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _UNITS = re.compile(
-    r"(?<=\d)\s*(?:degrees?|cm|m|km|kg|g|inches|inch|feet|foot|miles?|hours?|minutes?|seconds?|dollars?|cents?|units?)"
+    r"(?<=\d)(?:\s*(?:degrees?|cm|km|kg|inches|inch|feet|foot|miles?|hours?|minutes?|seconds?|dollars?|cents?|units?)|\s+[mg])"
     r"(?:\^\{?[23]\}?)?$"
 )
 _ASSIGNMENT = re.compile(r"^[a-zA-Z]\w?\s*=\s*(?=\S)")
-_THOUSANDS = re.compile(r"(?<=\d),(?:\\!)?(?=\d{3}(?:\D|$))")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
+_SPACED_COMMA = re.compile(r",\s")
 _SHORT_FRACTION = re.compile(r"\\frac(\d)(\d)")
 _HALF_SHORT_FRACTION = re.compile(r"\\frac(\d)\{")
 _SHORT_ROOT = re.compile(r"\\sqrt(\w)")
@@ -68,13 +69,24 @@ def final_answer(text: str) -> str | None:
 
 
 def normalised(answer: str) -> str:
-    """Return ``answer`` without what is layout."""
-    text = _THOUSANDS.sub("", answer.strip().rstrip(".").strip().replace("{,}", ","))
+    """Return ``answer`` without what is layout, the commas of ``1,234`` among it where they cannot be those of a list."""
+    text = _without_marks(answer)
+    if text[:1] not in _OPENING or _SPACED_COMMA.search(text):
+        text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
+    return _condensed(text)
+
+
+def _without_marks(answer: str) -> str:
+    text = answer.strip().rstrip(".").strip().replace("{,}", ",")
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\%", "%")
     text = text.replace("\\{", "{").replace("\\}", "}") if text.startswith("\\{") else text
-    text = _WORDS.sub(r"\1", _DROPPED.sub("", text))
+    text = _WORDS.sub(r" \1", _DROPPED.sub("", text))
     text = _UNITS.sub("", text.strip())
-    text = _ASSIGNMENT.sub("", text.strip()).replace(" ", "")
+    return _ASSIGNMENT.sub("", text.strip())
+
+
+def _condensed(text: str) -> str:
+    text = text.replace(" ", "")
     text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
     text = _HALF_SHORT_FRACTION.sub(r"\\frac{\1}{", text)
     return _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
@@ -105,7 +117,8 @@ def is_same_answer(answer: str, truth: str) -> bool:
     """Whether two answers are equal by their text, their number or their parts."""
     if max(len(answer), len(truth)) > MAX_CHARACTERS:
         return False
-    return _is_same(normalised(answer), normalised(truth))
+    as_lists = (_condensed(_without_marks(text)) for text in (answer, truth))  # every comma is one between parts
+    return _is_same(*as_lists) or _is_same(normalised(answer), normalised(truth))
 
 
 def _is_same(left: str, right: str) -> bool:

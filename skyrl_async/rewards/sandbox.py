@@ -39,11 +39,12 @@ SETUP_S = 60.0
 """Longest time until a process has shut itself in; the program's own time begins then."""
 
 _CALLER = """
-import json, os, sys
+import json, os, sys, types
 given = json.load(sys.stdin)
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-names = {"__name__": "program", "__builtins__": __builtins__}
+program = sys.modules["program"] = types.ModuleType("program")
+names = vars(program)
 exec(compile(given["source"], "program.py", "exec"), names)
 function = names[given["function"]] if given["function"] in names else getattr(names["Solution"](), given["function"])
 json.dump([function(*arguments) for arguments in given["calls"]], answers)

@@ -91,7 +91,7 @@ class ZeroState:
         """Give the optimizer a state, which it would make in its first step, after so many steps; of zeros."""
         for holder in self._holders():
             state = self._optimizer.state[holder]
-            state["step"] = torch.tensor(num_steps, dtype=torch.float32)
+            state["step"] = torch.tensor(num_steps, dtype=torch.float32, device=holder.device)
             for key in MOMENTS:
                 state[key] = torch.zeros_like(holder, memory_format=torch.preserve_format)
         if self._stage in (1, 2):

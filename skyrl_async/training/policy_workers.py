@@ -10,26 +10,28 @@ import logging
 import uuid
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 import torch
 from ray.actor import ActorHandle
 from ray.exceptions import NodeDiedError, RayActorError, RayError, RayTaskError, WorkerCrashedError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from skyrl_async.algorithms.losses import merge_figures
-from skyrl_async.errors import DeadlineError, SkyRLAsyncError, TrainingError, WorkerDiedError
+from skyrl_async.errors import ConfigError, DeadlineError, SkyRLAsyncError, TrainingError, WorkerDiedError
 from skyrl_async.heartbeat import DEFAULT, Heartbeat, Ping, listening
 from skyrl_async.training.dispatch import LogprobDispatch, split_work
 from skyrl_async.training.process_group import is_lost_peer
 from skyrl_async.training.rank_actor import CONCURRENCY_GROUPS, RankActor, this_place
 from skyrl_async.training.settings import TrainingSettings
-from skyrl_async.training.worker_process import WorkerProcess, open_if_here
+from skyrl_async.training.worker_process import ProcessPlace, WorkerProcess, open_if_here
 from skyrl_async.transfer_group import GroupPlace
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 logger = logging.getLogger(__name__)
+
+Strategy: TypeAlias = PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
 
 _LAST_WORDS_S = 10.0
 """A rank whose peer is gone says so at once; Ray, that the peer is gone, a moment later."""
@@ -55,6 +57,7 @@ class PolicyWorkers:
         self.names = tuple(actors)
         self._actors = list(actors.values())
         self._processes: dict[str, WorkerProcess] = {}
+        self._first_node = ""
         self._call_timeout_s = call_timeout_s
 
     @classmethod
@@ -65,12 +68,13 @@ class PolicyWorkers:
         num_workers: int,
         num_cpus_per_worker: float = 0.0,
         num_gpus_per_worker: float = 0.0,
-        scheduling_strategies: Sequence[PlacementGroupSchedulingStrategy] | None = None,
+        scheduling_strategies: Sequence[Strategy | None] | None = None,
         call_timeout_s: float = 1800.0,
         start_timeout_s: float | None = None,
         heartbeat: Heartbeat = DEFAULT,
         policy_path: Awaitable[Path] | None = None,
         worker_name: str = "policy-worker",
+        publishes: bool = False,
     ) -> "PolicyWorkers":
         """Start one actor per rank in the connected Ray, and load the policy on all of them.
 
@@ -81,13 +85,15 @@ class PolicyWorkers:
             num_workers: ranks, >= 1.
             num_cpus_per_worker: CPU slots Ray reserves for each.
             num_gpus_per_worker: GPUs Ray gives to each.
-            scheduling_strategies: where Ray puts each, by rank; None leaves that to Ray.
+            scheduling_strategies: where Ray puts each, by rank; None leaves that to Ray, of all or of one.
             call_timeout_s: deadline of every call.
             start_timeout_s: deadline of coming up, ``policy_path`` left out; the same where it is None.
             heartbeat: one that leaves it unanswered while it has a call to work on counts as dead.
             worker_name: in messages and in Ray, before the rank.
+            publishes: rank 0 writes weights to this machine's shared memory; without strategies Ray is asked to put it here.
 
         Raises:
+            ConfigError: ``publishes``, and rank 0 is on another machine.
             PolicyError: the policy directory cannot be used.
             TrainingError: a worker did not come up.
             DeadlineError: the workers took longer than the deadline.
@@ -96,7 +102,10 @@ class PolicyWorkers:
         env_vars = {"OMP_NUM_THREADS": "1"} if settings.device == "cpu" else {}
         actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
         names = [f"{worker_name}-{rank}-{run_id}" for rank in range(num_workers)]
-        strategies = scheduling_strategies or [None] * num_workers
+        strategies = list(scheduling_strategies or [None] * num_workers)
+        here = this_place().node_id
+        if publishes and strategies[0] is None:
+            strategies[0] = NodeAffinitySchedulingStrategy(here, soft=True)
         actors = {
             name: actor_class.options(
                 name=name,
@@ -112,6 +121,12 @@ class PolicyWorkers:
         first_timeout_s = call_timeout_s if start_timeout_s is None else start_timeout_s
         workers = cls(settings, actors, call_timeout_s=first_timeout_s, heartbeat=heartbeat)
         try:
+            await workers._boot()
+            if publishes and workers._first_node != here:
+                raise ConfigError(
+                    f"{names[0]} runs on another machine than the trainer, which maps the weights that it publishes: start the trainer on "
+                    "a machine of the cluster that has the devices of a policy worker free"
+                )
             await workers._rendezvous(await policy_path if policy_path is not None else None)
         except BaseException:
             await workers.close()
@@ -119,12 +134,17 @@ class PolicyWorkers:
         workers._call_timeout_s = call_timeout_s
         return workers
 
-    async def _rendezvous(self, policy_path: Path | None) -> None:
-        """Every group meets at a port of its own: what a dead one left listening is never reached."""
+    async def _boot(self) -> None:
+        """Every process is up."""
         here = this_place()
-        for name, place in zip(self.names, await self._call("boot", is_up=False), strict=True):
+        places: list[ProcessPlace] = await self._call("boot", is_up=False)
+        self._first_node = places[0].node_id
+        for name, place in zip(self.names, places, strict=True):
             if process := open_if_here(place, here):
                 self._processes[name] = process
+
+    async def _rendezvous(self, policy_path: Path | None) -> None:
+        """Every group meets at a port of its own: what a dead one left listening is never reached."""
         address = None
         if len(self._actors) > 1:
             first = self._actors[:1]

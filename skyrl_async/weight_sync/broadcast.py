@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 from skyrl_async.concurrency import first_failure, run_together
 from skyrl_async.errors import EngineDeadError, PublishError, SkyRLAsyncError, WeightsTransferError
@@ -81,10 +82,10 @@ class WeightBroadcast:
         self._must_receive = must_receive
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
-        self._members: tuple[str, ...] = ()
+        self._members: tuple[ReceivingEngine, ...] = ()
         """Engines of the open group, by rank; none where it is of no use any more."""
-        self._held: dict[str, set[str]] = {}
-        """Engine -> paths of the files that it has received and kept."""
+        self._held: WeakKeyDictionary[InferenceEngine, set[str]] = WeakKeyDictionary()
+        """Paths of the files that an engine has received and kept. By the engine itself: its name may go to another one."""
 
     async def deliver(
         self, engines: list[InferenceEngine], update: WeightUpdate, lose: Lose, *, keep: WeightUpdate | None = None
@@ -99,7 +100,7 @@ class WeightBroadcast:
             engine
             for engine in engines
             if isinstance(engine, ReceivingEngine) and self._must_receive(engine)
-            if path not in self._held.get(engine.name, ())
+            if path not in self._held.get(engine, ())
         ]:
             outcome = await self._broadcast(receivers, update, kept)
             for engine in [engine for engine in receivers if engine.name in outcome.deaths]:
@@ -113,8 +114,8 @@ class WeightBroadcast:
     async def _broadcast(
         self, receivers: Sequence[ReceivingEngine], update: WeightUpdate, kept: Collection[str]
     ) -> _Outcome:
-        names = tuple(engine.name for engine in receivers)
-        outcome, self._members = _Outcome(was_open=names == self._members), ()
+        members = tuple(receivers)
+        outcome, self._members = _Outcome(was_open=members == self._members), ()
         if not outcome.was_open:
             await self._open_group(receivers, outcome)
         if outcome.deaths:
@@ -139,7 +140,7 @@ class WeightBroadcast:
             root = first_failure(failures)
             raise root from root.__cause__
         if not outcome.deaths and outcome.failure is None:
-            self._members = names
+            self._members = members
         return outcome
 
     async def _open_group(self, receivers: Sequence[ReceivingEngine], outcome: _Outcome) -> None:
@@ -165,14 +166,14 @@ class WeightBroadcast:
     async def _receive(
         self, engine: ReceivingEngine, update: WeightUpdate, kept: Collection[str], outcome: _Outcome
     ) -> None:
-        before = self._held.pop(engine.name, set())
+        before = self._held.pop(engine, set())
         try:
             await engine.receive_weights(update, kept)
-            self._held[engine.name] = {_path_of(update)} | before & set(kept)
+            self._held[engine] = {_path_of(update)} | before & set(kept)
         except EngineDeadError as error:
             outcome.deaths[engine.name] = error
         except PublishError as error:
-            self._held[engine.name] = before & set(kept)
+            self._held[engine] = before & set(kept)
             outcome.note(error)
 
 

@@ -61,6 +61,8 @@ async def _sampled(
         except EngineDeadError as error:
             client.drop_engine(engine, error)
             continue
+        if not output.token_ids:  # it was taken out of service meanwhile
+            continue
         if set(output.versions) != {version}:
             raise PublishError(
                 f"{engine.name} stamps tokens with {sorted(set(output.versions))}, expected version {version}"

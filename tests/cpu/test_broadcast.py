@@ -214,6 +214,20 @@ def test_a_group_lasts_as_long_as_its_members() -> None:
     run_in_virtual_time(main())
 
 
+def test_an_engine_that_gets_the_name_of_one_that_left_is_sent_what_that_had() -> None:
+    async def main() -> None:
+        setting = Setting([], [])
+        await setting.publisher.publish(0)
+        removed = await setting.client.remove_engine("engine-1")
+        await removed.close()
+        await setting.client.add_engine(Receiver("engine-1", setting.policy))
+        assert await setting.versions() == {0}
+        await setting.publisher.publish(1)
+        assert await setting.versions() == {1}
+
+    run_in_virtual_time(main())
+
+
 def test_an_engine_that_dies_in_a_broadcast_is_left_out_and_the_others_get_the_version_at_once() -> None:
     async def main() -> None:
         setting = Setting(["fine", "die"], [], [])

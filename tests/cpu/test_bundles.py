@@ -37,7 +37,7 @@ def test_without_groups_actors_reserve_what_their_own_keys_say_and_go_where_ray_
     assert (worker.num_cpus, worker.strategies) == (2.0, None)
 
 
-def test_bundles_are_dealt_out_machine_by_machine() -> None:
+def test_bundles_are_dealt_out_machine_by_machine_and_the_policy_gets_this_one() -> None:
     sizes = {
         "policy": StageSize(num_actors=4, num_key="training.num_workers"),
         "ref": StageSize(num_actors=2, num_key="n"),
@@ -50,7 +50,13 @@ def test_bundles_are_dealt_out_machine_by_machine() -> None:
         unit=Unit.gpu,
         num_available=10,
     )
-    assert _indices_by_group(plan, ["b", "a", "b", "a", "a", "a", "b", "a"]) == [[1, 3, 4, 5], [0, 2], [7, 6]]
+    nodes = ["b", "a", "b", "a", "a", "a", "b", "a"]
+    assert _indices_by_group(plan, nodes, "a") == [[1, 3, 4, 5], [0, 2], [7, 6]]
+    assert _indices_by_group(plan, nodes, "b") == [[0, 2, 1, 3], [4, 5], [6, 7]]
+
+    placement = PlacementConfig(groups=[["ref"], ["policy"], ["generate"]], devices=[2, 4, 4])
+    last = resolve(placement, sizes=sizes, needed=sizes, unit=Unit.gpu, num_available=10)
+    assert _indices_by_group(last, nodes, "b") == [[4, 5], [0, 2, 1, 3], [6, 7]]
 
 
 @pytest.mark.slow

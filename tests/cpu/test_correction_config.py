@@ -82,6 +82,14 @@ def test_policy_workers_are_told_of_them() -> None:
             ["sequence_mask_metric=product", "generator.sampling.top_k=20"],
             f"generator.sampling.top_k must be left at its default with {PREFIX}.sequence_mask_metric=product, got 20",
         ),
+        (
+            ["opsm_delta=0.1", "generator.sampling.min_p=0.1"],
+            f"generator.sampling.min_p must be left at its default with {PREFIX}.opsm_delta=0.1, got 0.1",
+        ),
+        (
+            ["trainer.algorithm.policy_loss_type=gspo", "generator.sampling.top_p=0.9"],
+            "generator.sampling.top_p must be left at its default with trainer.algorithm.policy_loss_type=gspo, got 0.9",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_what_to_change(overrides: list[str], message: str) -> None:

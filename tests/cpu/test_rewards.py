@@ -97,6 +97,12 @@ EQUAL = [
     (r"3 \times 10^{2}", "300"),
     (r"\text{Monday}", "Monday"),
     (r"\$12.00", "12"),
+    ("(0,180)", "(0, 180)"),
+    ("(1,234, 5)", "(1234, 5)"),
+    ("100,200,300", "100, 200, 300"),
+    (r"\{100,200\}", r"\{200, 100\}"),
+    (r"1,\!234\text{ km}", "1234"),
+    (r"3\text{m}", "3"),
 ]
 DIFFERENT = [
     ("0.333", "1/3"),
@@ -109,6 +115,9 @@ DIFFERENT = [
     ("x", "y"),
     ("1/0", "1"),
     ("2^{10}", "1024"),
+    ("(1,200)", "(1200)"),
+    ("1, 200", "1200"),
+    ("3m", "3"),
 ]
 
 
@@ -224,6 +233,11 @@ def test_functions_are_tested_by_arguments_and_results_of_either_dataset_form() 
 
 def test_a_function_that_is_missing_or_returns_no_json_fails_with_a_reason() -> None:
     tests = CodeTests(function="f", inputs=([1],), outputs=([1],))
+    modern = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass A:\n  x: int\ndef f(x): return A(x).x"
+    )
+    assert judge_program(modern, tests).is_right
     missing, wrong = judge_program("x = 1", tests), judge_program("def f(x): return {x}", tests)
     assert (missing.reason is not None and "NameError" in missing.reason) or "KeyError" in str(missing.reason)
     assert wrong.reason is not None and "TypeError" in wrong.reason
