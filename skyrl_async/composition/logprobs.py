@@ -23,6 +23,7 @@ from skyrl_async.config.devices import training_device
 from skyrl_async.config.idle_rules import idle_settings
 from skyrl_async.config.schema import Config
 from skyrl_async.errors import PolicyError
+from skyrl_async.heartbeat import Heartbeat
 from skyrl_async.inference.policy_files import read_config, text_config
 from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.training.logprob_stage import ComputeLogprobs, LogprobStageWork
@@ -112,6 +113,7 @@ async def _start_workers(
         num_gpus_per_worker=seats.num_gpus,
         scheduling_strategies=seats.strategies,
         call_timeout_s=training.step_timeout_s,
+        heartbeat=Heartbeat(interval_s=training.heartbeat_interval_s, timeout_s=training.heartbeat_timeout_s),
     )
 
 

@@ -234,7 +234,7 @@ def _generation(
         plan=epoch_plan(config, prompts),
     )
     staleness = _AsyncStalenessManager(
-        trainer.max_concurrent_generation_groups,
+        trainer.max_concurrent_generation_groups(config.num_group_places),
         mini_batch_size,
         bound,
         None if trainer.num_steps is None else trainer.num_steps * mini_batch_size,

@@ -46,6 +46,17 @@ def divergence_is_known_before_the_step(config: Config) -> None:
         )
 
 
+def log_probs_are_recomputed_at_a_known_time(config: Config) -> None:
+    """What is recomputed when a group is finished depends on how many steps are through by then."""
+    trainer, name = config.trainer, config.trainer.algorithm.policy_loss_type
+    if trainer.deterministic and trainer.staleness_bound and POLICY_LOSSES.entry(name).needs_old_logprobs:
+        raise ConfigError(
+            f"trainer.max_staleness_steps must be 0 with trainer.deterministic=true and trainer.algorithm.policy_loss_type={name}, got "
+            f"{trainer.staleness_bound}: it recomputes log-probs under the weights that are there when a group is finished, which depends "
+            "on how long training takes; a loss around the engine's log-probs, such as ppo_clip or rollout_is, goes with every bound"
+        )
+
+
 def penalties_leave_rewards_that_maxrl_divides_by(config: Config) -> None:
     """A penalty would make the reward of a wrong answer negative."""
     algorithm = config.trainer.algorithm

@@ -13,6 +13,7 @@ from pathlib import Path
 from skyrl_async.config.algorithm_rules import (
     advantages_can_be_computed,
     divergence_is_known_before_the_step,
+    log_probs_are_recomputed_at_a_known_time,
     penalties_leave_rewards_that_maxrl_divides_by,
     policy_loss_can_be_computed,
 )
@@ -87,6 +88,19 @@ def mini_batch_fits_the_prompts(config: Config) -> None:
     size, prompts = config.trainer.policy_mini_batch_size, config.task.num_train_prompts
     if config.task.name != DATASET_TASK and size > prompts:
         raise ConfigError(f"trainer.policy_mini_batch_size must be <= task.num_train_prompts ({prompts}), got {size}")
+
+
+def evaluation_alone_has_prompts(config: Config) -> None:
+    if not config.trainer.eval_only:
+        return
+    if not config.evaluation.num_prompts:
+        raise ConfigError(
+            "evaluation.num_prompts must be >= 1 with trainer.eval_only=true, got 0: nothing would be evaluated"
+        )
+    if config.task.name == DATASET_TASK and not config.task.eval_files:
+        raise ConfigError(
+            "task.eval_files must name held-out prompts with trainer.eval_only=true, got []: nothing would be evaluated"
+        )
 
 
 def full_batches_need_groups(config: Config) -> None:
@@ -308,12 +322,14 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     tiny_policy_has_something_to_learn,
     tiny_policy_has_whole_heads,
     mini_batch_fits_the_prompts,
+    evaluation_alone_has_prompts,
     full_batches_need_groups,
     advantages_can_be_computed,
     overlong_buffer_fits_the_answer,
     reward_shaping_is_a_path,
     policy_loss_can_be_computed,
     divergence_is_known_before_the_step,
+    log_probs_are_recomputed_at_a_known_time,
     penalties_leave_rewards_that_maxrl_divides_by,
     logprob_workers_have_work,
     adapters_can_be_served,

@@ -191,6 +191,11 @@ class Config:
     cache_dir: str = doc("~/.cache/skyrl_async", "Where warm-started policies are kept between runs.")
 
     @property
+    def num_group_places(self) -> int:
+        """Groups whose samples all engines together run at once, rounded up."""
+        return -(-self.engine.num_engines * self.engine.max_num_seqs // self.generator.n_samples_per_prompt)
+
+    @property
     def serves_endpoint(self) -> bool:
         """Whether this run opens the endpoint."""
         return self.generator.needs_endpoint if self.server.enabled is None else self.server.enabled

@@ -89,7 +89,7 @@ class TrainerConfig:
     num_parallel_generation_workers: int | None = doc(
         None,
         "Groups in flight at once, from policy_mini_batch_size to policy_mini_batch_size * (max_staleness_steps + 1). "
-        "Null: as many as that allows, at most twice a mini-batch.",
+        "Null: as many as that allows, at most twice a mini-batch or what the engines run at once, whichever is more.",
     )
     limit_buffered_groups: bool = doc(
         True,
@@ -241,8 +241,7 @@ class TrainerConfig:
         most = self.fully_async.max_filtered_in_a_row
         return _FILTERED_MINI_BATCHES * self.policy_mini_batch_size if most is None else most
 
-    @property
-    def max_concurrent_generation_groups(self) -> int:
-        """Groups in flight at once."""
+    def max_concurrent_generation_groups(self, num_places: int) -> int:
+        """Groups in flight at once, on engines that run so many of them."""
         most = self.policy_mini_batch_size * (self.staleness_bound + 1)
-        return self.num_parallel_generation_workers or min(most, 2 * self.policy_mini_batch_size)
+        return self.num_parallel_generation_workers or min(most, max(2 * self.policy_mini_batch_size, num_places))

@@ -143,7 +143,7 @@ METRICS: dict[str, Metric] = {
     ),
     "policy/all_masked_steps": Metric(
         "steps",
-        "Of which off-policy corrections masked every token, so that they have no policy gradient; since the run began.",
+        "Without a policy gradient: off-policy corrections, length limits or age left no token of them; since the run began.",
     ),
     "policy/num_tokens": Metric("tokens", "Trained in the step."),
     "generate/tokens_per_second": Metric("tokens/s", "In groups finished since the last step."),

@@ -87,7 +87,17 @@ class Recorder:
                 longest.uid,
                 longest.seconds,
             )
-        if figures.is_all_masked:
+        if figures.trains_nothing:
+            rows = [row for group in figures.groups for row in group.trajectories]
+            logger.warning(
+                "step %d trains nothing: of its %d answers a length limit cut %d (raise generator.sampling.max_tokens, or set "
+                "generator.apply_overlong_filtering=false), and %d tokens are older than trainer.max_staleness_steps allows",
+                figures.version + 1,
+                len(rows),
+                sum(row.is_overlong for row in rows),
+                figures.num_masked_tokens,
+            )
+        elif figures.is_all_masked:
             logger.warning(
                 "step %d has no policy gradient: off-policy corrections masked all of its %d tokens; widen the bounds of "
                 "trainer.algorithm.off_policy_correction or lower trainer.max_staleness_steps",

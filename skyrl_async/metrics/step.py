@@ -104,6 +104,11 @@ class StepFigures:
         return 0 < self.num_tokens <= self.sums.get("correction_masked_sum", 0.0)
 
     @property
+    def trains_nothing(self) -> bool:
+        """Whether age and length limits left no token at all."""
+        return bool(self.groups) and not self.denominator
+
+    @property
     def token_lags(self) -> Counter[int]:
         """Policy versions between sampling and training -> trained tokens."""
         rows = (t for group in self.groups for t in group.trajectories)
@@ -219,7 +224,7 @@ class RunTotals:
         self.training_seconds += figures.seconds["step"]
         del self.pauses[:-_MAX_PAUSES]
         self.masked_tokens += figures.num_masked_tokens
-        self.all_masked_steps += figures.is_all_masked
+        self.all_masked_steps += figures.is_all_masked or figures.trains_nothing
         self.max_staleness_steps = figures.max_staleness_steps
         free_step_seconds = (self.training_seconds - self.staleness_wait_seconds) / self.steps
         for wait in figures.waits:

@@ -31,7 +31,7 @@ _LABELS = {
     "masked_share": ("tokens masked for their age", "{:.1%}"),
     "redrawn_groups": ("groups given up and drawn again", "{:,.0f}"),
     "filtered_groups": ("groups left out, all rewards equal", "{:,.0f}"),
-    "all_masked_steps": ("steps that corrections masked whole", "{:,.0f}"),
+    "all_masked_steps": ("steps without a token to train on", "{:,.0f}"),
     "length_ratio": ("mean length trained / generated", "{:.3f}"),
     "wasted_tokens": ("tokens thrown away", "{:,.0f}"),
     "failed_groups": ("groups failed", "{:,.0f}"),

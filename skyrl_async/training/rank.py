@@ -190,9 +190,8 @@ class PolicyRank:
         """
         if denominator <= 0:
             raise TrainingError(
-                f"a step needs a denominator > 0, got {denominator}: no trajectory of the mini-batch has a token that is trained. Where "
-                "length limits cut all of them (generator.apply_overlong_filtering=true), raise generator.sampling.max_tokens; where "
-                "trainer.staleness_policy=mask left none, raise trainer.max_staleness_steps"
+                f"a step needs a denominator > 0, got {denominator}: no trajectory of the mini-batch has a token that is trained: "
+                "its answers are empty, or all of them were abandoned"
             )
         lr = self._backend.lr
         try:

@@ -18,6 +18,14 @@ def test_a_run_may_name_any_estimator(name: str) -> None:
     assert config_of(f"{ESTIMATOR}={name}").trainer.algorithm.advantage_estimator == name
 
 
+def test_log_probs_that_are_recomputed_at_any_time_make_no_deterministic_run() -> None:
+    keys = ["trainer.deterministic=true", "trainer.algorithm.policy_loss_type=cispo_old"]
+    with pytest.raises(ConfigError, match="max_staleness_steps must be 0 with .*policy_loss_type=cispo_old, got 4"):
+        config_of(*keys)
+    config_of(*keys, "trainer.max_staleness_steps=0")
+    config_of("trainer.deterministic=true", "trainer.algorithm.policy_loss_type=rollout_is")
+
+
 def test_the_command_line_takes_signs_and_paths_as_they_are() -> None:
     path = "tests.cpu.own_algorithms:half_importance"
     algorithm = from_overrides(f"{ESTIMATOR}=reinforce++_baseline", f"{LOSS}={path}").trainer.algorithm

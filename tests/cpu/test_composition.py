@@ -16,7 +16,20 @@ from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.training.optimizer import lr_factor
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import Group, Prompt, Trajectory
+from tests.cpu.quick_config import config_of
 from tests.cpu.test_config import policy_directory
+
+
+def test_engines_with_room_for_more_than_two_mini_batches_get_more_up_to_the_bound() -> None:
+    def in_flight(*overrides: str) -> int:
+        config = config_of(*overrides)
+        return config.trainer.max_concurrent_generation_groups(config.num_group_places)
+
+    assert in_flight() == 16, "one engine runs 8 groups at once"
+    assert in_flight("engine.num_engines=4", "trainer.max_staleness_steps=4") == 32
+    assert in_flight("engine.num_engines=4", "trainer.max_staleness_steps=1") == 16
+    assert in_flight("engine.num_engines=4", "trainer.num_parallel_generation_workers=9") == 9
+    assert in_flight("engine.num_engines=1", "engine.max_num_seqs=65", "generator.n_samples_per_prompt=3") == 22
 
 
 def prompts(num: int) -> Prompts:

@@ -20,6 +20,7 @@ from skyrl_async.config.schema import (
     StalenessPolicy,
 )
 from skyrl_async.errors import ConfigError, PolicyError
+from tests.cpu.quick_config import config_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -357,6 +358,13 @@ def test_missing_weight_shards_are_named(tmp_path: Path) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(PolicyError, match=r"lacks 1 of 2 weight files: model-2.safetensors"):
         from_overrides(f"policy.path={path}")
+
+
+def test_an_evaluation_of_no_prompts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="evaluation.num_prompts must be >= 1 with trainer.eval_only=true, got 0"):
+        config_of("trainer.eval_only=true", "evaluation.num_prompts=0")
+    with pytest.raises(ConfigError, match="task.eval_files must name held-out prompts with trainer.eval_only=true"):
+        config_of("trainer.eval_only=true", "task.name=dataset", "task.train_files=[a]", "policy.path=DIR")
 
 
 def test_a_policy_path_that_is_no_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

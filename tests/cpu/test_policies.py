@@ -226,6 +226,7 @@ def test_a_step_whose_tokens_are_all_masked_counts_a_version_and_divides_by_no_z
     totals.add_step(figures)
     assert totals.trained_groups == 1
     assert "100.0% of the tokens were masked" in totals.summary()["staleness_bound"]
+    assert figures.trains_nothing and totals.summary()["all_masked_steps"] == 1
 
 
 def test_a_step_without_sampled_tokens_stays_an_error_where_nothing_was_masked() -> None:
