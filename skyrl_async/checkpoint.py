@@ -281,6 +281,12 @@ def read_state(path: Path) -> TrainerState:
     format_, state = _known_format_and_state(path)
     verify(path)
     groups = tuple(group_from_json(row) for row in read_json(path, "groups.json"))
+    if format_ == _FORMAT_WITHOUT_RUNNING_GROUPS:
+        logger.warning(
+            "checkpoint %s is of an older version of skyrl_async, which kept no groups that were being generated: their prompts are "
+            "drawn again",
+            path,
+        )
     saved = [] if format_ == _FORMAT_WITHOUT_RUNNING_GROUPS else read_json(path, "running_groups.json")
     return TrainerState(groups=groups, running=tuple(running_from_json(row) for row in saved), **state)
 

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -37,6 +37,7 @@ from skyrl_async.metrics.trained_groups import TrainedGroupsLog
 from skyrl_async.metrics.wandb import WandbSink
 from skyrl_async.run_lock import only_run_in
 from skyrl_async.trainer import FullyAsyncTrainer
+from skyrl_async.weight_sync.lag import Lag
 
 logger = logging.getLogger("skyrl_async.main")
 _only_in_file = logging.getLogger("run")
@@ -104,6 +105,10 @@ class _Left:
     kept_config: KeptConfig
     ending: ClosingStack = field(default_factory=ClosingStack)
     trainer: FullyAsyncTrainer | None = None
+    lags: Callable[[], Mapping[str, Lag]] = dict
+    """Of the engines, by name."""
+    stuck: Sequence[str] = ()
+    """A line for each thing that takes too long."""
     failures: list[str] = field(default_factory=list)
     """Of what comes after training: none of it keeps the rest from being done."""
 
@@ -115,6 +120,16 @@ class _Left:
         except Exception as error:
             _only_in_file.error("%s failed", what, exc_info=error)
             self.failures.append(f"{what} failed: {type(error).__name__}: {error}")
+
+    def notes(self) -> dict[str, Any]:
+        """What is no number and belongs to a line of ``metrics.jsonl``."""
+        if self.trainer is None:
+            return {}
+        engines = {
+            name: {"lag_steps": lag.steps, "lag_seconds": round(lag.seconds, 3)} for name, lag in self.lags().items()
+        }
+        stuck = {"stuck": list(self.stuck)} if self.stuck else {}
+        return {"stages": {stage.name: stage.where for stage in self.trainer.stages()}, "engines": engines} | stuck
 
     def exit_code(self) -> int:
         """Of a run that has come to its end; says what is missing."""
@@ -167,6 +182,10 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
         def log(step: int, values: dict[str, float]) -> None:
             tracker.log(step, {"trainer/step": float(step), **values})
 
+        def show_stuck(lines: Sequence[str]) -> None:
+            left.stuck = lines
+            console.stuck(lines)
+
         checkpoint = found.path if found is not None else None
         log_groups = _trained_groups_log(config, run_dir, found.state.step if found else None, stack)
         parts_of_run = started_parts(
@@ -183,10 +202,11 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
                 config,
                 parts,
                 run_dir=run_dir,
-                listeners=Listeners(log=log, log_groups=log_groups, show_stuck=console.stuck),
+                listeners=Listeners(log=log, log_groups=log_groups, show_stuck=show_stuck),
                 trace=trace,
                 stop=interruption.stop,
             )
+            left.lags = parts.publisher.lags
             console.watch(trainer.stages)
             with interruption.ending_afterwards():
                 booted = await _train(trainer, parts, checkpoint, console, interruption, left)
@@ -229,11 +249,8 @@ async def _train(
 
 
 def _sinks(config: Config, left: _Left, resume_step: int | None, console: Console) -> list[Sink]:
-    def stages() -> dict[str, dict[str, str]]:
-        return {"stages": {s.name: s.where for s in left.trainer.stages()}} if left.trainer is not None else {}
-
     run_dir = left.run_dir
-    sinks: list[Sink] = [MetricsLog(run_dir / "metrics.jsonl", resume_step, notes=stages), console]
+    sinks: list[Sink] = [MetricsLog(run_dir / "metrics.jsonl", resume_step, notes=left.notes), console]
     if config.logging.tensorboard:
         from skyrl_async.metrics.tensorboard import TensorBoardSink
 

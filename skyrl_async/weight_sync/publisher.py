@@ -26,7 +26,7 @@ from skyrl_async.training.protocol import Policy
 from skyrl_async.types import PauseMode, WeightUpdate
 from skyrl_async.weight_sync.broadcast import WeightBroadcast
 from skyrl_async.weight_sync.engine_turns import HoldEngines
-from skyrl_async.weight_sync.lag import LagMonitor
+from skyrl_async.weight_sync.lag import Lag, LagMonitor
 from skyrl_async.weight_sync.proof import EngineProof
 from skyrl_async.weight_sync.room import require_room
 from skyrl_async.weight_sync.shelf import SentUpdate, VersionShelf
@@ -247,12 +247,17 @@ class WeightPublisher:
         await engine.resume()
         self.lag.joined(engine.name, serving.version)
 
-    def lag_values(self) -> dict[str, float]:
-        """The largest lag of an engine behind the trainer since the last call, as metrics."""
+    def lags(self) -> dict[str, Lag]:
+        """How far each engine lags behind the trainer now, by name."""
         now = self._clock()
         for name in self.lag.lags(now).keys() - {engine.name for engine in self._client.engines}:
             self.lag.left(name)
-        return self.lag.values(now)
+        return self.lag.lags(now)
+
+    def lag_values(self) -> dict[str, float]:
+        """The largest lag of an engine behind the trainer since the last call, as metrics."""
+        self.lags()
+        return self.lag.values(self._clock())
 
     async def _retried(self, attempt: Callable[[bool], Awaitable[T]]) -> T:
         """Try as often as was said; the attempt is told whether it is the last."""

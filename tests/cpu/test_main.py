@@ -340,7 +340,15 @@ def test_a_killed_run_is_taken_up_and_finishes_with_all_its_files(
     assert len(set(evaluated)) == len(evaluated) and {0, last} <= set(evaluated)
     assert all(earlier["time_s"] <= later["time_s"] for earlier, later in itertools.pairwise(rows))
 
-    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert all(
+        {"train", "generate"} <= row["stages"].keys() and 0 <= row["engines"]["engine-0"]["lag_steps"] <= 4
+        for row in rows
+    )
+    before, config = (
+        yaml.safe_load((run_dir / f).read_text()) for f in (f"config_to_step_{first}.yaml", "config.yaml")
+    )
+    assert (before["weight_sync"]["transfer"], config["weight_sync"]["transfer"]) == ("auto", "gloo")
+    assert "weight_sync.transfer=gloo (was auto)" in outcome.stderr
     assert config["server"]["enabled"] and config["trainer"]["policy_mini_batch_size"] == GROUPS_PER_STEP
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in run_dir.glob("trace*.json")} == {"trace.json", "trace-2.json"}

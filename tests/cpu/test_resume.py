@@ -346,7 +346,7 @@ def rewritten(checkpoint: Path, directory: Path, name: str, change: Callable[[An
 
 
 def test_a_checkpoint_without_running_groups_of_the_format_before_is_taken_up(
-    checkpoints: dict[str, Path], tmp_path: Path
+    checkpoints: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def older(state: dict[str, Any]) -> dict[str, Any]:
         for lists in state["dataloader"]["ledger"]["epochs"].values():
@@ -364,6 +364,7 @@ def test_a_checkpoint_without_running_groups_of_the_format_before_is_taken_up(
     simulation, _ = resumed(LONG_TAILED, copy, "single turn")
     assert simulation.dataloader.statistics()["trained_total"] == 36
     assert simulation.trainer.totals.resumed_trajectories == 0
+    assert "kept no groups that were being generated: their prompts are drawn again" in caplog.text
 
 
 def test_a_checkpoint_whose_ledger_and_running_groups_differ_is_refused(
