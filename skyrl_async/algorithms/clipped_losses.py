@@ -60,9 +60,10 @@ def decoupled_ppo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
     """``-sg(min(w, tis_cap)) min(u A, clip(u, 1 - eps_clip_low, 1 + eps_clip_high) A)`` with ``u = pi / pi_prox`` and ``w = pi_prox / mu``.
 
     The decoupled objective of AReaL (arXiv 2505.24298), section 5.2, after Hilton et al. (arXiv 2110.00641): steps are
-    clipped around a recent policy, and how far that is from the one that sampled is an importance weight, hence unbiased while
-    the cap does not act. The paper has no cap; AReaL's code leaves tokens out past one (``behav_imp_weight_cap``), here
-    they are trained with the cap, as in truncated importance sampling.
+    clipped around a recent policy, and how far that is from the one that sampled is an importance weight: of a single token
+    unbiased while the cap does not act, of whole answers to first order (see ``corrections.token_tis``). The paper has no
+    cap; AReaL's code leaves tokens out past one (``behav_imp_weight_cap``), here they are trained with the cap, as in truncated
+    importance sampling.
 
     With ``pi_prox = mu`` it is ``ppo_clip``; with ``pi_prox = pi`` its gradient is that of ``rollout_is``.
     """

@@ -12,6 +12,7 @@ Which policy is ``pi``. A weight takes a loss from the tokens' sampler to a poli
     rollout_is      none beside it    the policy        the policy           the weight takes the place of the loss's own
     decoupled_ppo   pi / old          old / mu          old                  likewise
     cispo_old       pi / old          old / mu          old                  it has none of its own
+    a user's, around recomputed log-probs: as cispo_old
     any other       pi / mu           refused           the policy
 
 The loss is told so by being given the anchor in place of ``mu``, so that what it would weight by itself is 1. OPSM and M2PO ask how far the
@@ -31,6 +32,7 @@ from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.algorithms.corrections import Rows, Weights
 from skyrl_async.algorithms.losses import TokenLoss
 from skyrl_async.errors import ConfigError
+from skyrl_async.registries import POLICY_LOSSES
 
 
 class Anchor(Enum):
@@ -47,8 +49,9 @@ _ANCHORS = {"rollout_is": Anchor.POLICY, "decoupled_ppo": Anchor.OLD, "cispo_old
 
 
 def anchor_of(policy_loss: str) -> Anchor:
-    """Of the loss called ``policy_loss``."""
-    return _ANCHORS.get(policy_loss, Anchor.BEHAVIOR)
+    """Of the loss called ``policy_loss``, or of a user's: of one around recomputed log-probs it is these."""
+    asks_for_old = POLICY_LOSSES.entry(policy_loss).needs_old_logprobs
+    return _ANCHORS.get(policy_loss, Anchor.OLD if asks_for_old else Anchor.BEHAVIOR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

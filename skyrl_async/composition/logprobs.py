@@ -19,6 +19,7 @@ from pathlib import Path
 from skyrl_async.composition.bundles import Bundles, Seats, worker_seats
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.config.algorithm import RefLogp
+from skyrl_async.config.correction_rules import advice
 from skyrl_async.config.devices import training_device
 from skyrl_async.config.idle_rules import idle_settings
 from skyrl_async.config.schema import Config
@@ -51,8 +52,8 @@ class LogprobParts:
 
 
 def check_logprobs(config: Config, policy_dir: Path) -> None:
-    """Warn of settings that do nothing. Raises ``PolicyError`` when the reference has other tokens than the policy."""
-    for sentence in idle_settings(config):
+    """Warn of settings that do nothing, or are hardly meant. Raises ``PolicyError`` when the reference has other tokens than the policy."""
+    for sentence in (*idle_settings(config), *advice(config)):
         logger.warning("%s", sentence)
     reference = reference_path(config)
     if reference is None or not config.trainer.algorithm.uses_reference:

@@ -9,7 +9,7 @@ from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.algorithms.off_policy import Anchor
 from skyrl_async.composition.corrections import correction_settings
 from skyrl_async.composition.processes import _training_settings
-from skyrl_async.config.correction_rules import _WEIGHABLE
+from skyrl_async.config.correction_rules import _WEIGHABLE, advice
 from skyrl_async.config.idle_rules import idle_settings
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema import Config
@@ -97,10 +97,12 @@ def test_what_cannot_be_meant_is_refused_with_what_to_change(overrides: list[str
         config_of(*overrides)
 
 
-@pytest.mark.parametrize("loss", POLICY_LOSSES.names)
+@pytest.mark.parametrize(
+    "loss", [*POLICY_LOSSES.names, "tests.cpu.own_algorithms:recomputed", "tests.cpu.own_algorithms:half_importance"]
+)
 def test_the_rule_and_the_training_agree_on_which_losses_take_a_weight(loss: str) -> None:
     settings = TrainingSettings(policy_path="", policy_loss=loss, correction=CorrectionSettings(token_tis=2.0))
-    if loss in _WEIGHABLE:
+    if loss in _WEIGHABLE or POLICY_LOSSES.entry(loss).needs_old_logprobs:
         assert make_objective(settings).correction is not None
     else:
         with pytest.raises(ConfigError, match="count it twice"):
@@ -114,3 +116,23 @@ def test_a_bound_that_does_nothing_is_named() -> None:
     assert idle_settings(config_of("geo_mask_high=1.1", "sequence_mask_metric=geometric")) == []
     (idle,) = idle_settings(config_of(ROLLOUT_IS, "tis_ratio_type=token", "trainer.algorithm.tis_cap=3"))
     assert idle.startswith(f"trainer.algorithm.tis_cap=3 does nothing without {PREFIX}.tis_ratio_type=null")
+
+
+def test_settings_that_are_hardly_meant_are_said() -> None:
+    assert advice(config_of()) == []
+    clips, reduces = advice(config_of("trainer.algorithm.policy_loss_type=gspo"))
+    assert "eps_clip_high of some 1e-4 are usual, 0.2 and 0.28 clip nothing" in clips
+    assert (
+        "policy_loss_type=gspo is meant for trainer.algorithm.loss_reduction=sequence_mean, got token_mean" in reduces
+    )
+    (m2,) = advice(config_of("m2_threshold=0.04"))
+    assert "policy_loss_type=ppo_clip clips as well, set rollout_is" in m2
+    bounds = ("trainer.algorithm.eps_clip_low=3e-4", "trainer.algorithm.eps_clip_high=4e-4")
+    assert (
+        advice(
+            config_of(
+                "trainer.algorithm.policy_loss_type=gspo", "trainer.algorithm.loss_reduction=sequence_mean", *bounds
+            )
+        )
+        == []
+    )

@@ -177,7 +177,7 @@ class TestOnceOnly:
     def test_weights_with_a_loss_anchored_on_the_sampler_are_refused(self, correction: CorrectionSettings) -> None:
         with pytest.raises(ConfigError, match="tis_ratio_type must be null with a policy loss whose ratio"):
             objective("ppo_clip", correction)
-        assert anchor_of("ppo_clip") is anchor_of("a loss to come") is Anchor.BEHAVIOR
+        assert anchor_of("ppo_clip") is anchor_of("sapo") is Anchor.BEHAVIOR
 
     def test_masks_look_at_the_recomputed_policy_where_the_loss_is_anchored_on_it(self) -> None:
         band = CorrectionSettings(token_mask=(0.5, 2.0))

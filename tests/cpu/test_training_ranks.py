@@ -39,7 +39,8 @@ Make = Callable[[TrainingSettings], InProcessPolicy]
 def settings_of(way: str, directory: Path) -> TrainingSettings:
     settings = TrainingSettings(policy_path=str(directory / "policy"), lr=1e-3, num_warmup_steps=2)
     if way.startswith("zero"):
-        settings = replace(settings, deepspeed=DeepSpeedSettings(zero_stage=int(way[4])))
+        # A few tokens at a time: with ZeRO-3 the head is gathered for each of them, and again in the backward pass.
+        settings = replace(settings, deepspeed=DeepSpeedSettings(zero_stage=int(way[4])), logprobs_chunk_size=5)
     if way.endswith("lora"):
         lora = LoraSettings(rank=3, alpha=6.0)
         settings = replace(settings, lora=lora, has_reference=True, kl_estimator="k3", kl_coef=0.1)
