@@ -6,15 +6,12 @@ would not fit.
 
 import contextlib
 import math
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.engines import is_supervised
+from skyrl_async.composition.shared_memory import directory_in_memory, shared_memory
 from skyrl_async.config.schema import Config, WeightTransfer
 from skyrl_async.config.transfer_rules import broadcast_backend
 from skyrl_async.errors import ConfigError
@@ -45,7 +42,7 @@ def make_publisher(
     ``sender`` is the policy too, but takes no turn on devices that it shares: it is waited for by engines that may have theirs.
     Raises ``ConfigError`` where an engine cannot get at what is published.
     """
-    directory = stack.enter_context(_shared_memory_directory())
+    directory = stack.enter_context(directory_in_memory(shared_memory()))
     publisher = WeightPublisher(
         client=client,
         policy=policy,
@@ -96,23 +93,4 @@ def check_shared_memory(config: Config, policy_dir: Path) -> None:
         return
     num_elements = sum(math.prod(shape) for _, shape in read_manifest(str(policy_dir)).values())
     num_bytes = num_elements * {"float32": 4, "bfloat16": 2}[config.policy.dtype.name]
-    require_room(_shared_memory(), num_bytes, dual_buffer=config.weight_sync.dual_buffer)
-
-
-def _shared_memory() -> Path:
-    return Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-
-
-@contextlib.contextmanager
-def _shared_memory_directory() -> Iterator[Path]:
-    """A directory in memory, named after this process so that a later run can remove what a killed one left."""
-    root = _shared_memory()
-    for left in root.glob("skyrl_async-*"):
-        pid = left.name.removeprefix("skyrl_async-").partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
-            shutil.rmtree(left, ignore_errors=True)
-    directory = Path(tempfile.mkdtemp(prefix=f"skyrl_async-{os.getpid()}-", dir=root))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    require_room(shared_memory(), num_bytes, dual_buffer=config.weight_sync.dual_buffer)

@@ -35,8 +35,6 @@ class VersionShelf:
         self._serving: WeightUpdate | None = None
         self.serving_version: int | None = None
         """What engines serve; None before the first."""
-        self.num_skipped = 0
-        """Versions that a newer one overtook before they were loaded."""
 
     @property
     def serving(self) -> WeightUpdate | None:
@@ -60,7 +58,6 @@ class VersionShelf:
             return None
         if before.version > sent.version:
             self._complete, before = before, sent
-        self.num_skipped += 1
         return before.update
 
     def take(self) -> SentUpdate | None:
