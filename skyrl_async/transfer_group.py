@@ -86,12 +86,19 @@ class TransferGroup:
         for bucket in content.split(bucket_bytes):
             self._broadcast(bucket)
 
-    def receive(self, allocate: Callable[[int], Tensor]) -> None:
-        """The others: into what ``allocate`` makes for so many bytes: (num_bytes,) uint8 in host memory."""
+    def receive(
+        self, allocate: Callable[[int], Tensor], reserve: Callable[[int, int], None] = lambda begin, num_bytes: None
+    ) -> None:
+        """The others: into what ``allocate`` makes for so many bytes: (num_bytes,) uint8 in host memory.
+
+        ``reserve`` is told before a bucket where it begins and how many bytes it has: memory is found for one at a time, since rank 0 waits
+        meanwhile.
+        """
         sizes = torch.zeros(2, dtype=torch.int64)
         self._broadcast(sizes)
         num_bytes, bucket_bytes = sizes.tolist()
-        for bucket in allocate(num_bytes).split(bucket_bytes):
+        for index, bucket in enumerate(allocate(num_bytes).split(bucket_bytes)):
+            reserve(index * bucket_bytes, bucket.numel())
             self._broadcast(bucket)
 
     def leave(self) -> None:

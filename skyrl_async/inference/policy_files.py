@@ -5,7 +5,7 @@ an update that cannot be the policy's. Only headers are read, never weights; thi
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -174,21 +174,10 @@ def require_same(what: str, found: Mapping[str, object], expected: Mapping[str, 
 
 
 def chunk_manifest(chunk: dict[str, Any], version: int) -> Manifest:
-    """What one chunk holds: a safetensors file (``path``), or what the nccl backend will receive (``names``).
-
-    Raises ``PublishError`` where it is neither, or incomplete.
-    """
-    if "path" in chunk:
-        path = Path(chunk["path"])
-        try:
-            return _read_header(path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PublishError(f"weight update {version}: {path} cannot be read: {error}") from error
+    """What one chunk holds, a safetensors file (``path``). Raises ``PublishError`` where it is none, or incomplete."""
+    if "path" not in chunk:
+        raise PublishError(f"weight update {version}: a chunk with keys {sorted(chunk)} is no file (path)")
     try:
-        columns: Sequence[Sequence[Any]] = (chunk["names"], chunk["dtype_names"], chunk["shapes"])
-        return {name: (dtype, tuple(shape)) for name, dtype, shape in zip(*columns, strict=True)}
-    except (KeyError, ValueError) as error:
-        raise PublishError(
-            f"weight update {version}: a chunk with keys {sorted(chunk)} is neither a file (path) nor a broadcast "
-            "(names, dtype_names, shapes)"
-        ) from error
+        return _read_header(Path(chunk["path"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PublishError(f"weight update {version}: {chunk['path']} cannot be read: {error}") from error

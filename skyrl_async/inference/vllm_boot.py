@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
+TRANSFER_BACKEND = "shm"
+"""Of vLLM's weight transfer: files in shared memory, mapped or received."""
 _WORKER_EXTENSION = "skyrl_async.inference.vllm_weight_transfer.WorkerExtension"
 _PR_SET_PDEATHSIG = 1
 
@@ -52,8 +54,6 @@ class VLLMEngineConfig:
     enable_prefix_caching: bool = True
     stream_interval: int = 10
     """Tokens per block of a stream."""
-    transfer: str = "shm"
-    """``shm`` (chunks are safetensors files) or ``nccl`` (chunks are ``update_info`` of vLLM's nccl backend)."""
     trust_remote_code: bool = False
     call_timeout_s: float = 60.0
     """Deadline of a control call; an engine that misses it counts as dead."""
@@ -136,7 +136,7 @@ def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": _WORKER_EXTENSION,
-        "weight_transfer_config": WeightTransferConfig(backend=config.transfer),
+        "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
         "disable_log_stats": True,
     }
     if config.adapter_rank:

@@ -164,7 +164,7 @@ class VLLMEngine:
             self._may_be_paused = False
 
     async def connect_transfer(self, init_info: dict[str, Any]) -> None:
-        """Be ready to receive in the trainer's process group (``init_info`` is that of the ``transfer``'s backend)."""
+        """Be ready to receive in the trainer's process group (``init_info``: its place, and this engine's ``rank``)."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info=init_info)
@@ -206,7 +206,7 @@ class VLLMEngine:
 
     async def stage_weights(self, update: WeightUpdate) -> None:
         """See ``InferenceEngine.stage_weights``; only on a CPU there is something to prepare, and nothing of adapters."""
-        if self._config.device != "cpu" or self._config.transfer != "shm" or self._adapter is not None:
+        if self._config.device != "cpu" or self._adapter is not None:
             return
         for chunk in self._own(update).chunks:
             with OutcomeFifo() as fifo:

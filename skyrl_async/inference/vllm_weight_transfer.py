@@ -35,6 +35,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from skyrl_async.inference.outcome_fifo import DONE
+from skyrl_async.inference.vllm_boot import TRANSFER_BACKEND
 from skyrl_async.inference.vllm_load_plan import LoadPlan, Swap
 from skyrl_async.inference.weight_map import WeightMap
 from skyrl_async.inference.weight_receiver import WeightReceiver
@@ -42,7 +43,6 @@ from skyrl_async.transfer_group import GroupPlace
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "shm"
 DEFAULT_LOAD_BUCKET_BYTES = 512 << 20
 _NUM_PROBE_ROWS = 64
 
@@ -276,7 +276,7 @@ def _input_width(module: torch.nn.Module) -> int:
     return int(module.input_size if width is None else width)
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, ShmWeightTransferEngine)
+WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, ShmWeightTransferEngine)
 if current_platform.is_cpu():
     from skyrl_async.inference.vllm_cpu_adapter import use_on_cpus
 

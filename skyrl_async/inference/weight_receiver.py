@@ -47,9 +47,13 @@ class Replica:
         return f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """(num_bytes,) uint8: the file's content. Raises ``OSError`` where there is no room for it, ``ValueError`` when it is closed."""
-        os.posix_fallocate(self._file.fileno(), 0, num_bytes)
+        """(num_bytes,) uint8: the file's content, to be written where it is reserved. Raises ``ValueError`` when it is closed."""
+        os.ftruncate(self._file.fileno(), num_bytes)
         return torch.frombuffer(mmap.mmap(self._file.fileno(), num_bytes), dtype=torch.uint8)
+
+    def reserve(self, begin: int, num_bytes: int) -> None:
+        """Find memory for a part, in bytes. Raises ``OSError`` where there is none, ``ValueError`` when the file is closed."""
+        os.posix_fallocate(self._file.fileno(), begin, num_bytes)
 
     def close(self) -> None:
         """Give the memory back, once nobody maps it."""
@@ -103,7 +107,7 @@ class Receiving:
     def __call__(self) -> None:
         """Raises ``RuntimeError``, ``OSError`` and ``ValueError``; then the group is left, and the file is of no use."""
         try:
-            self._membership.joined(self._device).receive(self._replica.allocate)
+            self._membership.joined(self._device).receive(self._replica.allocate, self._replica.reserve)
         except BaseException:
             self._membership.leave()
             raise

@@ -156,7 +156,7 @@ async def test_a_request_may_set_the_size_of_its_blocks(engine_0: VLLMEngine) ->
         request = make_request("a", max_tokens=64, stream_interval=interval)
         sizes[interval] = [len(block.token_ids) async for block in engine_0.stream(request)]
     assert sizes[None][0] == 1 and sum(sizes[None]) == sum(sizes[20]) == 64
-    assert sizes[20][0] > 20 and min(sizes[20][:-1]) >= 20
+    assert sizes[20][0] > 20 and min(sizes[20][:-1], default=20) >= 20  # one that is slow to read gets more at once
     short = [block async for block in engine_0.stream(make_request("b", max_tokens=5, stream_interval=20))]
     assert [len(block.token_ids) for block in short] == [5]
 
@@ -385,7 +385,7 @@ async def test_an_update_that_cannot_be_the_policys_is_refused_and_the_old_weigh
         "the chunks lacks": (good.chunks[:1], good.manifest),
         "No such file": ((good.chunks[0], {"path": str(tmp_path / "missing")}), good.manifest),
         "its header says": ((good.chunks[0], {"path": str(truncated)}), good.manifest),
-        "neither a file": ((good.chunks[0], {"url": "x"}), good.manifest),
+        "is no file": ((good.chunks[0], {"url": "x"}), good.manifest),
     }
     for message, (chunks, manifest) in bad_updates.items():
         update = WeightUpdate(version=5, chunks=chunks, manifest=manifest, num_bytes=0)
