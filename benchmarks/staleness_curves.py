@@ -220,7 +220,7 @@ def parser() -> ArgumentParser:
     options.add_argument("--staleness", nargs="+", type=int, help="bounds (default 0 1 4 8)")
     options.add_argument("--seeds", nargs="+", type=int, help="default: three, from --seed on")
     options.add_argument("--policy", default="wait", help="trainer.staleness_policy")
-    options.add_argument("--steps", type=int, help="optimizer steps of each run (default 45; 8 with --quick)")
+    options.add_argument("--steps", type=int, help="optimizer steps of each run (default 25; 8 with --quick)")
     options.add_argument("--plot", type=Path, help="draw the curves to this picture")
     options.add_argument("overrides", nargs="*", help="key=value of the configuration, before the options")
     return options
@@ -234,7 +234,7 @@ def main() -> int:
         bounds=tuple(options.staleness or ((0, 4) if is_quick else BOUNDS)),
         seeds=tuple(options.seeds or range(options.seed, options.seed + (1 if is_quick else 3))),
         policy=options.policy,
-        num_steps=options.steps or (8 if is_quick else 45),
+        num_steps=options.steps or (8 if is_quick else 25),
         num_eval_prompts=64 if is_quick else 256,
         overrides=tuple(options.overrides),
     )

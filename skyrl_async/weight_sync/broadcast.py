@@ -108,7 +108,8 @@ class WeightBroadcast:
                 await lose(engine, outcome.deaths[engine.name])
             if outcome.failure is not None and not outcome.deaths and not outcome.was_open:
                 raise PublishError(
-                    f"version {update.version} did not get to every engine: {outcome.failure}"
+                    f"version {update.version} did not get to every engine: {outcome.failure} (in each bucket a member is waited for, for "
+                    f"weight_sync.transfer_timeout_s={self._timeout_s:g})"
                 ) from outcome.failure
 
     async def _broadcast(
