@@ -1,6 +1,6 @@
 """Rules about off-policy corrections and what else of the config they meet.
 
-Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``.
+Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``; of what is allowed and hardly meant, sentences.
 """
 
 from skyrl_async.config.algorithm import LossReduction

@@ -4,18 +4,21 @@ Flows in: engines and the policy, both at the same version. Flows out: the large
 layer can stay stale behind equal checksums; the log-probs of the next tokens then are off by whole nats.
 """
 
+import asyncio
 import math
 import uuid
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError
+from skyrl_async.errors import DeadlineError, EngineDeadError, NoEngineError, PublishError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import EngineOutput, EngineRequest, SamplingParams
 from skyrl_async.weight_sync.engine_turns import HoldEngines
 
 _NUM_TOKENS = 24
+_TIMEOUT_S = 600.0
+"""A full engine begins a request when others end."""
 
 
 async def engine_logprob_gap(
@@ -57,9 +60,15 @@ async def _sampled(
             sampling=SamplingParams(max_tokens=budget, ignore_eos=True, seed=0),
         )
         try:
-            output = await engine.generate(request)
+            async with asyncio.timeout(_TIMEOUT_S):
+                output = await engine.generate(request)
         except EngineDeadError as error:
             client.drop_engine(engine, error)
+            continue
+        except TimeoutError:
+            client.drop_engine(
+                engine, DeadlineError(f"it has not answered the probe of version {version} in {_TIMEOUT_S:g} s")
+            )
             continue
         if not output.token_ids:  # it was taken out of service meanwhile
             continue
