@@ -33,7 +33,7 @@ def dual_clip(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
     """``ppo_clip``, and for ``A < 0`` at most ``-clip_ratio_c A``: a token that became far likelier than it was, and should not be sampled,
     pushes no further.
 
-    Dual-clip PPO (Ye et al., arXiv 1912.09729), equation 5.
+    Dual-clip PPO (Ye et al., arXiv 1912.09729).
     """
     once = ppo_clip(tokens, constants)
     bound = -constants.clip_ratio_c * tokens.advantages

@@ -129,7 +129,7 @@ def outlier_mask(log_ratio: Tensor, rows: Rows, *, low: float, high: float) -> T
 def opsm_mask(log_ratio: Tensor, advantages: Tensor, rows: Rows, *, delta: float) -> Tensor:
     """Leave out tokens of negative advantage in rows whose ``mean_t log(mu_t / pi_t)`` exceeds ``delta``.
 
-    Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556), equation 9: what the policy would no longer say is not worth
+    Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556): what the policy would no longer say is not worth
     unlearning, while good answers are kept however far off. Its ``pi_old`` is the sampler's, hence ``mu``.
 
     Args:
@@ -148,10 +148,10 @@ def opsm_mask(log_ratio: Tensor, advantages: Tensor, rows: Rows, *, delta: float
 def m2_mask(log_ratio: Tensor, advantages: Tensor, rows: Rows, *, threshold: float) -> Tensor:
     """Leave out the tokens of largest ``(log pi / mu)^2`` until the mean of those that are left is at most ``threshold``, row by row.
 
-    M2PO (arXiv 2510.01161), section 5.2, algorithm 1, with the second moment of equation 4. Only trust-region tokens are looked at (A > 0
+    M2PO (arXiv 2510.01161). Only trust-region tokens are looked at (A > 0
     and ratio > 1, or A < 0 and ratio < 1), as those alone are pushed further away. The paper takes them over the batch; here the bound
     holds in every row, hence in every batch of rows too, so that neither micro-batches nor streaming change the mask. It leaves out at
-    least as many tokens as the paper's. It takes the place of clipping: equation 5 is ``rollout_is`` without a cap.
+    least as many tokens as the paper's. It takes the place of clipping: the paper's objective is ``rollout_is`` without a cap.
 
     Args:
         log_ratio: (N,) float, ``log pi - log mu``, nats, of the policy being trained.

@@ -2,7 +2,7 @@
 
 A step changes the entropy of a softmax policy by about minus the covariance of log-probs and advantages: likely tokens that did well,
 and unlikely ones that did badly, make it fall (Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language
-Models", arXiv 2505.22617, section 3). What a token adds to it is, over the N sampled tokens of a mini-batch (its equation 10),
+Models", arXiv 2505.22617, section 3). What a token adds to it is, over the N sampled tokens of a mini-batch (the paper's ``Cov(y_i)``),
 
     cov_i = (log mu_i - mean log mu) (A_i - mean A)
 
@@ -31,7 +31,7 @@ Mark = Callable[[Sequence[Group]], Sequence[Group]]
 def clip_cov_marks(groups: Sequence[Group], constants: LossConstants) -> Sequence[Group]:
     """Mark ``max(1, floor(clip_cov_ratio N))`` tokens, drawn evenly from those with ``clip_cov_lb < cov < clip_cov_ub``.
 
-    Clip-Cov (arXiv 2505.22617), equation 11. The draw is a function of the groups' places in the order of admission.
+    Clip-Cov (arXiv 2505.22617). The draw is a function of the groups' places in the order of admission.
     """
     covariances = token_covariances(groups)
     within = (covariances > constants.clip_cov_lb) & (covariances < constants.clip_cov_ub)
@@ -44,7 +44,7 @@ def clip_cov_marks(groups: Sequence[Group], constants: LossConstants) -> Sequenc
 def kl_cov_marks(groups: Sequence[Group], constants: LossConstants) -> Sequence[Group]:
     """Mark the ``max(1, floor(kl_cov_frac N))`` tokens of largest covariance, of those where it is positive.
 
-    KL-Cov (arXiv 2505.22617), equation 13.
+    KL-Cov (arXiv 2505.22617).
     """
     covariances = token_covariances(groups)
     num = min(max(1, int(constants.kl_cov_frac * len(covariances))), int((covariances > 0).sum()))

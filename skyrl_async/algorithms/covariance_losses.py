@@ -13,7 +13,7 @@ from skyrl_async.algorithms.losses import LossTokens, TokenLoss, importance_rati
 
 
 def clip_cov(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
-    """``ppo_clip``, and marked tokens have no gradient: Clip-Cov (arXiv 2505.22617), equation 12."""
+    """``ppo_clip``, and marked tokens have no gradient: Clip-Cov (arXiv 2505.22617)."""
     once, is_marked = ppo_clip(tokens, constants), _marks_of(tokens)
     return TokenLoss(loss=torch.where(is_marked, once.loss.detach(), once.loss), is_clipped=once.is_clipped | is_marked)
 
@@ -21,7 +21,7 @@ def clip_cov(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
 def kl_cov(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
     """``-r A``, and for marked tokens ``+ ppo_kl_coef |log pi - log mu|``, with ``r = pi / mu``.
 
-    KL-Cov (arXiv 2505.22617), equation 14, with the estimate of the divergence that its listing 1 takes.
+    KL-Cov (arXiv 2505.22617), with the estimate of the divergence that its listing takes.
     """
     ratio = importance_ratio(tokens.logprobs, tokens.behavior_logprobs)
     penalty = constants.ppo_kl_coef * (tokens.logprobs - tokens.behavior_logprobs).abs()

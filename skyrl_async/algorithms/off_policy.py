@@ -2,8 +2,8 @@
 
 A correction multiplies the policy loss of each token, and never the divergence from a reference, with ``weight * mask``. Masked tokens
 still count in what gradients are divided by (``Policy.step``): a mask is a factor of 0 in a sum that is estimated, and leaving its tokens
-out of the count would make the step larger the more is masked, and dependent on how rows are split (M2PO, arXiv 2510.01161, footnote to
-equation 5; IcePop and OPSM divide by the lengths of whole answers, too). Where every token of a mini-batch is masked its policy
+out of the count would make the step larger the more is masked, and dependent on how rows are split (as M2PO, arXiv 2510.01161,
+does; IcePop and OPSM divide by the lengths of whole answers, too). Where every token of a mini-batch is masked its policy
 gradient is 0 and the step is taken as one of zero advantages would be; whoever steps says so and counts it.
 
 Which policy is ``pi``. A weight takes a loss from the tokens' sampler to a policy, and must not do that twice:

@@ -1,7 +1,7 @@
 """How many fresh tokens the tokens of a step are worth: log-probs in, sums out from which ``metrics.sample_sizes`` takes shares.
 
 The effective sample size of n weights is ``(sum w)^2 / sum w^2``, at most n (Kish 1965; Owen, "Monte Carlo theory, methods and examples",
-equation 9.13), here of ``w = pi / mu``, per token and per row. Sums rather than sizes, so that micro-batches, ranks and streaming add up.
+chapter 9), here of ``w = pi / mu``, per token and per row. Sums rather than sizes, so that micro-batches, ranks and streaming add up.
 """
 
 import torch
