@@ -63,6 +63,18 @@ def test_contract_8_a_bug_ends_the_run_with_one_traceback(workplace: Path) -> No
 
 
 @pytest.mark.slow
+def test_ctrl_c_while_engines_boot_ends_cleanly(workplace: Path) -> None:
+    with Command([*SMALL, "trainer.output_dir=booting"], cwd=workplace) as command:
+        command.read_until("booting engines")
+        os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
+        outcome = command.finish()
+    assert outcome.code == 130, outcome.stderr
+    assert outcome.orphans == ()
+    assert "Traceback" not in outcome.stderr and "interrupted; continue with" in outcome.stderr
+    assert outcome.seconds < PATIENCE_S
+
+
+@pytest.mark.slow
 def test_a_run_that_is_asked_to_end_saves_its_step_and_ends_cleanly(workplace: Path) -> None:
     out = workplace / "out"
     overrides = [*SMALL, *NO_VLLM, FOR_EVER, f"trainer.output_dir={out}", "trainer.checkpoint_interval_steps=0"]

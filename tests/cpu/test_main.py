@@ -410,18 +410,6 @@ def test_an_engine_and_a_policy_on_one_device_take_turns_on_it(
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_engines_boot_ends_cleanly(workplace: Path) -> None:
-    with Command([*SMALL, "trainer.output_dir=booting"], cwd=workplace) as command:
-        command.read_until("booting engines")
-        os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
-        outcome = command.finish()
-    assert outcome.code == 130, outcome.stderr
-    assert outcome.orphans == ()
-    assert "Traceback" not in outcome.stderr and "interrupted; continue with" in outcome.stderr
-    assert outcome.seconds < PATIENCE_S
-
-
-@pytest.mark.slow
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(tmp_path: Path) -> None:
     outcome = run("trainer.max_stalenes_steps=4", cwd=tmp_path)
     assert_refused(outcome, "unknown key 'trainer.max_stalenes_steps'; did you mean trainer.max_staleness_steps?")
