@@ -4,10 +4,12 @@ import functools
 import multiprocessing
 import os
 import signal
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from skyrl_async.inference.weight_receiver import WeightReceiver
@@ -115,3 +117,19 @@ def published(directory: Path, tensors: dict[str, Tensor]) -> Path:
     staging = Staging()
     staging.take(1, tensors.items(), serve_dtype=torch.float32)
     return Path(staging.write(1, directory, 1 << 20).chunks[0]["path"])
+
+
+def assert_what_is_sent_arrives(sender: WeightSender, receivers: Sequence[Receiver], directory: Path) -> None:
+    """To the byte and in every dtype, to all of a group that is formed, whatever the bucket."""
+    for index, bucket_bytes in enumerate((1 << 30, 1000, 997)):
+        tensors = mixed_tensors(index)
+        path = published(directory / str(index), tensors)
+        for receiver in receivers:
+            receiver.begin(path)
+        sender.send(path, bucket_bytes)
+        for own in [receiver.answer() for receiver in receivers]:
+            assert Path(own).read_bytes() == path.read_bytes()
+            found = load_file(own)
+            assert found.keys() == tensors.keys()
+            for name, tensor in tensors.items():
+                assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import psutil
@@ -97,9 +97,19 @@ def leave_process(code: int) -> None:
     An interpreter that ends under such a thread crashes (Ray's, waiting for a frozen process: exit code 139 instead of the run's), and
     agents of a Ray that was left to itself outlive it by minutes.
     """
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            process.kill()
+    kill_descendants()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def descendants() -> frozenset[psutil.Process]:
+    """Every process that this one started, and what these started."""
+    return frozenset(psutil.Process().children(recursive=True))
+
+
+def kill_descendants(but: Collection[psutil.Process] = ()) -> None:
+    """Kill them all, ``but`` for these; one that is gone already is no error."""
+    for process in descendants().difference(but):
+        with contextlib.suppress(psutil.Error):
+            process.kill()

@@ -52,8 +52,10 @@ class KeptConfig:
         if self._step is None or not self._is_of_the_run:
             return
         if self.changes():
-            self._path.replace(self._path.with_name(f"config_to_step_{self._step}.yaml"))
-        write_private(self._path, self._text)
+            write_private(self._path.with_name(f"config_to_step_{self._step}.yaml"), self._path.read_text())
+        arriving = self._path.with_name("config.yaml.new")
+        write_private(arriving, self._text)
+        arriving.replace(self._path)  # at no moment there is none
 
 
 def _values(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,13 +6,10 @@ runs in it.
 
 import asyncio
 import atexit
-import contextlib
 import logging
 import signal
 
-import psutil
-
-from skyrl_async.composition.closing import ClosingStack
+from skyrl_async.composition.closing import ClosingStack, descendants, kill_descendants
 from skyrl_async.config.placement_rules import num_cpu_slots
 from skyrl_async.config.schema import PlacementConfig
 from skyrl_async.errors import ConfigError, DeadlineError
@@ -62,16 +59,13 @@ def _init_ray(config: PlacementConfig) -> None:
             raise ConfigError(f"placement.ray_address={config.ray_address} cannot be joined: {error}") from error
         return
     for num_starts in range(1, _MAX_STARTS + 1):
-        children = set(psutil.Process().children(recursive=True))
+        before = descendants()
         try:
             _start_local_ray(num_cpu_slots(config))
             return
-        except (
-            Exception
-        ) as error:  # a bare one, where its processes take longer than the 30 seconds that Ray gives them
-            for process in set(psutil.Process().children(recursive=True)) - children:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
+        # A bare one, where Ray's processes take longer than the 30 seconds that it gives them.
+        except Exception as error:
+            kill_descendants(but=before)
             if num_starts == _MAX_STARTS:
                 raise DeadlineError(
                     f"Ray did not start, in {_MAX_STARTS} attempts: {error} A machine that is very busy is one reason; "

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from skyrl_async.errors import DeadlineError, EngineDeadError, NoEngineError, PublishError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.training.protocol import Policy
-from skyrl_async.types import EngineOutput, EngineRequest, SamplingParams
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, SamplingParams
 from skyrl_async.weight_sync.engine_turns import HoldEngines
 
 _NUM_TOKENS = 24
@@ -70,7 +70,7 @@ async def _sampled(
                 engine, DeadlineError(f"it has not answered the probe of version {version} in {_TIMEOUT_S:g} s")
             )
             continue
-        if not output.token_ids:  # it was taken out of service meanwhile
+        if output.finish_reason is FinishReason.ABORT and not output.token_ids:  # it was taken out of service meanwhile
             continue
         if set(output.versions) != {version}:
             raise PublishError(

@@ -249,15 +249,17 @@ class WeightPublisher:
 
     def lags(self) -> dict[str, Lag]:
         """How far each engine lags behind the trainer now, by name."""
-        now = self._clock()
-        for name in self.lag.lags(now).keys() - {engine.name for engine in self._client.engines}:
-            self.lag.left(name)
-        return self.lag.lags(now)
+        self._forget_engines_that_left()
+        return self.lag.lags(self._clock())
 
     def lag_values(self) -> dict[str, float]:
         """The largest lag of an engine behind the trainer since the last call, as metrics."""
-        self.lags()
+        self._forget_engines_that_left()
         return self.lag.values(self._clock())
+
+    def _forget_engines_that_left(self) -> None:
+        for name in self.lag.lags(self._clock()).keys() - {engine.name for engine in self._client.engines}:
+            self.lag.left(name)
 
     async def _retried(self, attempt: Callable[[bool], Awaitable[T]]) -> T:
         """Try as often as was said; the attempt is told whether it is the last."""
