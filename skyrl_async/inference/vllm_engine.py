@@ -16,6 +16,7 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from skyrl_async.concurrency import run_together
 from skyrl_async.errors import (
     EngineDeadError,
     EngineStartError,
@@ -251,10 +252,14 @@ class VLLMEngine:
             await self._adapter.load(update)
         else:
             await self._llm.collective_rpc("load_update", args=(list(update.chunks),))
-        await self._llm.update_weight_version(str(update.version))
-        # Requests frozen by pause(keep) are preempted, so that they recompute their cache under the new weights.
-        await self._llm.reset_prefix_cache(reset_running_requests=True)
-        await self._llm.reset_encoder_cache()
+        await run_together(  # in this order, without a round trip between them: the engine stands still
+            {
+                "label": self._llm.update_weight_version(str(update.version)),
+                # Requests frozen by pause(keep) are preempted, so that they recompute their cache under the new weights.
+                "drop-prefixes": self._llm.reset_prefix_cache(reset_running_requests=True),
+                "drop-encodings": self._llm.reset_encoder_cache(),
+            }
+        )
 
     async def version(self) -> int:
         """See ``InferenceEngine.version``."""
