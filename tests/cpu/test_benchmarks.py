@@ -16,6 +16,7 @@ from benchmarks.staleness_curves import CORRECTIONS, Plan, against_no_staleness,
 from benchmarks.staleness_picture import draw_staleness_curves
 from benchmarks.staleness_policies import Case
 from benchmarks.staleness_policies import measure as measure_policy
+from benchmarks.staleness_tables import tables
 from skyrl_async.simulator.clock import run_in_virtual_time
 
 ROOT = Path(__file__).parents[2]
@@ -146,3 +147,14 @@ def test_curves_are_drawn_of_whatever_rows_there_are(tmp_path: Path) -> None:
     for index, rows in enumerate(([], some[:1], some)):
         draw_staleness_curves(rows, tmp_path / f"{index}.png")
         assert (tmp_path / f"{index}.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("figures", "page"),
+    [("staleness_curves", "06_algorithms")],
+)
+def test_a_tutorial_shows_the_tables_of_the_figures_that_are_kept(figures: str, page: str) -> None:
+    written = json.loads((ROOT / "benchmarks" / "results" / f"{figures}.json").read_text())
+    text = (ROOT / "docs" / "tutorials" / f"{page}.md").read_text()
+    for name, table in tables(written).items():
+        assert table in text, name
