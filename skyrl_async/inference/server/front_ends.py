@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from skyrl_async.concurrency import first_failure, run_together
-from skyrl_async.errors import ConfigError, InferenceError
+from skyrl_async.errors import ConfigError, DeadlineError, InferenceError
 from skyrl_async.heartbeat import until_silent
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.server.process import EndpointServer, EndpointSettings
@@ -59,6 +59,30 @@ class FrontEnd:
         """Its root, without ``/v1``."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
+
+    @property
+    def _name(self) -> str:
+        return f"front end {self._index} of the endpoint"
+
+    async def start_in_time(self) -> None:
+        """``start`` for the first time. Raises ``DeadlineError``, too."""
+        async with self._coming_up("start"):
+            await self.start()
+
+    async def connect_in_time(self, peers: tuple[str, ...]) -> None:
+        """``connect`` for the first time. Raises ``DeadlineError``, too."""
+        async with self._coming_up("answer"):
+            await self.connect(peers)
+
+    @asynccontextmanager
+    async def _coming_up(self, what: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S) as deadline:
+                yield
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise DeadlineError(f"{self._name} did not {what} within {_START_TIMEOUT_S:g} s") from error
 
     async def start(self) -> None:
         """Serve. Errors raised inside the process arrive as themselves."""
@@ -166,16 +190,16 @@ async def endpoint_processes(
 ) -> AsyncIterator[tuple[FrontEnd, ...]]:
     """Front ends while the block runs, each with its own process, client of the engines and sessions.
 
-    What dies or wedges is replaced; where that fails, the block is cancelled and the reason raised. When the block ends well open
-    requests are finished first.
+    What dies or wedges is replaced; where that fails, the block is cancelled and the reason raised.
+    One that does not come up at first raises ``DeadlineError``. When the block ends well open requests are finished first.
     """
     front_ends = tuple(
         FrontEnd(settings, index, engines, max_concurrency=max_concurrency) for index in range(num_front_ends)
     )
     try:
-        await run_together({f"start-front-end-{i}": one.start() for i, one in enumerate(front_ends)})
+        await run_together({f"start-front-end-{i}": one.start_in_time() for i, one in enumerate(front_ends)})
         peers = tuple(one.url for one in front_ends)
-        await run_together({f"connect-front-end-{i}": one.connect(peers) for i, one in enumerate(front_ends)})
+        await run_together({f"connect-front-end-{i}": one.connect_in_time(peers) for i, one in enumerate(front_ends)})
         async with asyncio.TaskGroup() as tasks:
             keeping = [tasks.create_task(one.keep_up(peers), name=f"front-end-{one.port}") for one in front_ends]
             try:
