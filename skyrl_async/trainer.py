@@ -19,7 +19,7 @@ from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.concurrency import first_failure
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.device_turns import Sitting
-from skyrl_async.errors import CheckpointError, NoEngineError, PublishError, SkyRLAsyncError
+from skyrl_async.errors import CheckpointError, GenerationError, NoEngineError, PublishError, SkyRLAsyncError
 from skyrl_async.evaluation import Evaluator
 from skyrl_async.metrics.overlap import OverlapThroughput
 from skyrl_async.metrics.recorder import Recorder
@@ -235,7 +235,7 @@ class FullyAsyncTrainer:
                 preparing.cancel()
         except BaseExceptionGroup as failures:
             failure = first_failure(failures)
-            if isinstance(failure, NoEngineError | PublishError):
+            if isinstance(failure, GenerationError | NoEngineError | PublishError):
                 await self._save_what_is_trained()
             raise failure from failure.__cause__
         finally:
@@ -354,7 +354,7 @@ class FullyAsyncTrainer:
                 await self._saver.write(self._policy, step, self._mini_batches.taken, unless_known=self._stop.is_asked)
 
     async def _save_what_is_trained(self) -> None:
-        """Write a checkpoint where engines failed and not the training, unless an optimizer step was cut off by that.
+        """Write a checkpoint where engines or rollouts failed and not the training, unless an optimizer step was cut off by that.
 
         It holds what is in flight, where engines left it.
         """

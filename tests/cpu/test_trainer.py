@@ -168,6 +168,30 @@ def test_contract_8_too_many_failures_stop_the_run_with_the_last_error() -> None
         simulate(LONG_TAILED, generator_over=lambda client: Failing(client, always, 9))
 
 
+def test_a_run_that_too_many_failures_stop_goes_on_from_what_it_had_trained(tmp_path: Path) -> None:
+    settings = replace(LONG_TAILED, num_steps=None, num_epochs=1, num_prompts=64, checkpoint_interval_steps=1000)
+    broken = {f"p{i}" for i in range(64)}
+
+    class BreaksLate(Failing):
+        async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+            return await (super() if request.priority >= 32 else super(Failing, self)).generate(request)
+
+    with pytest.raises(GenerationError, match="max_failed_fraction"):
+        simulate(settings, generator_over=lambda client: BreaksLate(client, broken, 9), checkpoint_dir=tmp_path)
+    usable = Checkpointer(tmp_path, max_to_keep=0).usable()
+    assert usable is not None and usable.state.step > 0
+
+    async def go_on() -> None:
+        simulation = build_simulation(settings)
+        await simulation.trainer.resume(usable.path)
+        await simulation.trainer.run()
+        counts = simulation.dataloader.statistics()
+        assert counts["trained_total"] + counts["failed_total"] == 64
+        assert simulation.trainer.totals.failed_groups == counts["failed_total"] > 0
+
+    run_in_virtual_time(go_on())
+
+
 def test_contract_8_a_hung_rollout_fails_by_name_and_the_run_goes_on() -> None:
     class Hanging(ModelledGenerator):
         async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
