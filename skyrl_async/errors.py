@@ -19,6 +19,7 @@ SkyRLAsyncError
 |       `-- SessionNotFoundError  there is none of that name
 |-- PublishError            a weight publish failed; the old version serves everywhere
 |-- GenerationError         a generator broke its contract, or too many rollouts failed
+|   `-- OutageError         nothing could be sampled: no endpoint, or no engine behind it; no fault of the rollout
 |-- TrainingError           a policy worker failed, or its numbers stopped being numbers
 |   |-- WeightsWriteError   weights cannot be written: shared memory or a disk is full, or refuses
 |   |-- WeightsLostError    gathered weights are gone with the workers that held them
@@ -113,6 +114,10 @@ class PublishError(SkyRLAsyncError):
 
 class GenerationError(SkyRLAsyncError):
     """A generator broke its contract, or too many rollouts failed."""
+
+
+class OutageError(GenerationError):
+    """Nothing could be sampled: no endpoint, or no engine behind it. No fault of the rollout."""
 
 
 class TrainingError(SkyRLAsyncError):

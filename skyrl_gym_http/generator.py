@@ -5,19 +5,30 @@ versions, from the endpoint's reply extensions. Does not know tokenizers, engine
 """
 
 import re
+from http import HTTPStatus
 from typing import Any
 
-from openai import APIError, AsyncOpenAI, BadRequestError
+from openai import (
+    APIConnectionError,
+    APIError,
+    APIStatusError,
+    APITimeoutError,
+    AsyncOpenAI,
+    BadRequestError,
+)
 from openai.types.chat import ChatCompletion
 
-from skyrl_async.errors import GenerationError, PromptTooLongError
+from skyrl_async.errors import GenerationError, OutageError, PromptTooLongError
 from skyrl_async.rollout.environment import EnvironmentFactory
 from skyrl_async.rollout.episode import EpisodePlayer
 from skyrl_async.rollout.generator import keeps_samples
+from skyrl_async.rollout.outages import Outages, Resending
 from skyrl_async.rollout.turn import Turn, TurnRequest
 from skyrl_async.types import Completion, FinishReason, GroupRequest, SamplingParams, Trajectory
 from skyrl_async.version_spans import versions_of
 
+_NO_ENGINE = "no_engine"
+"""Code of the endpoint's 503 when it has no engine to ask."""
 _OVERFLOW = re.compile(r"maximum context length is (\d+) tokens, but the prompt has (\d+)")
 
 
@@ -25,7 +36,8 @@ class SkyRLGymHTTPGenerator:
     """A ``Generator`` over environments of the skyrl_gym protocol and an endpoint of this package.
 
     Single- and multi-turn, exact like ``GymGenerator``: from the second turn on the request carries the ids so far
-    (``prefix_token_ids``), and the endpoint renders only what follows them.
+    (``prefix_token_ids``), and the endpoint renders only what follows them. A turn that an outage cut off (a connection refused or
+    broken, an endpoint without engines) is asked for again.
     """
 
     def __init__(
@@ -39,6 +51,8 @@ class SkyRLGymHTTPGenerator:
         max_trajectory_tokens: int | None = None,
         max_environment_threads: int = 32,
         timeout_s: float = 3600.0,
+        outages: Outages | None = None,
+        outage_timeout_s: float = 0.0,
     ) -> None:
         """
         Args:
@@ -51,11 +65,13 @@ class SkyRLGymHTTPGenerator:
                 the model's context only.
             max_environment_threads: Environment calls running at once, >= 1 (fast environments need none).
             timeout_s: Of one request; long, because the endpoint holds requests while weights change.
+            outages: Waited for before a request is sent again; None: nobody tells of them.
+            outage_timeout_s: How long a request is sent again, from the first time it was not answered; 0 never does.
         """
-        # No retries: a resend would sample a second answer while the first may still be running.
+        # No retries: a resend would sample a second answer while the first may still be running. In an outage it cannot be.
         self._client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout_s, max_retries=0)
         self._player = EpisodePlayer(
-            _ChatSpeaker(self._client, model),
+            _ChatSpeaker(self._client, model, Resending(outages or Outages(), outage_timeout_s)),
             make_environment,
             max_turns=max_turns,
             max_trajectory_tokens=max_trajectory_tokens,
@@ -67,7 +83,8 @@ class SkyRLGymHTTPGenerator:
         """Return a trajectory per sample asked for. When some fail, the others are played to their end first.
 
         Raises ``PromptTooLongError`` when the first prompt leaves no room, ``GenerationError`` when the endpoint fails
-        or answers what cannot be trained on, and whatever an environment raises.
+        or answers what cannot be trained on, ``OutageError`` or ``NoEngineError`` when an outage is too long, and whatever an
+        environment raises.
         """
         return await self._player.play_group(request)
 
@@ -79,13 +96,15 @@ class SkyRLGymHTTPGenerator:
 class _ChatSpeaker:
     """Samples turns through the openai client."""
 
-    def __init__(self, client: AsyncOpenAI, model: str) -> None:
+    def __init__(self, client: AsyncOpenAI, model: str, resending: Resending) -> None:
         self._client = client
         self._model = model
+        self._resending = resending
 
     async def speak(self, request: TurnRequest) -> Turn:
+        arguments = self._arguments(request)
         try:
-            reply = await self._client.chat.completions.create(**self._arguments(request))
+            reply = await self._resending.until_answered(lambda: self._send(arguments))
         except BadRequestError as error:
             overflow = _OVERFLOW.search(error.message)
             if error.code == "context_length_exceeded" and overflow:
@@ -100,6 +119,16 @@ class _ChatSpeaker:
                 "prefix_token_ids, but do not"
             )
         return turn
+
+    async def _send(self, arguments: dict[str, Any]) -> ChatCompletion:
+        """Raises ``OutageError`` where nothing answers, or nothing can be sampled there."""
+        try:
+            reply: ChatCompletion = await self._client.chat.completions.create(**arguments)
+        except (APIConnectionError, APIStatusError) as error:
+            if _is_outage(error):
+                raise OutageError(str(self._failure(error))) from error
+            raise
+        return reply
 
     def _arguments(self, request: TurnRequest) -> dict[str, Any]:
         sampling: SamplingParams = request.sampling
@@ -128,6 +157,12 @@ class _ChatSpeaker:
 
     def _failure(self, error: APIError) -> GenerationError:
         return GenerationError(f"{self._client.base_url}chat/completions failed: {type(error).__name__}: {error}")
+
+
+def _is_outage(error: APIConnectionError | APIStatusError) -> bool:
+    if isinstance(error, APIStatusError):
+        return error.status_code == HTTPStatus.SERVICE_UNAVAILABLE and error.code == _NO_ENGINE
+    return not isinstance(error, APITimeoutError)
 
 
 def parse_reply(reply: ChatCompletion) -> Turn:

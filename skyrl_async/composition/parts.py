@@ -107,6 +107,7 @@ def make_generator(
             max_turns=generator.max_turns,
             agent_timeout_s=generator.agent_timeout_s,
             deadlines=client.pool.deadlines,
+            outage_timeout_s=config.engine.all_gone_timeout_s,
             max_concurrent_agents=generator.max_concurrent_agents,
             working_dir=None if generator.working_dir is None else Path(generator.working_dir).expanduser(),
         )
@@ -124,6 +125,8 @@ def make_generator(
             environment_factory(config),
             max_turns=generator.max_turns,
             max_trajectory_tokens=generator.max_trajectory_tokens,
+            outages=client.pool.deadlines.outages,
+            outage_timeout_s=config.engine.all_gone_timeout_s,
         )
         stack.push_async_callback(over_http.close)
         return cast(Generator, over_http)

@@ -31,6 +31,7 @@ from skyrl_async.inference.sessions.rows import BranchPolicy
 from skyrl_async.inference.sessions.session import SessionLimits
 from skyrl_async.inference.sessions.settings import ReasoningPolicy, SessionSettings
 from skyrl_async.registries import POLICY_LOSSES
+from skyrl_async.rollout.outages import Outages
 from skyrl_async.training.deepspeed_config import DeepSpeedSettings
 from skyrl_async.training.protocol import SendingPolicy
 from skyrl_async.training.recovering import RecoveringPolicy
@@ -197,15 +198,29 @@ class Endpoint:
 
 @contextlib.asynccontextmanager
 async def serving_endpoint(
-    config: Config, policy_dir: Path, engines: Sequence[InferenceEngine], max_model_len: int, run_dir: Path
+    config: Config,
+    policy_dir: Path,
+    engines: Sequence[InferenceEngine],
+    max_model_len: int,
+    run_dir: Path,
+    outages: Outages,
 ) -> AsyncIterator[Endpoint]:
-    """The endpoint's processes; their address and keys are in ``endpoint.json``, readable by its owner only, while they run."""
+    """The endpoint's processes; their address and keys are in ``endpoint.json``, readable by its owner only, while they run.
+
+    ``outages`` are told when one of them is gone, where rollouts need the endpoint.
+    """
     from skyrl_async.inference.server.front_ends import endpoint_processes
 
     api_key = config.server.api_key or f"sk-{secrets.token_urlsafe(24)}"
     controller_key = f"ck-{secrets.token_urlsafe(24)}"
     settings = _endpoint_settings(config, policy_dir, max_model_len, api_key, controller_key)
-    async with endpoint_processes(settings, engines, num_front_ends=config.server.num_front_ends) as front_ends:
+    processes = endpoint_processes(
+        settings,
+        engines,
+        num_front_ends=config.server.num_front_ends,
+        outages=outages if config.generator.needs_endpoint else None,
+    )
+    async with processes as front_ends:
         endpoint = Endpoint(
             urls=tuple(front_end.url for front_end in front_ends),
             api_key=api_key,

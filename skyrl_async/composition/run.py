@@ -114,7 +114,8 @@ async def started_parts(
         endpoint = None
         if config.serves_endpoint:
             say("starting the endpoint")
-            serving = serving_endpoint(config, plan.initial, engines, client.max_model_len, run_dir)
+            outages = client.pool.deadlines.outages
+            serving = serving_endpoint(config, plan.initial, engines, client.max_model_len, run_dir, outages)
             endpoint = await stack.enter_async_context(serving)
         groups = device_groups(bundles)
         turns = engine_turns(

@@ -56,7 +56,8 @@ class GeneratorConfig:
     )
     agent_timeout_s: float = doc(
         300.0,
-        "An agent that takes longer is ended, with all its processes, and fails. It stands still while there is no engine.",
+        "An agent that takes longer is ended, with all its processes, and fails. It stands still while there is no engine, or no "
+        "endpoint to reach one.",
     )
     max_concurrent_agents: int | None = doc(
         None, "Agents running at once; null: as many as groups and samples ask for."
@@ -76,7 +77,11 @@ class GeneratorConfig:
         "Most response tokens of an episode, the environment's included; null is bounded by the model's context only.",
     )
     sampling: SamplingConfig = doc(SamplingConfig, "How training rollouts are sampled.")
-    max_retries: int = doc(2, "Times a failed rollout is tried again before its group counts as failed.")
+    max_retries: int = doc(
+        2,
+        "Times a failed rollout is tried again before its group counts as failed. One that fails while there is no engine or no endpoint "
+        "is tried again without being counted.",
+    )
     retry_backoff_s: float = doc(
         1.0,
         "Wait before the first retry, doubled for each further one, less up to half of it at random; 0 never waits.",
@@ -96,7 +101,7 @@ class GeneratorConfig:
     rollout_timeout_s: float = doc(
         600.0,
         "Deadline of one try of a group: samples that are not finished by then are lost, by name; the others are kept. It stands "
-        "still while there is no engine.",
+        "still while there is no engine, or no endpoint to reach one.",
     )
 
     def __post_init__(self) -> None:

@@ -25,6 +25,9 @@ Call = Callable[[InferenceEngine, EngineRequest], AsyncGenerator[EngineOutput, N
 Admission = Callable[[InferenceEngine], AbstractAsyncContextManager[None]]
 """Makes an engine serve what the others serve; it takes requests from the block's end on, and no publish comes in between."""
 
+_NO_ENGINE = "no engine"
+_NONE_LEFT = "no inference engine is left: every one has died; see the run's log for the first failure"
+
 
 class EngineListener(Protocol):
     """Who wants to know which engines a pool has."""
@@ -125,7 +128,7 @@ class EnginePool:
         self.admission: Admission = _let_in
         self.listener: EngineListener | None = None
         self.deadlines = Deadlines()
-        """They stand still while there is no engine and one is waited for."""
+        """They stand still while there is no engine and one is waited for, which is an outage."""
 
     @property
     def engines(self) -> tuple[InferenceEngine, ...]:
@@ -251,8 +254,7 @@ class EnginePool:
 
     def _require_expected(self) -> None:
         if not self.is_expecting:
-            reason = "no inference engine is left: every one has died; see the run's log for the first failure"
-            raise NoEngineError(self.verdict or reason)
+            raise NoEngineError(self.verdict or _NONE_LEFT)
 
     def _take_in(self, engine: InferenceEngine) -> None:
         self._router.add(engine.name)
@@ -263,10 +265,13 @@ class EnginePool:
     def _look_around(self) -> None:
         """Engines have come or gone, or will not come: who waits for one, and how long, may depend on that."""
         self._news.set()
-        if self.is_expecting and not self._router.engine_names:
-            self.deadlines.stand_still()
+        outages = self.deadlines.outages
+        if self._router.engine_names:
+            outages.end(_NO_ENGINE)
+        elif self.is_expecting:
+            outages.begin(_NO_ENGINE)
         else:
-            self.deadlines.go_on()
+            outages.give_up(_NO_ENGINE, self.verdict or _NONE_LEFT)
 
     def _forget(self, name: str) -> None:
         """Let go of an engine that was removed, with its last call."""

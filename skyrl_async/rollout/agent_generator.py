@@ -20,7 +20,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from skyrl_async.errors import GenerationError, SessionError
+from skyrl_async.errors import GenerationError, OutageError, SessionError
 from skyrl_async.progress import report
 from skyrl_async.rollout.agent_reward import AgentEpisode, Judge, Judgement
 from skyrl_async.rollout.deadlines import Deadlines
@@ -61,7 +61,8 @@ class AgentGenerator:
     A sample whose harness fails (an exception, an exit status, a timeout, no turn at all) is an abandoned member of its group:
     its rows are masked, the others are trained. At least two samples of a group must finish (one, where only one is asked),
     else ``GenerationError`` is raised with the first failure, and whoever asked may play those that failed again. Where the
-    endpoint says that a cap ended the session, the harness did not fail: it is truncated, and rewarded for what it did.
+    endpoint says that a cap ended the session, the harness did not fail: it is truncated, and rewarded for what it did. Nor did it
+    where it met an outage: ``OutageError`` is raised once the others are played, so that the sample is played again.
 
     In an evaluation a failed sample earns 0 and nothing is abandoned, so that a policy gains nothing by breaking its harness.
 
@@ -88,7 +89,7 @@ class AgentGenerator:
             judge: rewards it.
             agent_timeout_s: of one run of the harness, not counting the wait for a place.
             executor: deletes working directories; shut down by ``close``, which waits for what it does.
-            deadlines: stand still while nothing can be sampled; None: never.
+            deadlines: stand still in outages; None: there is none.
             max_concurrent_agents: harnesses running at once over all groups; None sets no limit.
             working_dir: where working directories are made and kept; None makes temporary ones.
         """
@@ -134,10 +135,14 @@ class AgentGenerator:
         await asyncio.to_thread(self._executor.shutdown)
 
     async def _play(self, request: GroupRequest, index: int) -> _Sample:
-        """One sample, once there is a place. A session that is gone by itself is a failure of the sample."""
-        label = f"{request.prompt.uid}-{index}"
+        """One sample, once there is a place. A session that is gone by itself is a failure of the sample.
+
+        Raises ``OutageError`` where the sample failed and there was an outage while it was played.
+        """
+        label, outages = f"{request.prompt.uid}-{index}", self._deadlines.outages
         report("waiting for a place")
         async with self._places:
+            num_over = outages.num_over
             report("opening its session")
             with self._counted_as_running(), self._workspace(label) as working_dir:
                 try:
@@ -149,6 +154,8 @@ class AgentGenerator:
                     failure = _Failure(message=f"its session was lost: {error}")
                     sample = _Sample(rows=(), reward=0.0, failure=failure)
         self._count(label, sample)
+        if sample.failure and outages.met_since(num_over):
+            raise OutageError(f"agent {label} failed in an outage: {sample.failure.message}")
         if request.is_evaluation and not sample.rows:
             return replace(sample, rows=(_unsampled(index, sample.reward),))
         return sample

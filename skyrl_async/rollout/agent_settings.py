@@ -57,6 +57,7 @@ def make_agent_generator(
     max_turns: int,
     agent_timeout_s: float,
     deadlines: Deadlines | None = None,
+    outage_timeout_s: float = 0.0,
     max_concurrent_agents: int | None = None,
     working_dir: Path | None = None,
 ) -> AgentGenerator:
@@ -71,7 +72,8 @@ def make_agent_generator(
         make_environment: of a prompt's ``env_class`` and ``extras``.
         max_turns: most texts of an episode that an environment judges.
         agent_timeout_s: of one run of the harness.
-        deadlines: stand still while nothing can be sampled; None: never.
+        deadlines: stand still in outages; None: there is none.
+        outage_timeout_s: how long the endpoint is asked again where it does not answer.
         max_concurrent_agents: harnesses running at once; None sets no limit.
         working_dir: where working directories are made and kept; None makes temporary ones.
 
@@ -83,7 +85,12 @@ def make_agent_generator(
         working_dir = _made_directory(working_dir)
     judging, places = DaemonThreads("reward"), asyncio.Semaphore(_MAX_THREADS)
     return AgentGenerator(
-        SessionPool(urls, controller_key),
+        SessionPool(
+            urls,
+            controller_key,
+            outages=None if deadlines is None else deadlines.outages,
+            outage_timeout_s=outage_timeout_s,
+        ),
         CommandHarness(command) if command else FunctionHarness(_harness_function(str(entrypoint))),
         FunctionJudge(import_function("generator.reward", reward), judging, places)
         if reward

@@ -5,7 +5,6 @@ know what a failure means to who asked.
 """
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -47,7 +46,8 @@ class Attempts:
         timeout_s: deadline of one try.
         on_lost_samples: what to do with a group of which only some samples failed; one of an evaluation has to be whole.
         backoff: between tries.
-        deadlines: stand still while nothing can be sampled; None: never.
+        deadlines: stand still while nothing can be sampled; what fails in an outage is tried again once that is over, and counts as no
+            try. None: there is none.
     """
 
     def __init__(
@@ -80,10 +80,16 @@ class Attempts:
 
         Raises the last try's error when the group cannot be trained; ``NoEngineError`` at once.
         """
-        group = CollectedGroup(request, self._on_lost_samples)
+        group, outages = CollectedGroup(request, self._on_lost_samples), self._deadlines.outages
         with self._counted(request):
-            for num_tries in itertools.count(1):
+            num_tries = 0
+            while True:
+                num_over = outages.num_over
                 await self._try_into(group)
+                if group.missing and outages.met_since(num_over):
+                    await self._wait_out(request, group)
+                    continue
+                num_tries += 1
                 if not group.missing or num_tries > self._max_retries:
                     break
                 await self._back_off(request, group, num_tries)
@@ -105,6 +111,19 @@ class Attempts:
             yield
         finally:
             del self._in_flight[rollout]
+
+    async def _wait_out(self, request: GroupRequest, group: CollectedGroup) -> None:
+        """Samples were lost while nothing could be sampled: wait until that is over."""
+        logger.warning(
+            "rollout of %s lost %d of its %d samples in an outage, and is tried again after it: %r",
+            request.prompt.uid,
+            len(group.missing),
+            request.num_samples,
+            group.failure,
+        )
+        request.progress.enter("waiting for the end of an outage")
+        await self._deadlines.outages.wait_until_over()
+        request.progress.enter("generating")
 
     async def _back_off(self, request: GroupRequest, group: CollectedGroup, num_tries: int) -> None:
         delay = self._backoff.seconds(num_tries - 1, request.seed)

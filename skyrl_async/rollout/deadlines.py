@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from skyrl_async.rollout.outages import Outages
+
 
 class Deadlines:
     """Of everything that waits for the same engines."""
@@ -16,6 +18,8 @@ class Deadlines:
         """Deadline -> seconds that it had left when they stood still last."""
         self._reasons: set[str] = set()
         """Why they stand still; none: time passes."""
+        self.outages = Outages(on_begun=self.stand_still, on_over=self.go_on)
+        """They stand still in these."""
 
     @asynccontextmanager
     async def within(self, timeout_s: float) -> AsyncIterator[asyncio.Timeout]:

@@ -15,22 +15,29 @@ from typing import Any, Self
 
 import httpx
 
-from skyrl_async.errors import GenerationError, SessionClosedError, SessionNotFoundError, SkyRLAsyncError
+from skyrl_async.errors import (
+    GenerationError,
+    OutageError,
+    SessionClosedError,
+    SessionNotFoundError,
+    SkyRLAsyncError,
+)
+from skyrl_async.rollout.outages import Outages, Resending
 from skyrl_async.types import SamplingParams, Trajectory
 from skyrl_async.version_spans import versions_of
 
 logger = logging.getLogger(__name__)
 
 _NUM_CONNECT_RETRIES = 2
-_CANCELLED_RELEASE_S = 1.0
-"""What a cancelled block spends at most on deleting its session, which expires by itself otherwise."""
+_HURRIED_RELEASE_S = 1.0
+"""What a block that was cancelled or met an outage spends at most on deleting its session, which expires by itself otherwise."""
 
 
 class SessionPool:
     """Creates sessions at one or more front ends of an endpoint, in turn.
 
     Every call may be sent twice: all but the creation are idempotent, and a session created twice expires unused. So a refused
-    or broken connection is tried again, a creation at the next front end.
+    or broken connection is tried again, a creation at the next front end, and all of it for as long as an outage may last.
     """
 
     def __init__(
@@ -40,6 +47,8 @@ class SessionPool:
         *,
         timeout_s: float = 60.0,
         transport: httpx.AsyncBaseTransport | None = None,
+        outages: Outages | None = None,
+        outage_timeout_s: float = 0.0,
     ) -> None:
         """
         Args:
@@ -47,12 +56,15 @@ class SessionPool:
             controller_key: may create, reward and finish sessions; never goes to a harness.
             timeout_s: of one call.
             transport: carries the calls; None is TCP.
+            outages: waited for before a call is sent again; None: nobody tells of them.
+            outage_timeout_s: how long a call that is not answered is sent again.
         """
         if not urls:
             raise ValueError("urls must name at least one endpoint, got none")
         self._urls = tuple(url.rstrip("/") for url in urls)
         self._turns = itertools.cycle(range(len(self._urls)))
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+        self._resending = Resending(outages or Outages(), outage_timeout_s)
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {controller_key}"},
             timeout=timeout_s,
@@ -78,7 +90,8 @@ class SessionPool:
         """A session for as long as the block lasts.
 
         A block left without ``finish`` or ``abandon`` abandons it, so that ``trajectories`` are known afterwards; a cancelled one
-        only deletes it, and takes a second at most for that. Deleting is best effort: an endpoint forgets sessions by itself.
+        only deletes it, and takes a second at most for that, as does one that an outage ended. Deleting is best effort: an endpoint
+        forgets sessions by itself.
 
         Args:
             sampling: the trainer's; replaces what the harness asks for.
@@ -86,18 +99,18 @@ class SessionPool:
             label: names it in the endpoint's log.
 
         Raises:
-            GenerationError: the endpoint cannot be reached, fails or refuses. So do the session's methods, which raise a
-                ``SessionError`` when it is gone or closed.
+            GenerationError: the endpoint fails or refuses, or (``OutageError``) cannot be reached. So do the session's methods, which
+                raise a ``SessionError`` when it is gone or closed.
         """
         session = await self._create(sampling, priority, label)
-        is_cancelled = False
+        is_hurried = False
         try:
             yield session
-        except asyncio.CancelledError:
-            is_cancelled = True
+        except (asyncio.CancelledError, OutageError):
+            is_hurried = True
             raise
         finally:
-            await session._leave(is_cancelled=is_cancelled)
+            await session._leave(is_hurried=is_hurried)
 
     async def _create(self, sampling: SamplingParams | None, priority: int, label: str | None) -> "AgentSession":
         body: dict[str, Any] = {"priority": priority}
@@ -109,9 +122,12 @@ class SessionPool:
             }
         first = next(self._turns)
         roots = (*self._urls[first:], *self._urls[:first])
-        root, found = await _ask(self._client, "POST", roots if len(roots) > 1 else roots * 2, "/sessions", body)
+        roots = roots if len(roots) > 1 else roots * 2
+        root, found = await self._resending.until_answered(lambda: _ask(self._client, "POST", roots, "/sessions", body))
         try:
-            return AgentSession(self._client, root, found["id"], found["api_key"], found["base_url"], found["model"])
+            return AgentSession(
+                self._client, self._resending, root, found["id"], found["api_key"], found["base_url"], found["model"]
+            )
         except (KeyError, TypeError) as error:
             raise GenerationError(
                 f"POST {root}/sessions must answer with id, api_key, base_url and model; it did not say {error}"
@@ -122,13 +138,22 @@ class AgentSession:
     """One conversation, or several branches of one, being sampled at the endpoint under a key of its own."""
 
     def __init__(
-        self, client: httpx.AsyncClient, root: str, session_id: str, api_key: str, base_url: str, model: str
+        self,
+        client: httpx.AsyncClient,
+        resending: Resending,
+        root: str,
+        session_id: str,
+        api_key: str,
+        base_url: str,
+        model: str,
     ) -> None:
         self.id = session_id
         self.api_key = api_key
         self.base_url = base_url
         self.model = model
         self._client = client
+        self._resending = resending
+        self._is_leaving = False
         self._root = root
         self._trajectories: tuple[Trajectory, ...] | None = None
 
@@ -185,12 +210,13 @@ class AgentSession:
                 ) from error
         return self._trajectories
 
-    async def _leave(self, *, is_cancelled: bool) -> None:
+    async def _leave(self, *, is_hurried: bool) -> None:
         """Abandon it where it is still open, and delete it; failures are logged, because the block's own outcome counts."""
+        self._is_leaving = True
         try:
-            async with asyncio.timeout(_CANCELLED_RELEASE_S if is_cancelled else None):
+            async with asyncio.timeout(_HURRIED_RELEASE_S if is_hurried else None):
                 try:
-                    if not is_cancelled:
+                    if not is_hurried:
                         await self.abandon()
                 finally:
                     await self._ask("DELETE", "")
@@ -198,8 +224,13 @@ class AgentSession:
             logger.warning("session %s could not be released, and will expire: %s", self.id, repr(error))
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        _, found = await _ask(self._client, method, (self._root, self._root), f"/sessions/{self.id}{path}", body)
-        return found
+        roots = (self._root, self._root)
+
+        async def send() -> Any:
+            _, found = await _ask(self._client, method, roots, f"/sessions/{self.id}{path}", body)
+            return found
+
+        return await (send() if self._is_leaving else self._resending.until_answered(send))
 
 
 async def _ask(
@@ -207,7 +238,7 @@ async def _ask(
 ) -> tuple[str, Any]:
     """Send a request to the first of ``roots`` that takes it; returns that root and its JSON answer (None without content).
 
-    Raises ``SessionNotFoundError``, ``SessionClosedError`` or ``GenerationError``, each with what was asked.
+    Raises ``SessionNotFoundError``, ``SessionClosedError``, ``OutageError`` or ``GenerationError``, each with what was asked.
     """
     *others, last = roots
     for root in others:
@@ -230,7 +261,9 @@ async def _ask_once(
 
 
 def _failure(method: str, root: str, path: str, error: httpx.HTTPError) -> GenerationError:
-    return GenerationError(f"{method} {root}{path} failed: {type(error).__name__}: {error}")
+    is_outage = isinstance(error, httpx.NetworkError | httpx.TimeoutException | httpx.RemoteProtocolError)
+    kind = OutageError if is_outage else GenerationError
+    return kind(f"{method} {root}{path} failed: {type(error).__name__}: {error}")
 
 
 def _checked(method: str, root: str, path: str, response: httpx.Response) -> Any:

@@ -172,7 +172,6 @@ def overrides_of(directory: Path) -> list[str]:
         "generator.n_samples_per_prompt=2",
         "generator.sampling.max_tokens=48",
         "generator.rollout_timeout_s=30",
-        "generator.max_retries=20",
         "engine.num_engines=2",
         "engine.max_model_len=256",
         "engine.max_num_seqs=32",

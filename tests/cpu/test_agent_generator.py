@@ -26,12 +26,14 @@ from skyrl_async.rollout.agent_generator import AgentGenerator
 from skyrl_async.rollout.agent_reward import AgentEpisode, EnvironmentJudge, FunctionJudge, RewardFunction
 from skyrl_async.rollout.agent_settings import make_agent_generator
 from skyrl_async.rollout.attempts import Attempts
+from skyrl_async.rollout.deadlines import Deadlines
 from skyrl_async.rollout.harness import AgentFunction, AgentResult, AgentTask, FunctionHarness
 from skyrl_async.rollout.sessions import SessionPool
 from skyrl_async.types import GroupRequest, Prompt, SamplingParams, Trajectory
 from tests.cpu.agent_endpoint import CONTROLLER_KEY, StandIn, stand_in
 from tests.cpu.scripted_sampler import CONTROLLER_KEY as REAL_CONTROLLER_KEY
 from tests.cpu.scripted_sampler import ScriptedSampler, scripted_endpoint
+from tests.patience import PATIENCE_S
 
 PROMPT = Prompt(
     uid="p/1",
@@ -499,6 +501,28 @@ async def test_a_session_that_is_lost_fails_its_sample_only() -> None:
         async with agents(endpoint, lose) as generator:
             assert set(by_sample(await generator.generate(request(3)))) == {1, 2}
             assert generator.statistics()["failed"] == 1.0
+
+
+async def test_an_agent_that_fails_in_an_outage_is_played_again_and_not_masked() -> None:
+    deadlines, failed = Deadlines(), list[int]()
+
+    def say(messages: list[dict[str, Any]]) -> str:
+        if not failed:
+            deadlines.outages.begin("front end 0")
+        deadlines.outages.end("front end 0")
+        return echo(messages)
+
+    async def run(task: AgentTask) -> None:
+        await ask(task)
+        if not failed:
+            failed.append(task.sample_index)
+            raise ConnectionResetError("the session is gone")
+
+    async with stand_in(say) as endpoint, agents(endpoint, run, deadlines=deadlines) as generator:
+        attempts = Attempts(generator, max_retries=0, timeout_s=PATIENCE_S, deadlines=deadlines)
+        rows = by_sample(await attempts.generate(request(3)))
+    assert [rows[i].is_abandoned for i in range(3)] == [False] * 3
+    assert len(endpoint.sessions) == 4 and attempts.num_retries == 0
 
 
 async def test_a_session_that_expired_while_its_agent_was_busy_fails_the_sample() -> None:

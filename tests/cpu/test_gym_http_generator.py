@@ -4,6 +4,7 @@ Whole episodes through it are in test_gym_generator.py. Here a small application
 answers.
 """
 
+import asyncio
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +14,15 @@ from fastapi import FastAPI
 from openai.types.chat import ChatCompletion
 from starlette.responses import JSONResponse
 
-from skyrl_async.errors import GenerationError
+from skyrl_async.errors import GenerationError, NoEngineError
 from skyrl_async.inference.server.serve import start_server
+from skyrl_async.rollout import outages as outages_module
+from skyrl_async.rollout.lost_samples import Backoff
+from skyrl_async.rollout.outages import Outages
 from skyrl_async.types import GroupRequest, Prompt, SamplingParams
 from skyrl_gym_http import SkyRLGymHTTPGenerator
 from skyrl_gym_http.generator import parse_reply
+from tests.patience import PATIENCE_S
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -107,7 +112,73 @@ async def test_an_endpoint_that_refuses_is_named_with_its_words() -> None:
 
     async with start_server(app) as (host, port):
         with pytest.raises(GenerationError, match=rf"http://{host}:{port}/v1/chat/completions failed: .*wrong key"):
-            await play(f"http://{host}:{port}/v1")
+            await play(f"http://{host}:{port}/v1", outage_timeout_s=PATIENCE_S)
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outages_module, "_PAUSES", Backoff(base_s=0.01, max_s=0.01))
+
+
+def no_engine() -> JSONResponse:
+    error = {"message": "no inference engine", "type": "server_error", "param": None, "code": "no_engine"}
+    return JSONResponse({"error": error}, 503)
+
+
+@pytest.mark.usefixtures("short_pauses")
+async def test_a_request_that_found_no_engine_is_sent_again_when_there_is_one() -> None:
+    app, outages, asked = FastAPI(), Outages(), asyncio.Queue[None]()
+
+    @app.post("/v1/chat/completions")
+    async def answer() -> JSONResponse:
+        asked.put_nowait(None)
+        return no_engine() if outages.num_over == 0 else JSONResponse(reply())
+
+    outages.begin("no engine")
+    async with start_server(app) as (host, port), asyncio.TaskGroup() as tasks:
+        tasks.create_task(play(f"http://{host}:{port}/v1", outages=outages, outage_timeout_s=PATIENCE_S))
+        await asked.get()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await asked.get()
+        outages.end("no engine")
+    assert asked.qsize() == 1
+
+
+async def test_a_request_waits_for_no_engine_that_will_not_come() -> None:
+    app, outages = FastAPI(), Outages()
+
+    @app.post("/v1/chat/completions")
+    async def answer() -> JSONResponse:
+        return no_engine()
+
+    outages.give_up("no engine", "every restart is used up")
+    async with start_server(app) as (host, port):
+        with pytest.raises(NoEngineError, match="every restart is used up"):
+            await play(f"http://{host}:{port}/v1", outages=outages, outage_timeout_s=PATIENCE_S)
+
+
+@pytest.mark.usefixtures("short_pauses")
+async def test_a_request_whose_endpoint_dies_is_sent_again_to_the_one_in_its_place() -> None:
+    app, is_broken = FastAPI(), asyncio.Event()
+
+    @app.post("/v1/chat/completions")
+    async def answer() -> JSONResponse:
+        return JSONResponse(reply())
+
+    def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        is_broken.set()
+
+    dying = await asyncio.start_server(die, "127.0.0.1", 0)
+    port = dying.sockets[0].getsockname()[1]
+    async with asyncio.TaskGroup() as tasks:
+        playing = tasks.create_task(play(f"http://127.0.0.1:{port}/v1", outage_timeout_s=PATIENCE_S))
+        await is_broken.wait()
+        dying.close()
+        await dying.wait_closed()
+        async with start_server(app, "127.0.0.1", port):
+            await playing
 
 
 async def test_an_endpoint_that_is_not_there_is_named() -> None:
@@ -140,8 +211,8 @@ class Chat:
         pass
 
 
-async def play(url: str, num_turns: int = 1) -> None:
-    generator = SkyRLGymHTTPGenerator(url, "key", "policy", lambda name, extras: Chat(num_turns))
+async def play(url: str, num_turns: int = 1, **settings: Any) -> None:
+    generator = SkyRLGymHTTPGenerator(url, "key", "policy", lambda name, extras: Chat(num_turns), **settings)
     prompt = Prompt(uid="p", messages=({"role": "user", "content": "hello"},), env_class="chat")
     try:
         await generator.generate(GroupRequest(prompt=prompt, num_samples=1, sampling=SamplingParams(max_tokens=9)))

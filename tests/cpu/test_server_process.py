@@ -18,7 +18,11 @@ from skyrl_async.errors import ConfigError, InferenceError
 from skyrl_async.heartbeat import Heartbeat
 from skyrl_async.inference.server.front_ends import endpoint_processes
 from skyrl_async.inference.server.process import EndpointServer, EndpointSettings
-from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
+from skyrl_async.rollout.attempts import Attempts
+from skyrl_async.rollout.deadlines import Deadlines
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, GroupRequest, Prompt, SamplingParams
+from skyrl_gym_http import SkyRLGymHTTPGenerator
+from tests.cpu.test_gym_http_generator import Chat
 from tests.cpu.tiny_chat import END, TOKENIZER, spelled
 from tests.patience import PATIENCE_S
 
@@ -208,6 +212,30 @@ async def test_a_front_end_that_is_killed_or_frozen_is_replaced_on_its_port(tmp_
                     await ask(f"{front_end.url}/v1", made["api_key"])
             again = (await controller.post(f"{struck.url}/sessions")).json()
             assert (await ask(f"{other.url}/v1", again["api_key"])).choices[0].message.content == "hé"
+
+
+async def test_a_rollout_over_http_outlives_its_front_end_and_costs_no_retry(tmp_path: Path, engine: Any) -> None:
+    deadlines = Deadlines()
+    async with endpoint_processes(settings(tmp_path), [], outages=deadlines.outages) as (front_end,):
+        generator = SkyRLGymHTTPGenerator(
+            f"{front_end.url}/v1",
+            "k",
+            "policy",
+            lambda name, extras: Chat(1),
+            outages=deadlines.outages,
+            outage_timeout_s=PATIENCE_S,
+        )
+        attempts = Attempts(generator, max_retries=0, timeout_s=PATIENCE_S, deadlines=deadlines)
+        prompt = Prompt(uid="p", messages=tuple(HELLO), env_class="chat")
+        request = GroupRequest(prompt=prompt, num_samples=2, sampling=SamplingParams(max_tokens=9))
+        async with asyncio.TaskGroup() as tasks:
+            playing = tasks.create_task(attempts.generate(request))
+            os.kill(await front_end.actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
+            while not deadlines.outages.num_over:  # noqa: ASYNC110 - nobody is told
+                await asyncio.sleep(0.05)
+            await front_end.follow([engine])
+        await generator.close()
+    assert [row.response_token_ids for row in playing.result()] == [ANSWER] * 2
 
 
 async def test_a_front_end_may_be_told_of_engines_before_it_serves(tmp_path: Path, engine: Any) -> None:

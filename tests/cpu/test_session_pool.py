@@ -13,11 +13,13 @@ from fastapi import FastAPI
 from openai import AsyncOpenAI
 from starlette.responses import JSONResponse, Response
 
-from skyrl_async.errors import GenerationError, SessionNotFoundError
+from skyrl_async.errors import GenerationError, OutageError, SessionNotFoundError
 from skyrl_async.inference.server.serve import start_server
+from skyrl_async.rollout.outages import Outages
 from skyrl_async.rollout.sessions import AgentSession, SessionPool
 from skyrl_async.types import SamplingParams
 from tests.cpu.agent_endpoint import CONTROLLER_KEY, StandIn, refusal, stand_in
+from tests.patience import PATIENCE_S
 
 SAMPLING = SamplingParams(max_tokens=9, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, stop=("x",))
 
@@ -171,6 +173,49 @@ async def test_a_request_whose_connection_breaks_is_sent_again() -> None:
         assert await session.finish(1.0) == ()
     assert endpoint.sessions["s1"].finish["reward"] == 1.0
     assert endpoint.sessions["s1"].is_deleted and len(transport.seen) == 4
+
+
+class Down(httpx.AsyncBaseTransport):
+    """Nothing answers until an outage is over."""
+
+    def __init__(self, app: Any, outages: Outages, error: Exception) -> None:
+        self.transport = httpx.ASGITransport(app)
+        self.outages = outages
+        self.error = error
+        self.num_unanswered = 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if self.outages.num_over:
+            return await self.transport.handle_async_request(request)
+        self.num_unanswered += 1
+        asyncio.get_running_loop().call_soon(self.outages.end, "front end 0")
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectError("refused"), httpx.ReadTimeout("frozen")])
+async def test_calls_that_an_outage_keeps_from_being_answered_are_made_again_after_it(error: Exception) -> None:
+    endpoint, outages = StandIn(say_hi), Outages()
+    outages.begin("front end 0")
+    transport = Down(endpoint.app, outages, error)
+    pool = SessionPool(
+        ["http://endpoint"], CONTROLLER_KEY, transport=transport, outages=outages, outage_timeout_s=PATIENCE_S
+    )
+    async with pool, pool.session() as session:
+        assert await session.finish(1.0) == ()
+    assert list(endpoint.sessions) == ["s0"] and transport.num_unanswered >= 1
+
+
+async def test_a_session_that_an_outage_ended_is_only_deleted() -> None:
+    endpoint = StandIn(say_hi)
+    pool = SessionPool(["http://endpoint"], CONTROLLER_KEY, transport=httpx.ASGITransport(endpoint.app))
+
+    async def play() -> None:
+        async with pool, pool.session():
+            raise OutageError("the endpoint is gone")
+
+    with pytest.raises(OutageError):
+        await play()
+    assert endpoint.sessions["s0"].is_deleted and not endpoint.sessions["s0"].finish
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from skyrl_async.errors import ConfigError, DeadlineError, InferenceError
 from skyrl_async.heartbeat import until_silent
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.server.process import EndpointServer, EndpointSettings
+from skyrl_async.rollout.outages import Outages
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +41,23 @@ class FrontEnd:
         index: of this one.
         engines: to begin with.
         max_concurrency: calls running at once in the actor.
+        outages: told of the time between a process's end and its successor.
     """
 
     def __init__(
-        self, settings: EndpointSettings, index: int, engines: Sequence[InferenceEngine], *, max_concurrency: int
+        self,
+        settings: EndpointSettings,
+        index: int,
+        engines: Sequence[InferenceEngine],
+        *,
+        max_concurrency: int,
+        outages: Outages,
     ) -> None:
         self._settings = settings
         self._index = index
         self._engines = tuple(engines)
         self._max_concurrency = max_concurrency
+        self._outages = outages
         self._num_restarts = 0
         self.host = settings.host
         self.port = settings.port
@@ -124,8 +133,12 @@ class FrontEnd:
                 )
             self._num_restarts += 1
             logger.warning("the front end on port %d %s: another takes its place", self.port, reason)
+            self._outages.begin(self._name)
             self.kill()
-            reason = await self._replace(peers) or await self._fate()
+            reason = await self._replace(peers)
+            if reason is None:
+                self._outages.end(self._name)
+                reason = await self._fate()
 
     async def _replace(self, peers: tuple[str, ...]) -> str | None:
         """Start another process; why it does not serve, None when it does."""
@@ -187,14 +200,17 @@ async def endpoint_processes(
     *,
     num_front_ends: int = 1,
     max_concurrency: int = 1000,
+    outages: Outages | None = None,
 ) -> AsyncIterator[tuple[FrontEnd, ...]]:
     """Front ends while the block runs, each with its own process, client of the engines and sessions.
 
-    What dies or wedges is replaced; where that fails, the block is cancelled and the reason raised.
+    What dies or wedges is replaced, which is one of the ``outages``; where that fails, the block is cancelled and the reason raised.
     One that does not come up at first raises ``DeadlineError``. When the block ends well open requests are finished first.
     """
+    outages = outages or Outages()
     front_ends = tuple(
-        FrontEnd(settings, index, engines, max_concurrency=max_concurrency) for index in range(num_front_ends)
+        FrontEnd(settings, index, engines, max_concurrency=max_concurrency, outages=outages)
+        for index in range(num_front_ends)
     )
     try:
         await run_together({f"start-front-end-{i}": one.start_in_time() for i, one in enumerate(front_ends)})
