@@ -109,8 +109,7 @@ class Stage:
 
         Raises ``StageError`` when the stage is done or failed.
         """
-        if self._end is not None:
-            raise StageError(f"stage {self.name} is {self._end.value}: it takes no further item")
+        self._raise_if(StageState.DONE, StageState.ERROR)
         lane = Lane(self)
         try:
             yield lane
@@ -130,7 +129,7 @@ class Stage:
         self._show()
 
     def fail(self, cause: BaseException, lane: "Lane | None" = None) -> None:
-        """It ends with an error; the first cause counts."""
+        """It ends with an error; the first cause counts. Its other lanes may go on until they are cut off."""
         if self._end is None:
             self.cause, self._end = cause, StageState.ERROR
             self._show(item="" if lane is None else lane.item)
@@ -147,18 +146,21 @@ class Stage:
         )
 
     def statistics(self) -> dict[str, float]:
-        """Items processed, and seconds spent in each state, the present one included."""
+        """Items that are through, each counted once, and seconds spent in each state, the present one included."""
         seconds = dict(self._seconds)
         seconds[self.state] += self._clock() - self._since
         return {"items": float(self._num_processed)} | {
             f"{state.name.lower()}_seconds": seconds[state] for state in StageState
         }
 
+    def _raise_if(self, *ends: StageState) -> None:
+        if self._end in ends:
+            raise StageError(f"stage {self.name} is {self._end.value}: it takes no further item")
+
     def _moved(self, lane: "Lane", before: StageState, after: StageState) -> None:
         self._lanes[before].pop(lane, None)
         if after is not StageState.DONE:
             self._lanes[after][lane] = None
-        self._num_processed += before is StageState.PROCESSING and after is not StageState.DONE
         if self._end is None:
             self._show()
 
@@ -178,11 +180,12 @@ class Stage:
 
 
 class Lane:
-    """One item after another through a stage; made by ``Stage.lane``. An illegal move raises ``StageError``."""
+    """One item after another through a stage; made by ``Stage.lane``. Illegal moves, and all once it is done, raise ``StageError``."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._state = StageState.IDLE
+        self._is_counted = False
         self.item = ""
         """What is being worked on."""
 
@@ -194,10 +197,13 @@ class Lane:
     def wait_for_input(self) -> None:
         """The item is through; the next one is waited for."""
         self._move(StageState.WAITING_FOR_INPUT, "")
+        self._stage._num_processed += self._is_counted
+        self._is_counted = False
 
-    def process(self, item: str) -> None:
-        """An item is being worked on."""
+    def process(self, item: str, *, is_counted: bool = True) -> None:
+        """An item is being worked on, or the same one under another name; ``is_counted``: among those that are through, once it is."""
         self._move(StageState.PROCESSING, item)
+        self._is_counted = is_counted
 
     def wait_for_output(self) -> None:
         """What came of the item waits to be taken."""
@@ -212,6 +218,7 @@ class Lane:
     def _move(self, state: StageState, item: str) -> None:
         if state not in _NEXT[self._state] and not (state is self._state is StageState.PROCESSING):
             raise StageError(f"stage {self._stage.name} cannot go from {self._state.value!r} to {state.value!r}")
+        self._stage._raise_if(StageState.DONE)
         before, self._state, self.item = self._state, state, item
         self._stage._moved(self, before, state)
 

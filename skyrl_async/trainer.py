@@ -289,7 +289,7 @@ class FullyAsyncTrainer:
             return None
         if not figures.groups:
             return None
-        lane.process(f"step {version}")
+        lane.process(f"step {version}", is_counted=False)
         await self._take_turn(figures)
         async with self._param_update.stepping:
             policy_values = await self._step(figures)
@@ -332,7 +332,7 @@ class FullyAsyncTrainer:
 
     async def _wait_for_publish(self, lane: Lane, figures: StepFigures) -> None:
         """Weights stay as they are until their copy is sent, and compared where that is due. Raises ``StopAsked`` when it was given up."""
-        lane.process(f"step {figures.version + 1}")
+        lane.process(f"step {figures.version + 1}", is_counted=False)
         if self._param_update.may_step:
             figures.add_seconds("wait_for_publish", 0.0)
         else:

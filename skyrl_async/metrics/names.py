@@ -194,7 +194,11 @@ METRICS: dict[str, Metric] = {
         "words under `stages` of `metrics.jsonl`, on the console, and a row each in the trace.",
     ),
     "stage/<name>/seconds": Metric("s", "Since it is there, with the same item."),
-    "stage/<name>/items": Metric("items", "Gone through it since the last step."),
+    "stage/<name>/items": Metric(
+        "items",
+        "Gone through it since the last step, each counted once: prompts drawn for `dataloader`; for `generate` to `train` groups, without "
+        "those that failed, `train` having added their gradients; versions for `param_update` and `validation`.",
+    ),
     "stage/<name>/processing_share": Metric("share", "Of the time since the last step, spent processing."),
     "stage/<name>/waiting_for_input_share": Metric("share", "The same, waiting for an item."),
     "stage/<name>/waiting_for_output_share": Metric(

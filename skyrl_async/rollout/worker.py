@@ -261,13 +261,14 @@ class GenerationWorkers:
             await self._staleness.on_rollout_rejected(admission)
             return None
         key, prompt = drawn
+        lane.process(prompt.uid)
         started = asyncio.get_running_loop().time()
         group = GroupInFlight(admission=admission, epoch=key[0], prompt=prompt, started=started)
         self._in_flight[admission.index] = group
         return group
 
     async def _play(self, group: GroupInFlight) -> None:
-        """Generate one group and say what became of it; a cancelled one stays in flight."""
+        """Generate one group and say what became of it; a cancelled one stays in flight. The stages' items are groups that did not fail."""
         uid = group.prompt.uid
         try:
             with self._board.stage("generate").lane() as generate, self._board.stage("rollout").lane() as rollout:
@@ -283,8 +284,10 @@ class GenerationWorkers:
                     rollout.process(uid)
                     await self._fail(group, error)
                 else:
+                    generate.wait_for_input()
                     rollout.process(uid)
                     await self._finish(group, played)
+                    rollout.wait_for_input()
         finally:
             self._playing.pop(group.admission.index, None)
 

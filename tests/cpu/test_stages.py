@@ -39,6 +39,7 @@ class AnyMoves(RuleBasedStateMachine):
         self.lanes: list[tuple[Lane, list[StageState]]] = []
         self.end: StageState | None = None
         self.cause: Exception | None = None
+        self.num_through = 0
 
     def note(self, state: StageState, begin: float, end: float) -> None:
         self.left.append((state, end - begin))
@@ -56,8 +57,13 @@ class AnyMoves(RuleBasedStateMachine):
     @rule(which=st.integers(0, 3), to=st.sampled_from(list(MOVES)))
     def a_lane_moves(self, which: int, to: StageState) -> None:
         lane, where = self.lanes[which % len(self.lanes)]
-        if (where[0], to) in LEGAL:
+        if (where[0], to) in LEGAL and self.end is StageState.DONE:
+            with pytest.raises(StageError, match="any is done: it takes no further item"):
+                MOVES[to](lane)
+        elif (where[0], to) in LEGAL:
             MOVES[to](lane)
+            has_item = where[0] in (StageState.PROCESSING, StageState.WAITING_FOR_OUTPUT)
+            self.num_through += has_item and to is StageState.WAITING_FOR_INPUT
             where[0] = to
         else:
             with pytest.raises(StageError, match=f"cannot go from '{where[0].value}' to '{to.value}'"):
@@ -102,6 +108,10 @@ class AnyMoves(RuleBasedStateMachine):
         statistics = self.stage.statistics()
         assert sum(seconds for name, seconds in statistics.items() if name.endswith("_seconds")) == self.now
         assert sum(seconds for _, seconds in self.left) + self.stage.status().seconds == self.now
+
+    @invariant()
+    def every_item_that_is_through_is_counted_once(self) -> None:
+        assert self.stage.statistics()["items"] == self.num_through
 
 
 TestAnyMoves = pytest.mark.slow(AnyMoves.TestCase)
@@ -212,6 +222,20 @@ def test_a_stage_that_works_on_many_items_shows_the_one_it_has_had_for_the_longe
     assert stage.state is StageState.DONE
     with pytest.raises(StageError, match="takes no further item"), stage.lane():
         pass
+
+
+def test_work_that_is_no_item_of_its_own_is_shown_and_not_counted() -> None:
+    stage = Stage("train", lambda: 0.0)
+    with stage.lane() as lane:
+        lane.wait_for_input()
+        lane.process("p1")
+        lane.wait_for_input()
+        lane.process("step 1", is_counted=False)
+        lane.wait_for_output()
+        assert str(stage.status()) == "train: waiting for output step 1 (0.0 s)"
+        lane.process("step 1", is_counted=False)
+        lane.wait_for_input()
+    assert stage.statistics()["items"] == 1
 
 
 def test_an_error_inside_is_the_stages_and_a_cancellation_is_not() -> None:
