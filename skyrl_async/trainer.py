@@ -152,7 +152,9 @@ class FullyAsyncTrainer:
         )
         self._policy_step: int | None = 0
         """Optimizer steps that the policy holds; None in the midst of one."""
-        self._beside_validation = OverlapThroughput()
+        self._beside_validation = OverlapThroughput(
+            lambda: self._board.stage("validation").statistics()["processing_seconds"]
+        )
         self.reward_after: float | None = None
 
     @property
@@ -168,10 +170,6 @@ class FullyAsyncTrainer:
     def throughput_beside_validation(self) -> float | None:
         """Tokens trained per second while held-out prompts were played, over those per second without; None where unknown."""
         return self._beside_validation.ratio
-
-    @property
-    def _seconds_validated(self) -> float:
-        return self._board.stage("validation").statistics()["processing_seconds"]
 
     @property
     def checkpoint_failure(self) -> CheckpointError | None:
@@ -255,11 +253,13 @@ class FullyAsyncTrainer:
         stage = self._board.stage("train")
         with stage.lane() as lane:
             lane.wait_for_input()
+            self._beside_validation.lap()
             while not self._is_done() and not self._stop.is_asked:
                 try:
                     trained = await self._train_step(lane)
                 finally:
                     self._turn.leave()
+                    self._beside_validation.lap()
                 if trained is None:
                     break
                 lane.wait_for_output()
@@ -275,7 +275,6 @@ class FullyAsyncTrainer:
         loop = asyncio.get_running_loop()
         started = loop.time()
         version = self.trained_step + 1
-        validated = self._seconds_validated
         figures = StepFigures(version=version - 1, max_staleness_steps=self._staleness.max_staleness_steps)
         try:
             async for whole in self._mini_batches.groups(figures):
@@ -296,7 +295,6 @@ class FullyAsyncTrainer:
             figures.add_seconds("step", loop.time() - started)
             self.totals.add_step(figures)
             gathered_at = await self._param_update.gather(version)
-        self._beside_validation.add(figures.num_tokens, figures.seconds["step"], self._seconds_validated - validated)
         return TrainedStep(version=version, figures=figures, policy_values=policy_values, gathered_at=gathered_at)
 
     async def _step(self, figures: StepFigures) -> dict[str, float]:
@@ -319,7 +317,8 @@ class FullyAsyncTrainer:
         await self._take_turn(figures)
         group = self._settings.staleness_policy.trained_part(whole, version, figures.max_staleness_steps)
         weighed = self._settings.aggregation(group.trajectories)
-        with self._recorder.timed(figures, "forward_backward", track="training"):
+        timed = self._recorder.timed(figures, "forward_backward", track="training")
+        with timed, self._beside_validation.piece(group.num_sampled_tokens):
             sums = await self._policy.forward_backward(weighed.trajectories, group.advantages, version)
         num_masked_tokens = whole.num_sampled_tokens - group.num_sampled_tokens
         figures.add_group(group, sums, num_masked_tokens, weighed.denominator)

@@ -1,32 +1,57 @@
 """What one thing costs another that goes on beside it.
 
-Flows in: for each step, its tokens, its seconds, and how many of those something else was going on. Flows out: the throughput with it
-over the throughput without. Does not know what either is.
+Flows in: work, piece by piece, and how long something else has gone on so far. Flows out: the throughput with it over the throughput
+without. Does not know what either is.
 """
 
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
-@dataclass(slots=True)
 class OverlapThroughput:
-    """With a step's tokens spread evenly over its seconds: tokens per second beside the other, over those without."""
+    """Tokens per second beside the other, over those without; the tokens of a piece of work are spread evenly over its own seconds.
 
-    tokens_beside: float = 0.0
-    seconds_beside: float = 0.0
-    tokens_alone: float = 0.0
-    seconds_alone: float = 0.0
+    Args:
+        other_seconds: for how long the other has gone on so far, by the clock of the event loop.
+    """
 
-    def add(self, tokens: float, seconds: float, seconds_beside: float) -> None:
-        """Count a step; ``seconds_beside`` of its ``seconds`` overlapped the other."""
-        share = min(1.0, seconds_beside / seconds) if seconds else 0.0
-        self.tokens_beside += share * tokens
-        self.seconds_beside += share * seconds
-        self.tokens_alone += (1 - share) * tokens
-        self.seconds_alone += (1 - share) * seconds
+    def __init__(self, other_seconds: Callable[[], float]) -> None:
+        self._other_seconds = other_seconds
+        self._tokens_beside = self._tokens_alone = 0.0
+        self._seconds_beside = self._seconds_alone = 0.0
+        self._lap_began: tuple[float, float] | None = None
+
+    @contextmanager
+    def piece(self, tokens: float) -> Iterator[None]:
+        """Count tokens that are worked on in the block."""
+        began = self._now()
+        yield
+        alone, beside = self._since(began)
+        share = beside / (alone + beside) if alone + beside else 0.0
+        self._tokens_beside += share * tokens
+        self._tokens_alone += (1 - share) * tokens
+
+    def lap(self) -> None:
+        """Count the time since the last call, waiting included; the first call begins."""
+        if self._lap_began is not None:
+            alone, beside = self._since(self._lap_began)
+            self._seconds_alone += alone
+            self._seconds_beside += beside
+        self._lap_began = self._now()
 
     @property
     def ratio(self) -> float | None:
         """Throughput beside over throughput alone; None while one of them is unknown."""
-        if not self.tokens_alone or not self.seconds_beside:
+        if not (self._tokens_alone and self._seconds_alone and self._seconds_beside):
             return None
-        return (self.tokens_beside / self.seconds_beside) / (self.tokens_alone / self.seconds_alone)
+        return (self._tokens_beside / self._seconds_beside) / (self._tokens_alone / self._seconds_alone)
+
+    def _now(self) -> tuple[float, float]:
+        return asyncio.get_running_loop().time(), self._other_seconds()
+
+    def _since(self, began: tuple[float, float]) -> tuple[float, float]:
+        """(seconds alone, seconds beside)."""
+        (now, other), (began_at, other_before) = self._now(), began
+        beside = min(now - began_at, other - other_before)
+        return now - began_at - beside, beside

@@ -1,13 +1,18 @@
-"""What a run says of its stages, in virtual time: items that went through each."""
+"""What a run says of its stages, in virtual time: items that went through each, and what validation costs training."""
 
+import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
-from skyrl_async.simulator.run import Simulation
+from skyrl_async.simulator.run import Simulation, build_simulation
+from skyrl_async.stages import StageState
 from skyrl_async.types import GroupRequest, Trajectory
 from tests.cpu.test_trainer_stages import SLOW_PUBLISH, run
 
@@ -48,3 +53,35 @@ def test_a_group_that_failed_is_drawn_and_goes_through_no_other_stage() -> None:
     groups = ("generate", "rollout", "reward", "train")
     assert {stage: items[stage] for stage in groups} == dict.fromkeys(groups, 16)
     assert items["dataloader"] == 18
+
+
+@pytest.mark.parametrize("slowdown", [1, 3])
+def test_what_validation_costs_training_is_told_though_it_takes_a_part_of_every_step(slowdown: int) -> None:
+    """Groups are there long before; each takes 0.2 s alone, 16 of them a step, of which the first second is validation."""
+    job = replace(
+        SLOW_PUBLISH,
+        mini_batch_size=16,
+        sigma=0.0,
+        eval_interval_steps=1,
+        num_eval_prompts=12,
+        **dict.fromkeys(("seconds_per_token", "step_seconds", "send_seconds", "load_seconds"), 0.0),
+    )
+
+    async def main() -> Simulation:
+        simulation = build_simulation(job)
+        trainer, forward_backward = simulation.trainer, simulation.policy.forward_backward
+
+        async def slowed(rows: Sequence[Trajectory], *rest: Any) -> dict[str, float]:
+            for _ in range(sum(row.num_sampled_tokens for row in rows) // 10):
+                (validation,) = (stage for stage in trainer.stages() if stage.name == "validation")
+                await asyncio.sleep(0.01 * (slowdown if validation.state is StageState.PROCESSING else 1))
+            return await forward_backward(rows, *rest)
+
+        simulation.policy.forward_backward = slowed
+        await trainer.run()
+        return simulation
+
+    simulation = run_in_virtual_time(main())
+    shares = [values["stage/validation/processing_share"] for _, values in simulation.logged if "policy/lr" in values]
+    assert all(0.15 < share < 0.4 for share in shares[1:]), "a part of each step"
+    assert simulation.trainer.throughput_beside_validation == pytest.approx(1 / slowdown, rel=0.1)
