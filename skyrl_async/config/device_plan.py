@@ -112,6 +112,8 @@ class DevicePlan:
     num_available: int
     """Devices of the cluster."""
     groups: tuple[PlannedGroup, ...]
+    on_policy_workers: frozenset[str] = frozenset()
+    """Stages that are placed and that the policy's workers compute."""
     unused: frozenset[str] = frozenset()
     """Stages that are placed and that the run does without."""
 
@@ -129,8 +131,9 @@ class DevicePlan:
 
     def _what_runs_in(self, group: PlannedGroup) -> str:
         parts = [f"{stage}: {size.text()}" for stage, size in group.sizes.items()]
-        idle = [stage for stage in group.stages if stage in self.unused]
-        parts += [f"{', '.join(idle)}: not used by this run"] if idle else []
+        for whose, what in ((self.on_policy_workers, "on the policy's workers"), (self.unused, "not used by this run")):
+            stages = [stage for stage in group.stages if stage in whose]
+            parts += [f"{', '.join(stages)}: {what}"] if stages else []
         return "; ".join(parts)
 
 
@@ -199,6 +202,7 @@ def resolve(
     *,
     sizes: Mapping[str, StageSize],
     needed: Collection[str],
+    on_policy_workers: Collection[str] = (),
     unit: Unit,
     num_available: int,
 ) -> DevicePlan:
@@ -206,7 +210,8 @@ def resolve(
 
     Args:
         sizes: of the stages with actors of their own; one without uses another stage's, or reserves devices for nothing.
-        needed: stages that the run uses.
+        needed: stages that have to be placed.
+        on_policy_workers: stages that the policy's workers compute, where they are placed.
         num_available: devices of the cluster.
     """
     check_groups(placement, needed)
@@ -231,7 +236,13 @@ def resolve(
             _check_size(group, stage, unit)
         _check_sharing(group, unit)
     placed = {stage for group in groups for stage in group.stages}
-    return DevicePlan(unit=unit, num_available=num_available, groups=groups, unused=frozenset(placed - set(needed)))
+    return DevicePlan(
+        unit=unit,
+        num_available=num_available,
+        groups=groups,
+        on_policy_workers=frozenset(placed & set(on_policy_workers)),
+        unused=frozenset(placed - set(needed) - set(on_policy_workers)),
+    )
 
 
 def _devices_of(ratios: Sequence[float], groups: Sequence[Sequence[str]], unit: Unit, num_available: int) -> list[int]:

@@ -43,16 +43,20 @@ def _own_logprob_workers(config: Config) -> dict[str, int]:
     return {stage: number for stage, number in numbers.items() if number}
 
 
-def _check_homes(config: Config) -> None:
-    """What the policy workers compute is computed on their devices. Raises ``ConfigError`` where it is placed elsewhere."""
-    algorithm, groups = config.trainer.algorithm, config.placement.groups or []
+def _on_policy_workers(config: Config) -> list[str]:
+    """Which of ``ref`` and ``logp`` the policy workers compute: what is asked for and has no workers of its own."""
+    algorithm = config.trainer.algorithm
     asked = {
         "ref": algorithm.uses_reference,
         "logp": POLICY_LOSSES.entry(algorithm.policy_loss_type).needs_old_logprobs,
     }
-    for stage, is_asked in asked.items():
-        if not is_asked or stage in _own_logprob_workers(config):
-            continue
+    return [stage for stage, is_asked in asked.items() if is_asked and stage not in _own_logprob_workers(config)]
+
+
+def _check_homes(config: Config) -> None:
+    """What the policy workers compute is computed on their devices. Raises ``ConfigError`` where it is placed elsewhere."""
+    groups = config.placement.groups or []
+    for stage in _on_policy_workers(config):
         for group in groups:
             if stage in group and "policy" not in group:
                 raise ConfigError(
@@ -69,6 +73,7 @@ def device_plan(config: Config, num_available: int) -> DevicePlan | None:
         config.placement,
         sizes=stage_sizes(config),
         needed=needed_stages(config),
+        on_policy_workers=_on_policy_workers(config),
         unit=device_unit(config),
         num_available=num_available,
     )

@@ -254,6 +254,30 @@ def test_the_table_says_what_has_how_many_devices_and_what_is_reserved_for_nothi
     assert found.unused == {"logp", "ref"} and found.group_of("logp") is found.groups[0]
 
 
+@pytest.mark.parametrize(
+    ("groups", "asked", "expected"),
+    [
+        (
+            "[[policy,logp],[ref],[generate]]",
+            "policy_loss_type=decoupled_ppo",
+            ["policy: training.num_workers=1; logp: on the policy's workers", "ref: not used by this run"],
+        ),
+        (
+            "[[policy,ref],[logp],[generate]]",
+            "use_kl_loss=true",
+            ["policy: training.num_workers=1; ref: on the policy's workers", "logp: not used by this run"],
+        ),
+    ],
+)
+def test_the_table_says_what_the_policy_s_workers_compute(groups: str, asked: str, expected: list[str]) -> None:
+    words = [f"placement.groups={groups}", "placement.devices=[1,1,1]", "placement.num_cpu_slots=3"]
+    found = device_plan(
+        from_overrides(*words, f"trainer.algorithm.{asked}", "training.device=cpu", "engine.device=cpu"), 3
+    )
+    assert found is not None
+    assert [line.split("  1  ")[1] for line in found.table().splitlines()[1:3]] == expected
+
+
 @pytest.mark.skipif(num_gpus() > 0, reason="about machines without a GPU")
 @pytest.mark.parametrize(
     ("overrides", "expected"),
