@@ -148,7 +148,8 @@ def _indices_by_group(plan: DevicePlan, nodes: Sequence[str], here: str) -> list
     """Which of the placement group's bundles belong to each group of the plan.
 
     Bundles of a size are alike: they are dealt out machine by machine, so that a group lies on as few of them as can be. This machine's
-    come first, and the policy's group chooses first: its rank 0 publishes weights in the shared memory of the trainer's machine.
+    come first. The policy's group chooses first, whose rank 0 publishes weights in the shared memory of the trainer's machine, and then
+    that of ``logp``, whose ranks load them from there.
 
     Args:
         nodes: where each bundle is.
@@ -158,7 +159,8 @@ def _indices_by_group(plan: DevicePlan, nodes: Sequence[str], here: str) -> list
     order = sorted(range(len(sizes)), key=lambda index: (nodes[index] != here, nodes[index], index))
     free = {size: [index for index in order if sizes[index] == size] for size in set(sizes)}
     indices: dict[int, list[int]] = {}
-    for place in sorted(range(len(plan.groups)), key=lambda place: "policy" not in plan.groups[place].sizes):
+    needs_this = [("policy" not in group.sizes, "logp" not in group.sizes) for group in plan.groups]
+    for place in sorted(range(len(plan.groups)), key=lambda place: needs_this[place]):
         group = plan.groups[place]
         indices[place] = [free[group.bundle_size].pop(0) for _ in range(group.num_bundles)]
     return [indices[place] for place in range(len(plan.groups))]

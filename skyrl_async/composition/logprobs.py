@@ -115,6 +115,7 @@ async def _start_workers(
         scheduling_strategies=seats.strategies,
         call_timeout_s=training.step_timeout_s,
         heartbeat=Heartbeat(interval_s=training.heartbeat_interval_s, timeout_s=training.heartbeat_timeout_s),
+        loads_published=name == "logp",
     )
 
 

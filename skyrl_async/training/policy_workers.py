@@ -57,7 +57,7 @@ class PolicyWorkers:
         self.names = tuple(actors)
         self._actors = list(actors.values())
         self._processes: dict[str, WorkerProcess] = {}
-        self._first_node = ""
+        self._nodes: list[str] = []
         self._call_timeout_s = call_timeout_s
 
     @classmethod
@@ -75,6 +75,7 @@ class PolicyWorkers:
         policy_path: Awaitable[Path] | None = None,
         worker_name: str = "policy-worker",
         publishes: bool = False,
+        loads_published: bool = False,
     ) -> "PolicyWorkers":
         """Start one actor per rank in the connected Ray, and load the policy on all of them.
 
@@ -91,9 +92,10 @@ class PolicyWorkers:
             heartbeat: one that leaves it unanswered while it has a call to work on counts as dead.
             worker_name: in messages and in Ray, before the rank.
             publishes: rank 0 writes weights to this machine's shared memory; without strategies Ray is asked to put it here.
+            loads_published: every rank reads them there; the same for each.
 
         Raises:
-            ConfigError: ``publishes``, and rank 0 is on another machine.
+            ConfigError: ``publishes`` or ``loads_published``, and one of these ranks is on another machine.
             PolicyError: the policy directory cannot be used.
             TrainingError: a worker did not come up.
             DeadlineError: the workers took longer than the deadline.
@@ -104,8 +106,9 @@ class PolicyWorkers:
         names = [f"{worker_name}-{rank}-{run_id}" for rank in range(num_workers)]
         strategies = list(scheduling_strategies or [None] * num_workers)
         here = this_place().node_id
-        if publishes and strategies[0] is None:
-            strategies[0] = NodeAffinitySchedulingStrategy(here, soft=True)
+        num_here = num_workers if loads_published else int(publishes)
+        for rank in range(num_here):
+            strategies[rank] = strategies[rank] or NodeAffinitySchedulingStrategy(here, soft=True)
         actors = {
             name: actor_class.options(
                 name=name,
@@ -122,11 +125,9 @@ class PolicyWorkers:
         workers = cls(settings, actors, call_timeout_s=first_timeout_s, heartbeat=heartbeat)
         try:
             await workers._boot()
-            if publishes and workers._first_node != here:
-                raise ConfigError(
-                    f"{names[0]} runs on another machine than the trainer, which maps the weights that it publishes: start the trainer on "
-                    "a machine of the cluster that has the devices of a policy worker free"
-                )
+            places = zip(names, workers._nodes, strict=True)
+            if elsewhere := [name for name, node in list(places)[:num_here] if node != here]:
+                raise ConfigError(_must_be_here(elsewhere, publishes=publishes))
             await workers._rendezvous(await policy_path if policy_path is not None else None)
         except BaseException:
             await workers.close()
@@ -138,7 +139,7 @@ class PolicyWorkers:
         """Every process is up."""
         here = this_place()
         places: list[ProcessPlace] = await self._call("boot", is_up=False)
-        self._first_node = places[0].node_id
+        self._nodes = [place.node_id for place in places]
         for name, place in zip(self.names, places, strict=True):
             if process := open_if_here(place, here):
                 self._processes[name] = process
@@ -284,6 +285,18 @@ class PolicyWorkers:
 
         pings = {name: _ping_of(actor) for name, actor in zip(self.names, actors, strict=False)}
         return listening(pings, self._heartbeat, death_of)
+
+
+def _must_be_here(names: Sequence[str], *, publishes: bool) -> str:
+    if publishes:
+        return (
+            f"{', '.join(names)} runs on another machine than the trainer, which maps the weights that it publishes: start the trainer on "
+            "a machine of the cluster that has the devices of a policy worker free"
+        )
+    return (
+        f"{', '.join(names)} must run on the trainer's machine, where the weights are published that training.num_logp_workers load: set "
+        "it to what that machine has devices for, or to 0, or have placement.groups put logp into the policy's group"
+    )
 
 
 def _ping_of(actor: ActorHandle) -> Ping:

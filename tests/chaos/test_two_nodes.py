@@ -1,6 +1,7 @@
-"""Engines on two nodes of a Ray cluster, which one machine plays here: who maps what is published, and who is sent it."""
+"""Two nodes of a Ray cluster, which one machine plays here: who maps what is published, who is sent it, and who is refused."""
 
 import contextlib
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +12,11 @@ import pytest_asyncio
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from skyrl_async.composition.bundles import Seats
+from skyrl_async.composition.logprobs import start_logprob_workers
 from skyrl_async.composition.publishing import make_broadcast
+from skyrl_async.concurrency import first_failure
+from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema import Config, WeightSyncConfig, WeightTransfer
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.client import InferenceEngineClient
@@ -53,6 +58,52 @@ async def start(policy_dir: Path, name: str, node: str, root: Path) -> RayEngine
         log_dir=root / "logs",
     )
     return engine
+
+
+class Ready:
+    """The policy's files, there already."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    async def trained(self) -> Path:
+        return self._directory
+
+
+class Elsewhere:
+    """Bundles of another node."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+
+    def seats(self, stage: str) -> Seats:
+        strategies = (NodeAffinitySchedulingStrategy(self._node, soft=False),)
+        return Seats(num_cpus=1.0, num_gpus=0.0, strategies=strategies)
+
+
+async def test_workers_that_load_what_is_published_are_on_the_trainer_s_node_or_refused_at_the_start(
+    nodes: list[str], tmp_path: Path
+) -> None:
+    policy_dir = make_policy(tmp_path / "policy", seed=0, is_tied=False)
+    files = Ready(policy_dir)
+
+    def asking_for(num_workers: int) -> Config:
+        return from_overrides(
+            "trainer.algorithm.policy_loss_type=decoupled_ppo",
+            f"training.num_logp_workers={num_workers}",
+            "training.device=cpu",
+        )
+
+    async with contextlib.AsyncExitStack() as stack:
+        with pytest.raises(ExceptionGroup) as refused:
+            await start_logprob_workers(asking_for(1), stack, files, policy_dir, Elsewhere(nodes[1]))
+        failure = first_failure(refused.value)
+        expected = (
+            r"logp-worker-0-.* must run on the trainer's machine, .* training.num_logp_workers .*placement.groups"
+        )
+        assert isinstance(failure, ConfigError) and re.match(expected, str(failure))
+        parts = await start_logprob_workers(asking_for(2), stack, files, policy_dir)
+        assert parts.old is not None
 
 
 async def test_an_engine_on_another_node_is_sent_what_the_others_map_also_when_it_is_started_anew(

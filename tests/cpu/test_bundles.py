@@ -59,6 +59,18 @@ def test_bundles_are_dealt_out_machine_by_machine_and_the_policy_gets_this_one()
     assert _indices_by_group(last, nodes, "b") == [[4, 5], [0, 2, 1, 3], [6, 7]]
 
 
+def test_what_loads_published_weights_gets_the_bundles_of_this_machine_that_the_policy_leaves() -> None:
+    stages = ("ref", "logp", "policy")
+    plan = resolve(
+        PlacementConfig(groups=[[stage] for stage in stages], devices=[1, 1, 1]),
+        sizes={stage: StageSize(num_actors=1, num_key="n") for stage in stages},
+        needed=stages,
+        unit=Unit.gpu,
+        num_available=3,
+    )
+    assert _indices_by_group(plan, ["b", "a", "a"], "a") == [[0], [2], [1]]
+
+
 @pytest.mark.slow
 class TestOnRay:
     async def test_actors_get_their_parts_of_their_group_s_bundles_and_so_do_their_successors_until_the_run_ends(
