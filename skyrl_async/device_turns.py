@@ -8,10 +8,13 @@ its own freely, and nothing of what is done in a turn.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from skyrl_async.errors import StateError
+
+TakeTurn = Callable[[], contextlib.AbstractAsyncContextManager[None]]
+"""In the block a member has its devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,18 +11,20 @@ group to group. Does not know who calls them.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from skyrl_async.composition.bundles import Bundles, Seats, worker_seats
 from skyrl_async.composition.data import PolicyFiles
+from skyrl_async.composition.turns import turn_of
 from skyrl_async.config.algorithm import RefLogp
 from skyrl_async.config.correction_rules import advice
 from skyrl_async.config.devices import training_device
 from skyrl_async.config.idle_rules import idle_settings
 from skyrl_async.config.schema import Config
+from skyrl_async.device_turns import DeviceGroup
 from skyrl_async.errors import PolicyError
 from skyrl_async.heartbeat import Heartbeat
 from skyrl_async.inference.policy_files import read_config, text_config
@@ -73,9 +75,17 @@ def reference_path(config: Config) -> str | None:
 
 
 async def start_logprob_workers(
-    config: Config, stack: contextlib.AsyncExitStack, files: PolicyFiles, initial: Path, bundles: Bundles | None = None
+    config: Config,
+    stack: contextlib.AsyncExitStack,
+    files: PolicyFiles,
+    initial: Path,
+    bundles: Bundles | None = None,
+    device_groups: Mapping[str, DeviceGroup] | None = None,
 ) -> LogprobParts:
-    """Start what ``training.num_ref_workers`` and ``training.num_logp_workers`` ask for, side by side; ended with ``stack``."""
+    """Start what ``training.num_ref_workers`` and ``training.num_logp_workers`` ask for, side by side; ended with ``stack``.
+
+    What they share with others, by ``device_groups``, they use in turns.
+    """
 
     async def started(name: str, num_workers: int, path: str | None) -> LogprobWorkers | None:
         if not num_workers:
@@ -84,7 +94,9 @@ async def start_logprob_workers(
         start = partial(
             _start_workers, config, files, initial, name=name, num_workers=num_workers, path=path, seats=seats
         )
-        workers = await LogprobWorkers.start(start, max_restarts=config.trainer.max_restarts)
+        workers = await LogprobWorkers.start(
+            start, max_restarts=config.trainer.max_restarts, device_turn=turn_of(name, device_groups or {})
+        )
         stack.push_async_callback(workers.close)
         return workers
 

@@ -19,7 +19,7 @@ from skyrl_async.composition.data import Prompts, epoch_plan
 from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
 from skyrl_async.composition.processes import Endpoint
 from skyrl_async.composition.rewards import environment_factory, reward_shapes
-from skyrl_async.composition.turns import policy_in_turn, prepare_in_turn, training_turn, turn_values
+from skyrl_async.composition.turns import policy_in_turn, training_turn, turn_values
 from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig, Schedule, TrainerConfig
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.device_turns import DeviceGroup
@@ -207,7 +207,7 @@ def make_trainer(
         watchdog=_watchdog(config, generation, listeners, trace),
         stop=stop,
         board=generation.board,
-        prepare=prepare_in_turn(stage_works(config, in_turn, logprobs), device_groups),
+        prepare=stage_works(config, in_turn, logprobs),
         turn=training_turn(device_groups),
     )
 

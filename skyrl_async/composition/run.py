@@ -108,7 +108,8 @@ async def started_parts(
         engines, policy = await start_engines_and_policy(
             config, stack, plan.files, plan.initial, served, run_dir, num_steps, bundles
         )
-        logprobs = await start_logprob_workers(config, stack, plan.files, plan.initial, bundles)
+        groups = device_groups(bundles)
+        logprobs = await start_logprob_workers(config, stack, plan.files, plan.initial, bundles, groups)
         chat = plan.chat or load_chat(plan.initial, config.policy.trust_remote_code)
         client = _client(config, engines, chat)
         endpoint = None
@@ -117,7 +118,6 @@ async def started_parts(
             outages = client.pool.deadlines.outages
             serving = serving_endpoint(config, plan.initial, engines, client.max_model_len, run_dir, outages)
             endpoint = await stack.enter_async_context(serving)
-        groups = device_groups(bundles)
         turns = engine_turns(
             groups,
             client,

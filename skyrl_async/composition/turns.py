@@ -2,21 +2,21 @@
 
     placement.groups ──> a line per group ──> policy, ref, logp, engines: one at a time, first come first served
 
-Flows in: reserved devices, a policy, engines, the work of stages. Flows out: the same, each in its turn. Knows nothing of what is done in a
-turn.
+Flows in: reserved devices, a policy, engines. Flows out: the same, each in its turn. Knows nothing of what is done in a turn.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from skyrl_async.composition.bundles import Bundles
 from skyrl_async.config.device_plan import PlannedGroup
-from skyrl_async.device_turns import DeviceGroup, Sitting, groups_by_member
+from skyrl_async.device_turns import DeviceGroup, Sitting, TakeTurn, groups_by_member
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.training.protocol import Policy
-from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
+from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 from skyrl_async.weight_sync.engine_turns import GENERATE, EngineTurns
 
 _WITH_WORKERS = ("policy", "ref", "logp")
@@ -67,21 +67,9 @@ def turn_values(groups: Mapping[str, DeviceGroup]) -> dict[str, float]:
     return values
 
 
-def prepare_in_turn(works: Mapping[str, Prepare], groups: Mapping[str, DeviceGroup]) -> dict[str, Prepare]:
-    """The works of the stages ``ref_logp`` and ``logp`` that have workers of their own, in turn."""
-    members = {"ref_logp": "ref", "logp": "logp"}
-    return {
-        name: _in_turn(work, groups[members[name]], members[name]) if members[name] in groups else work
-        for name, work in works.items()
-    }
-
-
-def _in_turn(work: Prepare, group: DeviceGroup, member: str) -> Prepare:
-    async def prepare(given: Group) -> Group:
-        async with group.turn(member):
-            return await work(given)
-
-    return prepare
+def turn_of(member: str, groups: Mapping[str, DeviceGroup]) -> TakeTurn:
+    """Takes a turn of ``ref`` or ``logp``, where it shares devices."""
+    return partial(groups[member].turn, member) if member in groups else contextlib.nullcontext
 
 
 def policy_in_turn(policy: Policy, groups: Mapping[str, DeviceGroup]) -> Policy:

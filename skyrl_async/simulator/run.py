@@ -16,7 +16,7 @@ from typing import Any
 from skyrl_async.algorithms.aggregation import Aggregation
 from skyrl_async.algorithms.crediting import Credit
 from skyrl_async.checkpoint import Checkpointer
-from skyrl_async.composition.turns import engine_turns, policy_in_turn, prepare_in_turn, training_turn
+from skyrl_async.composition.turns import engine_turns, policy_in_turn, training_turn, turn_of
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.device_turns import DeviceGroup, groups_by_member
 from skyrl_async.evaluation import Evaluator
@@ -196,7 +196,7 @@ def build_simulation(
         checkpointer=Checkpointer(checkpoint_dir, max_to_keep=max_checkpoints_to_keep) if checkpoint_dir else None,
         advantages=advantages,
         credit=credit,
-        prepare=prepare_in_turn(prepare_with(policy), device_groups),
+        prepare={name: _in_turn(name, work, device_groups) for name, work in prepare_with(policy).items()},
         turn=training_turn(device_groups),
         log=lambda step, values: logged.append((step, values)),
         log_groups=log_groups,
@@ -219,6 +219,17 @@ def build_simulation(
         engine_turns=turns,
         logged=logged,
     )
+
+
+def _in_turn(stage: str, work: Prepare, device_groups: Mapping[str, DeviceGroup]) -> Prepare:
+    """As by workers of the stage's own."""
+    take_turn = turn_of({"ref_logp": "ref"}.get(stage, stage), device_groups)
+
+    async def prepare(group: Group) -> Group:
+        async with take_turn():
+            return await work(group)
+
+    return prepare
 
 
 def _placement(settings: SimulationSettings) -> PlacementSettings | None:

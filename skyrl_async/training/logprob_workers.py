@@ -4,15 +4,17 @@
                           ^
           published versions (of a policy; a reference takes none)
 
-Knows neither Ray nor torch. Workers hold nothing but weights, so that replacing them loses nothing.
+Knows neither Ray nor torch, nor who shares their devices. Workers hold nothing but weights, so that replacing them loses nothing.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from skyrl_async.device_turns import TakeTurn
 from skyrl_async.errors import SkyRLAsyncError, TrainingError
 from skyrl_async.training.recovering import LOST
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
@@ -41,13 +43,23 @@ class ForwardWorkers(Protocol):
 
 
 class LogprobWorkers:
-    """Made by ``start``, ended by ``close``. Calls take turns."""
+    """Made by ``start``, ended by ``close``. Calls follow one another.
+
+    On devices that they share, workers compute and load in a turn. They are replaced, and wait for a version, in nobody's: engines that
+    share these devices have to load it first.
+    """
 
     def __init__(
-        self, workers: ForwardWorkers, start: Callable[[], Awaitable[ForwardWorkers]], *, max_restarts: int
+        self,
+        workers: ForwardWorkers,
+        start: Callable[[], Awaitable[ForwardWorkers]],
+        *,
+        max_restarts: int,
+        device_turn: TakeTurn,
     ) -> None:
         self._workers: ForwardWorkers | None = workers
         self._start = start
+        self._device_turn = device_turn
         self._turn = asyncio.Lock()
         self._max_restarts = max_restarts
         self._newest: WeightUpdate | None = None
@@ -56,14 +68,21 @@ class LogprobWorkers:
         self.num_restarts = 0
 
     @classmethod
-    async def start(cls, start: Callable[[], Awaitable[ForwardWorkers]], *, max_restarts: int) -> "LogprobWorkers":
+    async def start(
+        cls,
+        start: Callable[[], Awaitable[ForwardWorkers]],
+        *,
+        max_restarts: int,
+        device_turn: TakeTurn = nullcontext,
+    ) -> "LogprobWorkers":
         """Start the first workers; whatever keeps these from coming up is raised as it is.
 
         Args:
             start: starts workers with the weights of version 0. Called again for each restart, when the ones before are closed.
             max_restarts: >= 0; over all calls.
+            device_turn: the workers have their devices in its block.
         """
-        return cls(await start(), start, max_restarts=max_restarts)
+        return cls(await start(), start, max_restarts=max_restarts, device_turn=device_turn)
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory]) -> RowLogprobs:
         """Log-probs of the trajectories' sampled tokens as training's forward takes them, and the version of the weights.
@@ -71,7 +90,12 @@ class LogprobWorkers:
         Raises:
             WorkerDiedError, DeadlineError: workers died or hung more often than ``max_restarts`` allows.
         """
-        return await self._call(lambda workers: workers.logprobs_of(trajectories, LogprobModel.POLICY))
+
+        async def compute(workers: ForwardWorkers) -> RowLogprobs:
+            async with self._device_turn():
+                return await workers.logprobs_of(trajectories, LogprobModel.POLICY)
+
+        return await self._call(compute)
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Go on with a published version; workers that replace dead ones begin with it, even before it is their turn to load it.
@@ -131,7 +155,8 @@ class LogprobWorkers:
     async def _load(self, workers: ForwardWorkers, update: WeightUpdate) -> bool:
         """Whether its files were still there."""
         try:
-            await workers.load_weights(update)
+            async with self._device_turn():
+                await workers.load_weights(update)
         except TrainingError as error:
             if isinstance(error, LOST) or _is_there(update):
                 raise

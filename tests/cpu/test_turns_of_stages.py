@@ -1,14 +1,22 @@
 """Policy, reference and recomputed log-probs on the same devices: one at a time."""
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from skyrl_async.composition.turns import policy_in_turn, prepare_in_turn
-from skyrl_async.device_turns import groups_by_member
+from skyrl_async.composition.logprobs import PublisherToWorkers
+from skyrl_async.composition.turns import engine_turns, policy_in_turn, turn_of
+from skyrl_async.device_turns import DeviceGroup, groups_by_member
+from skyrl_async.errors import TrainingError, WorkerDiedError
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
-from skyrl_async.simulator.models import ModelledPolicy
+from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
+from skyrl_async.training.logprob_workers import LogprobWorkers
 from skyrl_async.training.protocol import export_weights
-from skyrl_async.types import Group, LogprobModel, Trajectory
+from skyrl_async.types import LogprobModel, PauseMode, RowLogprobs, Trajectory, WeightUpdate
+from skyrl_async.weight_sync.publisher import WeightPublisher
 
 ROW = Trajectory(
     prompt_token_ids=(1,),
@@ -18,7 +26,40 @@ ROW = Trajectory(
     versions=(0,) * 10,
     reward=0.0,
 )
-GROUP = Group(uid="a", admission_index=0, scheduled_version=0, trajectories=(ROW,))
+
+
+def is_there(update: WeightUpdate) -> bool:
+    return all(Path(chunk["path"]).exists() for chunk in update.chunks)
+
+
+class Forward:
+    """Takes 2 s for log-probs and 1 s for a version; may die of its next call."""
+
+    def __init__(self, group: DeviceGroup | None = None, member: str = "") -> None:
+        self._group = group
+        self._member = member
+        self._version = 0
+        self.is_dying = False
+
+    async def _computes(self, seconds: float) -> None:
+        for part in (0.0, seconds):
+            await asyncio.sleep(part)
+            assert self._group is None or self._group.statistics().holder == self._member
+        if self.is_dying:
+            raise WorkerDiedError("logp-worker-0 died")
+
+    async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
+        await self._computes(2.0)
+        return RowLogprobs(values=tuple(row.logprobs for row in trajectories), version=self._version)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        await self._computes(1.0)
+        if not is_there(update):
+            raise TrainingError("its files are gone")
+        self._version = update.version
+
+    async def close(self) -> None:
+        pass
 
 
 def test_what_shares_devices_computes_one_after_another_and_what_does_not_overlaps() -> None:
@@ -27,11 +68,10 @@ def test_what_shares_devices_computes_one_after_another_and_what_does_not_overla
         groups = groups_by_member([shared]) if shared else {}
         policy = policy_in_turn(ModelledPolicy(seconds_per_token=0.1, step_seconds=1.0), groups)
 
-        async def ref(group: Group) -> Group:
-            await asyncio.sleep(2.0)
-            return group
+        async def start() -> Forward:
+            return Forward(groups.get("ref"), "ref")
 
-        works = prepare_in_turn({"ref_logp": ref}, groups)
+        reference = await LogprobWorkers.start(start, max_restarts=0, device_turn=turn_of("ref", groups))
 
         async def train() -> None:
             await policy.forward_backward([ROW], [0.0], 0)
@@ -40,12 +80,72 @@ def test_what_shares_devices_computes_one_after_another_and_what_does_not_overla
         started = loop.time()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(train())
-            tasks.create_task(works["ref_logp"](GROUP))
+            tasks.create_task(reference.logprobs_of([ROW]))
         return loop.time() - started
 
     assert run_in_virtual_time(seconds(["policy", "ref"])) == 4.0
     assert run_in_virtual_time(seconds([])) == 2.0
     assert run_in_virtual_time(seconds(["policy", "logp"])) == 2.0
+
+
+def bucket_in(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "bucket").touch()
+    return directory / "bucket"
+
+
+class SendingFiles(ModelledPolicy):
+    """Has a file for each version."""
+
+    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        update = await super().send_weights(version, directory, bucket_bytes)
+        return replace(update, chunks=({"path": str(bucket_in(directory))},))
+
+
+def test_log_prob_workers_that_die_while_a_version_is_sent_keep_no_engine_from_loading_it(tmp_path: Path) -> None:
+    """Without a second buffer the one that they had is gone by then: new ones wait for what engines on their devices load first."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        trace, groups = Trace(None, loop.time), groups_by_member([["policy", "logp", "generate"]])
+        engine = ModelledEngine("engine-0", num_tokens_of=lambda prompt, seed: 1, load_seconds=0.5)
+        client = InferenceEngineClient([engine], tokenizer=None, max_model_len=1000)
+        turns = engine_turns(groups, client, shortest_s=1.0, is_busy=lambda: True, trace=trace, clock=loop.time)
+        assert turns is not None
+        publisher = WeightPublisher(
+            client=client,
+            policy=policy_in_turn(SendingFiles(gather_seconds=0.5, send_seconds=9.0), groups),
+            directory=tmp_path,
+            bucket_bytes=1,
+            dual_buffer=False,
+            pause_mode=PauseMode.ABORT,
+            trace=trace,
+            hold_engines=turns.holding,
+            clock=loop.time,
+        )
+        started: list[Forward] = []
+
+        async def start() -> Forward:
+            started.append(Forward(groups["logp"], "logp"))
+            return started[-1]
+
+        workers = await LogprobWorkers.start(start, max_restarts=1, device_turn=turn_of("logp", groups))
+        with_workers = PublisherToWorkers(publisher, workers)
+        async with turns.running():
+            await with_workers.publish(1)
+            assert (await workers.logprobs_of([ROW])).version == 1
+            await with_workers.gather(2)
+            async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+                sending = tasks.create_task(with_workers.send(2))
+                await asyncio.sleep(1.0)
+                started[0].is_dying = True
+                asked = tasks.create_task(workers.logprobs_of([ROW]))
+                await sending
+                assert workers.num_restarts == 1 and not asked.done()
+                await with_workers.load()
+        assert asked.result().version == 2 and len(started) == 2
+
+    run_in_virtual_time(main())
 
 
 def test_a_policy_in_turn_is_a_policy(tmp_path: Path) -> None:
