@@ -108,7 +108,7 @@ async def started_parts(
         engines, policy = await start_engines_and_policy(
             config, stack, plan.files, plan.initial, served, run_dir, num_steps, bundles
         )
-        groups = device_groups(bundles)
+        groups = device_groups(bundles.plan if bundles else None)
         logprobs = await start_logprob_workers(config, stack, plan.files, plan.initial, bundles, groups)
         chat = plan.chat or load_chat(plan.initial, config.policy.trust_remote_code)
         client = _client(config, engines, chat)

@@ -2,7 +2,7 @@
 
     placement.groups ──> a line per group ──> policy, ref, logp, engines: one at a time, first come first served
 
-Flows in: reserved devices, a policy, engines. Flows out: the same, each in its turn. Knows nothing of what is done in a turn.
+Flows in: a device plan, a policy, engines. Flows out: the same, each in its turn. Knows nothing of what is done in a turn.
 """
 
 import contextlib
@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from skyrl_async.composition.bundles import Bundles
-from skyrl_async.config.device_plan import PlannedGroup
+from skyrl_async.config.device_plan import DevicePlan, PlannedGroup
 from skyrl_async.device_turns import DeviceGroup, Sitting, TakeTurn, groups_by_member
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
@@ -22,11 +21,11 @@ from skyrl_async.weight_sync.engine_turns import GENERATE, EngineTurns
 _WITH_WORKERS = ("policy", "ref", "logp")
 
 
-def device_groups(bundles: Bundles | None) -> Mapping[str, DeviceGroup]:
+def device_groups(plan: DevicePlan | None) -> Mapping[str, DeviceGroup]:
     """The stages that take turns, and on which devices; a stage that has its devices for itself is left out."""
-    if bundles is None:
+    if plan is None:
         return {}
-    shared = [members for group in bundles.plan.groups if len(members := members_of(group)) > 1]
+    shared = [members for group in plan.groups if len(members := members_of(group)) > 1]
     return groups_by_member(shared)
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from skyrl_async.checkpoint import Checkpointer, read_state
 from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
+from skyrl_async.composition.turns import turn_of
 from skyrl_async.config.load import from_overrides
+from skyrl_async.config.placement_rules import device_plan
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.logprob_workers import ForwardWorkers, LogprobWorkers
 from skyrl_async.training.settings import TrainingSettings
@@ -18,7 +20,8 @@ from tests.cpu.test_deterministic_run import STOPPED, Job, Outcome, Running, pol
 
 __all__ = ["policy_dir"]
 KL = {"kl_estimator": "k2", "kl_coef": 0.5}
-BOTH = from_overrides("trainer.algorithm.use_kl_loss=true", "trainer.algorithm.policy_loss_type=decoupled_ppo")
+ASKING_FOR_BOTH = ("trainer.algorithm.use_kl_loss=true", "trainer.algorithm.policy_loss_type=decoupled_ppo")
+BOTH = from_overrides(*ASKING_FOR_BOTH)
 REF_ONLY = from_overrides("trainer.algorithm.use_kl_loss=true")
 
 
@@ -29,11 +32,12 @@ class Apart:
         self._settings = TrainingSettings(policy_path=str(policy_dir), trains=False)
         self._started: list[LogprobWorkers] = []
 
-    async def _workers(self) -> LogprobWorkers:
+    async def _workers(self, name: str, running: Running) -> LogprobWorkers:
         async def start() -> ForwardWorkers:
             return InProcessPolicy(self._settings)
 
-        self._started.append(await LogprobWorkers.start(start, max_restarts=0))
+        device_turn = turn_of(name, running.device_groups)
+        self._started.append(await LogprobWorkers.start(start, max_restarts=0, device_turn=device_turn))
         return self._started[-1]
 
     async def close(self) -> None:
@@ -42,7 +46,7 @@ class Apart:
 
     def before(self, *, resume: Path | None = None) -> Callable[[Running], Awaitable[None]]:
         async def prepare(running: Running) -> None:
-            parts = LogprobParts(ref=await self._workers(), old=await self._workers())
+            parts = LogprobParts(ref=await self._workers("ref", running), old=await self._workers("logp", running))
             complete_by(running, parts, config=BOTH)
             running.trainer._param_update._publisher = PublisherToWorkers(running.publisher, parts.old)
             if resume is not None:
@@ -99,6 +103,44 @@ def test_recomputed_log_probs_make_the_same_run_on_the_policy_workers_and_on_wor
     )
     assert train(job, policy_dir, tmp_path / "b", apart.before()) == shared
     assert len(set(shared.losses)) == len(shared.losses)
+
+
+def job_placed(groups: str) -> Job:
+    """Training with both kinds of log-probs, each on workers of its own."""
+    num_groups = groups.count("],") + 1
+    config = from_overrides(
+        "engine=deterministic",
+        *ASKING_FOR_BOTH,
+        "training.num_ref_workers=1",
+        "training.num_logp_workers=1",
+        f"placement.groups={groups}",
+        f"placement.ratios=[{','.join([str(1 / num_groups)] * num_groups)}]",
+        "placement.num_cpu_slots=4",
+    )
+    return Job(training={**KL, "policy_loss": "decoupled_ppo"}, plan=device_plan(config, 4))
+
+
+@pytest.mark.slow
+def test_separate_hybrid_and_shared_placements_give_the_same_losses_and_weights(
+    policy_dir: Path, tmp_path: Path, apart: Apart
+) -> None:
+    found = {}
+    for groups, sharing in {
+        "[[policy],[ref],[logp],[generate]]": set(),
+        "[[policy,logp],[ref],[generate]]": {"policy", "logp"},
+        "[[policy,logp,ref,generate]]": {"policy", "logp", "ref", "generate"},
+    }.items():
+
+        def prepare(running: Running, sharing: set[str] = sharing) -> Awaitable[None]:
+            assert set(running.device_groups) == sharing
+            return apart.before()(running)
+
+        found[groups] = train(job_placed(groups), policy_dir, tmp_path / groups, prepare)
+    separate, hybrid, shared = found.values()
+    for other in (hybrid, shared):
+        assert other.losses == pytest.approx(separate.losses, abs=1e-6)
+        assert other.checksum == separate.checksum
+    assert len(set(separate.losses)) == len(separate.losses)
 
 
 @pytest.mark.slow

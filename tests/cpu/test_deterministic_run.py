@@ -1,7 +1,7 @@
 """Contracts 3, 7 and 9 bit for bit: the real loop, client, generator, FSDP2 policy and publisher over the deterministic engine."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,10 +13,11 @@ from skyrl_async.algorithms.advantages import grpo_advantages
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint import Checkpointer, read_state
 from skyrl_async.composition.parts import _trainer_settings
-from skyrl_async.composition.turns import engine_turns, policy_in_turn, training_turn
+from skyrl_async.composition.turns import device_groups, engine_turns, policy_in_turn, training_turn
+from skyrl_async.config.device_plan import DevicePlan
 from skyrl_async.config.load import from_overrides
 from skyrl_async.data.dataloader import _AsyncDataloader
-from skyrl_async.device_turns import groups_by_member
+from skyrl_async.device_turns import DeviceGroup, groups_by_member
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.deterministic_engine import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
@@ -105,6 +106,8 @@ class Job:
     sampling: SamplingParams = SAMPLING
     shared_by: tuple[str, ...] = ()
     """Stages on the same devices."""
+    plan: DevicePlan | None = None
+    """The same, of a configuration."""
     training: dict[str, Any] = field(default_factory=dict)
     """More settings of the policy."""
 
@@ -125,6 +128,7 @@ class Running:
     dataloader: _AsyncDataloader
     staleness: _AsyncStalenessManager
     turns: EngineTurns | None
+    device_groups: Mapping[str, DeviceGroup]
     logged: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -158,7 +162,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
     )
     client = InferenceEngineClient([engine], tokenizer=tokenizer, max_model_len=256)
     policy = InProcessPolicy(settings)
-    groups = groups_by_member([job.shared_by] if job.shared_by else [])
+    groups = device_groups(job.plan) or groups_by_member([job.shared_by] if job.shared_by else [])
     in_turn = policy_in_turn(policy, groups)
     clock = asyncio.get_running_loop().time
     turns = engine_turns(groups, client, shortest_s=0.05, is_busy=lambda: client.pool.is_busy, trace=trace, clock=clock)
@@ -219,7 +223,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         log=lambda step, values: running[0].logged.append(values),
         trace=trace,
     )
-    running.append(Running(trainer, engine, policy, publisher, workers, dataloader, staleness, turns))
+    running.append(Running(trainer, engine, policy, publisher, workers, dataloader, staleness, turns, groups))
     return running[0]
 
 

@@ -27,6 +27,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_async.main import main
+from skyrl_async.metrics.stage_picture import read_stages
 from skyrl_async.metrics.tracker import read_rows
 from tests.patience import PATIENCE_S
 
@@ -50,7 +51,8 @@ LONG_ANSWERS = "generator.sampling.max_tokens=120"
 """Still being sampled whenever a checkpoint is written."""
 NO_VLLM = ("engine=deterministic", "logging.tensorboard=false", "evaluation.num_prompts=0")
 FOR_EVER = "trainer.num_steps=100000"
-SEPARATE = ("placement.groups=[[policy],[generate]]", "placement.devices=[1,1]", "placement.num_cpu_slots=2")
+REFERENCE = ("trainer.algorithm.use_kl_loss=true", "training.num_ref_workers=1")
+SEPARATE = ("placement.groups=[[policy],[ref],[generate]]", "placement.devices=[1,1,1]", "placement.num_cpu_slots=3")
 SHARED = ("placement.groups=[[policy,generate]]", "placement.devices=[1]", "placement.shortest_generate_turn_s=0.2")
 SUMMARY_KEYS = {
     "reward_before",
@@ -249,6 +251,14 @@ def has_tokens_of_versions_before(run_dir: Path) -> bool:
     return any(begun["versions"] and min(begun["versions"]) < saved["step"] for *_, begun in begun_samples(checkpoint))
 
 
+def seconds_beside_gradients(stage: str, trace: Path) -> float:
+    """For how long a stage worked on groups while gradients of others were computed; of a run that still goes on, too."""
+    events = json.loads(trace.read_text().rstrip().removesuffix("]") + "]")
+    gradients = [(e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["name"] == "forward_backward"]
+    worked = [span for span in read_stages(trace) if (span.stage, span.state) == (stage, "processing")]
+    return sum(max(0.0, min(span.end, end) - max(span.begin, begin)) for span in worked for begin, end in gradients)
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("workplace")
@@ -258,12 +268,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def killed(workplace: Path) -> tuple[Path, Outcome]:
     """A run of the default engine, ended by kill -9 in the middle of answers that the weights changed under."""
     run_dir = workplace / "run"
-    overrides = [*SMALL, *SEPARATE, LONG_ANSWERS, FOR_EVER, f"trainer.output_dir={run_dir}"]
+    overrides = [*SMALL, *SEPARATE, *REFERENCE, LONG_ANSWERS, FOR_EVER, f"trainer.output_dir={run_dir}"]
     with Command(overrides, cwd=workplace) as command:
-        for step in itertools.count(4):
+        for step in range(4, 40):
             command.wait_for_step(step)
             command.process.send_signal(signal.SIGSTOP)
-            if has_tokens_of_versions_before(run_dir):
+            if has_tokens_of_versions_before(run_dir) and seconds_beside_gradients("ref_logp", run_dir / "trace.json"):
                 break
             command.process.send_signal(signal.SIGCONT)
         command.process.send_signal(signal.SIGKILL)
@@ -299,6 +309,14 @@ def test_kill_9_leaves_no_process_and_a_whole_checkpoint(killed: tuple[Path, Out
     assert outcome.orphans == ()
     assert state(run_dir)[1]["step"] >= 3
     assert_ledger_is_exact(run_dir)
+
+
+@pytest.mark.slow
+def test_a_reference_on_a_worker_of_its_own_works_while_gradients_are_computed(killed: tuple[Path, Outcome]) -> None:
+    run_dir, _ = killed
+    assert seconds_beside_gradients("ref_logp", run_dir / "trace.json") > 0
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "reward/mean" in row]
+    assert rows and all("policy/ref_kl" in row for row in rows)
 
 
 @pytest.mark.slow
@@ -343,6 +361,7 @@ def test_a_killed_run_is_taken_up_and_finishes_with_all_its_files(
     trained_rows = [row for row in rows if "reward/mean" in row]
     assert all({"train", "generate"} <= row["stages"].keys() for row in trained_rows)
     assert all(0 <= row["engines"]["engine-0"]["lag_steps"] <= 4 for row in trained_rows)
+    assert sum(row["stage/train/items"] for row in trained_rows[first:]) == NUM_LAST_STEPS * GROUPS_PER_STEP
     before, config = (
         yaml.safe_load((run_dir / f).read_text()) for f in (f"config_to_step_{first}.yaml", "config.yaml")
     )
@@ -378,8 +397,9 @@ def test_which_stages_have_which_devices_is_shown_and_logged(
     run_dir, _, _, outcome = finished
     log = (run_dir / "run.log").read_text()
     separate = (
-        "placement: 2 of 2 CPU slots",
+        "placement: 3 of 3 CPU slots",
         "  [policy]    1  policy: training.num_workers=1",
+        "  [ref]       1  ref: training.num_ref_workers=1",
         "  [generate]  1  generate: engine.num_engines=1, engine.tensor_parallel_size=1",
     )
     assert all(line in log for line in separate)
