@@ -119,7 +119,7 @@ async def _start_workers(
     training = config.training
     return await PolicyWorkers.start(
         forward_settings(config, str(initial) if path is None else path),
-        policy_path=files.trained() if path is None else None,
+        policy_path=files.trained if path is None else None,
         worker_name=f"{name}-worker",
         num_workers=num_workers,
         num_cpus_per_worker=seats.num_cpus,

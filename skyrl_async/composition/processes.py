@@ -84,7 +84,7 @@ async def _start_policy(
     async def start_workers() -> SendingPolicy:
         return await PolicyWorkers.start(
             settings,
-            policy_path=files.trained(),
+            policy_path=files.trained,
             num_workers=config.training.num_workers,
             num_cpus_per_worker=seats.num_cpus,
             num_gpus_per_worker=seats.num_gpus,

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -72,7 +72,7 @@ class PolicyWorkers:
         call_timeout_s: float = 1800.0,
         start_timeout_s: float | None = None,
         heartbeat: Heartbeat = DEFAULT,
-        policy_path: Awaitable[Path] | None = None,
+        policy_path: Callable[[], Awaitable[Path]] | None = None,
         worker_name: str = "policy-worker",
         publishes: bool = False,
         loads_published: bool = False,
@@ -81,8 +81,8 @@ class PolicyWorkers:
 
         Args:
             settings: of every rank.
-            policy_path: instead of ``settings.policy_path``, a directory that is being made: the workers' processes come up
-                (some seconds of imports) while it is.
+            policy_path: instead of ``settings.policy_path``, gives a directory, which it may have to make first; asked once the
+                workers' processes are up, on machines where they may be.
             num_workers: ranks, >= 1.
             num_cpus_per_worker: CPU slots Ray reserves for each.
             num_gpus_per_worker: GPUs Ray gives to each.
@@ -128,7 +128,7 @@ class PolicyWorkers:
             places = zip(names, workers._nodes, strict=True)
             if elsewhere := [name for name, node in list(places)[:num_here] if node != here]:
                 raise ConfigError(_must_be_here(elsewhere, publishes=publishes))
-            await workers._rendezvous(await policy_path if policy_path is not None else None)
+            await workers._rendezvous(await policy_path() if policy_path is not None else None)
         except BaseException:
             await workers.close()
             raise
