@@ -43,6 +43,15 @@ class KlPenalty:
     With k1 and samples of the policy itself, advantages of these rewards have the gradient of ``E[r] - b KL(pi, ref)`` as their mean
     (Ziegler et al., arXiv 1909.08593, equation 2). ``mu`` is the engine's, of the version that sampled each token.
 
+    A reward acts by the score alone, not by the gradient of the estimate. What another estimator takes from the gradient of ``E[r]`` is
+    therefore not that of a divergence (arXiv 2510.01555, 2512.21852), ``KL_t`` being a token's given those before it:
+
+        k2    grad E[k2] - E[grad KL_t(pi, ref)]
+        k3    grad KL(pi, ref) - E[grad KL_t(ref, pi)]
+        abs   grad E[abs] - E[sum over tokens of sign(log pi / ref) grad log pi]
+
+    The first two are next to nothing near the reference, where both terms are the same to first order; all three may push away from it.
+
     Args:
         estimator: per token, nats.
         controller: its coefficient.

@@ -73,7 +73,7 @@ def _penalty(algorithm: AlgorithmConfig) -> KlPenalty:
         target=control.kl_target if control.type is KlControl.adaptive else None,
         horizon=control.horizon,
     )
-    return KlPenalty(get_kl_estimator(algorithm.kl_estimator_type.name), controller)
+    return KlPenalty(get_kl_estimator(algorithm.kl_estimator.name), controller)
 
 
 def loss_constants(algorithm: AlgorithmConfig) -> LossConstants:

@@ -145,7 +145,7 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         policy_loss=POLICY_LOSSES.portable(algorithm.policy_loss_type),
         loss_constants=loss_constants(algorithm),
         correction=correction_settings(algorithm.off_policy_correction),
-        kl_estimator=algorithm.kl_estimator_type.name if algorithm.use_kl_loss else None,
+        kl_estimator=algorithm.kl_estimator.name if algorithm.use_kl_loss else None,
         kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
         entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else 0.0,
         seed=config.trainer.seed,

@@ -104,10 +104,12 @@ class AlgorithmConfig:
         0.001,
         "Of that divergence, >= 0; 0 only measures it (policy/ref_kl, policy/reward_kl). With kl_ctrl.type=adaptive what it begins with.",
     )
-    kl_estimator_type: KlEstimator = doc(
-        KlEstimator.k3,
-        "Per token, r the reference's probability over the policy's: k1 is -log r (no force in the mean), k2 is (log r)^2 / 2 (pulls as "
-        "KL(policy, reference) does), k3 is r - 1 - log r (GRPO's; pulls as KL(reference, policy) does), abs is |log r|.",
+    kl_estimator_type: KlEstimator | None = doc(
+        None,
+        "Per token, r the reference's probability over the policy's: k1 is -log r, k2 is (log r)^2 / 2, k3 is r - 1 - log r (GRPO's), abs "
+        "is |log r|. Null: k3 in the loss, k1 in the reward. In the loss k2 pulls as KL(policy, reference) does, k3 as KL(reference, "
+        "policy), and k1 not at all in the mean. In the reward k1 alone pulls as a divergence, KL(policy, reference), does; k2, k3 and abs "
+        "may push away from the reference.",
     )
     ref_logp: RefLogp = doc(
         RefLogp.stage,
@@ -163,3 +165,8 @@ class AlgorithmConfig:
     def uses_reference(self) -> bool:
         """Whether anybody asks for log-probs of the frozen reference."""
         return self.use_kl_loss or self.use_kl_in_reward
+
+    @property
+    def kl_estimator(self) -> KlEstimator:
+        """The one asked for, or else one whose mean gradient is a divergence's where it is used."""
+        return self.kl_estimator_type or (KlEstimator.k1 if self.use_kl_in_reward else KlEstimator.k3)

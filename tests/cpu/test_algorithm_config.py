@@ -1,12 +1,18 @@
 """Which algorithms a configuration may name, and which go together."""
 
+import math
+from pathlib import Path
+
 import pytest
 
 from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.composition.algorithms import loss_constants, make_advantages
+from skyrl_async.composition.processes import _training_settings
 from skyrl_async.config.idle_rules import idle_settings
 from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError
+from skyrl_async.samples import Sample
+from skyrl_async.types import Trajectory
 from tests.cpu.quick_config import config_of
 
 ESTIMATOR = "trainer.algorithm.advantage_estimator"
@@ -220,3 +226,34 @@ def test_divergence_in_the_reward_asks_for_the_reference_and_is_credited_when_a_
     assert plain.of_stage is not None
     assert plain.credit.kl_coef is None
     assert make_advantages(config_of(f"{ESTIMATOR}=reinforce++").trainer.algorithm).need_mini_batch
+
+
+@pytest.mark.parametrize(
+    ("overrides", "in_the_loss", "in_the_reward"),
+    [
+        (["trainer.algorithm.use_kl_loss=true"], "k3", None),
+        (["trainer.algorithm.use_kl_loss=true", "trainer.algorithm.kl_estimator_type=k2"], "k2", None),
+        ([KL], None, 0.5),
+        ([KL, "trainer.algorithm.kl_estimator_type=k3"], None, math.exp(-0.5) - 1 + 0.5),
+    ],
+)
+def test_nobody_has_to_know_which_estimator_goes_into_the_loss_and_which_into_the_reward(
+    overrides: list[str], in_the_loss: str | None, in_the_reward: float | None
+) -> None:
+    config = config_of(*overrides)
+    assert _training_settings(config, Path("policy"), 10).kl_estimator == in_the_loss
+    penalty = make_advantages(config.trainer.algorithm).credit._penalty
+    if in_the_reward is None:
+        assert penalty is None
+        return
+    row = Trajectory(
+        prompt_token_ids=(1,),
+        response_token_ids=(2,),
+        loss_mask=(1,),
+        logprobs=(-1.0,),
+        versions=(0,),
+        reward=1.0,
+        ref_logprobs=(-1.5,),
+    )
+    assert penalty is not None
+    assert penalty.penalised(Sample(rows=(row,))) == pytest.approx(1 - 0.001 * in_the_reward, abs=1e-12)

@@ -276,7 +276,10 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
             "policy.path must be a .*directory when task.name=dataset, got nu",
         ),
         (["trainer.algorithm.kl_loss_coef=-0.1"], "trainer.algorithm.kl_loss_coef must be >= 0, got -0.1"),
-        (["trainer.algorithm.kl_estimator_type=k4"], "kl_estimator_type must be k1 or k2 or k3 or abs, got 'k4'"),
+        (
+            ["trainer.algorithm.kl_estimator_type=k4"],
+            "kl_estimator_type must be k1 or k2 or k3 or abs or null, got 'k4'",
+        ),
         (["training.num_ref_workers=-1"], "training.num_ref_workers must be >= 0, got -1"),
         (
             ["training.num_ref_workers=2"],

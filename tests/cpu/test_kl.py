@@ -81,6 +81,19 @@ def test_as_losses_k2_follows_the_divergence_of_the_policy_k3_that_of_the_refere
     torch.testing.assert_close(mean_loss_gradient("k3"), forward, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize(("name", "expected"), [("k1", 0.0973), ("k2", -0.0020), ("k3", -0.0027), ("abs", -0.0098)])
+def test_in_the_reward_k1_alone_follows_the_divergence_and_the_others_push_away(name: str, expected: float) -> None:
+    """Where the score alone has a gradient: tokens of 0.6 and 0.4 beside a reference of 0.5 each."""
+    logit, reference = tensor(math.log(0.6 / 0.4)).requires_grad_(), tensor(0.5, 0.5)
+    policy = torch.cat([logit.sigmoid(), (-logit).sigmoid()])
+    estimates = get_kl_estimator(name)(policy.log(), reference.log()).detach()
+    found = gradient_of((policy.detach() * estimates * policy.log()).sum(), logit)
+    assert found.item() == pytest.approx(expected, abs=5e-5)
+    if name == "k1":
+        policy = torch.cat([logit.sigmoid(), (-logit).sigmoid()])
+        torch.testing.assert_close(found, gradient_of(divergence(policy, reference), logit), atol=1e-12, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["k2", "k3", "abs"])
 def test_an_estimate_is_never_negative_and_zero_where_policy_and_reference_agree(name: str) -> None:
     estimator = get_kl_estimator(name)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from skyrl_async.algorithms.advantages import (
     AdvantageEstimator,
@@ -139,27 +140,76 @@ class TestPenalty:
         assert alone.advantages == pytest.approx((1.0, -1.0), abs=1e-6)
 
 
-def test_with_k1_the_mean_gradient_is_that_of_reward_less_divergence() -> None:
+def mean_over_outcomes(leaf: Tensor, of_outcome: Callable[[Tensor, Tensor], Tensor], *, is_policys: bool) -> Tensor:
+    """Of a function of the (2,) log-probs under policy and reference; with ``is_policys`` its gradient is also that of the sampling."""
+
+    def chance(outcome: Outcome) -> Tensor:
+        return token_logprobs(leaf, outcome).sum().exp()
+
+    terms = [
+        (chance(o) if is_policys else chance(o).detach())
+        * of_outcome(token_logprobs(leaf, o), token_logprobs(REFERENCE, o))
+        for o in OUTCOMES
+    ]
+    return torch.stack(terms).sum()
+
+
+def token_divergences(leaf: Tensor, divergence: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Of the first token, and of the second after each first one that the policy samples; sampling has no gradient."""
+    logs, ref = leaf.log_softmax(-1), REFERENCE.log_softmax(-1)
+    first = logs[0].detach().exp()
+    return divergence(logs[0], ref[0]) + sum(first[i] * divergence(logs[1 + i], ref[1 + i]) for i in range(3))
+
+
+def forces(leaf: Tensor) -> dict[str, Tensor]:
+    """What each estimator takes from the reward, as something to be differentiated; see ``KlPenalty``."""
+
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        return (p.exp() * (p - q)).sum()
+
+    return {
+        "k1": mean_over_outcomes(leaf, lambda p, q: (p - q).sum(), is_policys=True),
+        "k2": mean_over_outcomes(leaf, lambda p, q: (p - q).square().sum() / 2, is_policys=True)
+        - token_divergences(leaf, kl),
+        "k3": mean_over_outcomes(leaf, lambda p, q: (p - q).sum(), is_policys=True)
+        - token_divergences(leaf, lambda p, q: kl(q, p)),
+        "abs": mean_over_outcomes(leaf, lambda p, q: (p - q).abs().sum(), is_policys=True)
+        - mean_over_outcomes(leaf, lambda p, q: ((p - q).detach().sign() * p).sum(), is_policys=False),
+    }
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs"])
+def test_the_mean_gradient_is_that_of_the_reward_less_what_the_estimator_takes_and_of_k1_that_is_the_divergence(
+    name: str,
+) -> None:
     """Over every group of two that the policy itself samples."""
     logs = {
         outcome: tuple(tuple(token_logprobs(of, outcome).tolist()) for of in (LOGITS, REFERENCE))
         for outcome in OUTCOMES
     }
-    credit = Credit(AdvantageEstimator(of_group=rloo_advantages), penalty(coefficient=0.3))
+    credit = Credit(AdvantageEstimator(of_group=rloo_advantages), penalty(name, coefficient=0.3))
 
     def advantages(outcomes: tuple[Outcome, ...]) -> tuple[float, ...]:
         (found,) = credit([group(*(row(*logs[outcome], reward=REWARDS[outcome]) for outcome in outcomes))])
         return found.advantages
 
     leaf = LOGITS.clone().requires_grad_()
-    divergence = torch.stack(
-        [
-            token_logprobs(leaf, o).sum().exp() * (token_logprobs(leaf, o) - token_logprobs(REFERENCE, o)).sum()
-            for o in OUTCOMES
-        ]
-    ).sum()
-    (true,) = torch.autograd.grad(expected(leaf, REWARDS) - 0.3 * divergence, leaf)
+    (true,) = torch.autograd.grad(expected(leaf, REWARDS) - 0.3 * forces(leaf)[name], leaf)
     torch.testing.assert_close(mean_of_estimator(LOGITS, 2, advantages), true, atol=1e-9, rtol=0)
+
+
+def test_of_estimators_in_the_reward_k2_and_k3_have_next_to_no_force_near_the_reference() -> None:
+    """A hundredth of the way there a divergence has about a hundredth of its force, these two some ten thousandth."""
+    sizes = {}
+    for distance in (1.0, 0.01):
+        leaf = (REFERENCE + distance * (LOGITS - REFERENCE)).requires_grad_()
+        sizes[distance] = {
+            name: torch.autograd.grad(force, leaf, retain_graph=True)[0].norm().item()
+            for name, force in forces(leaf).items()
+        }
+    shrunk = {name: sizes[0.01][name] / sizes[1.0][name] for name in sizes[1.0]}
+    assert 1e-3 < shrunk["k1"] < 0.1 and 1e-3 < shrunk["abs"] < 0.1
+    assert shrunk["k2"] < 1e-3 and shrunk["k3"] < 1e-3
 
 
 class TestInTheLoop:
