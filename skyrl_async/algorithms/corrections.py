@@ -7,7 +7,9 @@ The ratio is always ``pi / mu``, the policy over the sampler, and so are all bou
 than their sampler did. Each token has the ``mu`` of the very version that sampled it, so that a row whose first tokens are of one version
 and whose later ones are of another needs nothing special: its ratio is the product over its tokens all the same.
 
-A *sequence* is a row: the tokens of it that are trained. What a staleness policy masked is no part of it.
+A *sequence* is a row: the tokens of it that are trained. What ``trainer.staleness_policy=mask`` left out is no part of it, nor are the
+turns of a session that another of its rows trains (``inference.sessions.rows``): with these the ratio is not that of the whole answer,
+and what is said below of whole answers does not hold.
 
 Combinations that go by names of their own, each of a weight without a cap and a mask: token-level MIS is ``token_tis`` with
 ``token_mask`` up to C, sequence-level MIS ``sequence_tis`` with ``product_mask`` up to C, IcePop ``token_tis`` with ``token_mask`` in
@@ -72,9 +74,9 @@ def token_tis(log_ratio: Tensor, *, high: float) -> Weights:
 def sequence_tis(log_ratio: Tensor, rows: Rows, *, high: float) -> Weights:
     """``min(prod_t pi_t / mu_t, high)``, the same for every token of a row: sequence-level truncated importance sampling.
 
-    Liu, Li et al., "When speed kills stability" (2025), part 2, "Sequence-level TIS". Without a cap the mean under ``mu`` is the exact
-    policy gradient, whatever versions ``mu`` is pieced together of; the variance grows exponentially with the length. Arguments as in
-    ``token_tis``.
+    Liu, Li et al., "When speed kills stability" (2025), part 2, "Sequence-level TIS". Without a cap, and of rows that are whole
+    answers, the mean under ``mu`` is the exact policy gradient, whatever versions ``mu`` is pieced together of; the variance grows
+    exponentially with the length. Arguments as in ``token_tis``.
     """
     weights = _cut(rows.sums(log_ratio.double()), high)
     return Weights(values=rows.each(weights.values), is_cut=rows.each(weights.is_cut))

@@ -19,8 +19,8 @@ from pathlib import Path
 from skyrl_async.composition.bundles import Bundles, Seats, worker_seats
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.composition.turns import turn_of
+from skyrl_async.config.advice import advice
 from skyrl_async.config.algorithm import RefLogp
-from skyrl_async.config.correction_rules import advice
 from skyrl_async.config.devices import training_device
 from skyrl_async.config.idle_rules import idle_settings
 from skyrl_async.config.schema import Config

@@ -44,7 +44,7 @@ class StalenessPolicy:
         """The group as it is trained at ``version``: all of it, or what is within the bound.
 
         Masked tokens keep their place, log-probs and versions, so that what follows them has its context. Rewards, hence
-        advantages, are of whole trajectories.
+        advantages, are of whole trajectories; importance ratios of whole rows are without the masked tokens.
         """
         oldest = version - max_staleness_steps
         if not self.masks or all(min(t.versions, default=oldest) >= oldest for t in group.trajectories):

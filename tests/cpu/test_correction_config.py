@@ -9,7 +9,7 @@ from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.algorithms.off_policy import Anchor
 from skyrl_async.composition.corrections import correction_settings
 from skyrl_async.composition.processes import _training_settings
-from skyrl_async.config.correction_rules import _WEIGHABLE, advice
+from skyrl_async.config.correction_rules import _WEIGHABLE
 from skyrl_async.config.idle_rules import idle_settings
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema import Config
@@ -116,23 +116,3 @@ def test_a_bound_that_does_nothing_is_named() -> None:
     assert idle_settings(config_of("geo_mask_high=1.1", "sequence_mask_metric=geometric")) == []
     (idle,) = idle_settings(config_of(ROLLOUT_IS, "tis_ratio_type=token", "trainer.algorithm.tis_cap=3"))
     assert idle.startswith(f"trainer.algorithm.tis_cap=3 does nothing without {PREFIX}.tis_ratio_type=null")
-
-
-def test_settings_that_are_hardly_meant_are_said() -> None:
-    assert advice(config_of()) == []
-    clips, reduces = advice(config_of("trainer.algorithm.policy_loss_type=gspo"))
-    assert "eps_clip_high of some 1e-4 are usual, 0.2 and 0.28 clip nothing" in clips
-    assert (
-        "policy_loss_type=gspo is meant for trainer.algorithm.loss_reduction=sequence_mean, got token_mean" in reduces
-    )
-    (m2,) = advice(config_of("m2_threshold=0.04"))
-    assert "policy_loss_type=ppo_clip clips as well, set rollout_is" in m2
-    bounds = ("trainer.algorithm.eps_clip_low=3e-4", "trainer.algorithm.eps_clip_high=4e-4")
-    assert (
-        advice(
-            config_of(
-                "trainer.algorithm.policy_loss_type=gspo", "trainer.algorithm.loss_reduction=sequence_mean", *bounds
-            )
-        )
-        == []
-    )

@@ -63,11 +63,11 @@ def rows(
 ) -> tuple[Trajectory, ...]:
     """One trajectory per kept branch, with weights that add up to 1.
 
-    A turn is trained in the first row that contains it and context in the others. In turns that a grammar constrained, tokens with a
-    log-prob of exactly 0.0 were forced and are context too. A row in which nothing is left to train is dropped, unless it would be
-    the only one; an abandoned session's rows are all kept and train nothing. ``num_turns`` and ``num_aborts`` are of the turns that the
-    row trains, so that their sums are the session's. ``is_truncated`` also where a row's last turn ran out of tokens. A tree without turns
-    has no rows.
+    A turn is trained in the first row that contains it and context in the others, whose importance ratios are without it. In turns that a
+    grammar constrained, tokens with a log-prob of exactly 0.0 were forced and are context too. A row in which nothing is left to train is
+    dropped, unless it would be the only one; an abandoned session's rows are all kept and train nothing. ``num_turns`` and ``num_aborts``
+    are of the turns that the row trains, so that their sums are the session's. ``is_truncated`` also where a row's last turn ran out of
+    tokens. A tree without turns has no rows.
     """
     kept = _branches(tree.turns, branches)
     masks = [[_mask(turn, is_abandoned) for turn in branch.trained] for branch in kept]
