@@ -43,7 +43,11 @@ def deepspeed_can_train(config: Config) -> None:
         return
     zero = user_config.get("zero_optimization", {})
     for key in ("offload_optimizer", "offload_param"):
-        if getattr(training.deepspeed, key) or key in zero:
+        reason = "with training.device=cpu: there is no device to offload from"
+        if getattr(training.deepspeed, key):
+            raise ConfigError(f"training.deepspeed.{key} must be false {reason}, got true")
+        if key in zero:
             raise ConfigError(
-                f"training.deepspeed.{key} must be false with training.device=cpu, got true: there is no device to offload from"
+                f'training.deepspeed.config must not set zero_optimization.{key}.device to "{zero[key]["device"]}" {reason}; take it out, '
+                'or set it to "none"'
             )

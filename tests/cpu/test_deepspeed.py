@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skyrl_async.composition.processes import _training_settings
+from skyrl_async.config.deepspeed import DeepSpeedConfig, read_user_config
 from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
 from skyrl_async.training.deepspeed_config import DeepSpeedSettings, engine_config
@@ -194,7 +195,49 @@ class TestKeys:
             ),
             (
                 {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-                "offload_optimizer must be false with training.device=cpu",
+                'zero_optimization.offload_optimizer.device to "cpu" with training.device=cpu: .* no device to offload from; take it out',
+            ),
+            ({"zero_optimization": {"offload_optimizer": True}}, "offload_optimizer to true: it is an object"),
+            (
+                {"gradient_allreduce_op": "sum"},
+                'gradient_allreduce_op to "sum": every loss is multiplied by the number of ranks',
+            ),
+            ({"weight_quantization": {"bits": 8}}, "weight_quantization .*: the weights that are trained"),
+            ({"expert_parallel": {"enabled": True}}, "expert_parallel .*: ranks share the data"),
+            (
+                {"zero_optimization": {"compute_grad_norm": False}},
+                "zero_optimization.compute_grad_norm to false: a step whose gradient is not finite is refused by its norm",
+            ),
+            (
+                {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
+                "zero_optimization.zenflow .*: torch's AdamW steps",
+            ),
+            (
+                {"zero_optimization": {"mics_shard_size": 4}},
+                "zero_optimization.mics_shard_size to 4: .* no MiCS any more",
+            ),
+            (
+                {"zero_optimization": {"cpu_offload": True}},
+                "zero_optimization.cpu_offload to true: training.deepspeed.offload_optimizer does so",
+            ),
+            (
+                {"zero_optimization": {"cpu_offload_param": True}},
+                "zero_optimization.cpu_offload_param to true: training.deepspeed.offload_param does so",
+            ),
+            *(
+                ({"zero_optimization": {f"zero_quantized_{what}": True}}, f"zero_quantized_{what} to true: {reason}")
+                for what, reason in {
+                    "gradients": "gradients are reduced in float32",
+                    "weights": "the weights that are trained are those that are served",
+                    "nontrainable_weights": "the weights that are trained are those that are served",
+                }.items()
+            ),
+            *(
+                (
+                    {"zero_optimization": {"offload_optimizer": {key: value}}},
+                    f"offload_optimizer.{key} to .*: torch's AdamW",
+                )
+                for key, value in {"ratio": 0.5, "super_offload": True}.items()
             ),
             ([1], "must hold an object, got list"),
         ],
@@ -231,6 +274,28 @@ class TestKeys:
         assert found["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000, "overlap_comm": False}
         assert found["wall_clock_breakdown"] is True and found["gradient_clipping"] == 0.0
         assert _training_settings(from_overrides(), Path("unused"), 1).deepspeed is None
+
+    def test_a_file_may_say_that_what_we_do_not_have_is_off(self, tmp_path: Path) -> None:
+        file = tmp_path / "deepspeed.json"
+        zero = {
+            "offload_optimizer": {"device": "none", "pin_memory": "auto"},
+            "offload_param": None,
+            "compute_grad_norm": True,
+            "zero_quantized_gradients": False,
+            "zenflow": None,
+            "cpu_offload": False,
+        }
+        file.write_text(json.dumps({"gradient_allreduce_op": "mean", "zero_optimization": zero}))
+        given = ("training.backend=deepspeed", f"training.deepspeed.config={file}")
+        config = from_overrides(*given, "training.device=cpu")
+        settings = _training_settings(config, Path("unused"), 1).deepspeed
+        assert settings == DeepSpeedSettings(zero_stage=2, user_config={"zero_optimization": {}})
+        offload = DeepSpeedConfig(zero_stage=3, offload_optimizer=True, config=str(file))
+        with pytest.raises(
+            ConfigError,
+            match='offload_optimizer.device to "none": training.deepspeed.offload_optimizer is true; take it out',
+        ):
+            read_user_config(offload, max_grad_norm=1.0)
 
     def test_it_is_chosen_by_its_name_like_the_other_backend(self) -> None:
         config = from_overrides("training=deepspeed", "training.deepspeed.zero_stage=3")
