@@ -49,8 +49,9 @@ class AlgorithmConfig:
     )
     overlong_buffer_len: int = doc(
         0,
-        "Soft overlong punishment (DAPO, equation 13): over the last so many tokens before generator.max_trajectory_tokens (where null: "
-        "generator.sampling.max_tokens) a penalty grows from 0 to overlong_buffer_penalty_factor. 0: none.",
+        "Soft overlong punishment (DAPO, equation 13): over the last so many tokens before generator.max_trajectory_tokens (with "
+        "generator.max_turns=1 and null: generator.sampling.max_tokens) a penalty grows from 0 to overlong_buffer_penalty_factor. Not of "
+        "agents, whose episodes no such limit cuts. 0: none.",
     )
     overlong_buffer_penalty_factor: float = doc(1.0, "The largest penalty, >= 0.")
     zero_variance_filter_tol: float = doc(

@@ -74,7 +74,8 @@ class GeneratorConfig:
     max_turns: int = doc(8, "Most turns of an episode, whatever the environment says.")
     max_trajectory_tokens: int | None = doc(
         None,
-        "Most response tokens of an episode, the environment's included; null is bounded by the model's context only.",
+        "Most response tokens of an episode, the environment's included; null is bounded by the model's context only. Not of agents, "
+        "see server.session_max_tokens.",
     )
     sampling: SamplingConfig = doc(SamplingConfig, "How training rollouts are sampled.")
     max_retries: int = doc(
@@ -131,5 +132,5 @@ class GeneratorConfig:
 
     @property
     def longest_response(self) -> int:
-        """Tokens of a response at which a limit cuts it: of an episode, or where that has no limit, of a generation call."""
+        """Tokens of a response at which a limit cuts it: of an episode, or where that has no limit, of its one turn."""
         return self.max_trajectory_tokens or self.sampling.max_tokens

@@ -112,6 +112,12 @@ def _of_processes(config: Config) -> tuple[_Needs, ...]:
     return (
         ("engine", vllm, is_vllm, "engine=vllm"),
         ("generator", ("agent_timeout_s",), is_agent, "generator=agent"),
+        (
+            "generator",
+            ("max_trajectory_tokens",),
+            not is_agent,
+            "generator=gym or gym_http; see server.session_max_tokens",
+        ),
         ("server", (_OF_ALL,), config.serves_endpoint, "server.enabled=true"),
         ("logging", ("wandb_project",), logging.wandb, "logging.wandb=true"),
         ("logging", ("trained_tokens",), logging.trained_groups, "logging.trained_groups=true"),

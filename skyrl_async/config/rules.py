@@ -112,10 +112,25 @@ def full_batches_need_groups(config: Config) -> None:
 
 
 def overlong_buffer_fits_the_answer(config: Config) -> None:
-    length, longest = config.trainer.algorithm.overlong_buffer_len, config.generator.longest_response
-    if length > longest:
+    """The penalty ends where a limit cuts the very answers whose length it is of."""
+    length, generator = config.trainer.algorithm.overlong_buffer_len, config.generator
+    if not length:
+        return
+    if generator.kind is GeneratorKind.agent:
         raise ConfigError(
-            f"trainer.algorithm.overlong_buffer_len must be <= the longest response, {longest} tokens "
+            f"trainer.algorithm.overlong_buffer_len must be 0 with generator=agent, got {length}: no limit is of the length of an agent's "
+            "episode (server.session_max_tokens counts what a session samples, over all its branches); penalise length by "
+            "trainer.algorithm.reward_shaping"
+        )
+    if generator.max_trajectory_tokens is None and generator.max_turns > 1:
+        raise ConfigError(
+            f"generator.max_trajectory_tokens must be set with trainer.algorithm.overlong_buffer_len={length} and generator.max_turns="
+            f"{generator.max_turns}, got null: generator.sampling.max_tokens bounds a turn, not an episode; where prompts are answered in "
+            "one turn, set generator.max_turns=1"
+        )
+    if length > generator.longest_response:
+        raise ConfigError(
+            f"trainer.algorithm.overlong_buffer_len must be <= the longest response, {generator.longest_response} tokens "
             f"(generator.max_trajectory_tokens, or generator.sampling.max_tokens where that is null), got {length}"
         )
 

@@ -204,7 +204,7 @@ ADAPTIVE = "trainer.algorithm.kl_ctrl.type=adaptive"
         ([KL, "trainer.algorithm.ref_logp=inline"], "ref_logp must be stage with .*use_kl_in_reward=true, got inline"),
         ([KL, f"{ESTIMATOR}=maxrl"], "use_kl_in_reward must be false with .*=maxrl, got true: .* set use_kl_loss=true"),
         (
-            [f"{ESTIMATOR}=maxrl", "trainer.algorithm.overlong_buffer_len=32"],
+            [f"{ESTIMATOR}=maxrl", "trainer.algorithm.overlong_buffer_len=32", "generator.max_turns=1"],
             "overlong_buffer_len must be 0 with .*=maxrl, got 32: .* set generator.apply_overlong_filtering=true",
         ),
     ],

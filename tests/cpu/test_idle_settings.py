@@ -20,7 +20,10 @@ LOSS = "trainer.algorithm.policy_loss_type"
             ["trainer.algorithm.use_kl_in_reward=true", "trainer.algorithm.kl_ctrl.type=adaptive"],
         ),
         ("trainer.algorithm.entropy_loss_coef=0.1", ["trainer.algorithm.use_entropy_loss=true"]),
-        ("trainer.algorithm.overlong_buffer_penalty_factor=2.0", ["trainer.algorithm.overlong_buffer_len=8"]),
+        (
+            "trainer.algorithm.overlong_buffer_penalty_factor=2.0",
+            ["trainer.algorithm.overlong_buffer_len=8", "generator.max_turns=1"],
+        ),
         ("trainer.algorithm.zero_variance_filter_tol=0.1", ["trainer.fully_async.sample_full_batch=true"]),
         ("trainer.fully_async.max_filtered_in_a_row=9", ["trainer.fully_async.sample_full_batch=true"]),
         ("trainer.algorithm.tis_cap=3.0", [f"{LOSS}=decoupled_ppo"]),
@@ -62,6 +65,12 @@ def test_what_a_setting_does_nothing_without_is_said_in_full() -> None:
         "task.train_files=['train.jsonl'] does nothing without task=dataset",
         "task.env_class=gsm8k does nothing without task=dataset",
     ]
+    (idle,) = idle_settings(
+        config_of("generator.kind=agent", "generator.command=true", "generator.max_trajectory_tokens=9")
+    )
+    assert idle == (
+        "generator.max_trajectory_tokens=9 does nothing without generator=gym or gym_http; see server.session_max_tokens"
+    )
     bound = "trainer.algorithm.eps_clip_high=0.3"
     (idle,) = idle_settings(config_of(bound, f"{LOSS}=cispo"))
     assert idle.endswith(

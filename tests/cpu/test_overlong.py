@@ -227,8 +227,22 @@ def test_a_configuration_names_a_shape_of_one_s_own_before_the_penalty_for_lengt
     ("overrides", "message"),
     [
         (
-            ["trainer.algorithm.overlong_buffer_len=321"],
+            ["trainer.algorithm.overlong_buffer_len=321", "generator.max_turns=1"],
             r"overlong_buffer_len must be <= the longest response, 320 tokens",
+        ),
+        (
+            ["trainer.algorithm.overlong_buffer_len=64"],
+            r"max_trajectory_tokens must be set with .*overlong_buffer_len=64 and generator.max_turns=8, got null: "
+            r"generator.sampling.max_tokens bounds a turn, not an episode; .* set generator.max_turns=1",
+        ),
+        (
+            [
+                "trainer.algorithm.overlong_buffer_len=64",
+                "generator.max_trajectory_tokens=1000",
+                "generator=agent",
+                "generator.command=./agent",
+            ],
+            r"overlong_buffer_len must be 0 with generator=agent, got 64: .*server.session_max_tokens counts .*reward_shaping",
         ),
         (["trainer.algorithm.overlong_buffer_len=-1"], r"overlong_buffer_len must be >= 0, got -1"),
         (["trainer.algorithm.overlong_buffer_penalty_factor=-1"], r"penalty_factor must be >= 0, got -1"),
@@ -238,6 +252,17 @@ def test_a_configuration_names_a_shape_of_one_s_own_before_the_penalty_for_lengt
 def test_wrong_values_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_overrides(*overrides)
+
+
+def test_an_episode_of_several_turns_that_no_limit_came_near_loses_nothing() -> None:
+    """Longer than a turn may be, and far from what an episode may be."""
+    penalty = ("trainer.algorithm.overlong_buffer_len=64",)
+    several = from_overrides(*penalty, "generator.max_trajectory_tokens=1000")
+    found = shaped(group(row(1.0, 340), row(0.0, 968)), reward_shapes(several))
+    assert [t.shaped_reward for t in found.trajectories] == [1.0, -0.5]
+    alone = from_overrides(*penalty, "generator.max_turns=1")
+    found = shaped(group(row(1.0, 256), row(1.0, 320)), reward_shapes(alone))
+    assert [t.shaped_reward for t in found.trajectories] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("path", ["nowhere:shape", "tests.cpu.test_overlong:nothing"])
