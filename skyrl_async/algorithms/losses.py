@@ -21,7 +21,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTokens:
-    """The N sampled tokens of a micro-batch, as a policy loss sees them."""
+    """The N sampled tokens of a micro-batch, as a policy loss sees them; N may be 0, where a rank has no rows of its own."""
 
     logprobs: Tensor
     """(N,) float32, nats, of the policy being trained: ``log pi``, with gradient."""
@@ -51,7 +51,7 @@ class TokenLoss:
 
 class PolicyLossFn(Protocol):
     """A loss with its constants. A token whose advantage is 0 must have no gradient, unless it is marked, and a row's tokens no effect on
-    other rows.
+    other rows. N may be 0: then too a gradient must lead to the policy's log-probs.
     """
 
     def __call__(self, tokens: LossTokens, /) -> TokenLoss:

@@ -59,7 +59,7 @@ def _try_on(
 
 
 def try_policy_loss(name: str, loss: PolicyLossFn) -> None:
-    """Raises ``ConfigError`` unless sums of it over micro-batches, times weights of rows, mean anything."""
+    """Raises ``ConfigError`` unless sums of it over micro-batches, of no rows too, times weights of rows, mean anything."""
     tokens = LossTokens(
         logprobs=torch.tensor([-1.0, -0.4, -2.0, -0.9, -1.3], requires_grad=True),
         behavior_logprobs=torch.tensor([-1.1, -0.4, -1.7, -0.95, -1.2]),
@@ -79,13 +79,17 @@ def try_policy_loss(name: str, loss: PolicyLossFn) -> None:
         raise ConfigError(
             f"{_LOSS}={name} must be linear in a positive factor of the advantages, which weighs rows; it is not"
         )
-    found = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-    first = LossTokens(**{key: value[:2].detach().requires_grad_(key == "logprobs") for key, value in found.items()})
-    if not torch.allclose(_gradient(name, loss, first), gradient[:2], atol=1e-6):
+    if not torch.allclose(_gradient(name, loss, _first(2, tokens)), gradient[:2], atol=1e-6):
         raise ConfigError(
             f"{_LOSS}={name} must give a row the same gradient whatever other rows are in its micro-batch; return one loss per token, "
             "and divide by no count of them"
         )
+    _gradient(name, loss, _first(0, tokens))
+
+
+def _first(num: int, tokens: LossTokens) -> LossTokens:
+    found = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+    return LossTokens(**{key: value[:num].detach().requires_grad_(key == "logprobs") for key, value in found.items()})
 
 
 def _gradient(name: str, loss: PolicyLossFn, tokens: LossTokens) -> Tensor:
@@ -93,7 +97,8 @@ def _gradient(name: str, loss: PolicyLossFn, tokens: LossTokens) -> Tensor:
     try:
         found = loss(tokens)
     except Exception as error:  # it is the user's
-        raise ConfigError(f"{_LOSS}={name} raises {error!r} for {tokens}") from error
+        why = "" if len(tokens.logprobs) else ", no tokens: a policy worker without rows of its own calls it with none"
+        raise ConfigError(f"{_LOSS}={name} raises {error!r} for {tokens}{why}") from error
     if not isinstance(found, TokenLoss):
         raise ConfigError(f"{_LOSS}={name} must return a TokenLoss, got {type(found).__name__}")
     expected = tokens.logprobs.shape

@@ -85,4 +85,19 @@ def loss_that_raises(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
     raise KeyError("no such thing")
 
 
+def loss_that_counts_rows(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    """There is no largest index where there are no tokens."""
+    num_tokens = torch.zeros(int(tokens.row_indices.max()) + 1).index_add(
+        0, tokens.row_indices, torch.ones_like(tokens.logprobs)
+    )
+    loss = -tokens.advantages * tokens.logprobs / num_tokens[tokens.row_indices]
+    return TokenLoss(loss=loss, is_clipped=torch.zeros_like(tokens.logprobs, dtype=torch.bool))
+
+
+def loss_that_forgets_the_policy_without_tokens(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    losses = [-a * p for a, p in zip(tokens.advantages, tokens.logprobs, strict=True)]
+    loss = torch.stack(losses) if losses else torch.empty(0)
+    return TokenLoss(loss=loss, is_clipped=torch.zeros_like(tokens.logprobs, dtype=torch.bool))
+
+
 NOT_A_FUNCTION = 3

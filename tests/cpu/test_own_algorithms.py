@@ -109,6 +109,14 @@ class TestPolicyLosses:
             ),
             ("loss_without_gradient", "must have a gradient with respect to tokens.logprobs; it has none"),
             ("loss_that_is_not_linear", "must be linear in a positive factor of the advantages"),
+            (
+                "loss_that_counts_rows",
+                r"raises RuntimeError.* for LossTokens.*, no tokens: a policy worker without rows of its own",
+            ),
+            (
+                "loss_that_forgets_the_policy_without_tokens",
+                "must have a gradient with respect to tokens.logprobs; it has none",
+            ),
             ("loss_of_other_rows", "must give a row the same gradient whatever other rows|must leave a token without"),
         ],
     )
