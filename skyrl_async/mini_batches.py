@@ -5,7 +5,7 @@
 Flows in: prepared groups. Flows out: those of a step, oldest admitted first. Does not know what is done with them.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from skyrl_async.algorithms.crediting import Credit
 from skyrl_async.device_turns import Sitting
@@ -66,12 +66,20 @@ class MiniBatches:
             self.taken.append(group)
             await self._staleness.on_rollout_trained(group.admission_index)
             if self._settings.stream_mini_batch:
-                yield self._credit([group])[0]
+                yield self._credited([group], figures)[0]
             else:
                 collected.append(group)
         if collected:
-            for group in self._credit(sorted(collected, key=lambda g: g.admission_index)):
+            for group in self._credited(sorted(collected, key=lambda g: g.admission_index), figures):
                 yield group
+
+    def _credited(self, groups: Sequence[Group], figures: StepFigures) -> Sequence[Group]:
+        """Whole groups; what the staleness policy leaves of them is what counts."""
+
+        def trained_part(group: Group) -> Group:
+            return self._settings.staleness_policy.trained_part(group, figures.version, figures.max_staleness_steps)
+
+        return self._credit(groups, trained_part)
 
     async def _next_group(self, num_free: int, figures: StepFigures) -> Group | None:
         """The oldest finished group that the staleness policy lets be trained."""

@@ -23,7 +23,7 @@ class GroupRewards:
     rewards: tuple[float, ...]
     """Finite."""
     num_tokens: tuple[int, ...]
-    """Sampled tokens of each, >= 0."""
+    """Tokens of each that are trained, >= 0."""
 
 
 ComputeAdvantages = Callable[[Sequence[float]], Sequence[float]]
@@ -128,8 +128,8 @@ def maxrl_advantages(rewards: Sequence[float]) -> list[float]:
 def reinforce_pp_advantages(groups: Sequence[GroupRewards]) -> list[list[float]]:
     """``A_i = (r_i - mean(r)) / (std(r) + 1e-8)`` over all tokens of the mini-batch: REINFORCE++ (arXiv 2501.03262).
 
-    Each sample counts once per sampled token, which all bear its reward; the standard deviation is that of these tokens. No part of it is
-    of one prompt alone, so that groups of one serve.
+    Each sample counts once per token that is trained, which all bear its reward; the standard deviation is that of these tokens. No part of
+    it is of one prompt alone, so that groups of one serve.
 
     Args:
         groups: of one mini-batch.

@@ -2,7 +2,7 @@
 
 A step changes the entropy of a softmax policy by about minus the covariance of log-probs and advantages: likely tokens that did well,
 and unlikely ones that did badly, make it fall (Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language
-Models", arXiv 2505.22617, section 3). What a token adds to it is, over the N sampled tokens of a mini-batch (the paper's ``Cov(y_i)``),
+Models", arXiv 2505.22617, section 3). What a token adds to it is, over the N trained tokens of a mini-batch (the paper's ``Cov(y_i)``),
 
     cov_i = (log mu_i - mean log mu) (A_i - mean A)
 

@@ -4,7 +4,7 @@ Flows in: groups as they are about to be trained. Flows out: copies with advanta
 not know how they are trained.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,13 @@ from skyrl_async.types import Group
 if TYPE_CHECKING:
     from skyrl_async.algorithms.covariance import Mark
     from skyrl_async.algorithms.kl_penalty import KlPenalty
+
+TrainedPart = Callable[[Group], Group]
+"""A group -> the same with the mask of what the staleness policy leaves of it."""
+
+
+def _whole(group: Group) -> Group:
+    return group
 
 
 class Credit:
@@ -36,13 +43,19 @@ class Credit:
         self._penalty = penalty
         self._mark = mark
 
-    def __call__(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Groups of one step, with advantages: all of them at once where estimator or marks need that; each once."""
-        credited = groups if self._estimator is None else self._with_advantages(groups)
-        return credited if self._mark is None else self._mark(credited)
+    def __call__(self, groups: Sequence[Group], trained_part: TrainedPart = _whole) -> Sequence[Group]:
+        """Groups of one step, with advantages: all of them at once where estimator or marks need that; each once.
 
-    def _with_advantages(self, groups: Sequence[Group]) -> Sequence[Group]:
-        rewards = [self._rewards_of(group) for group in groups]
+        Rewards, and the penalty, are of whole answers; tokens are counted and marked among those that are trained.
+        """
+        credited = groups if self._estimator is None else self._with_advantages(groups, trained_part)
+        if self._mark is None:
+            return credited
+        marked = self._mark([trained_part(group) for group in credited])
+        return [_with_marks_of(*pair) for pair in zip(credited, marked, strict=True)]
+
+    def _with_advantages(self, groups: Sequence[Group], trained_part: TrainedPart) -> Sequence[Group]:
+        rewards = [self._rewards_of(group, trained_part(group)) for group in groups]
         live = [index for index, of_one in enumerate(rewards) if of_one.rewards]
         found = dict(zip(live, self._advantages([rewards[index] for index in live]), strict=True))
         return [_credited(group, found.get(index, ())) for index, group in enumerate(groups)]
@@ -55,11 +68,11 @@ class Credit:
         assert self._estimator.of_group is not None, "an estimator is of one of both"
         return [self._estimator.of_group(of_one.rewards) for of_one in rewards]
 
-    def _rewards_of(self, group: Group) -> GroupRewards:
+    def _rewards_of(self, group: Group, part: Group) -> GroupRewards:
         samples = live_samples_of(group.trajectories)
         return GroupRewards(
             rewards=tuple(s.shaped_reward if self._penalty is None else self._penalty.penalised(s) for s in samples),
-            num_tokens=tuple(sample.num_sampled_tokens for sample in samples),
+            num_tokens=tuple(sample.num_sampled_tokens for sample in live_samples_of(part.trajectories)),
         )
 
     def end_step(self) -> dict[str, float]:
@@ -79,3 +92,8 @@ class Credit:
 
 def _credited(group: Group, of_samples: Sequence[float]) -> Group:
     return replace(group, advantages=tuple(row_advantages(group.trajectories, lambda _: of_samples)))
+
+
+def _with_marks_of(group: Group, marked: Group) -> Group:
+    rows = zip(group.trajectories, marked.trajectories, strict=True)
+    return replace(group, trajectories=tuple(replace(row, marks=of.marks) for row, of in rows))
