@@ -29,16 +29,20 @@ class TrainedRows:
         """The step is done."""
         self._micro_batches.clear()
 
-    def write(self, directory: Path, rank: int) -> Path:
+    def write(self, directory: Path, rank: int) -> str | None:
         """Write ``version_<v>_rank_<r>.jsonl`` under ``directory``: what the rank was given of each row, and what it made of it.
+
+        Returns its path; None, and nothing is written, where the rank had no row.
 
         Log-probs are nats, one per response token, those of the policy that is trained null where it did not sample. What is not finite is
         written as NaN and Infinity, as Python reads them. Raises ``OSError``.
         """
+        if not self._micro_batches:
+            return None
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"version_{self._version:06d}_rank_{rank}.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in self._lines()))
-        return path
+        return str(path)
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         for rows, logprobs in self._micro_batches:

@@ -131,27 +131,43 @@ class PolicyRank:
         """Accumulate the gradient of this rank's summed loss; return its figures (see ``losses.token_figures``).
 
         Raises:
-            TrainingError: the loss is not finite; no rank is left waiting, and none can step any more.
+            TrainingError: the loss is not finite, on this rank or another: every rank says so, none is left waiting, and none can step any
+                more.
         """
         figures = []
         for index, rows in enumerate(work.micro_batches):
             is_last = index == len(work.micro_batches) - 1
             figures.append(self._run_micro_batch(rows, work, is_last=is_last))
         merged = merge_figures(figures)
-        total = merged.pop(_TOTAL, 0.0)
-        if not math.isfinite(total):
-            raise TrainingError(
-                f"the loss of {sum(map(len, work.micro_batches))} rows at version {work.version} is {total} on rank "
-                f"{self._rank}. {self._save_trained_rows()}"
-            )
+        self._refuse_unless_finite(merged.pop(_TOTAL, 0.0), sum(map(len, work.micro_batches)), work.version)
         return merged
 
+    def _refuse_unless_finite(self, total: float, num_rows: int, version: int) -> None:
+        """Every rank refuses the loss of any, so that each still can write its rows. Collective."""
+        of_ranks = torch.zeros(self._num_ranks, 2, dtype=torch.float64)
+        of_ranks[self._rank] = torch.tensor([total, num_rows], dtype=torch.float64)
+        dist.all_reduce(of_ranks)
+        for rank, (loss, num) in enumerate(of_ranks.tolist()):
+            if not math.isfinite(loss):
+                raise TrainingError(
+                    f"the loss of {num:.0f} rows at version {version} is {loss} on rank {rank}. {self._save_trained_rows()}"
+                )
+
     def _save_trained_rows(self) -> str:
-        """Where what was trained since the last step can be studied, a sentence."""
+        """Where what the ranks trained since the last step can be studied, a sentence. Collective: none goes on before all have written."""
         if self._settings.bad_step_dir is None:
             return "Nobody asked for the step's rows"
-        path = self._trained_rows.write(Path(self._settings.bad_step_dir), self._rank)
-        return f"The step's rows, with their log-probs and advantages, are in {path}"
+        path = failure = None
+        try:
+            path = self._trained_rows.write(Path(self._settings.bad_step_dir), self._rank)
+        except OSError as error:
+            failure = f"those of rank {self._rank} could not be written: {error}"
+        of_ranks: list[tuple[str | None, str | None]] = [(None, None)] * self._num_ranks
+        dist.all_gather_object(of_ranks, (path, failure))
+        paths = [path for path, _ in of_ranks if path is not None]
+        where = f"are in {' and '.join(paths)}" if paths else "are lost"
+        failures = [failure for _, failure in of_ranks if failure is not None]
+        return "; ".join([f"The step's rows, with their log-probs and advantages, {where}", *failures])
 
     def _run_micro_batch(self, rows: Sequence[Row], work: RankWork, *, is_last: bool) -> dict[str, float]:
         batch = collate(rows, self._device, is_packed=self._settings.use_sample_packing)
