@@ -169,15 +169,20 @@ def m2_mask(log_ratio: Tensor, advantages: Tensor, rows: Rows, *, threshold: flo
     moments, row_of = ratios[where].square(), rows.indices[where]
     by_size = moments.argsort(stable=True)
     order = by_size[row_of[by_size].argsort(stable=True)]  # rows together, their smallest moments first
-    sums, trusted = moments[order].cumsum(0), Rows(indices=row_of[order], num_rows=rows.num_rows)
+    sums, trusted = _running_sums(moments[order]), Rows(indices=row_of[order], num_rows=rows.num_rows)
     num_tokens = trusted.sums(torch.ones_like(sums))
-    num_before, sum_before = (of_row.cumsum(0) - of_row for of_row in (num_tokens, trusted.sums(moments[order])))
+    num_before, sum_before = (_running_sums(of_row) - of_row for of_row in (num_tokens, trusted.sums(moments[order])))
     ranks = torch.arange(1, len(order) + 1, device=sums.device) - trusted.each(num_before)
     is_kept = torch.ones_like(log_ratio, dtype=torch.bool)
     is_kept[where[order]] = (
         sums - trusted.each(sum_before)
     ) / ranks <= threshold  # these means never fall within a row
     return is_kept
+
+
+def _running_sums(values: Tensor) -> Tensor:
+    """On the host, where additions have an order; on CUDA they have none."""
+    return values.cpu().cumsum(0).to(values.device)
 
 
 def _cut(log_weight: Tensor, high: float) -> Weights:

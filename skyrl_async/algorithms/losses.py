@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from skyrl_async.algorithms.lags import sums_by_lag
 from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.registries import POLICY_LOSSES, LossEntry, path_of
 
@@ -124,7 +125,7 @@ def token_figures(
     kl = ratio - 1 - ratio.log()
     is_clipped = token_loss.is_clipped.double()
     gaps = (logprobs - behavior_logprobs).abs()
-    per_lag = torch.stack([torch.bincount(token_lags, weights=w) for w in (torch.ones_like(kl), kl, is_clipped)])
+    per_lag = sums_by_lag(token_lags, torch.ones_like(kl), kl, is_clipped)
     overall = torch.stack(
         [
             token_loss.loss.double().sum(),
@@ -139,7 +140,7 @@ def token_figures(
     names = ("loss_sum", "clipped_sum", "ratio_sum", "behavior_kl_sum", "token_lag_sum", "ratio_max", "logprob_gap_max")
     figures = dict(zip(names, overall.tolist(), strict=True))
     figures["num_tokens"] = float(logprobs.numel())
-    for lag, (num_tokens, kl_sum, clipped_sum) in enumerate(per_lag.T.tolist()):
+    for lag, (num_tokens, kl_sum, clipped_sum) in enumerate(per_lag):
         if num_tokens:
             figures[f"lag{lag}_tokens_sum"] = num_tokens
             figures[f"lag{lag}_behavior_kl_sum"] = kl_sum

@@ -30,6 +30,7 @@ from skyrl_async.algorithms import corrections
 from skyrl_async.algorithms.batching import MicroBatch
 from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.algorithms.corrections import Rows, Weights
+from skyrl_async.algorithms.lags import sums_by_lag
 from skyrl_async.algorithms.losses import TokenLoss
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import POLICY_LOSSES
@@ -82,9 +83,8 @@ class Corrected:
         sums |= {f"correction_masked_{kind}_sum": is_out.double() for kind, is_out in self.masked.items()}
         by_lag = {"correction_clipped_sum": self.is_cut.double(), "correction_masked_sum": self.is_masked.double()}
         figures = {name: values.sum().item() for name, values in (sums | by_lag).items()}
-        for name, values in by_lag.items():
-            totals = torch.bincount(token_lags, weights=values).tolist()
-            figures |= {f"lag{lag}_{name}": total for lag, total in enumerate(totals) if total}
+        for lag, totals in enumerate(sums_by_lag(token_lags, *by_lag.values())):
+            figures |= {f"lag{lag}_{name}": total for name, total in zip(by_lag, totals, strict=True) if total}
         return figures
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from skyrl_async.algorithms.batching import MicroBatch
 from skyrl_async.algorithms.corrections import Rows
+from skyrl_async.algorithms.lags import sums_by_lag
 from skyrl_async.algorithms.losses import MAX_LOG_RATIO
 
 
@@ -26,11 +27,9 @@ def sample_size_figures(logprobs: Tensor, batch: MicroBatch, token_lags: Tensor)
     rows = Rows(indices=batch.row_indices, num_rows=batch.num_rows)
     has_tokens = rows.sums(torch.ones_like(log_ratio)) > 0
     weights = _weights(log_ratio)
-    per_lag = torch.stack(
-        [torch.bincount(token_lags, w) for w in (torch.ones_like(weights), weights, weights.square())]
-    )
+    per_lag = sums_by_lag(token_lags, torch.ones_like(weights), weights, weights.square())
     figures = _sums("", weights) | _sums("sequence_", _weights(rows.sums(log_ratio)[has_tokens]))
-    for lag, (count, total, squares) in enumerate(per_lag.T.tolist()):
+    for lag, (count, total, squares) in enumerate(per_lag):
         if count:
             figures |= _named(f"lag{lag}_", count, total, squares)
     return figures

@@ -144,6 +144,7 @@ def forward_settings(config: Config, path: str) -> TrainingSettings:
         use_sample_packing=training.use_sample_packing,
         logprobs_chunk_size=training.logprobs_chunk_size,
         temperature=config.generator.sampling.temperature,
+        is_deterministic=config.trainer.deterministic,
     )
 
 

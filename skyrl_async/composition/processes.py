@@ -149,6 +149,7 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
         entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else 0.0,
         seed=config.trainer.seed,
+        is_deterministic=config.trainer.deterministic,
     )
 
 

@@ -110,7 +110,8 @@ class TrainerConfig:
     deterministic: bool = doc(
         False,
         "Nothing that is trained depends on how long anything took: groups are trained in the order of admission, weights change when no "
-        "group is in flight, and limit_buffered_groups is off. With engine=deterministic two runs are equal bit for bit.",
+        "group is in flight, and limit_buffered_groups is off. With engine=deterministic two runs are equal bit for bit; policy workers on "
+        "CUDA take deterministic kernels for that, which has not been run.",
     )
     seed: int = doc(0, "Of everything that is drawn: shuffling, the warm start, sampling where the engine allows.")
     algorithm: AlgorithmConfig = doc(AlgorithmConfig, "Advantages and loss.")

@@ -24,6 +24,7 @@ from skyrl_async.heartbeat import DEFAULT, Heartbeat, Ping, listening
 from skyrl_async.training.dispatch import LogprobDispatch, split_work
 from skyrl_async.training.process_group import is_lost_peer
 from skyrl_async.training.rank_actor import CONCURRENCY_GROUPS, RankActor, this_place
+from skyrl_async.training.rng import REPEATING_ENVIRONMENT
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.training.worker_process import ProcessPlace, WorkerProcess, open_if_here
 from skyrl_async.transfer_group import GroupPlace
@@ -101,7 +102,6 @@ class PolicyWorkers:
             DeadlineError: the workers took longer than the deadline.
         """
         run_id = uuid.uuid4().hex[:8]
-        env_vars = {"OMP_NUM_THREADS": "1"} if settings.device == "cpu" else {}
         actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
         names = [f"{worker_name}-{rank}-{run_id}" for rank in range(num_workers)]
         strategies = list(scheduling_strategies or [None] * num_workers)
@@ -117,7 +117,7 @@ class PolicyWorkers:
                 scheduling_strategy=strategy,
                 max_restarts=0,
                 max_task_retries=0,
-                runtime_env={"env_vars": env_vars},
+                runtime_env={"env_vars": environment_of(settings)},
             ).remote(settings, rank=rank, num_ranks=num_workers)
             for rank, (name, strategy) in enumerate(zip(names, strategies, strict=True))
         }
@@ -297,6 +297,13 @@ def _must_be_here(names: Sequence[str], *, publishes: bool) -> str:
         f"{', '.join(names)} must run on the trainer's machine, where the weights are published that training.num_logp_workers load: set "
         "it to what that machine has devices for, or to 0, or have placement.groups put logp into the policy's group"
     )
+
+
+def environment_of(settings: TrainingSettings) -> dict[str, str]:
+    """What a rank's process finds in its environment beside the caller's."""
+    if settings.device == "cpu":
+        return {"OMP_NUM_THREADS": "1"}
+    return dict(REPEATING_ENVIRONMENT) if settings.is_deterministic else {}
 
 
 def _ping_of(actor: ActorHandle) -> Ping:

@@ -32,7 +32,7 @@ from skyrl_async.training.model import load_model
 from skyrl_async.training.optimizer import WarmupSchedule, make_optimizer
 from skyrl_async.training.peft_directory import as_peft_directory, export_peft_directory
 from skyrl_async.training.protocol import TrainingBackend
-from skyrl_async.training.rng import restore_rng_state, rng_state, seed_all
+from skyrl_async.training.rng import restore_rng_state, rng_state, seed_all, use_repeating_kernels
 from skyrl_async.training.saving import save_state
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.training.staging import Staging
@@ -106,6 +106,8 @@ class PolicyRank:
     def _build(self, device: torch.device) -> None:
         settings = self._settings
         seed_all(settings.seed + self._rank)
+        if settings.is_deterministic and device.type == "cuda":
+            use_repeating_kernels()
         model = load_model(Path(settings.policy_path), trust_remote_code=settings.trust_remote_code)
         self._model_type = str(model.config.model_type)
         self._device = device

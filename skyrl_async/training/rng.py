@@ -1,4 +1,4 @@
-"""This process's random state (python, numpy, torch, CUDA) in and out of plain values."""
+"""What makes this process repeat itself: its random state (python, numpy, torch, CUDA) in and out of plain values, and CUDA's kernels."""
 
 import random
 from typing import Any
@@ -12,6 +12,15 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+REPEATING_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""What cuBLAS wants to find when a process of repeating kernels begins."""
+
+
+def use_repeating_kernels() -> None:
+    """Have torch take kernels that give the same bits each time; on CUDA an operation that has none raises."""
+    torch.use_deterministic_algorithms(True)
 
 
 def rng_state() -> dict[str, Any]:

@@ -116,6 +116,8 @@ class TrainingSettings:
     """Where the rows of a step are written whose loss or gradient is not finite; None: they are not."""
     seed: int = 0
     """Of each rank's random state (plus the rank), before a checkpoint replaces it."""
+    is_deterministic: bool = False
+    """On CUDA, take kernels that give the same bits each time."""
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:

@@ -34,10 +34,12 @@ def test_their_forward_is_the_policy_workers_own_whatever_the_keys_say() -> None
         "micro_batch_tokens": 512,
         "mixed_precision": True,
     }
-    config = config_of(*(f"training.{key}={value}" for key, value in asked.items()), "policy.trust_remote_code=true")
+    others = ("policy.trust_remote_code=true", "trainer.deterministic=true")
+    config = config_of(*(f"training.{key}={value}" for key, value in asked.items()), *others)
     policy, forward = _training_settings(config, Path("policy"), 1), forward_settings(config, "policy")
-    for name in (*asked, "policy_path", "trust_remote_code", "device", "temperature"):
+    for name in (*asked, "policy_path", "trust_remote_code", "device", "temperature", "is_deterministic"):
         assert getattr(forward, name) == getattr(policy, name), name
+    assert policy.is_deterministic and not forward_settings(config_of(), "policy").is_deterministic
 
 
 def update(version: int, *files: Path) -> WeightUpdate:

@@ -18,7 +18,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.deterministic_engine import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.in_process import InProcessPolicy
-from skyrl_async.training.policy_workers import PolicyWorkers
+from skyrl_async.training.policy_workers import PolicyWorkers, environment_of
 from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.transfer_group import GLOO
@@ -79,6 +79,13 @@ def one_rank(settings: TrainingSettings) -> Iterator[InProcessPolicy]:
 
 def same_figures(here: Sequence[dict[str, float]], there: Sequence[dict[str, float]]) -> bool:
     return all(a == pytest.approx(b, rel=1e-4, abs=1e-5) for a, b in zip(here, there, strict=True))
+
+
+def test_workers_on_cuda_find_what_repeating_kernels_need_in_their_environment() -> None:
+    on_cuda = TrainingSettings(policy_path="", device="cuda", is_deterministic=True)
+    assert environment_of(on_cuda) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert environment_of(replace(on_cuda, is_deterministic=False)) == {}
+    assert environment_of(replace(on_cuda, device="cpu")) == {"OMP_NUM_THREADS": "1"}
 
 
 async def test_two_ranks_give_the_figures_and_weights_of_one(
