@@ -67,9 +67,12 @@ class DeepSpeedConfig:
         2, "What ZeRO shards over the ranks: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."
     )
     offload_optimizer: bool = doc(
-        False, "Keep the optimizer's state, and step, in the host's memory; zero_stage >= 1, on cuda."
+        False,
+        "Keep the optimizer's state, and step, in the host's memory; zero_stage >= 1, on cuda. It has not been run.",
     )
-    offload_param: bool = doc(False, "Keep weights in the host's memory until they are used; zero_stage 3, on cuda.")
+    offload_param: bool = doc(
+        False, "Keep weights in the host's memory until they are used; zero_stage 3, on cuda. It has not been run."
+    )
     config: str | None = doc(
         None,
         "JSON in DeepSpeed's format with further settings, such as bucket sizes. Batch sizes, accumulation, optimizer, schedule, clipping "

@@ -1,5 +1,6 @@
-"""The training checks of tests/cpu on CUDA: NCCL, mixed precision, checkpoints that move between devices."""
+"""The training checks of tests/cpu on CUDA: NCCL, ZeRO, offloading, mixed precision, determinism, checkpoints that move between devices."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from skyrl_async.algorithms.correction_settings import CorrectionSettings
+from skyrl_async.training.deepspeed_config import DeepSpeedSettings
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.policy_workers import PolicyWorkers
 from skyrl_async.training.protocol import Policy
@@ -98,6 +101,62 @@ async def test_parameters_kept_on_the_host_train_as_those_on_the_device_and_shar
     assert_close(await weights(on_host, tmp_path / "l"), await weights(on_device, tmp_path / "d"), atol=0.0)
     await on_host.close()
     await on_device.close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "offloaded"),
+    [
+        (0, ()),
+        (1, ()),
+        (1, ("offload_optimizer",)),
+        (2, ()),
+        (2, ("offload_optimizer",)),
+        (3, ()),
+        (3, ("offload_optimizer",)),
+        (3, ("offload_param",)),
+        (3, ("offload_optimizer", "offload_param")),
+    ],
+)
+async def test_zero_trains_as_fsdp_does_on_every_stage_offloaded_or_not_and_shares_its_checkpoints(
+    settings: TrainingSettings, tmp_path: Path, stage: int, offloaded: tuple[str, ...]
+) -> None:
+    deepspeed = DeepSpeedSettings(zero_stage=stage, **dict.fromkeys(offloaded, True))
+    zero, fsdp = InProcessPolicy(replace(settings, deepspeed=deepspeed)), InProcessPolicy(settings)
+    here = await train(zero, first_step=0, num_steps=3)
+    there = await train(fsdp, first_step=0, num_steps=3)
+    for a, b in zip(here, there, strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+    assert_close(await weights(zero, tmp_path / "zero"), await weights(fsdp, tmp_path / "fsdp"), atol=1e-5)
+    await zero.save(tmp_path / "checkpoint")
+    await fsdp.load(tmp_path / "checkpoint")
+    assert_close(await weights(fsdp, tmp_path / "there"), await weights(zero, tmp_path / "here"), atol=0.0)
+    more = await train(zero, first_step=3, num_steps=2)
+    await zero.load(tmp_path / "checkpoint")
+    assert await train(zero, first_step=3, num_steps=2) == more
+    await zero.close()
+    await fsdp.close()
+
+
+@pytest.mark.parametrize(
+    ("loss", "correction"),
+    [
+        ("gspo", CorrectionSettings(opsm_delta=0.1)),
+        ("rollout_is", CorrectionSettings(token_tis=math.inf, m2_threshold=0.04)),
+    ],
+)
+async def test_deterministic_workers_repeat_themselves_to_the_last_bit(
+    ray_with_gpus: None, settings: TrainingSettings, tmp_path: Path, loss: str, correction: CorrectionSettings
+) -> None:
+    asked = replace(settings, is_deterministic=True, policy_loss=loss, correction=correction, entropy_coef=0.01)
+    found = []
+    for run in ("first", "second"):
+        workers = await PolicyWorkers.start(asked, num_workers=1, num_gpus_per_worker=1.0, call_timeout_s=300.0)
+        figures = await train(workers, first_step=0, num_steps=3)
+        found.append((figures, await weights(workers, tmp_path / run)))
+        await workers.close()
+    (figures, first), (again, second) = found
+    assert figures == again
+    assert_close(first, second, atol=0.0)
 
 
 @needs_two_devices
