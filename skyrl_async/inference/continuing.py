@@ -27,11 +27,13 @@ def _always() -> bool:
 async def continued(
     request: EngineRequest, joined: Joined, segment: Segment, may_go_on: Callable[[], bool] = _always
 ) -> AsyncGenerator[EngineOutput, None]:
-    """Yield what ``segment`` yields, call after call, until the generation has ended; ``joined`` follows.
+    """Yield what ``segment`` yields, call after call, until the generation has ended; ``joined`` follows, and may have ended before.
 
     An abort comes out only of a request that is not resumable, or may not go on here, and is then the end.
     """
     for number in itertools.count():
+        if joined.has_ended:
+            return
         if joined.num_left(request) < 1:
             end = EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.LENGTH)
             joined.add(end)
@@ -46,7 +48,7 @@ async def continued(
                 if block.finish_reason is FinishReason.ABORT:
                     goes_on = request.sampling.is_resumable and may_go_on()
                 yield without_abort(block) if goes_on else block
-        if joined.has_ended or not goes_on:
+        if not goes_on:
             return
 
 

@@ -33,6 +33,7 @@ class Joined:
         """Request id of the engine call that goes on."""
         self._num_before_call = 0
         self._held: EngineOutput | None = None
+        self._has_stop_string = False
 
     @property
     def has_ended(self) -> bool:
@@ -71,19 +72,22 @@ class Joined:
             self._held = held[self.call_id]
 
     def so_far(self) -> EngineOutput:
-        """All tokens known, with those that the open call's engine still holds; without a finish reason."""
-        known = replace(self.output(), finish_reason=None)
+        """All tokens known, with those that the open call's engine still holds; the finish reason is there once an engine ended it.
+
+        Where a stop string did, the tokens say so themselves: who goes on from them finds it again.
+        """
+        known = replace(self.output(), finish_reason=None if self._has_stop_string else self.finish_reason)
         if self._held is None or self._num_before_call + len(self._held.token_ids) <= len(self.token_ids):
             return known
         held = self._held if self._has_logprobs else replace(self._held, logprobs=())
-        before = head_of(known, self._num_before_call)
-        return replace(merged(before, held), finish_reason=None)
+        return merged(head_of(known, self._num_before_call), held)
 
     def end_at(self, num_tokens: int) -> None:
         """A stop string has ended the generation."""
         for column in (self.token_ids, self.logprobs, self.versions, self.top_logprobs):
             del column[num_tokens:]
         self.finish_reason = FinishReason.STOP
+        self._has_stop_string = True
 
     def num_left(self, request: EngineRequest) -> int:
         """Tokens that ``request``, the whole generation's, has left to sample."""

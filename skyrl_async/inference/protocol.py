@@ -39,8 +39,8 @@ class InferenceEngine(Protocol):
         ...
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
-        """What is sampled so far of those of the requests that are in the engine, by id, from their first token on and without a
-        finish reason. Nothing is taken from them; one that is ending may be missing."""
+        """What is sampled so far of those of the requests that are in the engine, by id, from their first token on; with a finish
+        reason where that is all. Nothing is taken from them; one that is ending may be missing."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:

@@ -123,12 +123,13 @@ def _turn(saved: dict[str, Any] | None) -> Turn | None:
     if saved is None:
         return None
     columns = _columns(saved["completion"])
-    completion = Completion(**{**columns, "finish_reason": FinishReason(columns["finish_reason"])})
+    completion = Completion(**columns)
     return Turn(completion=completion, stop_string=saved["stop_string"], text_ends=tuple(saved["text_ends"]))
 
 
 def _columns(saved: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no tuples."""
+    """JSON has no tuples and no enums."""
     columns = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
     top = tuple(tuple((token, logprob) for token, logprob in position) for position in saved["top_logprobs"])
-    return {**columns, "top_logprobs": top}
+    reason = None if saved["finish_reason"] is None else FinishReason(saved["finish_reason"])
+    return {**columns, "top_logprobs": top, "finish_reason": reason}

@@ -24,7 +24,7 @@ class OpenGeneration:
         self._read = read
 
     def so_far(self) -> EngineOutput:
-        """What is known to be sampled, without a finish reason."""
+        """What is known to be sampled; with a finish reason where an engine has ended it, and its sampler is about to return."""
         return self._read()
 
 
@@ -48,7 +48,8 @@ class Sampler(Protocol):
         """Sample one completion; ``max_tokens`` is cut to what the context has left.
 
         ``generation`` lets a checkpoint read what is sampled so far. It may hold tokens of the same generation that were sampled
-        before: they are the first of the completion and of ``max_tokens``, unless ``sampling`` is not ``is_resumable``.
+        before: they are the first of the completion and of ``max_tokens``, or all of it where they have a finish reason, unless
+        ``sampling`` is not ``is_resumable``.
 
         Requests with the same ``session_id`` go to the same engine while it lives. Raises ``PromptTooLongError`` when no
         room is left for one token, ``NoEngineError`` when no engine is left, ``RequestRefusedError`` when engines cannot do it.

@@ -101,7 +101,7 @@ class ModelledEngine:
         """Every token that is complete by now."""
         self._check_alive()
         calls = {call.request.request_id: call for call in self._calls}
-        return {i: self._output(calls[i], 0, self._num_sampled(calls[i]), None) for i in request_ids if i in calls}
+        return {i: self._so_far(calls[i]) for i in request_ids if i in calls}
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling; in abort mode every request in flight ends."""
@@ -202,6 +202,10 @@ class ModelledEngine:
         call.num_taken = end
         return self._output(call, start, end, self._finish_reason(call))
 
+    def _so_far(self, call: _Call) -> EngineOutput:
+        num = self._num_sampled(call)
+        return self._output(call, 0, num, self._end_of(call) if num == call.num_tokens else None)
+
     def _num_sampled(self, call: _Call) -> int:
         """Tokens of the call so far."""
         return max(call.num_taken, min(call.num_tokens, self._shared.tokens_of(call)))
@@ -219,7 +223,11 @@ class ModelledEngine:
     def _finish_reason(self, call: _Call) -> FinishReason | None:
         if call.num_taken < call.num_tokens:
             return FinishReason.ABORT if call.is_aborted else None
-        sampling, position = call.request.sampling, call.request.num_sampled_tokens + call.num_taken
+        return self._end_of(call)
+
+    def _end_of(self, call: _Call) -> FinishReason:
+        """Why a call ends that is not aborted."""
+        sampling, position = call.request.sampling, call.request.num_sampled_tokens + call.num_tokens
         prompt = call.request.prompt_token_ids[: len(call.request.prompt_token_ids) - call.request.num_sampled_tokens]
         is_whole = position >= self._num_tokens_of(prompt, sampling.seed)
         return FinishReason.STOP if is_whole else FinishReason.LENGTH

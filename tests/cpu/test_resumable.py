@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from skyrl_async.errors import EngineDeadError, GenerationError
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.joined import OpenCalls
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.resumption import ResumeCounts, SampleState, SavedSamples
 from skyrl_async.rollout.episode_state import EpisodeState
@@ -23,6 +24,7 @@ from skyrl_async.simulator.models import ModelledEngine
 from skyrl_async.types import (
     Completion,
     EngineOutput,
+    EngineRequest,
     FinishReason,
     GroupRequest,
     PauseMode,
@@ -49,10 +51,14 @@ def client(*engines: InferenceEngine, **options: Any) -> InferenceEngineClient:
     return InferenceEngineClient(engines, tokenizer=LetterTokenizer(), max_model_len=1000, **options)
 
 
-def sampled(token_ids: Sequence[int], version: int = 7) -> EngineOutput:
+def sampled(token_ids: Sequence[int], version: int = 7, finish_reason: FinishReason | None = None) -> EngineOutput:
     n = len(token_ids)
     return EngineOutput(
-        token_ids=tuple(token_ids), logprobs=(-1.0,) * n, versions=(version,) * n, finish_reason=None, num_aborts=2
+        token_ids=tuple(token_ids),
+        logprobs=(-1.0,) * n,
+        versions=(version,) * n,
+        finish_reason=finish_reason,
+        num_aborts=2,
     )
 
 
@@ -72,14 +78,71 @@ def test_a_generation_begun_with_its_first_tokens_ends_like_the_whole_one(
     async def main() -> tuple[Completion, Completion]:
         whole = await client(engine()).generate_tokens((1, 2), sampling)
         # What an engine holds may go past a stop string, but never past the budget or the answer's end.
-        first = [i % 100 for i in range(min(num_begun, budget, 199))]
-        again = await client(engine()).generate_tokens((1, 2), sampling, generation=OpenGeneration(sampled(first)))
+        first = [i % 100 for i in range(min(num_begun, budget, 200))]
+        end = FinishReason.STOP if len(first) == 200 else FinishReason.LENGTH if len(first) == budget else None
+        begin = OpenGeneration(sampled(first, finish_reason=end))
+        served = engine(num_tokens=300 if end is FinishReason.STOP else 200)  # would go on, if it were asked
+        again = await client(served).generate_tokens((1, 2), sampling, generation=begin)
         return whole, again
 
     whole, again = run_in_virtual_time(main())
     assert (again.token_ids, again.text, again.finish_reason) == (whole.token_ids, whole.text, whole.finish_reason)
-    num_first = min(num_begun, len(again.token_ids), 199)
+    num_first = min(num_begun, len(again.token_ids))
     assert again.versions == (7,) * num_first + (0,) * (len(again.token_ids) - num_first)
+
+
+class Lingering(ModelledEngine):
+    """Hands over its last block, or says that none comes after it, ten seconds late."""
+
+    def __init__(self, *, hands_over: bool) -> None:
+        super().__init__("e0", num_tokens_of=lambda prompt, seed: 200, tokens_per_second=100)
+        self._hands_over = hands_over
+
+    async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        async for block in super().stream(request):
+            if block.finish_reason is not None and not self._hands_over:
+                await asyncio.sleep(10)
+            yield block
+        await asyncio.sleep(10)
+
+
+@pytest.mark.parametrize("hands_over", [False, True], ids=["the engine holds its end", "the client holds its end"])
+@pytest.mark.parametrize("budget", [150, 500])
+def test_contract_7_an_answer_that_has_ended_and_is_not_returned_yet_does_not_go_on_after_a_resume(
+    hands_over: bool, budget: int
+) -> None:
+    sampling = SamplingParams(max_tokens=budget, stop=("never",))
+
+    async def main() -> tuple[Completion, Completion]:
+        user, state = client(Lingering(hands_over=hands_over)), EpisodeState(messages=[])
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(user.generate_tokens((1, 2), sampling, generation=state.generation))
+            await asyncio.sleep(5)
+            assert not running.done()
+            await user.collect_open_tokens()
+            saved = state.sample_state()
+        assert saved is not None and saved.num_tokens == min(budget, 200)
+        state = EpisodeState.from_json(json.loads(json.dumps(saved.state)))
+        talkative = client(engine(num_tokens=400))
+        again = await talkative.generate_tokens((1, 2), sampling, generation=state.generation)
+        return running.result(), again
+
+    whole, again = run_in_virtual_time(main())
+    assert again == whole
+    assert whole.finish_reason is (FinishReason.LENGTH if budget == 150 else FinishReason.STOP)
+
+
+def test_calls_of_an_engine_that_have_ended_say_so_and_those_cut_at_a_stop_string_do_not() -> None:
+    """A stop string is in the tokens, and found in them again; an end token is none of the text."""
+    sampling = SamplingParams(max_tokens=50)
+    calls, request = OpenCalls(), EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=sampling)
+    with calls.following(request) as joined:
+        joined.add(sampled(range(5)))
+        assert calls.so_far(["r"])["r"].finish_reason is None
+        joined.add(sampled(range(5), finish_reason=FinishReason.STOP))
+        assert calls.so_far(["r"])["r"].finish_reason is FinishReason.STOP
+        joined.end_at(3)
+        assert calls.so_far(["r"])["r"] == replace(sampled(range(3)), num_aborts=4)
 
 
 def test_what_cannot_be_continued_begins_anew_and_is_not_followed() -> None:
@@ -130,7 +193,8 @@ def test_what_is_sampled_so_far_is_a_head_of_the_completion_whenever_one_looks(
     before, after, completion = run_in_virtual_time(main())
     for known, collected in zip(before, after, strict=True):
         n = len(collected.token_ids)
-        assert 20 <= len(known.token_ids) <= n and collected.finish_reason is None
+        assert 20 <= len(known.token_ids) <= n
+        assert collected.finish_reason == (completion.finish_reason if n == len(completion.token_ids) else None)
         assert collected.token_ids == completion.token_ids[:n]
         assert collected.versions == completion.versions[:n]
         assert len(collected.logprobs) == n
