@@ -209,6 +209,24 @@ class Checkpointer:
             )
         return None
 
+    def has_newer(self, step: int) -> bool:
+        """Whether there are checkpoints of later steps."""
+        return any(other > step for other in self._steps())
+
+    def go_back(self, step: int, aside: str) -> list[Path]:
+        """Make ``step`` the newest checkpoint: move later ones below the folder ``aside``, and return where they are.
+
+        A kill on the way leaves a run that goes on from one of them, or from ``step``.
+        """
+        self.tidy()
+        folder = self._directory / aside
+        folder.mkdir(exist_ok=True)
+        later = [self._path(other) for other in reversed(self._steps()) if other > step]
+        moved = [path.rename(folder / path.name) for path in later]
+        os.replace(self._prepare_pointer(step), self._directory / LATEST)
+        sync(self._directory)
+        return moved
+
     def _candidates(self) -> list[Path]:
         """In the order in which to try them: the one pointed at, then the others, newest first."""
         paths = [self._path(step) for step in reversed(self._steps())]

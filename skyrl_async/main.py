@@ -6,28 +6,30 @@ anything was started, 130 interrupted by Ctrl-C, 143 by SIGTERM. Knows what a ru
 
 import asyncio
 import logging
+import math
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from skyrl_async.checkpoint import Checkpointer, Usable, read_state
+from skyrl_async.checkpoint import Usable
 from skyrl_async.composition.closing import ClosingStack, leave_process
 from skyrl_async.composition.interruption import Interruption, Phase
 from skyrl_async.composition.kept_config import KeptConfig
 from skyrl_async.composition.parts import Listeners, LogGroups
 from skyrl_async.composition.run import Parts, started_parts, trainer_of
+from skyrl_async.composition.taking_up import checkpoint_to_resume, make_room
 from skyrl_async.concurrency import first_failure
 from skyrl_async.config.load import run_cli, without_secrets
-from skyrl_async.config.schema import Config, ResumeMode
+from skyrl_async.config.schema import Config
 from skyrl_async.config.wheel_tag import correct_wheel_tag
-from skyrl_async.errors import ConfigError, SkyRLAsyncError
+from skyrl_async.errors import SkyRLAsyncError
 from skyrl_async.metrics.console import Console
 from skyrl_async.metrics.logs import run_logging
 from skyrl_async.metrics.summary import summary_table, write_summary
@@ -59,13 +61,16 @@ def run(config: Config, overrides: list[str]) -> int:
         try:
             run_dir = _run_directory(config)
             stack.enter_context(only_run_in(run_dir))
-            found = _checkpoint_to_resume(config, run_dir)
+            found = checkpoint_to_resume(config, run_dir)
+            set_aside = make_room(config, run_dir, found)
         except SkyRLAsyncError as error:
             sys.stderr.write(f"error: {error}\n")
             return _REFUSED
         stack.enter_context(run_logging(run_dir / "run.log", config.logging.level, has_console=config.logging.console))
         interruption = stack.enter_context(Interruption(config.trainer.shutdown_timeout_s))
         logger.info("overrides: %s", " ".join(overrides))
+        if set_aside is not None:
+            logger.warning("%s", set_aside)
         for reason in found.refused if found is not None else ():
             logger.warning("%s; %s is resumed instead", reason, found.path.name if found else None)
         kept = KeptConfig(run_dir, config, found.state.step if found is not None else None)
@@ -109,6 +114,8 @@ class _Left:
     """Of the engines, by name."""
     stuck: Sequence[str] = ()
     """A line for each thing that takes too long."""
+    begin_records: list[Callable[[], None]] = field(default_factory=list)
+    """Forget what was written of steps that the run now does again."""
     failures: list[str] = field(default_factory=list)
     """Of what comes after training: none of it keeps the rest from being done."""
 
@@ -174,7 +181,9 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
     with ExitStack() as stack:
         stack.enter_context(interruption.attached())
         console = stack.enter_context(Console(config.logging.console, config.trainer.num_steps))
-        tracker = stack.enter_context(Tracker(_sinks(config, left, found.state.step if found else None, console)))
+        # An evaluation does no step again.
+        resume_step = None if found is None else math.inf if config.trainer.eval_only else found.state.step
+        tracker = stack.enter_context(Tracker(_sinks(config, left, resume_step, console)))
         trace_path = free_trace_path(run_dir) if config.logging.trace else None
         trace = stack.enter_context(Trace(trace_path, time.monotonic))
         console.message(f"run directory: {run_dir}")
@@ -187,7 +196,7 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
             console.stuck(lines)
 
         checkpoint = found.path if found is not None else None
-        log_groups = _trained_groups_log(config, run_dir, found.state.step if found else None, stack)
+        log_groups = _trained_groups_log(config, left, resume_step, stack)
         parts_of_run = started_parts(
             config,
             run_dir,
@@ -238,6 +247,8 @@ async def _train(
         console.phase(f"resuming {checkpoint.name}")
         await trainer.resume(checkpoint)
         left.kept_config.goes_on()
+    for begin in left.begin_records:
+        begin()
     booted = time.monotonic()
     console.phase("training")
     interruption.enter(Phase.TRAINING)
@@ -248,9 +259,11 @@ async def _train(
     return booted
 
 
-def _sinks(config: Config, left: _Left, resume_step: int | None, console: Console) -> list[Sink]:
+def _sinks(config: Config, left: _Left, resume_step: float | None, console: Console) -> list[Sink]:
     run_dir = left.run_dir
-    sinks: list[Sink] = [MetricsLog(run_dir / "metrics.jsonl", resume_step, notes=left.notes), console]
+    metrics = MetricsLog(run_dir / "metrics.jsonl", resume_step, notes=left.notes)
+    left.begin_records.append(metrics.begin)
+    sinks: list[Sink] = [metrics, console]
     if config.logging.tensorboard:
         from skyrl_async.metrics.tensorboard import TensorBoardSink
 
@@ -260,11 +273,12 @@ def _sinks(config: Config, left: _Left, resume_step: int | None, console: Consol
     return sinks
 
 
-def _trained_groups_log(config: Config, run_dir: Path, resume_step: int | None, stack: ExitStack) -> LogGroups:
+def _trained_groups_log(config: Config, left: _Left, resume_step: float | None, stack: ExitStack) -> LogGroups:
     if not config.logging.trained_groups:
         return lambda version, groups: None
-    path = run_dir / "trained_groups.jsonl"
+    path = left.run_dir / "trained_groups.jsonl"
     groups_log = TrainedGroupsLog(path, resume_step, has_tokens=config.logging.trained_tokens)
+    left.begin_records.append(groups_log.begin)
     stack.callback(groups_log.close)
     return groups_log.log
 
@@ -303,24 +317,6 @@ def _run_directory(config: Config) -> Path:
         directory = Path(config.trainer.output_dir).expanduser()
     directory.mkdir(parents=True, exist_ok=True)
     return directory.absolute()
-
-
-def _checkpoint_to_resume(config: Config, run_dir: Path) -> Usable | None:
-    """Raises ``ConfigError`` when a run is in the directory that is not to be continued, ``CheckpointError`` for damage."""
-    if config.trainer.resume_mode is ResumeMode.none:
-        if (run_dir / "metrics.jsonl").exists():
-            raise ConfigError(
-                f"trainer.output_dir={run_dir} already holds a run; choose another, or continue it with trainer.resume_mode=latest"
-            )
-        return None
-    if config.trainer.resume_mode is ResumeMode.latest:
-        checkpointer = Checkpointer(run_dir / "checkpoints", max_to_keep=0)
-        with suppress(OSError):
-            checkpointer.tidy()
-        return checkpointer.usable()
-    assert config.trainer.resume_path is not None
-    path = Path(config.trainer.resume_path).expanduser()
-    return Usable(path=path, state=read_state(path), refused=())
 
 
 if __name__ == "__main__":

@@ -219,14 +219,13 @@ def resume_says_what_to_continue(config: Config) -> None:
     trainer = config.trainer
     if trainer.resume_mode is ResumeMode.latest and trainer.output_dir is None:
         raise ConfigError("trainer.output_dir must name the run to continue when trainer.resume_mode=latest, got null")
-    if trainer.resume_mode is not ResumeMode.from_path and trainer.resume_path is not None:
+    if trainer.resume_mode is ResumeMode.none and trainer.resume_path is not None:
         raise ConfigError(
             f"trainer.resume_mode must be from_path when trainer.resume_path is set, got {trainer.resume_mode.name}"
         )
-    if trainer.resume_path is not None and not Path(trainer.resume_path).expanduser().is_dir():
-        raise ConfigError(
-            f"trainer.resume_path must be a checkpoint directory, got {trainer.resume_path!r}, which is none"
-        )
+    path = trainer.resume_path if trainer.resume_mode is ResumeMode.from_path else None
+    if path is not None and not Path(path).expanduser().is_dir():
+        raise ConfigError(f"trainer.resume_path must be a checkpoint directory, got {path!r}, which is none")
 
 
 def directories_can_be_made(config: Config) -> None:

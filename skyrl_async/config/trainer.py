@@ -119,10 +119,10 @@ class TrainerConfig:
     ref: RefConfig = doc(RefConfig, "The frozen reference of trainer.algorithm.use_kl_loss and use_kl_in_reward.")
     resume_mode: ResumeMode = doc(
         ResumeMode.none,
-        "latest continues trainer.output_dir's newest checkpoint (a fresh start where there is none); "
-        "from_path continues trainer.resume_path.",
+        "latest continues trainer.output_dir's newest checkpoint; where there is none yet, it begins with trainer.resume_path or, "
+        "without that, anew. from_path continues trainer.resume_path: in a new directory, or back in the run that it is of.",
     )
-    resume_path: str | None = doc(None, "Checkpoint directory for resume_mode=from_path.")
+    resume_path: str | None = doc(None, "Checkpoint directory to go on from; see resume_mode.")
     checkpoint_interval_steps: int = doc(
         20, "Steps between checkpoints, and one at the end; 0 writes none, but for that of a run that is asked to stop."
     )

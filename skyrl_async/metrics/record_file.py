@@ -5,30 +5,36 @@ Flows in: records as text. Flows out: a file. Does not know what a record means.
 
 import contextlib
 import logging
+from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 
 class RecordFile:
-    """Appends to ``path``; written through at once, so that it survives ``kill -9``."""
+    """Appends to ``path``; written through at once, so that it survives ``kill -9``.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the file.
+        begin: makes the file ready; until that is asked for, or there is a record, it stays as it was.
+    """
+
+    def __init__(self, path: Path, begin: Callable[[], object] = lambda: None) -> None:
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._begin = begin
+        self._file: FileIO | None = None
         self._is_failing = False
+
+    def begin(self) -> None:
+        """Have the file ready for the first record."""
+        self.append("")
 
     def append(self, record: str) -> bool:
         """Whether the record is in the file. The first of several failures is a warning."""
-        begin = self._file.tell()
-        rest = memoryview(record.encode())
         try:
-            while rest:
-                rest = rest[self._file.write(rest) or 0 :]
+            self._append(record)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(begin)
-                self._file.seek(begin)
             if not self._is_failing:
                 logger.warning("%s cannot be written (%s): lines are lost until it can", self._path, error.strerror)
             self._is_failing = True
@@ -38,4 +44,21 @@ class RecordFile:
 
     def close(self) -> None:
         """Idempotent."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _append(self, record: str) -> None:
+        """All of it or nothing."""
+        if self._file is None:
+            self._begin()
+            self._file = FileIO(self._path, "ab")
+        begin = self._file.tell()
+        rest = memoryview(record.encode())
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(begin)
+                self._file.seek(begin)
+            raise

@@ -36,19 +36,24 @@ class MetricsLog:
     def __init__(
         self,
         path: Path,
-        resume_step: int | None = None,
+        resume_step: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         notes: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """Begin a new file; with ``resume_step``, keep the lines up to that step and let time go on after the last.
 
-        ``notes`` are added to each line: what is no number, and goes to no other sink.
+        The file stays as it was until ``begin``, or the first line. ``notes`` are added to each line: what is no number, and goes to
+        no other sink.
         """
-        kept = begin_rows(path, resume_step)
-        self._file = RecordFile(path)
+        kept = kept_rows(path, resume_step)
+        self._file = RecordFile(path, lambda: begin_rows(path, resume_step))
         self._clock = clock
         self._notes = notes
         self._start = clock() - (kept[-1]["time_s"] if kept else 0.0)
+
+    def begin(self) -> None:
+        """The run goes on: forget the lines past its first step."""
+        self._file.begin()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line."""
@@ -110,11 +115,15 @@ def read_steps(path: Path) -> list[dict[str, float]]:
     return [steps[step] for step in sorted(steps)]
 
 
-def begin_rows(path: Path, resume_step: int | None) -> list[dict[str, Any]]:
-    """Make ``path`` hold what a run that goes on after ``resume_step`` keeps of it, and return that; None keeps nothing."""
-    kept = [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]
+def kept_rows(path: Path, resume_step: float | None) -> list[dict[str, Any]]:
+    """What a run that goes on after ``resume_step`` keeps of a file; None keeps nothing."""
+    return [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]
+
+
+def begin_rows(path: Path, resume_step: float | None) -> None:
+    """Make ``path`` hold what is kept of it and nothing else."""
+    kept = kept_rows(path, resume_step)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     temporary.replace(path)
-    return kept

@@ -22,15 +22,19 @@ class TrainedGroupsLog:
 
     Args:
         path: of the file.
-        resume_step: keep the lines up to that step, and go on after them; None begins a new file.
+        resume_step: keep the lines up to that step, and go on after them; None begins a new file. It stays as it was until ``begin``,
+            or the first group.
         has_tokens: write ids, loss mask and all log-probs of every row too (some 20 bytes per token, and as many again for each
             kind of log-probs beside the behavior's).
     """
 
-    def __init__(self, path: Path, resume_step: int | None = None, *, has_tokens: bool = False) -> None:
-        begin_rows(path, resume_step)
-        self._file = RecordFile(path)
+    def __init__(self, path: Path, resume_step: float | None = None, *, has_tokens: bool = False) -> None:
+        self._file = RecordFile(path, lambda: begin_rows(path, resume_step))
         self._has_tokens = has_tokens
+
+    def begin(self) -> None:
+        """The run goes on: forget the lines past its first step."""
+        self._file.begin()
 
     def log(self, version: int, groups: Sequence[Group]) -> None:
         """Append the groups that were trained at policy ``version``: those of step ``version + 1``."""

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import re
 import resource
 import subprocess
@@ -63,7 +64,12 @@ def test_a_resumed_log_drops_later_steps_and_goes_on_in_time(tmp_path: Path) -> 
     with path.open("a") as file:
         file.write('{"step": 6, "rew')
     clock.now += 1000
+    before = path.read_text()
+    MetricsLog(path, resume_step=3, clock=clock).close()
+    assert path.read_text() == before, "nothing was taken up"
     log = MetricsLog(path, resume_step=3, clock=clock)
+    log.begin()
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3]
     clock.now += 1
     log.log(4, {"reward/mean": 40.0})
     log.close()
@@ -73,6 +79,22 @@ def test_a_resumed_log_drops_later_steps_and_goes_on_in_time(tmp_path: Path) -> 
         (3, 3.0, 3.0),
         (4, 4.0, 40.0),
     ]
+
+
+def test_an_evaluation_of_a_run_keeps_all_that_is_on_record(tmp_path: Path) -> None:
+    path, clock = tmp_path / "metrics.jsonl", Clock()
+    for resume_step in (None, math.inf):
+        log, sink = MetricsLog(path, resume_step, clock=clock), TensorBoardSink(tmp_path / "events", resume_step)
+        log.begin()
+        for step in (1, 2) if resume_step is None else (1,):
+            for each in (log, sink):
+                each.log(step, {"reward/mean": float(step)})
+        log.close()
+        sink.close()
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 1]
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert {event.step for event in events.Scalars("reward/mean")} == {1, 2}
 
 
 def test_a_new_run_begins_a_new_log(tmp_path: Path) -> None:

@@ -66,7 +66,11 @@ def test_a_resumed_record_forgets_the_steps_that_the_checkpoint_does_not_know(tm
     for version in range(4):
         log.log(version, [group(f"p{version}")])
     log.close()
+    TrainedGroupsLog(path, resume_step=2).close()
+    assert len(read_rows(path)) == 4, "nothing was taken up"
     resumed = TrainedGroupsLog(path, resume_step=2)
+    resumed.begin()
+    assert [line["step"] for line in read_rows(path)] == [1, 2]
     resumed.log(2, [group("again")])
     resumed.close()
     assert [(line["step"], line["uid"]) for line in read_rows(path)] == [(1, "p0"), (2, "p1"), (3, "again")]
