@@ -16,9 +16,13 @@ from torch import Tensor
 from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards
 from skyrl_async.algorithms.losses import LossTokens, PolicyLossFn, TokenLoss
 from skyrl_async.errors import ConfigError
+from skyrl_async.rollout.overlong import Shape
+from skyrl_async.samples import Sample
+from skyrl_async.types import Trajectory
 
 _ESTIMATOR = "trainer.algorithm.advantage_estimator"
 _LOSS = "trainer.algorithm.policy_loss_type"
+_SHAPING = "trainer.algorithm.reward_shaping"
 
 
 def try_estimator(name: str, estimator: AdvantageEstimator, *, has_lone_samples: bool = False) -> None:
@@ -56,6 +60,36 @@ def _try_on(
         raise ConfigError(
             f"{_ESTIMATOR}={name} must return one finite advantage per reward of {all_rewards}, got {found}"
         )
+
+
+def try_shape(name: str, shape: Shape) -> None:
+    """Raises ``ConfigError`` unless each of two samples gets one finite reward, also where theirs do not differ.
+
+    A figure of the environment (``metrics``) that it asks for is not there: that it misses something is no mistake of its own.
+    """
+    for rewards in ((1.0, 0.0), (0.0, 0.0)):
+        samples = [Sample(rows=(_row(reward, 2 + index),)) for index, reward in enumerate(rewards)]
+        try:
+            found = [float(reward) for reward in shape(samples)]
+        except LookupError:
+            return
+        except Exception as error:  # it is the user's
+            raise ConfigError(f"{_SHAPING}={name} raises {error!r} for samples of the rewards {rewards}") from error
+        if len(found) != len(rewards) or not all(map(math.isfinite, found)):
+            raise ConfigError(
+                f"{_SHAPING}={name} must return one finite reward for each of 2 samples of the rewards {rewards}, got {found}"
+            )
+
+
+def _row(reward: float, num_tokens: int) -> Trajectory:
+    return Trajectory(
+        prompt_token_ids=(1,),
+        response_token_ids=(2,) * num_tokens,
+        loss_mask=(1,) * num_tokens,
+        logprobs=(-1.0,) * num_tokens,
+        versions=(0,) * num_tokens,
+        reward=reward,
+    )
 
 
 def try_policy_loss(name: str, loss: PolicyLossFn) -> None:

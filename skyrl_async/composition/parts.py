@@ -18,7 +18,7 @@ from skyrl_async.composition.algorithms import make_advantages
 from skyrl_async.composition.data import Prompts, epoch_plan
 from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
 from skyrl_async.composition.processes import Endpoint
-from skyrl_async.composition.rewards import environment_factory, reward_shapes
+from skyrl_async.composition.rewards import check_reward_shaping, environment_factory, reward_shapes
 from skyrl_async.composition.turns import policy_in_turn, training_turn, turn_values
 from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig, Schedule, TrainerConfig
 from skyrl_async.data.dataloader import _AsyncDataloader
@@ -77,8 +77,8 @@ def sampling_params(sampling: SamplingConfig) -> SamplingParams:
 
 
 def check_generator(config: Config) -> None:
-    """See that what the generator needs and what shapes rewards can be found. Raises ``ConfigError``."""
-    reward_shapes(config)
+    """See that what the generator needs can be found, and that what shapes rewards does. Raises ``ConfigError``."""
+    check_reward_shaping(config)
     generator = config.generator
     if generator.kind is GeneratorKind.agent:
         check_agent_settings(command=generator.command, entrypoint=generator.entrypoint, reward=generator.reward)

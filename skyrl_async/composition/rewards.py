@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, cast
 
+from skyrl_async.algorithms.trial import try_shape
 from skyrl_async.config.schema import Config
 from skyrl_async.registries import import_function
 from skyrl_async.rollout.environment import Environment, EnvironmentFactory
@@ -26,6 +27,13 @@ def _rewarded_by(function: Callable[..., Any], env_class: str, extras: dict[str,
     from skyrl_async.environments.answers import FunctionEnv
 
     return FunctionEnv(function, extras)
+
+
+def check_reward_shaping(config: Config) -> None:
+    """Try one's own shape on a few numbers. Raises ``ConfigError`` for a function that is not there, or does not shape rewards."""
+    name = config.trainer.algorithm.reward_shaping
+    if name is not None:
+        try_shape(name, reward_shapes(config)[0])
 
 
 def reward_shapes(config: Config) -> list[Shape]:

@@ -21,7 +21,7 @@ class GeneratorKind(Enum):
 @dataclass
 class SamplingConfig:
     max_tokens: int = doc(320, "Most new tokens per generation call.")
-    temperature: float = doc(1.0, "Softmax temperature, >= 0; 0 is greedy.")
+    temperature: float = doc(1.0, "Softmax temperature, > 0; that of held-out prompts may be 0, which is greedy.")
     top_p: float = doc(1.0, "Nucleus mass, in (0, 1].")
     top_k: int = doc(0, "0 keeps all.")
     min_p: float = doc(0.0, "Least probability relative to the likeliest token, in [0, 1].")
@@ -108,6 +108,14 @@ class GeneratorConfig:
     def __post_init__(self) -> None:
         require(self.n_samples_per_prompt >= 1, "generator.n_samples_per_prompt", ">= 1", self.n_samples_per_prompt)
         require(self.max_turns >= 1, "generator.max_turns", ">= 1", self.max_turns)
+        require(
+            self.sampling.temperature > 0,
+            "generator.sampling.temperature",
+            "> 0 (greedy samples carry no log-probs to train against; evaluation.sampling.temperature may be 0)",
+            self.sampling.temperature,
+        )
+        budget = self.max_trajectory_tokens
+        require(budget is None or budget >= 1, "generator.max_trajectory_tokens", ">= 1 or null", budget)
         require(self.max_retries >= 0, "generator.max_retries", ">= 0", self.max_retries)
         require(
             0 <= self.max_failed_fraction <= 1, "generator.max_failed_fraction", "in [0, 1]", self.max_failed_fraction

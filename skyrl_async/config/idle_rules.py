@@ -91,6 +91,7 @@ def _of_policy(config: Config) -> tuple[_Needs, ...]:
     tiny = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "tie_word_embeddings")
     warm_start = ("target_accuracy", "min_tokens", "max_tokens", "mixture_tokens", "terse_share", "slip_rate")
     is_warmed_up = policy.path is None and policy.warm_start.enabled
+    evaluates = config.evaluation.num_prompts_while_training > 0
     lora = ("alpha", "dropout", "target_modules", "exclude_modules", "init_method")
     files = ("train_files", "train_weights", "eval_files", "env_class")
     made = ("num_train_prompts", "num_eval_prompts")
@@ -101,6 +102,7 @@ def _of_policy(config: Config) -> tuple[_Needs, ...]:
         ("training", ("cpu_offload",), not is_on_cpu, "policy workers on GPUs (training.device)"),
         ("task", files, is_dataset, "task=dataset"),
         ("task", made, not is_dataset, "a task that makes its prompts"),
+        ("trainer", ("eval_interval_steps",), evaluates, "evaluation.num_prompts_while_training >= 1"),
         ("task.reasoning_gym", (_OF_ALL,), task.name == REASONING_GYM_TASK, "task=reasoning_gym"),
     )
 

@@ -106,7 +106,7 @@ class WeightSyncConfig:
 @dataclass
 class EvaluationConfig:
     num_prompts: int = doc(256, "Held-out prompts used before and after training.")
-    num_prompts_while_training: int = doc(96, "Held-out prompts used between.")
+    num_prompts_while_training: int = doc(96, "Held-out prompts used between; 0: no evaluation then.")
     n_samples_per_prompt: int = doc(1, "Answers per held-out prompt.")
     max_concurrent: int | None = doc(
         None, "Held-out prompts played at once, beside training's groups; null: as many as the engines run."
@@ -120,6 +120,8 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         require(self.num_prompts >= 0, "evaluation.num_prompts", ">= 0", self.num_prompts)
+        while_training = self.num_prompts_while_training
+        require(while_training >= 0, "evaluation.num_prompts_while_training", ">= 0", while_training)
         limit = self.max_concurrent
         require(limit is None or limit >= 1, "evaluation.max_concurrent", ">= 1 or null", limit)
         require(self.n_samples_per_prompt >= 1, "evaluation.n_samples_per_prompt", ">= 1", self.n_samples_per_prompt)

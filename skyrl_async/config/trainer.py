@@ -168,7 +168,7 @@ class TrainerConfig:
     )
 
     def __post_init__(self) -> None:
-        self._check_the_bound()
+        self._check_the_schedule()
         require(self.policy_mini_batch_size >= 1, "trainer.policy_mini_batch_size", ">= 1", self.policy_mini_batch_size)
         require(self.num_steps is None or self.num_steps >= 1, "trainer.num_steps", ">= 1 or null", self.num_steps)
         require(self.num_epochs >= 1, "trainer.num_epochs", ">= 1", self.num_epochs)
@@ -206,8 +206,8 @@ class TrainerConfig:
             workers,
         )
 
-    def _check_the_bound(self) -> None:
-        """Raise ``ConfigError`` for a bound that contradicts the schedule or its other name."""
+    def _check_the_schedule(self) -> None:
+        """Raise ``ConfigError`` for a bound that contradicts the schedule or its other name, and for streams that it has not."""
         bound, ahead = self.max_staleness_steps, self.generate_ahead_steps
         require(ahead is None or ahead >= 0, "trainer.generate_ahead_steps", ">= 0 or null", ahead)
         require(bound is None or bound >= 0, "trainer.max_staleness_steps", ">= 0", bound)
@@ -216,6 +216,13 @@ class TrainerConfig:
             "trainer.generate_ahead_steps",
             f"left out, or equal to trainer.max_staleness_steps ({bound}), whose other name it is",
             ahead,
+        )
+        require(
+            self.schedule is Schedule.fully_async or not self.stream_mini_batch,
+            "trainer.stream_mini_batch",
+            f"false or null when trainer.schedule={self.schedule.name}, which trains whole mini-batches (fully_async streams, also with "
+            "max_staleness_steps=0)",
+            self.stream_mini_batch,
         )
         asked, own = self._asked_bound, _OWN_BOUNDS.get(self.schedule)
         name = "generate_ahead_steps" if bound is None else "max_staleness_steps"

@@ -94,7 +94,8 @@ def _dataset(name: str, config: str, seed: int, size: int) -> Any:
         close = difflib.get_close_matches(name, DATASETS, n=3)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         raise ConfigError(
-            f"task.reasoning_gym.dataset must be one of the {len(DATASETS)} of reasoning-gym, got {name!r}{hint}"
+            f"task.reasoning_gym.dataset must be one of the {len(DATASETS)} of reasoning-gym, got {name!r}{hint}: "
+            f"{', '.join(sorted(DATASETS))}"
         )
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(config))

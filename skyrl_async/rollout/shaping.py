@@ -18,7 +18,7 @@ from skyrl_async.types import Group
 def shaped(group: Group, shapes: Sequence[Shape]) -> Group:
     """The group with ``shaped_reward`` in every row, each shape going on from the one before.
 
-    Raises ``GenerationError`` for a shape that does not return one finite number per sample.
+    Raises ``GenerationError`` for a shape that raises, or does not return one finite number per sample.
     """
     if not shapes:
         return group
@@ -27,17 +27,21 @@ def shaped(group: Group, shapes: Sequence[Shape]) -> Group:
     places = [[positions[id(row)] for row in sample.rows] for sample in samples_of(group.trajectories)]
     for shape in shapes:
         samples = [Sample(rows=tuple(rows[place] for place in places_of_one)) for places_of_one in places]
-        rewards = _checked(shape(samples), len(samples), group.uid)
+        rewards = _rewards(shape, samples, group.uid)
         for places_of_one, reward in zip(places, rewards, strict=True):
             for place in places_of_one:
                 rows[place] = replace(rows[place], shaped_reward=reward)
     return replace(group, trajectories=tuple(rows))
 
 
-def _checked(rewards: Sequence[float], num_samples: int, uid: str) -> list[float]:
-    found = [float(reward) for reward in rewards]
-    if len(found) != num_samples or not all(map(math.isfinite, found)):
+def _rewards(shape: Shape, samples: Sequence[Sample], uid: str) -> list[float]:
+    key = "trainer.algorithm.reward_shaping"
+    try:
+        found = [float(reward) for reward in shape(samples)]
+    except Exception as error:  # it is the user's
+        raise GenerationError(f"{key} raises {error!r} for the {len(samples)} samples of {uid!r}") from error
+    if len(found) != len(samples) or not all(map(math.isfinite, found)):
         raise GenerationError(
-            f"trainer.algorithm.reward_shaping must return one finite reward for each of the {num_samples} samples of {uid!r}, got {found}"
+            f"{key} must return one finite reward for each of the {len(samples)} samples of {uid!r}, got {found}"
         )
     return found

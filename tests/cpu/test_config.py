@@ -246,6 +246,17 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
         ),
         (["engine=deterministic", "engine.device=cuda"], "engine.device must be cpu with engine.backend=deterministic"),
         (["engine=deterministic", "engine.num_engines=2"], "engine.num_engines must be 1 .*deterministic, got 2"),
+        (["generator.sampling.temperature=0"], r"generator.sampling.temperature must be > 0 \(greedy .*, got 0"),
+        (["generator.max_trajectory_tokens=0"], "generator.max_trajectory_tokens must be >= 1 or null, got 0"),
+        (["evaluation.num_prompts_while_training=-1"], "num_prompts_while_training must be >= 0, got -1"),
+        (
+            ["trainer.schedule=one_step_off", "trainer.stream_mini_batch=true"],
+            "trainer.stream_mini_batch must be false or null when trainer.schedule=one_step_off, .* got True",
+        ),
+        (
+            ["trainer.schedule=sync", "trainer.stream_mini_batch=true"],
+            "trainer.stream_mini_batch must be false or null when trainer.schedule=sync, .* got True",
+        ),
         (["generator.retry_backoff_s=-1"], "generator.retry_backoff_s must be >= 0, got -1"),
         (
             ["generator.retry_backoff_s=90"],

@@ -60,6 +60,8 @@ def test_what_a_setting_does_nothing_without_is_said_in_full() -> None:
     )
     (idle,) = idle_settings(from_overrides("training.cpu_offload=true", "training.device=cpu"))
     assert idle == "training.cpu_offload=true does nothing without policy workers on GPUs (training.device)"
+    (idle,) = idle_settings(config_of("trainer.eval_interval_steps=5", "evaluation.num_prompts_while_training=0"))
+    assert idle == "trainer.eval_interval_steps=5 does nothing without evaluation.num_prompts_while_training >= 1"
     idle_files = idle_settings(config_of("task.train_files=[train.jsonl]", "task.env_class=gsm8k"))
     assert idle_files == [
         "task.train_files=['train.jsonl'] does nothing without task=dataset",

@@ -2,7 +2,8 @@
 
 import itertools
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.algorithms.advantages import row_advantages
+from skyrl_async.composition.parts import check_generator
 from skyrl_async.composition.rewards import reward_shapes
 from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError, GenerationError
@@ -24,6 +26,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
 from skyrl_async.types import Group, GroupRequest, Trajectory
+from tests.cpu.quick_config import config_of
 
 
 def row(reward: float, num_tokens: int = 1, **columns) -> Trajectory:
@@ -148,6 +151,13 @@ def test_a_shape_that_returns_something_else_than_a_number_per_sample_is_named(r
         shaped(group(row(1.0), row(0.0)), [lambda samples: rewards])
 
 
+def test_a_shape_that_raises_is_named() -> None:
+    with pytest.raises(
+        GenerationError, match=r"trainer.algorithm.reward_shaping raises KeyError\('steps'\) for the 2 samp"
+    ):
+        shaped(group(row(1.0), row(0.0)), [by_a_figure_of_the_environment])
+
+
 def test_a_group_of_right_answers_has_no_signal_whatever_their_lengths_cost() -> None:
     right = shaped(group(row(1.0, 2), row(1.0, 9)), [penalise_overlong(max_tokens=10, buffer_len=10, factor=1.0)])
     assert SignalFilter(max_in_a_row=0, tolerance=0.0).judge("u", right.trajectories) is NoSignal.ALL_ONE
@@ -209,6 +219,48 @@ def test_a_step_of_which_every_answer_was_cut_is_a_step_without_a_gradient() -> 
 def one_more(samples: Sequence[Sample]) -> list[float]:
     """A function of a user's."""
     return [sample.reward + 1 for sample in samples]
+
+
+def by_a_figure_of_the_environment(samples: Sequence[Sample]) -> list[float]:
+    return [sample.rows[0].metrics["steps"] for sample in samples]
+
+
+def of_one_sample(sample: Sample) -> float:
+    return sample.reward + 1
+
+
+def of_two_arguments(samples: Sequence[Sample], factor: float) -> list[float]:
+    return [factor * sample.reward for sample in samples]
+
+
+def over_their_spread(samples: Sequence[Sample]) -> list[float]:
+    return [sample.reward / statistics.pstdev(sample.reward for sample in samples) for sample in samples]
+
+
+def of_the_first(samples: Sequence[Sample]) -> list[float]:
+    return [samples[0].reward]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (of_one_sample, "raises AttributeError"),
+        (of_two_arguments, "raises TypeError.*missing 1 required positional argument: 'factor'"),
+        (over_their_spread, r"raises ZeroDivisionError.* for samples of the rewards \(0.0, 0.0\)"),
+        (of_the_first, r"must return one finite reward for each of 2 samples of the rewards .* got \[1.0\]"),
+    ],
+)
+def test_a_shape_that_does_not_shape_is_refused_before_anything_starts(
+    function: Callable[..., object], message: str
+) -> None:
+    name = f"trainer.algorithm.reward_shaping={__name__}:{function.__name__}"
+    with pytest.raises(ConfigError, match=f"{name} {message}"):
+        check_generator(config_of(name))
+
+
+@pytest.mark.parametrize("function", [one_more, by_a_figure_of_the_environment])
+def test_a_shape_of_one_s_own_passes_its_trial(function: Callable[..., object]) -> None:
+    check_generator(config_of(f"trainer.algorithm.reward_shaping={__name__}:{function.__name__}"))
 
 
 def test_a_configuration_names_a_shape_of_one_s_own_before_the_penalty_for_length() -> None:

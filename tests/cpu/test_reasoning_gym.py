@@ -66,7 +66,12 @@ def test_the_answer_in_the_marks_is_scored_by_the_dataset() -> None:
 @pytest.mark.parametrize(
     ("dataset", "config", "num", "message"),
     [
-        ("chain_sums", {}, 4, r"of reasoning-gym, got 'chain_sums'; did you mean chain_sum"),
+        (
+            "chain_sums",
+            {},
+            4,
+            r"of reasoning-gym, got 'chain_sums'; did you mean chain_sum.*: .*, chain_sum, .*, leg_counting, ",
+        ),
         ("chain_sum", {"min_term": 1}, 4, r"task\.reasoning_gym\.config=.*min_term.* is refused by chain_sum"),
         ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, 2000, r"ask for fewer"),
     ],
