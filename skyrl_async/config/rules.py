@@ -169,6 +169,21 @@ def deterministic_engine_is_single(config: Config) -> None:
             raise ConfigError(f"engine.{key} must be 1 with engine.backend=deterministic, got {value}")
 
 
+def deterministic_engine_is_not_shared(config: Config) -> None:
+    if config.engine.backend is not EngineBackend.deterministic or not config.serves_endpoint:
+        return
+    kind, needs_endpoint = config.generator.kind.name, config.generator.needs_endpoint
+    asked, other = (
+        (f"generator.kind={kind}", "generator=gym")
+        if needs_endpoint
+        else ("server.enabled=true", "server.enabled=false")
+    )
+    raise ConfigError(
+        f"engine.backend must be vllm with {asked}, got deterministic: that engine is in the trainer's own process, and those of the "
+        f"endpoint would sample from copies that no weight update reaches; set engine=vllm, or {other}"
+    )
+
+
 def generator_entrypoint_is_a_path(config: Config) -> None:
     entrypoint = config.generator.entrypoint
     module, _, function = (entrypoint or "module:function").partition(":")
@@ -353,6 +368,7 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     deepspeed_can_train,
     answers_fit_the_context,
     deterministic_engine_is_single,
+    deterministic_engine_is_not_shared,
     generator_entrypoint_is_a_path,
     generator_over_http_needs_the_server,
     agent_settings_are_of_agents,

@@ -12,13 +12,13 @@ import itertools
 import math
 from collections.abc import AsyncGenerator, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from skyrl_async.errors import EngineDeadError, PromptTooLongError, PublishError, RequestRefusedError
+from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.adapter_update import MergedAdapters, update_validator
 from skyrl_async.inference.joined import OpenCalls
 from skyrl_async.inference.policy_files import eos_token_ids
@@ -67,6 +67,13 @@ class DeterministicEngine:
         self._seconds_per_token = seconds_per_token
         self._gate = _Gate(name)
         self._calls = OpenCalls()
+
+    def __reduce__(self) -> NoReturn:
+        """It is in one process, where updates load."""
+        raise InferenceError(
+            f"engine {self._name} is deterministic and cannot be sent to another process: no weight update would reach its copy; "
+            "set engine.backend=vllm"
+        )
 
     @property
     def name(self) -> str:

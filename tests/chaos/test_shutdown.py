@@ -1,6 +1,6 @@
 """Runs that end otherwise than they were meant to, as processes: by bugs, by signals, by damage on the disk.
 
-With the deterministic engine, which boots faster; ``test_main`` kills a run of the default one.
+Where no endpoint is asked for, with the deterministic engine, which boots faster; ``test_main`` kills a run of the default one.
 """
 
 import os
@@ -77,8 +77,8 @@ def test_ctrl_c_while_engines_boot_ends_cleanly(workplace: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_is_asked_to_end_saves_its_step_and_ends_cleanly(workplace: Path) -> None:
     out = workplace / "out"
-    overrides = [*SMALL, *NO_VLLM, FOR_EVER, f"trainer.output_dir={out}", "trainer.checkpoint_interval_steps=0"]
-    with Command([*overrides, "server.enabled=true"], cwd=workplace) as command:
+    overrides = [*SMALL, "evaluation.num_prompts=0", FOR_EVER, f"trainer.output_dir={out}", "server.enabled=true"]
+    with Command([*overrides, "trainer.checkpoint_interval_steps=0"], cwd=workplace) as command:
         endpoint = command.read_until("endpoint: ").rsplit("endpoint: http://127.0.0.1:", 1)[1]
         command.wait_for_step(2)
         command.process.send_signal(signal.SIGTERM)
@@ -95,6 +95,7 @@ def test_a_run_that_is_asked_to_end_saves_its_step_and_ends_cleanly(workplace: P
     assert outcome.seconds < PATIENCE_S
     assert saved["step"] >= 2, "no checkpoint was due, but for the stop"
     assert_ledger_is_exact(out)
+    assert not (out / "endpoint.json").exists()
     with socket.socket() as port:
         assert port.connect_ex(("127.0.0.1", int(endpoint.partition("/")[0]))) != 0
 
@@ -107,7 +108,7 @@ def test_a_second_run_is_refused_a_second_ctrl_c_ends_at_once_and_a_damaged_chec
     out = workplace / "out"
     small = [*SMALL, *NO_VLLM, "trainer.output_dir=out"]
     entrypoint = "generator.entrypoint=my_generators:make_hanging"
-    hanging = [entrypoint, "server.enabled=true", "evaluation.pin_version=false"]  # evaluations hang, too
+    hanging = [entrypoint, "evaluation.pin_version=false"]  # evaluations hang, too
     with Command([*small, FOR_EVER, *hanging], cwd=workplace) as command:
         command.wait_for_step(1)
         refused = run(*small, "trainer.resume_mode=latest", cwd=workplace)
@@ -127,7 +128,6 @@ def test_a_second_run_is_refused_a_second_ctrl_c_ends_at_once_and_a_damaged_chec
     assert "Traceback" not in outcome.stderr, outcome.stderr
     newest, _, _ = state(out)
     assert f"ended at once, the last checkpoint is {newest}" in outcome.stderr
-    assert not (out / "endpoint.json").exists()
     assert outcome.seconds < PATIENCE_S
 
     shutil.copytree(newest, damaged := out / "checkpoints" / "global_step_9")

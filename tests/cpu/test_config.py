@@ -246,6 +246,18 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
         ),
         (["engine=deterministic", "engine.device=cuda"], "engine.device must be cpu with engine.backend=deterministic"),
         (["engine=deterministic", "engine.num_engines=2"], "engine.num_engines must be 1 .*deterministic, got 2"),
+        (
+            ["engine=deterministic", "server.enabled=true"],
+            "engine.backend must be vllm with server.enabled=true, got deterministic: .*copies that no weight update reaches",
+        ),
+        (
+            ["engine=deterministic", "generator=gym_http"],
+            "engine.backend must be vllm with generator.kind=gym_http, got deterministic: .*or generator=gym$",
+        ),
+        (
+            ["engine=deterministic", "generator=agent", "generator.command=x"],
+            "engine.backend must be vllm with generator.kind=agent, got deterministic",
+        ),
         (["generator.sampling.temperature=0"], r"generator.sampling.temperature must be > 0 \(greedy .*, got 0"),
         (["generator.max_trajectory_tokens=0"], "generator.max_trajectory_tokens must be >= 1 or null, got 0"),
         (["evaluation.num_prompts_while_training=-1"], "num_prompts_while_training must be >= 0, got -1"),

@@ -1,6 +1,7 @@
 """The deterministic engine: every bit of its output depends on weights, prompt and sampling parameters alone."""
 
 import asyncio
+import pickle
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from skyrl_async.errors import EngineDeadError, PromptTooLongError, PublishError, RequestRefusedError
+from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.adapter_update import AdapterValidator
 from skyrl_async.inference.deterministic_engine import DeterministicEngine
 from skyrl_async.types import (
@@ -170,6 +171,11 @@ async def test_the_likeliest_tokens_of_each_position_are_those_of_the_forward(po
 async def test_penalties_and_grammars_are_refused(policies: tuple[Path, Path], sampling: SamplingParams) -> None:
     with pytest.raises(RequestRefusedError, match=r"neither penalties nor structured output.*engine\.backend=vllm"):
         await DeterministicEngine("engine", policies[0]).generate(make_request(sampling))
+
+
+def test_an_engine_is_not_copied_to_where_no_update_reaches_it(policies: tuple[Path, Path]) -> None:
+    with pytest.raises(InferenceError, match=r"engine det is deterministic and cannot be sent to another process"):
+        pickle.dumps(DeterministicEngine("det", policies[0]))
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
