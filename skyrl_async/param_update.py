@@ -198,6 +198,14 @@ class ParamUpdate:
             return False
         if not is_due(self._settings.check_interval_steps, version):
             self._let_step(version)
+        times = await self._load()
+        for name in ("gather", "send", "stage", "load", "pause"):
+            figures.add_seconds(name, getattr(times, name))
+        figures.add_seconds("publish", asyncio.get_running_loop().time() - gathered_at)
+        return True
+
+    async def _load(self) -> PublishTimes:
+        """Have every engine serve what was sent, once the version before may go."""
         await self._validation.release_version()
         if self._settings.publishes_between_batches:
             await self._staleness.drained()
@@ -205,16 +213,23 @@ class ParamUpdate:
         assert times is not None, "it was sent"
         self._owes_version = False
         self._recorder.totals.pauses.append(times.pause)
-        for name in ("gather", "send", "stage", "load", "pause"):
-            figures.add_seconds(name, getattr(times, name))
-        figures.add_seconds("publish", asyncio.get_running_loop().time() - gathered_at)
-        return True
+        return times
 
     async def publish_the_rest(self) -> None:
-        """Where the data ended between two publishes."""
+        """Where the data ended between two publishes, or the last version was lost; not in a run that is stopped."""
         version = self._staleness.trained_version
-        if self._staleness.version < version and not self.is_cut:
-            await self._publish(version)
+        if self._staleness.version == version or self._stop.is_asked:
+            return
+        try:
+            async with self._stop.cut_short(is_patient=True):
+                await self._publisher.gather(version)
+                if not await self._publisher.send(version):
+                    raise PublishError(f"version {version} is lost, and no step follows it")
+                await self._load()
+        except StopAsked:
+            self.is_cut = True
+            logger.warning("step %d is trained and not published", version)
+        else:
             await self._staleness.notify_capacity_change(version)
 
     async def _request_validation(self, version: int | None) -> None:
@@ -247,13 +262,10 @@ class ParamUpdate:
 
     async def publish_first(self, version: int) -> None:
         """Make every engine serve what training begins with, and prove it."""
-        await self._publish(version)
-        with self._recorder.trace.span("check", track="publish", version=version):
-            await self._publisher.check(version, is_first=True)
-
-    async def _publish(self, version: int) -> None:
         times = await self._publisher.publish(version)
         self._recorder.totals.pauses.append(times.pause)
+        with self._recorder.trace.span("check", track="publish", version=version):
+            await self._publisher.check(version, is_first=True)
 
     async def _check_if_due(self, version: int) -> dict[str, float]:
         """Compare engines with the policy, which holds the same version until then."""

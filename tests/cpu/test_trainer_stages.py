@@ -18,9 +18,11 @@ from skyrl_async.config.schema import Schedule, TrainerConfig
 from skyrl_async.errors import ConfigError, GenerationError, PublishError
 from skyrl_async.metrics.names import METRICS
 from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
 from skyrl_async.stages import StageState
-from skyrl_async.types import Group
+from skyrl_async.stopping import StopRequest
+from skyrl_async.types import Group, GroupRequest, Trajectory
 
 SLOW_PUBLISH = SimulationSettings(
     mean_tokens=100.0,
@@ -459,6 +461,71 @@ def test_without_pinning_versions_change_under_an_evaluation() -> None:
     assert any(oldest < newest for _, oldest, newest in evaluations_of(simulation))
     pinned, _ = run(VALIDATING)
     assert simulation.trainer.totals.training_seconds <= pinned.trainer.totals.training_seconds
+
+
+class LateEvaluations(ModelledGenerator):
+    """Held-out prompts are thought about for long before the first token."""
+
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        if request.is_evaluation:
+            await asyncio.sleep(100.0)
+        return await super().generate(request)
+
+
+ENDING = replace(SLOW_PUBLISH, num_steps=None, num_epochs=1, num_prompts=20, publish_every_steps=2)
+"""Five steps, of which the second and the fourth are published."""
+
+
+def test_what_the_end_of_the_data_left_unpublished_waits_for_a_pinned_evaluation_too() -> None:
+    job = replace(ENDING, eval_interval_steps=4, num_eval_prompts=4)
+    simulation, events = run(job, generator_over=LateEvaluations)
+    assert sorted(spans_of("load", events)) == [0, 2, 4, 5]
+    assert evaluations_of(simulation) == [(0, 0, 0), (4, 4, 4), (5, 5, 5)]
+
+
+def test_a_stop_after_a_step_that_is_not_due_publishes_it_not(tmp_path: Path) -> None:
+    """Groups of the next batch are in flight, under which weights must not change here."""
+
+    async def main() -> None:
+        stop = StopRequest()
+        simulation = build_simulation(replace(ONE_STEP_OFF, publish_every_steps=2), checkpoint_dir=tmp_path, stop=stop)
+        events, step = events_of(simulation), simulation.policy.step
+
+        async def last(num_tokens: float) -> dict[str, float]:
+            if simulation.trainer.trained_step == 2:
+                stop.ask(10.0)
+            return await step(num_tokens)
+
+        simulation.policy.step = last
+        await simulation.trainer.run()
+        assert sorted(spans_of("gather", events)) == [0, 2]
+        checkpoint = Checkpointer(tmp_path, max_to_keep=0).usable()
+        assert checkpoint is not None and checkpoint.state.step == simulation.trainer.trained_step == 3
+
+    run_in_virtual_time(main())
+
+
+def test_a_stop_cuts_the_last_publish_short_and_saves_in_time(tmp_path: Path) -> None:
+    async def main() -> None:
+        stop, loop = StopRequest(), asyncio.get_running_loop()
+        simulation = build_simulation(ENDING, checkpoint_dir=tmp_path, stop=stop)
+        send = simulation.publisher.send
+
+        async def hanging(version: int) -> bool:
+            if version == 5:
+                loop.call_later(3.0, stop.ask, 5.0)
+                ends.append(loop.time() + 3.0 + 5.0)
+                await asyncio.sleep(1000.0)
+            return await send(version)
+
+        ends: list[float] = []
+        simulation.publisher.send = hanging
+        await simulation.trainer.run()
+        assert [loop.time()] == ends
+        checkpoint = Checkpointer(tmp_path, max_to_keep=0).usable()
+        assert checkpoint is not None and checkpoint.state.step == 5
+
+    run_in_virtual_time(main())
 
 
 @pytest.mark.slow
