@@ -233,15 +233,18 @@ class ParamUpdate:
             await self._staleness.notify_capacity_change(version)
 
     async def _request_validation(self, version: int | None) -> None:
-        if version is not None and version != self._settings.num_steps:
+        is_left_to_the_end = version == self._settings.num_steps and self._validation.is_done_at_the_end
+        if version is not None and not is_left_to_the_end and self._validation.is_due(version):
             self._validation.request(version)
 
     def _is_to_be_published(self, version: int) -> bool:
-        """Also before a checkpoint, and at the end: those hold what engines serve."""
+        """Also before an evaluation, a check or a checkpoint, and at the end: those are of what engines serve."""
         return (
             self._owes_version
             or is_due(self._settings.publish_every_steps, version)
+            or is_due(self._settings.check_interval_steps, version)
             or is_due(self._settings.checkpoint_interval_steps, version)
+            or self._validation.is_due(version)
             or version == self._settings.num_steps
         )
 

@@ -63,6 +63,16 @@ class Validation:
         self._stop = stop
         self._versions = Channel[int](1)
 
+    @property
+    def is_done_at_the_end(self) -> bool:
+        """Whether the last version is evaluated after training."""
+        return self._settings.at_the_end
+
+    def is_due(self, version: int) -> bool:
+        """Whether ``version`` is to be evaluated while training goes on."""
+        interval = self._settings.interval_steps
+        return self._evaluator is not None and bool(interval) and version % interval == 0
+
     async def before_training(self) -> EvaluationResult | None:
         """Evaluate the version that training begins with, where that is asked for."""
         return await self._evaluate(self._settings.num_prompts) if self._settings.before_training else None
@@ -83,10 +93,7 @@ class Validation:
         await run_stage(stage, self._versions, evaluate, logged, name_of=lambda version: f"version {version}")
 
     def request(self, version: int) -> None:
-        """Engines serve ``version`` now: evaluate it, where that is due. Left out while another one has not begun."""
-        interval = self._settings.interval_steps
-        if self._evaluator is None or not interval or version % interval:
-            return
+        """Engines serve ``version`` now, and it is to be evaluated. Left out while another one has not begun."""
         if len(self._versions):
             logger.warning("no evaluation at step %d: the one before has not begun", version)
             return

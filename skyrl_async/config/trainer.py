@@ -100,7 +100,8 @@ class TrainerConfig:
     num_epochs: int = doc(1000, "Passes over the training prompts, when num_steps does not end the run first.")
     publish_every_steps: int = doc(
         1,
-        "Optimizer steps between publishes, beside those before a checkpoint and at the end; at most max_staleness_steps + 1.",
+        "Optimizer steps between publishes, beside those before an evaluation, a comparison of log-probs or a checkpoint, and at the end; "
+        "at most max_staleness_steps + 1.",
     )
     stream_mini_batch: bool | None = doc(
         None,

@@ -63,6 +63,9 @@ class SimulationSettings:
     num_eval_prompts: int = 0
     """Played before, while and after training."""
     pins_eval_version: bool = True
+    evaluates_at_the_end: bool = True
+    check_interval_steps: int = 0
+    """Between comparisons of engines with the policy."""
     validates_only: bool = False
     rollout_timeout_s: float = 1e9
     max_retries: int = 0

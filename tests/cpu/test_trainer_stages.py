@@ -528,6 +528,32 @@ def test_a_stop_cuts_the_last_publish_short_and_saves_in_time(tmp_path: Path) ->
     run_in_virtual_time(main())
 
 
+def test_steps_that_are_to_be_evaluated_or_checked_are_published_whatever_else_is_due() -> None:
+    job = replace(
+        VALIDATING,
+        publish_every_steps=3,
+        eval_interval_steps=4,
+        check_interval_steps=5,
+        evaluates_at_the_end=False,
+    )
+
+    async def main() -> None:
+        simulation = build_simulation(job)
+        events, check, checked = events_of(simulation), simulation.publisher.check, []
+
+        async def noting(version: int, *, is_first: bool) -> dict[str, float]:
+            checked.append(version)
+            return await check(version, is_first=is_first)
+
+        simulation.publisher.check = noting
+        await simulation.trainer.run()
+        assert sorted(spans_of("load", events)) == [0, 3, 4, 5, 6, 8, 9, 10, 12]
+        assert checked == [0, 5, 10]
+        assert [step for step, _, _ in evaluations_of(simulation)] == [0, 4, 8, 12], "the last one, too"
+
+    run_in_virtual_time(main())
+
+
 @pytest.mark.slow
 @given(bound=st.integers(0, 2), every=st.integers(1, 3), sigma=st.sampled_from([0.0, 1.2]))
 @settings(max_examples=10, deadline=None)
