@@ -17,7 +17,7 @@ from skyrl_async.rollout.deadlines import Deadlines
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff
 from skyrl_async.samples import samples_of
-from skyrl_async.types import GroupRequest, Prompt, SamplingParams, Trajectory
+from skyrl_async.types import ENVIRONMENT_VERSION, GroupRequest, Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ def _averaged(groups: Sequence[tuple[Trajectory, ...]], num_failed: int) -> Eval
     mean = sum(rewards) / len(rewards)
     variance = sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)
     num_tokens = sum(sample.num_sampled_tokens for sample in played)
-    versions = {version for group in groups for row in group for version in row.versions}
+    versions = {version for group in groups for row in group for version in row.versions} - {ENVIRONMENT_VERSION}
     return EvaluationResult(
         reward=mean,
         standard_error=(variance / len(rewards)) ** 0.5,

@@ -62,6 +62,7 @@ class Validation:
         self._recorder = recorder
         self._stop = stop
         self._versions = Channel[int](1)
+        self._has_ended = False
 
     @property
     def is_done_at_the_end(self) -> bool:
@@ -84,18 +85,23 @@ class Validation:
     async def run(self, stage: Stage) -> None:
         """Consumes versions; produces evaluations; waits for neither training nor publishing."""
 
-        async def evaluate(version: int) -> None:
+        async def evaluate(requested_version: int) -> None:
+            is_another = self._staleness.version != requested_version
+            if is_another and self._has_ended and self._settings.at_the_end:
+                return  # the version served now is the last one: it is evaluated anyway
             await self._evaluate(self._settings.num_prompts_while_training)
 
         async def logged(_: None) -> None:
             pass
 
-        await run_stage(stage, self._versions, evaluate, logged, name_of=lambda version: f"version {version}")
+        await run_stage(stage, self._versions, evaluate, logged, name_of=lambda _: f"version {self._staleness.version}")
 
     def request(self, version: int) -> None:
-        """Engines serve ``version`` now, and it is to be evaluated. Left out while another one has not begun."""
+        """Engines serve ``version`` now, and it is to be evaluated; where another evaluation is under way, what they serve after that."""
         if len(self._versions):
-            logger.warning("no evaluation at step %d: the one before has not begun", version)
+            logger.warning(
+                "no evaluation of step %d: the one before has not begun, and will be of a later step", version
+            )
             return
         self._versions.put_nowait(version)
 
@@ -106,20 +112,22 @@ class Validation:
 
     def close(self) -> None:
         """No version will follow. Idempotent."""
+        self._has_ended = True
         self._versions.close()
 
     async def _evaluate(self, num_prompts: int) -> EvaluationResult | None:
         """Evaluate what is served now; None where there is nothing to evaluate, or a stop was asked for."""
         if self._evaluator is None:
             return None
-        step, loop = self._staleness.version, asyncio.get_running_loop()
-        started = loop.time()
+        loop = asyncio.get_running_loop()
+        step, started = self._staleness.version, loop.time()
         result: EvaluationResult | None = None
         with self._recorder.trace.span("evaluate", track="evaluation", step=step), suppress(StopAsked):
             async with self._stop.cut_short():
                 result = await self._evaluator.evaluate(num_prompts, priority=self._staleness.next_index)
         if result is None:
             return None
+        step = max(step, result.versions[0])  # engines may have served one that the run had not acknowledged
         self._recorder.totals.evaluation_tokens += result.num_tokens
         self._recorder.log(step, result.values() | {"timing/eval": loop.time() - started})
         return result

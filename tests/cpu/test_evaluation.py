@@ -1,10 +1,12 @@
 """Held-out prompts: what is asked for them, and what becomes of failures."""
 
+from dataclasses import replace
+
 import pytest
 
 from skyrl_async.errors import GenerationError
 from skyrl_async.evaluation import Evaluator
-from skyrl_async.types import GroupRequest, Prompt, SamplingParams, Trajectory
+from skyrl_async.types import ENVIRONMENT_VERSION, GroupRequest, Prompt, SamplingParams, Trajectory
 
 
 class Player:
@@ -46,6 +48,16 @@ async def test_requests_wait_in_line_like_groups_that_are_admitted_now() -> None
     result = await evaluator(player).evaluate(3, priority=17)
     assert result is not None and result.reward == 1.0 and result.num_prompts == 3 and result.num_tokens == 12
     assert {(request.priority, request.is_evaluation) for request in player.requests} == {(17, True)}
+
+
+async def test_the_versions_of_an_evaluation_are_those_of_sampled_tokens() -> None:
+    class Environment(Player):
+        async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+            rows = await super().generate(request)
+            return tuple(replace(row, loss_mask=(1, 0), versions=(7, ENVIRONMENT_VERSION)) for row in rows)
+
+    result = await evaluator(Environment()).evaluate(4)
+    assert result is not None and result.versions == (7, 7)
 
 
 async def test_a_prompt_that_fails_is_left_out_and_counted() -> None:

@@ -554,6 +554,35 @@ def test_steps_that_are_to_be_evaluated_or_checked_are_published_whatever_else_i
     run_in_virtual_time(main())
 
 
+def test_without_pinning_each_evaluation_is_logged_at_a_version_that_its_tokens_have(tmp_path: Path) -> None:
+    """They take longer than two steps, and checkpoints so long that engines serve a version before the run has acknowledged it."""
+
+    class LongEvaluations(ModelledGenerator):
+        async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+            trajectories = await super().generate(request)
+            if request.is_evaluation:
+                await asyncio.sleep(7.3 + request.seed / 10)
+            return trajectories
+
+    async def main() -> None:
+        job = replace(VALIDATING, eval_interval_steps=1, pins_eval_version=False, checkpoint_interval_steps=1)
+        simulation = build_simulation(job, checkpoint_dir=tmp_path, generator_over=LongEvaluations)
+        save = simulation.policy.save
+
+        async def slowly(directory: Path) -> None:
+            await asyncio.sleep(2.0)
+            await save(directory)
+
+        simulation.policy.save = slowly
+        await simulation.trainer.run()
+        found = evaluations_of(simulation)
+        assert len(found) > 3 and found[0][0] == 0 and found[-1][0] == job.num_steps
+        assert all(step == oldest for step, oldest, _ in found)
+        assert all(before < after for (before, *_), (after, *_) in pairwise(found)), "none twice"
+
+    run_in_virtual_time(main())
+
+
 @pytest.mark.slow
 @given(bound=st.integers(0, 2), every=st.integers(1, 3), sigma=st.sampled_from([0.0, 1.2]))
 @settings(max_examples=10, deadline=None)
