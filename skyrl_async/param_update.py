@@ -10,6 +10,7 @@ and nothing of how. Loading overlaps all of the next step, sending all but its o
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,11 +18,11 @@ from skyrl_async.errors import NoEngineError, PublishError
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.mini_batches import MiniBatches
-from skyrl_async.rollout.staleness import _AsyncStalenessManager
+from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers
 from skyrl_async.saving import RunSaver
 from skyrl_async.stages import Channel, Stage, run_stage
-from skyrl_async.stopping import StopAsked, StopRequest
+from skyrl_async.stopping import GRACE_S, StopAsked, StopRequest
 from skyrl_async.trainer_settings import TrainerSettings, is_due
 from skyrl_async.training.protocol import Policy
 from skyrl_async.validation import Validation
@@ -176,7 +177,7 @@ class ParamUpdate:
             logger.warning("step %d is trained and not published", version)
             log()
         except (NoEngineError, PublishError):
-            await self._workers.collect_open_tokens()  # for the last checkpoint, while engines still hold them
+            await self._saver.collect_open_tokens()  # for the last checkpoint, while engines still hold them
             log()
             await self.stepping.acquire()  # an optimizer step that is cut off would leave nothing to save
             raise
@@ -187,7 +188,9 @@ class ParamUpdate:
             await self._log_and_save(version, figures, log)
             if is_published:
                 await self._staleness.notify_capacity_change(version)
-            await self._workers.redraw(lambda admission: self._mini_batches.is_given_up(admission.scheduled_version))
+            with suppress(StopAsked):
+                async with self._stop.cut_short(grace_s=GRACE_S):
+                    await self._workers.redraw(self._is_given_up)
         self._let_step(version)
         return version if is_published else None
 
@@ -269,6 +272,9 @@ class ParamUpdate:
         self._recorder.totals.pauses.append(times.pause)
         with self._recorder.trace.span("check", track="publish", version=version):
             await self._publisher.check(version, is_first=True)
+
+    def _is_given_up(self, admission: Admission) -> bool:
+        return self._mini_batches.is_given_up(admission.scheduled_version)
 
     async def _check_if_due(self, version: int) -> dict[str, float]:
         """Compare engines with the policy, which holds the same version until then."""

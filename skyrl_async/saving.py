@@ -7,6 +7,7 @@ was taken. Does not know files, nor when a checkpoint is due.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.saved import RunningGroup, TakenUp, admission_of
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers
+from skyrl_async.stopping import GRACE_S, StopAsked, StopRequest
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Group
 
@@ -33,6 +35,7 @@ class RunSaver:
         dataloader, staleness, buffer, workers, recorder: the parts, besides the policy.
         checkpointer: None writes nothing.
         credit: holds the coefficient of a penalty that follows a target.
+        stop: a run that is to end waits for no engine.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class RunSaver:
         recorder: Recorder,
         checkpointer: Checkpointer | None,
         credit: Credit,
+        stop: StopRequest,
     ) -> None:
         self._dataloader = dataloader
         self._staleness = staleness
@@ -53,6 +57,7 @@ class RunSaver:
         self._recorder = recorder
         self.checkpointer = checkpointer
         self._credit = credit
+        self._stop = stop
         self.newest: Path | None = None
         """The checkpoint written or taken up last."""
         self.step: int | None = None
@@ -123,7 +128,7 @@ class RunSaver:
         if self.checkpointer is None:
             on_taken()
             return
-        await self._workers.collect_open_tokens()
+        await self.collect_open_tokens()
         on_taken()
         self._recorder.count_generation()
         state = self._state(step, taken)
@@ -134,6 +139,12 @@ class RunSaver:
         if path is not None:
             self.newest, self.step, self._known = path, step, progress
             logger.info("wrote %s", path)
+
+    async def collect_open_tokens(self) -> None:
+        """Have open generations know all of their tokens, as far as engines answer in time once a stop was asked for."""
+        with suppress(StopAsked):
+            async with self._stop.cut_short(grace_s=GRACE_S):
+                await self._workers.collect_open_tokens()
 
     def _state(self, step: int, taken: Sequence[Group]) -> TrainerState:
         return TrainerState(

@@ -1,14 +1,18 @@
 """Ending a run early and well: the wish to stop, and the waits that it cuts short.
 
     ask ──at once──> evaluations end
+     ├──after a grace──> engines that have not answered are no longer waited for
      └──after the patience──> waits for groups end: the step that lacks them is left
 
 Flows in: the wish. Flows out: ``StopAsked`` in whoever waits. Knows neither signals nor what is waited for.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+
+GRACE_S = 3.0
+"""What an engine has to answer what is asked of it at the end of a run."""
 
 
 class StopAsked(Exception):
@@ -21,7 +25,8 @@ class StopRequest:
     def __init__(self) -> None:
         self._asked_at: float | None = None
         self._patience_s = 0.0
-        self._waits: dict[asyncio.Timeout, bool] = {}
+        self._waits: dict[asyncio.Timeout, Callable[[], float | None]] = {}
+        """When each ends, in seconds on the loop's clock; None: not before a stop is asked for."""
 
     @property
     def is_asked(self) -> bool:
@@ -33,18 +38,27 @@ class StopRequest:
         if self.is_asked:
             return
         self._asked_at, self._patience_s = asyncio.get_running_loop().time(), patience_s
-        for wait, is_patient in self._waits.items():
-            wait.reschedule(self._end(is_patient))
+        for wait, end in self._waits.items():
+            wait.reschedule(end())
 
     @asynccontextmanager
-    async def cut_short(self, *, is_patient: bool = False) -> AsyncIterator[None]:
-        """End what is inside with ``StopAsked`` once a stop was asked for; with ``is_patient``, once its patience is over."""
-        end = self._end(is_patient)
-        if end is not None and end <= asyncio.get_running_loop().time():
+    async def cut_short(self, *, is_patient: bool = False, grace_s: float = 0.0) -> AsyncIterator[None]:
+        """End what is inside with ``StopAsked`` once a stop was asked for; with ``is_patient``, once its patience is over.
+
+        What is inside then has ``grace_s`` more, also where it begins after that.
+        """
+        begun = asyncio.get_running_loop().time()
+
+        def end() -> float | None:
+            if self._asked_at is None:
+                return None
+            return max(begun, self._asked_at + (self._patience_s if is_patient else 0.0)) + grace_s
+
+        if (at := end()) is not None and at <= begun:
             raise StopAsked
         try:
-            async with asyncio.timeout_at(end) as wait:
-                self._waits[wait] = is_patient
+            async with asyncio.timeout_at(at) as wait:
+                self._waits[wait] = end
                 try:
                     yield
                 finally:
@@ -53,9 +67,3 @@ class StopRequest:
             if not wait.expired():
                 raise
             raise StopAsked from None
-
-    def _end(self, is_patient: bool) -> float | None:
-        """Seconds on the loop's clock; None when no stop was asked for."""
-        if self._asked_at is None:
-            return None
-        return self._asked_at + (self._patience_s if is_patient else 0.0)

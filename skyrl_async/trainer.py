@@ -104,6 +104,7 @@ class FullyAsyncTrainer:
         self._credit = credit or Credit()
         self._watchdog = watchdog
         self._recorder = Recorder(log=log, trace=trace, log_groups=log_groups, generation_counts=lambda: workers.counts)
+        self._stop = stop or StopRequest()
         self._saver = RunSaver(
             dataloader=dataloader,
             staleness=staleness,
@@ -112,6 +113,7 @@ class FullyAsyncTrainer:
             recorder=self._recorder,
             checkpointer=checkpointer,
             credit=self._credit,
+            stop=self._stop,
         )
         self._board = board or StageBoard()
         self._preparation = Preparation(
@@ -119,7 +121,6 @@ class FullyAsyncTrainer:
         )
         self._trained = Channel[TrainedStep](1)
         self._turn = turn or Sitting()
-        self._stop = stop or StopRequest()
         self._validation = Validation(
             evaluator=evaluator,
             settings=settings.validation,

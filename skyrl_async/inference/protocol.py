@@ -44,7 +44,8 @@ class InferenceEngine(Protocol):
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Return once no further token is sampled under the current version. Idempotent.
+        """Return once no further token is sampled under the current version, and a load that was cancelled has come to its end.
+        Idempotent.
 
         An engine that serves requests which are not ``sampling.is_resumable`` freezes while it holds one, whatever the mode.
         """

@@ -214,7 +214,6 @@ class WeightPublisher:
         if times is None:
             return None
         await self._client.pool.wait_for_engine()
-        self._client.policy_version = times.version
         if self._verify_checksums:
             await self._proof.attest_when_expecting(times.version)
         return times
@@ -295,9 +294,14 @@ class WeightPublisher:
             await self._switch.stage(engines, update)
         begun = self._clock()
         with self._trace.span("pause", track="publish", version=sent.version):
-            load_seconds = await self._switch(engines, update, self._shelf.serving, self._shelf.serving_version)
+            load_seconds = await self._switch(
+                engines,
+                update,
+                self._shelf.serving,
+                self._shelf.serving_version,
+                on_loaded=lambda: self._note_loaded(sent.version),
+            )
         resumed = self._clock()
-        discard(self._shelf.loaded())
         self.lag.serves([engine.name for engine in engines], sent.version, resumed)
         return PublishTimes(
             version=sent.version,
@@ -308,6 +312,11 @@ class WeightPublisher:
             load=load_seconds,
             num_bytes=update.num_bytes,
         )
+
+    def _note_loaded(self, version: int) -> None:
+        """What was taken from the shelf is what engines serve."""
+        discard(self._shelf.loaded())
+        self._client.policy_version = version
 
     async def _deliver(self, engines: list[InferenceEngine], update: WeightUpdate) -> float:
         """Have all of them hold the update, where they cannot map it; those that die leave the list. Returns how long that took."""

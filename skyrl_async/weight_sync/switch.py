@@ -1,10 +1,11 @@
 """Takes engines from one update to the next: pause, load, resume, all or nothing.
 
     (stage, beside generation) ──> pause ──every engine──> load ──> (requests move) ──> resume
-                                                            └ a refusal: the others load the update before again
+                       └ a refusal, an error, a cancellation: those that loaded go back to the update before
 
 Flows in: engines, the update to be served, the one that is. Flows out: engines that all serve the same. One that dies is closed: which
-version it holds is not known. Does not know where updates come from, nor engines that join meanwhile.
+version it holds is not known. So is one that keeps a cancellation waiting. Does not know where updates come from, nor engines that join
+meanwhile.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.stopping import GRACE_S
 from skyrl_async.types import PauseMode, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -65,12 +67,14 @@ class EngineSwitch:
         update: WeightUpdate,
         before: WeightUpdate | None,
         serving_version: int | None,
+        on_loaded: Callable[[], None] = lambda: None,
     ) -> float:
         """Have ``engines`` serve ``update``; those that die leave the list. Returns the seconds of the load.
 
-        Raises ``PublishError`` when one refuses: then all of them serve ``serving_version`` (None: there is none yet) again, those that
-        had loaded ``update`` from ``before``; where that is None they are closed. Raises ``NoEngineError`` when all die and none is
-        expected.
+        ``on_loaded`` is called when all have loaded it: whatever happens from then on, they serve it. Raises ``PublishError`` when one
+        refuses. After that, another error or a cancellation before ``on_loaded`` all of them serve ``serving_version`` (None: there is
+        none yet) again, those that had loaded ``update`` from ``before``; where that is None they are closed. Raises ``NoEngineError``
+        when all die and none is expected.
         """
         try:
             await self.pause(engines)
@@ -79,6 +83,7 @@ class EngineSwitch:
             with self._trace.span("load", track="publish", version=update.version):
                 await self._load(engines, update, before, serving_version)
             loaded = self._clock()
+            on_loaded()
             await self._rearrange(engines)
         finally:
             await self.resume(engines)
@@ -100,10 +105,12 @@ class EngineSwitch:
 
     async def resume(self, engines: list[InferenceEngine]) -> None:
         """Resume every engine, again where a cancellation cut that short: engines may serve others than this run."""
+        was_cancelled = _is_being_cancelled()
         try:
             await self._on_each("resume", lambda engine: engine.resume(), engines)
         except asyncio.CancelledError:
-            await self._on_each("resume", lambda engine: engine.resume(), engines)
+            if not was_cancelled:
+                await self._on_each("resume", lambda engine: engine.resume(), engines)
             raise
 
     async def bury(self, engine: InferenceEngine, error: EngineDeadError) -> None:
@@ -119,22 +126,30 @@ class EngineSwitch:
         serving_version: int | None,
     ) -> None:
         refusals: dict[str, PublishError] = {}
+        broken: set[str] = set()
 
         async def load(engine: InferenceEngine) -> None:
             try:
                 await engine.load_weights(update)
             except PublishError as error:
                 refusals[engine.name] = error
+            except EngineDeadError:
+                raise
+            except Exception:
+                broken.add(engine.name)
+                raise
 
-        await self.everywhere("load", load, engines)
-        if not refusals:
-            return
-        if serving_version is not None:
-            await self._roll_back(engines, before, refusals.keys())
-        name, error = next(iter(refusals.items()))
-        raise PublishError(
-            f"{name} refused version {update.version} ({error}); {what_serves(serving_version)}"
-        ) from error
+        try:
+            await self.everywhere("load", load, engines)
+            if refusals:
+                name, error = next(iter(refusals.items()))
+                raise PublishError(
+                    f"{name} refused version {update.version} ({error}); {what_serves(serving_version)}"
+                ) from error
+        except BaseException:
+            if serving_version is not None:
+                await self._roll_back(engines, before, serving_version, broken)
+            raise
 
     async def _rearrange(self, engines: list[InferenceEngine]) -> None:
         """Hand back the requests that belong in another engine: every key and value has to be computed anew anyway."""
@@ -147,12 +162,17 @@ class EngineSwitch:
         await self._on_each("evict", evict, engines)
 
     async def _roll_back(
-        self, engines: list[InferenceEngine], before: WeightUpdate | None, refusers: Collection[str]
+        self,
+        engines: list[InferenceEngine],
+        before: WeightUpdate | None,
+        version: int,
+        broken: Collection[str],
     ) -> None:
-        """Load ``before`` again wherever the new version got in; an engine that cannot go back is closed."""
+        """Load ``before`` again wherever another version than ``version`` got in, or may have; an engine that cannot go back is closed."""
 
         async def load(engine: InferenceEngine) -> None:
-            if engine.name in refusers:
+            await engine.pause(self._pause_mode)  # it comes after a load that went on when its caller was cancelled
+            if engine.name not in broken and await engine.version() == version:
                 return
             if before is None:
                 raise EngineDeadError(
@@ -160,17 +180,19 @@ class EngineSwitch:
                 )
             try:
                 await engine.load_weights(before)
-            except PublishError as error:
+            except Exception as error:
                 raise EngineDeadError(f"{engine.name} was closed: it cannot go back to {before.version}") from error
 
-        await self.everywhere("roll back", load, engines)
+        await self._on_each("roll back", load, engines)
 
     async def _on_each(self, what: str, call: EngineCall, engines: list[InferenceEngine]) -> dict[str, Any]:
+        """Call every engine at once; one that dies leaves ``engines``. A cancellation under way waits for none longer than a grace."""
         answers: dict[str, Any] = {}
+        timeout_s = GRACE_S if _is_being_cancelled() else None
 
         async def one(engine: InferenceEngine) -> None:
             try:
-                answers[engine.name] = await call(engine)
+                answers[engine.name] = await _answer(engine, what, call, timeout_s)
             except EngineDeadError as error:
                 engines.remove(engine)
                 await self.bury(engine, error)
@@ -182,6 +204,22 @@ class EngineSwitch:
         if not engines and not self._client.pool.is_expecting:
             reason = f"no inference engine survived '{what}'; see the run's log for the first failure"
             raise NoEngineError(self._client.pool.verdict or reason)
+
+
+async def _answer(engine: InferenceEngine, what: str, call: EngineCall, timeout_s: float | None) -> Any:
+    """Raises ``EngineDeadError`` where there is none in time."""
+    try:
+        async with asyncio.timeout(timeout_s) as deadline:
+            return await call(engine)
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        raise EngineDeadError(f"{engine.name} kept the end of a publish waiting: no answer to '{what}'") from error
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def what_serves(version: int | None) -> str:

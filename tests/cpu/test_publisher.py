@@ -1,7 +1,7 @@
 """Weight publishes over modelled engines that refuse, die and are slow, in virtual time (contracts 5 and 6)."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
+from skyrl_async.stopping import GRACE_S
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, SamplingParams, WeightUpdate
 from skyrl_async.weight_sync.publisher import PublishTimes, WeightPublisher
 
@@ -70,19 +71,48 @@ class Troubled(ModelledEngine):
             raise RuntimeError(f"{self.name} breaks")
 
 
+class Remote(Troubled):
+    """As in a process of its own: a call goes on when its caller is cancelled, and the next one comes after it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._latest: asyncio.Future[None] | None = None
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._in_turn(super().pause, mode)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        await self._in_turn(super().load_weights, update)
+
+    async def resume(self) -> None:
+        await self._in_turn(super().resume)
+
+    async def _in_turn(self, call: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        before = self._latest
+
+        async def go_on() -> None:
+            if before is not None:
+                await asyncio.wait([before])
+            await call(*arguments)
+
+        self._latest = asyncio.ensure_future(go_on())
+        await asyncio.shield(self._latest)
+
+
 class Setting:
     def __init__(
         self,
         num_engines: int,
         policy: ModelledPolicy | None = None,
         *,
+        make: Callable[[str], Troubled] = Troubled,
         max_retries: int = 0,
         dual_buffer: bool = True,
         wait_s: float | None = 0.0,
         directory: Path = Path("unused"),
     ) -> None:
         clock = asyncio.get_running_loop().time
-        self.engines = [Troubled(f"engine-{i}") for i in range(num_engines)]
+        self.engines = [make(f"engine-{i}") for i in range(num_engines)]
         self.client = InferenceEngineClient(self.engines, tokenizer=Letters(), max_model_len=100, engine_wait_s=wait_s)
         self.policy = policy or ModelledPolicy(send_seconds=0.5)
         self.publisher = WeightPublisher(
@@ -490,6 +520,81 @@ def test_a_publish_killed_in_any_phase_leaves_every_engine_on_the_old_version_an
     if not (phase == "stage" and not dual_buffer):
         run_in_virtual_time(main(is_cancelled=False))
     run_in_virtual_time(main(is_cancelled=True))
+
+
+@pytest.mark.parametrize("dual_buffer", [True, False])
+@given(at=st.floats(5.0, 9.0))
+@settings(max_examples=40, deadline=None)
+def test_a_publish_cancelled_while_engines_load_elsewhere_leaves_all_of_them_on_one_version(
+    dual_buffer: bool, at: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The load goes on in their processes. What they serve is what the publisher says, and what an engine that comes up loads."""
+    directory = tmp_path_factory.mktemp("buckets")
+
+    async def main() -> None:
+        setting = Setting(2, Buckets(), make=Remote, directory=directory, dual_buffer=dual_buffer, wait_s=None)
+        publisher = setting.publisher
+        await publisher.publish(1)
+        setting.engines[0]._load_seconds = 0.1
+        publishing = asyncio.ensure_future(publisher.publish(2))
+        await asyncio.sleep(at)
+        publishing.cancel()
+        await asyncio.wait([publishing])
+        version = publisher._shelf.serving_version
+        assert not any(engine.is_paused for engine in setting.engines)
+        assert setting.client.policy_version == version in (1, 2)
+        assert await setting.versions_served() <= {version}
+        assert len(setting.client.engines) == 2 or not dual_buffer, "nothing to go back to"
+        assert versions_in(directory) <= {f"v{version}"}
+        if dual_buffer:
+            await setting.client.add_engine(Troubled("engine-9"))
+            assert await setting.versions_served() == {version}
+        await asyncio.sleep(100.0)
+        assert await setting.versions_served() <= {version}, "nothing goes on behind the publisher's back"
+        publisher.close()
+
+    run_in_virtual_time(main())
+
+
+def test_an_engine_that_keeps_a_cancellation_waiting_is_closed() -> None:
+    async def main() -> None:
+        setting = Setting(2, make=Remote)
+        await setting.publisher.publish(0)
+        setting.engines[0]._load_seconds = 1000.0
+        publishing = asyncio.ensure_future(setting.publisher.publish(1))
+        await asyncio.sleep(10.0)
+        publishing.cancel()
+        await asyncio.wait([publishing])
+        assert asyncio.get_running_loop().time() < 10.0 + 2 * GRACE_S + 5.0
+        assert setting.engines[0]._is_dead and setting.client.engines == (setting.engines[1],)
+        assert await setting.versions_served() == {0} and not setting.engines[1].is_paused
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("dual_buffer", [True, False])
+def test_an_engine_that_breaks_when_the_others_have_loaded_makes_these_go_back(
+    dual_buffer: bool, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        setting = Setting(3, Buckets(), directory=tmp_path, dual_buffer=dual_buffer)
+        await setting.publisher.publish(1)
+        first = setting.engines[0]
+
+        async def break_late(update: WeightUpdate) -> None:
+            first.load_weights = load  # type: ignore[method-assign]
+            await asyncio.sleep(10.0)
+            assert setting.engines[1]._version == setting.engines[2]._version == 2
+            raise RuntimeError("engine-0 breaks")
+
+        load, first.load_weights = first.load_weights, break_late  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="engine-0 breaks"):
+            await setting.publisher.publish(2)
+        assert await setting.versions_served() == ({1} if dual_buffer else set())
+        assert setting.client.engines == (tuple(setting.engines) if dual_buffer else ())
+        assert not any(engine.is_paused for engine in setting.engines)
+
+    run_in_virtual_time(main())
 
 
 def test_with_a_dual_buffer_a_version_arrives_while_the_one_before_is_loaded(tmp_path: Path) -> None:

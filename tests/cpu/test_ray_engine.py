@@ -178,6 +178,26 @@ async def test_a_resume_comes_after_the_pauses_that_were_cancelled_before_it(eng
         assert (output.finish_reason, output.num_aborts) == (FinishReason.LENGTH, 0)
 
 
+async def test_a_pause_comes_after_a_load_that_was_cancelled_before_it(
+    engines: list[RayEngine], policy_dir: Path, tmp_path: Path
+) -> None:
+    """By then the engine says which version it holds."""
+    engine = engines[0]
+    core = psutil.Process((await engine.statistics())["core_process_id"])
+    await engine.pause(PauseMode.ABORT)
+    core.send_signal(signal.SIGSTOP)
+    load = asyncio.ensure_future(engine.load_weights(make_update(policy_dir, tmp_path, 3)))
+    await asyncio.wait([load], timeout=0.1)
+    load.cancel()
+    await asyncio.wait([load])
+    pause = asyncio.ensure_future(engine.pause(PauseMode.ABORT))
+    core.send_signal(signal.SIGCONT)
+    await pause
+    assert load.cancelled() and await engine.version() == 3
+    await publish(engine, make_update(policy_dir, tmp_path, 2))
+    assert set((await engine.generate(make_request("a", max_tokens=5))).versions) == {2}
+
+
 async def test_an_eviction_hands_back_what_can_go_on_elsewhere_and_waits_for_the_rest(engines: list[RayEngine]) -> None:
     engine, length = engines[0], MAX_MODEL_LEN - 10
     await engine.ping()

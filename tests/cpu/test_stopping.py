@@ -1,6 +1,7 @@
 """A run that is asked to stop: the step is finished or left, what was generated is kept, and it ends in time (virtual time)."""
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -17,9 +18,10 @@ from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
 from skyrl_async.errors import CheckpointError, GenerationError, NoEngineError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.simulator.clock import run_in_virtual_time
-from skyrl_async.simulator.models import ModelledGenerator, ModelledPolicy
+from skyrl_async.simulator.faults import FaultyEngine
+from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
-from skyrl_async.stopping import StopAsked, StopRequest
+from skyrl_async.stopping import GRACE_S, StopAsked, StopRequest
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import GroupRequest, Trajectory
 
@@ -303,6 +305,105 @@ def test_a_wait_ends_when_its_patience_does_and_a_timeout_of_its_own_stays_one()
         assert await ended(stop, is_patient=True) == ("StopAsked", 15.0), "nothing new begins"
 
     run_in_virtual_time(main())
+
+
+def test_what_is_begun_after_a_stop_has_its_grace_and_what_was_begun_before_has_it_from_then_on() -> None:
+    async def main() -> None:
+        stop, loop = StopRequest(), asyncio.get_running_loop()
+
+        async def ended() -> float:
+            with pytest.raises(StopAsked):
+                async with stop.cut_short(grace_s=GRACE_S):
+                    await asyncio.Event().wait()
+            return loop.time()
+
+        loop.call_later(5.0, stop.ask, 10.0)
+        assert await ended() == 5.0 + GRACE_S
+        await asyncio.sleep(100.0)
+        assert await ended() == 105.0 + 2 * GRACE_S
+
+    run_in_virtual_time(main())
+
+
+class FreezesIn(FaultyEngine):
+    """Is stopped in the midst of its third call of a method."""
+
+    def __init__(self, engine: ModelledEngine, method: str) -> None:
+        super().__init__(engine)
+        self.has_frozen = asyncio.Event()
+        call, num_calls = getattr(engine, method), itertools.count(1)
+
+        async def freezing(*arguments: object) -> object:
+            if next(num_calls) == 3:
+                self.freeze()
+                self.has_frozen.set()
+            return await call(*arguments)
+
+        setattr(engine, method, freezing)
+
+
+FREEZING = replace(
+    LONG_TAILED,
+    num_engines=2,
+    num_epochs=None,
+    mean_tokens=1000.0,
+    stage_seconds=0.1,
+    max_staleness_steps=3,
+    engine_wait_s=None,
+)
+"""There is always something in flight."""
+
+
+@pytest.mark.parametrize("method", ["stage_weights", "pause", "load_weights", "resume", "partial_outputs"])
+def test_a_stop_while_an_engine_is_frozen_saves_and_ends_in_time(method: str, tmp_path: Path) -> None:
+    settings = replace(FREEZING, checkpoint_interval_steps=1 if method == "partial_outputs" else 0)
+
+    async def main() -> None:
+        stop, engines, loop = StopRequest(), [], asyncio.get_running_loop()
+
+        def around(model: ModelledEngine) -> FaultyEngine:
+            engines.append(FreezesIn(model, method) if model.name == "engine-0" else FaultyEngine(model))
+            return engines[-1]
+
+        simulation = build_simulation(settings, checkpoint_dir=tmp_path, stop=stop, engine_around=around)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(simulation.trainer.run())
+            await engines[0].has_frozen.wait()
+            await asyncio.sleep(3.0)
+            assert not running.done()
+            stop.ask(5.0)
+            asked = loop.time()
+        assert loop.time() <= asked + 5.0 + 2 * GRACE_S + STEP_S
+        newest = simulation.trainer.newest_checkpoint
+        assert newest is not None and read_state(newest).step == simulation.trainer.trained_step > 0
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("method", ["stage_weights", "pause", "load_weights", "resume"])
+def test_a_second_signal_ends_a_run_with_a_frozen_engine_at_once(method: str) -> None:
+    """Before or after the first one has run out of patience."""
+
+    async def main(patience_s: float) -> None:
+        stop, engines, loop = StopRequest(), [], asyncio.get_running_loop()
+
+        def around(model: ModelledEngine) -> FaultyEngine:
+            engines.append(FreezesIn(model, method) if model.name == "engine-0" else FaultyEngine(model))
+            return engines[-1]
+
+        simulation = build_simulation(FREEZING, stop=stop, engine_around=around)
+        running = asyncio.ensure_future(simulation.trainer.run())
+        await engines[0].has_frozen.wait()
+        await asyncio.sleep(3.0)
+        stop.ask(patience_s)
+        await asyncio.sleep(1.0)
+        running.cancel()
+        cancelled = loop.time()
+        await asyncio.wait([running])
+        assert loop.time() <= cancelled + GRACE_S
+
+    run_in_virtual_time(main(30.0))
+    run_in_virtual_time(main(0.5))
 
 
 class Failing(ModelledGenerator):
