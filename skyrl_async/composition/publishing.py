@@ -54,13 +54,21 @@ def make_publisher(
         trace=trace,
         probe_prompt_token_ids=renderer.render(list(prompts.train[0].messages)),
         max_logprob_gap=config.trainer.max_engine_logprob_gap,
-        verify_checksums=config.weight_sync.verify_checksums,
+        verify_checksums=_verifies_checksums(config),
         max_retries=config.weight_sync.max_retries,
         hold_engines=hold_engines,
         broadcast=make_broadcast(config, client, sender) if is_supervised(config) else None,
     )
     stack.callback(publisher.close)
     return publisher
+
+
+def _verifies_checksums(config: Config) -> bool | None:
+    """False rather than None where no engine comes up later, or where publishes are smaller than the weights."""
+    is_wanted = config.weight_sync.verify_checksums
+    if is_wanted is None and (not is_supervised(config) or config.policy.lora.served_rank):
+        return False
+    return is_wanted
 
 
 def make_broadcast(config: Config, client: InferenceEngineClient, sender: SendingPolicy) -> WeightBroadcast | None:

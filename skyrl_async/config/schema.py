@@ -85,9 +85,10 @@ class WeightSyncConfig:
         "version, sent when the one before is loaded and its buckets are deleted; longer pauses, and engines that come up wait for the "
         "version being sent.",
     )
-    verify_checksums: bool = doc(
-        False,
-        "Ask every engine for its checksum after each publish and stop when they differ (after the first publish it is always done).",
+    verify_checksums: bool | None = doc(
+        None,
+        "Ask every engine for its checksum after each publish and stop when they differ (after the first publish it is always done). An "
+        "engine that is started anew is held against it. Null: where the weights are at most 16 MiB and all of them are published.",
     )
 
     max_retries: int = doc(

@@ -109,6 +109,7 @@ class Setting:
         max_retries: int = 0,
         dual_buffer: bool = True,
         wait_s: float | None = 0.0,
+        verify_checksums: bool | None = False,
         directory: Path = Path("unused"),
     ) -> None:
         clock = asyncio.get_running_loop().time
@@ -121,6 +122,7 @@ class Setting:
             directory=directory,
             max_retries=max_retries,
             dual_buffer=dual_buffer,
+            verify_checksums=verify_checksums,
             bucket_bytes=1,
             pause_mode=PauseMode.ABORT,
             trace=Trace(None, clock),
@@ -363,6 +365,40 @@ def test_contract_6_an_engine_that_does_not_prove_its_weights_does_not_join() ->
         with pytest.raises(PublishError, match="engine-9 came up with version 2 .*expected version 3 and version-3"):
             await setting.client.add_engine(Forgetful("engine-9"))
         assert setting.client.engines == tuple(setting.engines)
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize(
+    ("verify_checksums", "num_bytes", "is_proven"),
+    [(None, 1 << 20, True), (None, 1 << 30, False), (True, 1 << 30, True), (False, 1 << 20, False)],
+)
+def test_contract_6_an_engine_in_the_place_of_the_only_one_is_held_against_its_checksum(
+    verify_checksums: bool | None, num_bytes: int, is_proven: bool
+) -> None:
+    """Of the version that it loads, which nobody serves any more."""
+
+    class Weights(ModelledPolicy):
+        async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+            return WeightUpdate(version=version, chunks=(), manifest={}, num_bytes=num_bytes)
+
+    class Garbled(Troubled):
+        async def checksum(self) -> str:
+            return "garbled"
+
+    async def main() -> None:
+        setting = Setting(1, Weights(), wait_s=None, verify_checksums=verify_checksums)
+        for version in range(3):
+            await setting.publisher.publish(version)
+        setting.engines[0].kill()
+        setting.client.drop_engine(setting.engines[0], EngineDeadError("killed"))
+        if not is_proven:
+            await setting.client.add_engine(Garbled("engine-0.1"))
+            return
+        with pytest.raises(PublishError, match="engine-0.1 came up with version 2 and checksum garbled, .*version-2"):
+            await setting.client.add_engine(Garbled("engine-0.1"))
+        await setting.client.add_engine(Troubled("engine-0.2"))
+        assert await setting.versions_served() == {2}
 
     run_in_virtual_time(main())
 
