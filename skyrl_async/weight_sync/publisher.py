@@ -56,6 +56,8 @@ class PublishTimes:
     """Engines preparing to load, beside generation."""
     pause: float
     """From the first pause request to the last engine's resumption."""
+    acknowledge: float
+    """Part of the pause in which engines end the step they are in: its tokens count."""
     load: float
     """Part of the pause in which engines load."""
     num_bytes: int
@@ -300,7 +302,7 @@ class WeightPublisher:
             await self._switch.stage(engines, update)
         begun = self._clock()
         with self._trace.span("pause", track="publish", version=sent.version):
-            load_seconds = await self._switch(
+            switched = await self._switch(
                 engines,
                 update,
                 self._shelf.serving,
@@ -315,7 +317,8 @@ class WeightPublisher:
             send=sent.send_seconds + broadcast_seconds,
             stage=begun - staged,
             pause=resumed - begun,
-            load=load_seconds,
+            acknowledge=switched.acknowledge,
+            load=switched.load,
             num_bytes=update.num_bytes,
         )
 

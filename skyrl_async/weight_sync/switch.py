@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ from skyrl_async.types import PauseMode, WeightUpdate
 logger = logging.getLogger(__name__)
 
 EngineCall = Callable[[InferenceEngine], Coroutine[Any, Any, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchTimes:
+    """Seconds."""
+
+    acknowledge: float
+    """From the first pause request until every engine is paused: they end the step they are in."""
+    load: float
 
 
 class EngineSwitch:
@@ -68,14 +78,15 @@ class EngineSwitch:
         before: WeightUpdate | None,
         serving_version: int | None,
         on_loaded: Callable[[], None] = lambda: None,
-    ) -> float:
-        """Have ``engines`` serve ``update``; those that die leave the list. Returns the seconds of the load.
+    ) -> SwitchTimes:
+        """Have ``engines`` serve ``update``; those that die leave the list.
 
         ``on_loaded`` is called when all have loaded it: whatever happens from then on, they serve it. Raises ``PublishError`` when one
         refuses. After that, another error or a cancellation before ``on_loaded`` all of them serve ``serving_version`` (None: there is
         none yet) again, those that had loaded ``update`` from ``before``; where that is None they are closed. Raises ``NoEngineError``
         when all die and none is expected.
         """
+        asked = self._clock()
         try:
             await self.pause(engines)
             self._require(engines, "pause")
@@ -88,7 +99,7 @@ class EngineSwitch:
         finally:
             await self.resume(engines)
         self._require(engines, "resume")
-        return loaded - loading
+        return SwitchTimes(acknowledge=loading - asked, load=loaded - loading)
 
     async def everywhere(self, what: str, call: EngineCall, engines: list[InferenceEngine]) -> dict[str, Any]:
         """Call every engine at once and return the answers by name; one that dies is closed, and leaves ``engines``.
