@@ -1,4 +1,4 @@
-"""Kills and freezes the processes of a real run one after another, at random and seeded, and checks what is left.
+"""Kills and freezes the processes of a real run one after another, at random and seeded, interrupts it, and checks what is left.
 
 Flows in: how many faults, a seed, the roles to attack. Flows out: what became of each fault, and the audits. Does not know how a
 run recovers.
@@ -18,7 +18,7 @@ import psutil
 
 from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
 from skyrl_async.tasks.tokenizer import train_tokenizer
-from tests.chaos.attacked_run import AttackedRun, Role
+from tests.chaos.attacked_run import AttackedRun, Ending, Role
 from tests.chaos.audit import Audit, audit
 from tests.patience import PATIENCE_S
 
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 MINI_BATCH_SIZE = 2
 MAX_STALENESS_STEPS = 2
 KINDS = ("killed", "frozen")
+GENERATORS = ("gym", "gym_http")
+"""In process, token by token; over the endpoint."""
+INTERRUPT_EVERY = 3
 NUM_PROMPTS = 24
 _BOOT_TIMEOUT_S = 600.0
 _RECOVERY_TIMEOUT_S = 600.0
@@ -47,9 +50,11 @@ class Fault:
     survived: bool
     """The run went on, by itself or (the trainer killed) when it was taken up."""
     seconds: float
-    """Until two more steps were complete."""
+    """Until ``_STEPS_AFTER`` more steps were complete."""
+    is_interrupted: bool
+    """Ctrl-C came upon it, and the run was taken up."""
     problems: dict[str, int]
-    """What the audit found afterwards."""
+    """What the audit found afterwards, and what processes and shared memory it left."""
 
 
 class Attack:
@@ -60,6 +65,9 @@ class Attack:
         seed: of the choice of victims and moments.
         roles: to choose from.
         kinds: of faults: killed, frozen, or both.
+        generator: one of ``GENERATORS``; None: drawn by the seed.
+        interrupt_every: one of so many faults in a row, drawn by the seed, is followed by Ctrl-C; 0: none. A trainer that was killed
+            cannot be interrupted.
         overrides: further ones for the run.
     """
 
@@ -70,22 +78,34 @@ class Attack:
         seed: int,
         roles: Sequence[Role] = tuple(Role),
         kinds: Sequence[str] = KINDS,
+        generator: str | None = None,
+        interrupt_every: int = INTERRUPT_EVERY,
         overrides: Sequence[str] = (),
     ) -> None:
         self._rng = random.Random(seed)
+        self._interrupts = random.Random(f"interrupts-{seed}")
+        self._interrupt_every = interrupt_every
+        self.generator = generator or random.Random(f"generator-{seed}").choice(GENERATORS)
+        self.ending: Ending | None = None
+        """What the last Ctrl-C left; None before that."""
         self._kinds = [(role, kind == "frozen") for role in roles for kind in kinds]
         self._run_dir = directory / "run"
         self._uids = write_workplace(directory)
-        self._run = AttackedRun([*overrides_of(directory), *overrides], self._run_dir)
+        self._run = AttackedRun([*overrides_of(directory, self.generator), *overrides], self._run_dir)
 
     def run(self, num_faults: int) -> Iterator[Fault]:
-        """Start the run, and yield each fault once it is survived or not. The run is interrupted and audited at the end."""
+        """Start the run, and yield each fault once it is survived or not. At the end the run is interrupted: see ``ending``."""
         self._run.start()
         try:
             if not self._run.wait(lambda: self._run.step >= _STEPS_AFTER, _BOOT_TIMEOUT_S):
                 raise RuntimeError(f"the run did not begin, see {self._run.output_path}")
-            for role, is_freeze in self._sequence(num_faults):
-                yield self._attack(role, is_freeze)
+            for (role, is_freeze), is_interrupted in zip(
+                self._sequence(num_faults), self._interruptions(num_faults), strict=True
+            ):
+                yield self._attack(role, is_freeze, is_interrupted and (is_freeze or role is not Role.trainer))
+            self._run.interrupt()
+            self.ending = self._run.ending()
+            logger.info("Ctrl-C at the end: %s", self.ending)
         finally:
             self._run.close()
 
@@ -95,6 +115,11 @@ class Attack:
             self._run_dir, uids=self._uids, mini_batch_size=MINI_BATCH_SIZE, max_staleness_steps=MAX_STALENESS_STEPS
         )
 
+    @property
+    def unsaved_steps(self) -> int:
+        """Of the steps on record, how many the newest checkpoint lacks: none after Ctrl-C at the end."""
+        return self._run.step - self.audit().steps
+
     def _sequence(self, num_faults: int) -> list[tuple[Role, bool]]:
         """Every kind of fault about equally often, in random order."""
         chosen: list[tuple[Role, bool]] = []
@@ -102,27 +127,50 @@ class Attack:
             chosen += self._rng.sample(self._kinds, k=len(self._kinds))
         return chosen[:num_faults]
 
-    def _attack(self, role: Role, is_freeze: bool) -> Fault:
+    def _interruptions(self, num_faults: int) -> list[bool]:
+        """Whether Ctrl-C comes upon each fault."""
+        every = self._interrupt_every
+        chosen: list[bool] = []
+        while len(chosen) < num_faults:
+            chosen += self._interrupts.sample([True] + [False] * (every - 1), k=every) if every else [False]
+        return chosen[:num_faults]
+
+    def _attack(self, role: Role, is_freeze: bool, is_interrupted: bool) -> Fault:
         time.sleep(self._rng.uniform(0, _MAX_DELAY_S))
         victim = self._strike(role, signal.SIGSTOP if is_freeze else signal.SIGKILL)
         step, started = self._run.step, time.monotonic()
         logger.info("step %d: %s %s %s", step, "freeze" if is_freeze else "kill", role, victim)
-        left: list[str] = []
+        if is_interrupted:
+            time.sleep(self._interrupts.uniform(0, _MAX_DELAY_S))
+            self._run.interrupt()
+        problems: dict[str, int] = {}
         if role is Role.trainer and is_freeze:
             time.sleep(_TRAINER_FROZEN_S)
             self._run.find(role, self._rng).send_signal(signal.SIGCONT)  # type: ignore[union-attr]
         elif role is Role.trainer:
-            left = self._run.wait_until_gone(PATIENCE_S)
+            if left := self._run.wait_until_gone(PATIENCE_S):
+                problems = {"processes_left": len(left)}
+            self._run.resume()
+        if is_interrupted:
+            ending = self._run.ending()
+            logger.info("Ctrl-C: %s", ending)
+            problems = ending.problems()
             self._run.resume()
         survived = victim is not None and self._run.wait(
             lambda: self._run.step >= step + _STEPS_AFTER, _RECOVERY_TIMEOUT_S
         )
         seconds = time.monotonic() - started
-        problems = self.audit().problems() | ({"processes_left": len(left)} if left else {})
+        problems |= self.audit().problems()
         if not survived:
             self._start_over()
         return Fault(
-            role=role, is_freeze=is_freeze, at_step=step, survived=survived, seconds=seconds, problems=problems
+            role=role,
+            is_freeze=is_freeze,
+            at_step=step,
+            survived=survived,
+            seconds=seconds,
+            is_interrupted=is_interrupted,
+            problems=problems,
         )
 
     def _strike(self, role: Role, sign: signal.Signals) -> int | None:
@@ -159,7 +207,7 @@ def write_workplace(directory: Path) -> set[str]:
     return set(words)
 
 
-def overrides_of(directory: Path) -> list[str]:
+def overrides_of(directory: Path, generator: str) -> list[str]:
     """A run small enough to boot and step in seconds, with every part in a process of its own, that finds out about faults soon."""
     return [
         "policy=hf",
@@ -168,7 +216,8 @@ def overrides_of(directory: Path) -> list[str]:
         "task=dataset",
         f"task.train_files=[{directory / 'prompts.jsonl'}]",
         "task.env_class=tests.chaos.environment:ChildEnv",
-        "generator.kind=gym_http",
+        f"generator.kind={generator}",
+        "server.enabled=true",
         "generator.n_samples_per_prompt=2",
         "generator.sampling.max_tokens=48",
         "generator.rollout_timeout_s=30",

@@ -12,11 +12,13 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 import psutil
 
+from skyrl_async.composition.shared_memory import shared_memory
 from skyrl_async.metrics.tracker import read_rows
 from tests.chaos import environment
 from tests.patience import PATIENCE_S
@@ -24,6 +26,9 @@ from tests.patience import PATIENCE_S
 REPOSITORY = Path(__file__).parents[2]
 _MARK = "SKYRL_ASYNC_CHAOS"
 _POLL_S = 0.2
+_INTERRUPTED = 128 + signal.SIGINT
+_SHUTDOWN_TIMEOUT_S = 60.0
+"""The default of ``trainer.shutdown_timeout_s``."""
 
 
 class Role(StrEnum):
@@ -39,6 +44,28 @@ class Role(StrEnum):
 _TITLES = {Role.engine: "ray::EngineActor", Role.worker: "ray::RankActor", Role.server: "ray::EndpointServer"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What Ctrl-C left of a run."""
+
+    exit_code: int | None
+    """None where it did not end in time, and was killed."""
+    seconds: float
+    processes_left: tuple[str, ...]
+    """Command lines."""
+    shared_memory_left: tuple[str, ...]
+    """Names of directories."""
+
+    def problems(self) -> dict[str, int]:
+        """What is not as it must be."""
+        counts = {
+            "wrong_exits": int(self.exit_code != _INTERRUPTED),
+            "processes_left": len(self.processes_left),
+            "shared_memory_left": len(self.shared_memory_left),
+        }
+        return {name: count for name, count in counts.items() if count}
+
+
 class AttackedRun:
     """``python -m skyrl_async.main ...``, started again as often as needed in one run directory."""
 
@@ -47,6 +74,8 @@ class AttackedRun:
         self._run_dir = run_dir
         self._mark = uuid.uuid4().hex
         self._process: subprocess.Popen[bytes]
+        self._ids: list[int] = []
+        """Of the processes that it was."""
         self.output_path = run_dir.parent / "output.log"
 
     def start(self, *more: str) -> None:
@@ -62,6 +91,7 @@ class AttackedRun:
                 start_new_session=True,
                 preexec_fn=_with_interrupts,
             )
+        self._ids.append(self._process.pid)
 
     def resume(self) -> None:
         """Take it up again."""
@@ -113,12 +143,25 @@ class AttackedRun:
                 process.kill()
         return names
 
-    def interrupt(self, timeout_s: float) -> int | None:
-        """Ctrl-C; its exit code, None when it did not end in time."""
-        self._process.send_signal(signal.SIGINT)
+    def interrupt(self) -> None:
+        """Ctrl-C: a terminal sends it to all processes of the group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGINT)
+
+    def ending(self) -> Ending:
+        """Wait for the end of an interrupted run, and see what is left; of processes, nothing is afterwards."""
+        started = time.monotonic()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(timeout_s)
-        return None
+            self._process.wait(_SHUTDOWN_TIMEOUT_S + PATIENCE_S)
+        exit_code, seconds = self.exit_code, time.monotonic() - started
+        processes = self.wait_until_gone(PATIENCE_S)
+        directories = [path.name for pid in self._ids for path in shared_memory().glob(f"skyrl_async-{pid}-*")]
+        return Ending(
+            exit_code=exit_code,
+            seconds=seconds,
+            processes_left=tuple(processes),
+            shared_memory_left=tuple(directories),
+        )
 
     def close(self) -> None:
         """Leave nothing running."""

@@ -1,4 +1,4 @@
-"""A real run whose processes are killed one after the other: contracts 1, 2, 6, 7 and 8 hold all the same."""
+"""A real run whose processes are killed one after the other, or frozen and interrupted: contracts 1, 2, 6, 7 and 8 hold all the same."""
 
 from pathlib import Path
 
@@ -12,8 +12,21 @@ from tests.chaos.attacked_run import Role
 @pytest.mark.timeout(600)
 def test_a_real_run_survives_the_death_of_its_policy_worker_and_of_its_endpoint(tmp_path: Path) -> None:
     """``tests/cpu/test_chaos.py`` kills an engine, ``tests/cpu/test_main.py`` all of a run."""
-    attack = Attack(tmp_path, seed=0, roles=(Role.worker, Role.server), kinds=("killed",))
+    roles = (Role.worker, Role.server)
+    attack = Attack(tmp_path, seed=0, roles=roles, kinds=("killed",), generator="gym_http", interrupt_every=0)
     faults = list(attack.run(2))
     assert [fault.problems for fault in faults] == [{}, {}]
     assert all(fault.survived for fault in faults)
     assert attack.audit().problems() == {}
+    assert attack.ending is not None and attack.ending.problems() == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ctrl_c_upon_a_frozen_engine_leaves_nothing_and_the_run_is_taken_up(tmp_path: Path) -> None:
+    """Environments are played in process, as by default."""
+    attack = Attack(tmp_path, seed=0, roles=(Role.engine,), kinds=("frozen",), generator="gym", interrupt_every=1)
+    (fault,) = attack.run(1)
+    assert fault.is_interrupted and fault.survived and fault.problems == {}
+    assert attack.ending is not None and attack.ending.problems() == {}
+    assert attack.unsaved_steps == 0 and attack.audit().problems() == {}
