@@ -1,10 +1,14 @@
-"""``uv run -m tests.chaos --kills 100 --seed 0 --json FILE``: attacks a real run, and prints what became of it."""
+"""``uv run -m tests.chaos --kills 100 --seed 0 --json FILE``: attacks a run, and prints what became of it.
+
+With ``--virtual`` in virtual time, over modelled engines; with ``--machine`` so too, by histories that Hypothesis chooses.
+"""
 
 import argparse
 import json
 import logging
 import sys
 import tempfile
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,23 +17,39 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import conditions
-from tests.chaos.attack import Attack, Fault
-from tests.chaos.attacked_run import Role
-from tests.chaos.virtual import attack_virtually
+from tests.chaos.attack import GENERATORS, INTERRUPT_EVERY, Attack, Fault
+from tests.chaos.attacked_run import Ending, Role
+from tests.chaos.machine import Tally, run_machine
+from tests.chaos.virtual_attack import attack_virtually
 
 _COUNTS = ("lost", "trained_twice", "torn_versions", "over_bound", "damaged_steps")
+_LEFT = ("wrong_exits", "processes_left", "shared_memory_left", "unsaved_steps")
+"""By processes: of runs that were killed or interrupted."""
+_EVENTS_PER_HISTORY = 50
 
 
 def main() -> int:
     """0 when every fault was survived and nothing was lost, trained twice or torn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100, help="faults: SIGKILL and SIGSTOP in turns")
-    parser.add_argument(
-        "--virtual",
-        action="store_true",
-        help="in virtual time, over modelled engines: 6000 faults a minute of CPU time",
-    )
     parser.add_argument("--seed", type=int, default=0)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--virtual", action="store_true", help="in virtual time, over modelled engines: some thousand faults a minute"
+    )
+    where.add_argument(
+        "--machine", action="store_true", help="the same, faults and moments chosen by Hypothesis: a state machine"
+    )
+    parser.add_argument(
+        "--examples", type=int, default=500, help=f"histories of the machine, of {_EVENTS_PER_HISTORY} events each"
+    )
+    parser.add_argument("--generator", choices=GENERATORS, help="of the real run; by default drawn by the seed")
+    parser.add_argument(
+        "--interrupt-every",
+        type=int,
+        default=INTERRUPT_EVERY,
+        help="one of so many faults of the real run is followed by Ctrl-C, 0: none; the last fault always is",
+    )
     parser.add_argument(
         "--roles", nargs="*", choices=[role.name for role in Role], default=[role.name for role in Role]
     )
@@ -46,25 +66,37 @@ def main() -> int:
             figures = _attack(Path(directory), arguments)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
-    return 0 if figures["survived"] == figures["kills"] and not any(figures[name] for name in _COUNTS) else 1
+    is_broken = any(figures.get(name) for name in (*_COUNTS, *_LEFT))
+    return 0 if figures["survived"] == figures["kills"] and not is_broken else 1
 
 
 def _attack(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.virtual:
         return _attack_virtually(directory, arguments)
-    roles = [Role[name] for name in arguments.roles]
-    attack = Attack(directory, seed=arguments.seed, roles=roles, overrides=arguments.overrides)
+    if arguments.machine:
+        return _attack_by_machine(arguments)
+    attack = Attack(
+        directory,
+        seed=arguments.seed,
+        roles=[Role[name] for name in arguments.roles],
+        generator=arguments.generator,
+        interrupt_every=arguments.interrupt_every,
+        overrides=arguments.overrides,
+    )
     before = conditions(seed=arguments.seed, roles=arguments.roles)
+    logging.info("generator: %s", attack.generator)
     faults = []
     for fault in attack.run(arguments.kills):
         faults.append(fault)
         logging.info("%s after %.0f s%s", "survived" if fault.survived else "LOST", fault.seconds, fault.problems or "")
-    found = asdict(attack.audit())
     figures = {
+        "generator": attack.generator,
         "kills": len(faults),
         "survived": sum(fault.survived for fault in faults),
-        **found,
-        "processes_left": sum(fault.problems.get("processes_left", 0) for fault in faults),
+        "interrupted": sum(fault.is_interrupted for fault in faults) + 1,
+        **asdict(attack.audit()),
+        **_left(faults, attack.ending),
+        "unsaved_steps": attack.unsaved_steps,
         "rows": _rows(faults),
         "conditions": before,
     }
@@ -73,12 +105,35 @@ def _attack(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _attack_virtually(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    logging.disable(logging.CRITICAL)
+    logging.disable(logging.ERROR)  # what is critical is that the run has ended
     before = conditions(seed=arguments.seed, virtual=True)
-    found = attack_virtually(directory, num_faults=arguments.kills, seed=arguments.seed)
-    figures = {"kills": arguments.kills, "survived": arguments.kills, **asdict(found), "rows": [], "conditions": before}
+    attack = attack_virtually(directory, num_faults=arguments.kills, seed=arguments.seed)
+    counts = {"survived": attack.survived, "interrupted": attack.interrupted, "saved": attack.saved}
+    figures = {"kills": arguments.kills, **counts, **asdict(attack.audit), "rows": [], "conditions": before}
     _print(figures)
     return figures
+
+
+def _attack_by_machine(arguments: argparse.Namespace) -> dict[str, Any]:
+    logging.disable(logging.CRITICAL)
+    before = conditions(seed=arguments.seed, examples=arguments.examples, events=_EVENTS_PER_HISTORY)
+    tally, failed = Tally(), 0
+    try:
+        run_machine(tally, num_histories=arguments.examples, num_events=_EVENTS_PER_HISTORY, random_seed=arguments.seed)
+    except Exception:
+        traceback.print_exc()
+        failed = 1
+    counts = {"survived": tally.survived, "interrupted": tally.interrupted, "saved": tally.saved}
+    figures = {"histories": tally.histories, "kills": tally.faults + failed, **counts, **tally.found}
+    figures |= {"rows": [], "conditions": before}
+    _print(figures)
+    return figures
+
+
+def _left(faults: list[Fault], ending: Ending | None) -> dict[str, int]:
+    """What all endings have left."""
+    problems = [*(fault.problems for fault in faults), ending.problems() if ending is not None else {}]
+    return {name: sum(found.get(name, 0) for found in problems) for name in _LEFT if name != "unsaved_steps"}
 
 
 def _rows(faults: list[Fault]) -> list[dict[str, Any]]:
@@ -94,6 +149,7 @@ def _rows(faults: list[Fault]) -> list[dict[str, Any]]:
                         "fault": "frozen" if is_freeze else "killed",
                         "faults": len(own),
                         "survived": sum(fault.survived for fault in own),
+                        "interrupted": sum(fault.is_interrupted for fault in own),
                         "seconds_median": sorted(fault.seconds for fault in own)[len(own) // 2],
                         "seconds_max": max(fault.seconds for fault in own),
                     }

@@ -6,15 +6,14 @@ Flows in: faults, and how long to go on after each. Flows out: the files of a ru
 import asyncio
 import contextlib
 import json
-import os
 import random
+import signal
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
-import pytest
-
 from skyrl_async.checkpoint import Checkpointer
+from skyrl_async.composition.interruption import Interruption, Phase
 from skyrl_async.errors import PublishError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engine_life import LifeSettings
@@ -26,12 +25,15 @@ from skyrl_async.simulator.clock import VirtualTimeLoop
 from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation, lognormal_length
+from skyrl_async.trainer import FullyAsyncTrainer
 from skyrl_async.types import GroupRequest, Trajectory
 from tests.chaos.audit import FINAL_RECORD, RECORD, Audit, audit
 
 _NUM_CHECKPOINTS = 3
-
 _BOOT_SECONDS = 10.0
+_SHUTDOWN_TIMEOUTS_S = (2.0, 20.0, 60.0)
+"""Half of each is for what a step lacks: next to nothing, less than an engine takes to boot, more than that."""
+_SECOND_CTRL_C_S = 0.5
 _FLEET = FleetSettings(
     life=LifeSettings(heartbeat_interval_s=2.0, heartbeat_timeout_s=6.0, max_restarts=1 << 30, restart_backoff_s=0.5),
     all_gone_timeout_s=1e6,
@@ -72,6 +74,11 @@ class VirtualFault(StrEnum):
     hang_sample = "a sample hangs"
     fill_disk = "the disk is full until something else happens"
     kill_trainer = "the trainer is killed and taken up"
+    interrupt = "Ctrl-C: the trainer ends, and is taken up"
+    interrupt_twice = "Ctrl-C twice: the trainer ends at once, and is taken up"
+
+
+INTERRUPTS = (VirtualFault.interrupt, VirtualFault.interrupt_twice)
 
 
 class _UnluckyGenerator(ModelledGenerator):
@@ -110,7 +117,13 @@ class VirtualRun:
         self._simulation: Simulation
         self._generator: _UnluckyGenerator
         self._record: TrainedGroupsLog
+        self._interruption: Interruption
+        self._shutdown_timeout_s: float
         self._life: asyncio.Task[None]
+        self.num_interrupted = 0
+        """Times that Ctrl-C was pressed, once or twice."""
+        self.num_saved = 0
+        """Times that the run ended upon that with a checkpoint of its last step; at other times the one before stays the newest."""
         self._runner.run(self._start())
 
     @property
@@ -134,7 +147,8 @@ class VirtualRun:
         self._runner.run(self._happen(fault))
 
     async def _happen(self, fault: VirtualFault) -> None:
-        self._repair_disk()
+        if fault not in INTERRUPTS:
+            self.repair_disk()
         match fault:
             case VirtualFault.kill_engine:
                 self._some_engine().kill()
@@ -151,6 +165,23 @@ class VirtualRun:
             case VirtualFault.kill_trainer:
                 await self._kill()
                 await self._start()
+            case VirtualFault.interrupt | VirtualFault.interrupt_twice:
+                await self._interrupt(is_twice=fault is VirtualFault.interrupt_twice)
+                await self._start()
+
+    def start_over(self) -> None:
+        """Take up a run that has ended, or does not get on."""
+
+        async def start_over() -> None:
+            with contextlib.suppress(Exception):
+                await self._kill()
+            await self._start()
+
+        self._runner.run(start_over())
+
+    def repair_disk(self) -> None:
+        """It is full no more."""
+        self._obstacle.unlink(missing_ok=True)
 
     def audit(self) -> Audit:
         """Of the files as they are, after one more checkpoint's time."""
@@ -163,8 +194,9 @@ class VirtualRun:
         )
 
     def close(self) -> None:
-        """End it."""
-        self._runner.run(self._kill())
+        """End it, whatever has become of it."""
+        with contextlib.suppress(Exception):
+            self._runner.run(self._kill())
         self._runner.close()
 
     async def _start(self) -> None:
@@ -174,12 +206,15 @@ class VirtualRun:
         self._record = TrainedGroupsLog(self._run_dir / RECORD, usable.state.step if usable else None)
         self._engines.clear()
         self._models.clear()
+        self._shutdown_timeout_s = self._rng.choice(_SHUTDOWN_TIMEOUTS_S)
+        self._interruption = Interruption(self._shutdown_timeout_s)
         self._simulation = build_simulation(
             self._settings,
             checkpoint_dir=self._checkpoints,
             max_checkpoints_to_keep=_NUM_CHECKPOINTS,
             generator_over=self._new_generator,
             log_groups=self._record.log,
+            stop=self._interruption.stop,
             engine_around=self._process_of,
         )
         self._life = asyncio.create_task(self._live(usable.path if usable else None), name="life")
@@ -193,10 +228,13 @@ class VirtualRun:
 
     async def _live(self, checkpoint: Path | None) -> None:
         fleet = Fleet(self._simulation.client, start=self._boot, settings=_FLEET, say=lambda line: None)
-        if checkpoint is not None:
-            await self._simulation.trainer.resume(checkpoint)
-        async with fleet.supervising():
-            await self._simulation.trainer.run()
+        with self._interruption.attached():
+            async with fleet.supervising():
+                with self._interruption.ending_afterwards():
+                    if checkpoint is not None:
+                        await self._simulation.trainer.resume(checkpoint)
+                    self._interruption.enter(Phase.TRAINING)
+                    await self._simulation.trainer.run()
 
     async def _kill(self) -> None:
         """Who is killed writes nothing any more."""
@@ -205,6 +243,33 @@ class VirtualRun:
         self._life.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._life
+
+    async def _interrupt(self, *, is_twice: bool) -> None:
+        """Ctrl-C as a process receives it. The run has to end in time and to leave no task; what it was in the midst of may be left."""
+        self.num_interrupted += 1
+        trainer = self._simulation.trainer
+        await asyncio.sleep(0)  # one that was just started is there to be interrupted
+        with self._interruption:
+            signal.raise_signal(signal.SIGINT)
+            if is_twice:
+                done, _ = await asyncio.wait({self._life}, timeout=_SECOND_CTRL_C_S)
+                if not done:
+                    signal.raise_signal(signal.SIGINT)
+            await asyncio.wait({self._life}, timeout=self._shutdown_timeout_s)
+        assert self._life.done(), f"Ctrl-C has not ended the run in {self._shutdown_timeout_s:g} s"
+        self._record.close()
+        if not self._life.cancelled():
+            self._life.result()
+            self._check_saved(trainer)
+        left = [task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}]
+        assert not left, f"Ctrl-C has left {left}"
+
+    def _check_saved(self, trainer: FullyAsyncTrainer) -> None:
+        """A run that has ended by itself has saved its last step, or says why not."""
+        if trainer.checkpoint_failure is None:
+            saved = trainer.newest_checkpoint.name if trainer.newest_checkpoint else "global_step_0"
+            assert saved == f"global_step_{trainer.trained_step}", f"step {trainer.trained_step} ends with {saved}"
+            self.num_saved += 1
 
     def _new_generator(self, client: InferenceEngineClient) -> _UnluckyGenerator:
         self._generator = _UnluckyGenerator(client)
@@ -237,26 +302,3 @@ class VirtualRun:
         """No checkpoint can be begun: where a directory would be removed is a file."""
         self._checkpoints.mkdir(exist_ok=True)
         self._obstacle.touch()
-
-    def _repair_disk(self) -> None:
-        self._obstacle.unlink(missing_ok=True)
-
-
-def attack_virtually(directory: Path, *, num_faults: int, seed: int) -> Audit:
-    """A run under ``num_faults`` random faults, audited at the end. Raises what ended it.
-
-    Nothing is synced to disk: a fault is a call, and takes no page cache with it.
-    """
-    rng = random.Random(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
-        run = VirtualRun(directory, replace(SETTINGS, seed=seed))
-        run.go_on(30.0)
-        for _ in range(num_faults):
-            run.happen(rng.choice(list(VirtualFault)))
-            run.go_on(rng.expovariate(1 / 5.0))
-        run.happen(VirtualFault.fail_sample)
-        run.go_on(300.0)
-        found = run.audit()
-        run.close()
-    return found

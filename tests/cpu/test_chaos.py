@@ -1,59 +1,54 @@
-"""Contracts 1, 2, 6, 7 and 8 under faults: a state machine in virtual time, and a short attack on a real run."""
+"""Contracts 1, 2, 6, 7 and 8 under faults and Ctrl-C: a state machine in virtual time, and a short attack on a real run."""
 
-import shutil
-import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from skyrl_async.metrics.tracker import read_rows
 from tests.chaos.attack import Attack
-from tests.chaos.attacked_run import Role
+from tests.chaos.attacked_run import AttackedRun, Role
 from tests.chaos.audit import RECORD, audit
-from tests.chaos.virtual import SETTINGS, VirtualFault, VirtualRun, attack_virtually
-
-
-class ARunUnderFaults(RuleBasedStateMachine):
-    """Whatever happens and when: each prompt is trained once an epoch, within the bound, with true version stamps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.directory = Path(tempfile.mkdtemp())
-        self.run = VirtualRun(self.directory)
-        self.num_hung = 0
-
-    @rule(fault=st.sampled_from(VirtualFault), seconds=st.floats(0.0, 10.0))
-    def something_happens(self, fault: VirtualFault, seconds: float) -> None:
-        self.num_hung += fault is VirtualFault.hang_sample
-        self.run.happen(fault)
-        self.run.go_on(seconds)
-
-    def teardown(self) -> None:
-        step = self.run.step
-        self.run.happen(VirtualFault.fail_sample)  # also ends a full disk
-        one_after_another = self.num_hung * (SETTINGS.rollout_timeout_s + SETTINGS.backoff.max_s)
-        self.run.go_on(120.0 + one_after_another)  # they may all be tries of the group that is waited for
-        found = self.run.audit()
-        self.run.close()
-        shutil.rmtree(self.directory)
-        assert found.problems() == {}
-        assert found.steps > step
-
+from tests.chaos.machine import ARunUnderFaults, Tally, run_machine
+from tests.chaos.virtual import SETTINGS, VirtualRun
+from tests.chaos.virtual_attack import attack_virtually
 
 TestARunUnderFaults = pytest.mark.slow(ARunUnderFaults.TestCase)
-TestARunUnderFaults.settings = settings(max_examples=8, stateful_step_count=10, deadline=None)
+TestARunUnderFaults.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
 
 
 @pytest.mark.slow
 def test_a_long_run_under_hundreds_of_faults_loses_nothing(tmp_path: Path) -> None:
-    found = attack_virtually(tmp_path, num_faults=300, seed=0)
+    attack = attack_virtually(tmp_path, num_faults=300, seed=0)
+    found = attack.audit
     assert found.problems() == {}
+    assert attack.survived == 300
+    assert 0 < attack.saved < attack.interrupted, "Ctrl-C ends some at once"
     assert found.steps > 200
     assert len(list((tmp_path / "checkpoints").glob("global_step_*"))) <= 3
     assert len(read_rows(tmp_path / RECORD)) < found.trained / 2, "a resumption reads what is not final alone"
+
+
+@pytest.mark.slow
+def test_a_fault_that_ends_the_run_is_not_counted_as_survived(tmp_path: Path) -> None:
+    """No sample may fail, and the trainer is taken up after the one that does."""
+    fragile = replace(SETTINGS, max_retries=0, max_failed_fraction=0.0)
+    attack = attack_virtually(tmp_path, num_faults=30, seed=0, settings=fragile)
+    assert 0 < attack.survived < 30
+    assert attack.audit.lost == attack.audit.trained_twice == 0
+
+
+@pytest.mark.slow
+def test_the_state_machine_counts_its_faults_and_plays_the_same_for_a_seed() -> None:
+    def played() -> Tally:
+        run_machine(tally := Tally(), num_histories=2, num_events=4, random_seed=1)
+        return tally
+
+    tally = played()
+    assert tally == played()
+    assert tally.histories == 2 and tally.survived == tally.faults >= 2 * 4
+    assert tally.interrupted > 0 and tally.found["lost"] == 0
 
 
 def test_the_audit_sees_what_is_wrong(tmp_path: Path) -> None:
@@ -78,10 +73,26 @@ def test_the_audit_sees_what_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_end_that_ctrl_c_did_not_bring_and_what_it_leaves_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.chaos.attacked_run.shared_memory", lambda: tmp_path)
+    refused = AttackedRun(["trainer.num_steps=0"], tmp_path / "run")
+    refused.start()
+    (main,) = refused.family()
+    (tmp_path / f"skyrl_async-{main.pid}-left").mkdir()
+    ending = refused.ending()
+    assert ending.exit_code == 2
+    assert ending.problems() == {"wrong_exits": 1, "shared_memory_left": 1}
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_real_run_survives_the_death_of_an_engine(tmp_path: Path) -> None:
     """``tests/chaos/test_real_run.py`` kills its other processes."""
-    attack = Attack(tmp_path, seed=0, roles=(Role.engine,), kinds=("killed",))
+    attack = Attack(tmp_path, seed=0, roles=(Role.engine,), kinds=("killed",), generator="gym_http", interrupt_every=0)
     (fault,) = attack.run(1)
     assert fault.survived and fault.problems == {}
     assert attack.audit().problems() == {}
+    assert attack.ending is not None and attack.ending.problems() == {}
+    assert attack.unsaved_steps == 0
