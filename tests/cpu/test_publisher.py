@@ -318,10 +318,10 @@ def test_a_publish_that_fails_is_tried_again_as_often_as_was_said() -> None:
     run_in_virtual_time(main())
 
 
-def test_a_failure_of_the_policy_is_no_failed_publish_and_is_not_tried_again() -> None:
+def test_a_failure_of_the_policy_is_no_failed_publish_and_is_not_tried_again(tmp_path: Path) -> None:
     async def main() -> None:
         policy = Full(TrainingError("a worker died"), TrainingError("not reached"))
-        setting = Setting(2, policy, max_retries=2)
+        setting = Setting(2, policy, max_retries=2, directory=tmp_path)
         with pytest.raises(TrainingError, match="a worker died"):
             await setting.publisher.publish(1)
 
