@@ -151,7 +151,7 @@ def test_curves_are_drawn_of_whatever_rows_there_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("figures", "page"),
-    [("staleness_curves", "06_algorithms")],
+    [("staleness_curves", "06_algorithms"), ("staleness_policies", "02_staleness")],
 )
 def test_a_tutorial_shows_the_tables_of_the_figures_that_are_kept(figures: str, page: str) -> None:
     written = json.loads((ROOT / "benchmarks" / "results" / f"{figures}.json").read_text())
