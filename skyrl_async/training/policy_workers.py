@@ -107,8 +107,11 @@ class PolicyWorkers:
         strategies = list(scheduling_strategies or [None] * num_workers)
         here = this_place().node_id
         num_here = num_workers if loads_published else int(publishes)
+        # An actor that asks for no resources Ray puts anywhere, unless it must be on a node. One that asks for more than the node has is
+        # put elsewhere and refused below, in words of ours.
+        asks_for_resources = num_cpus_per_worker > 0 or num_gpus_per_worker > 0
         for rank in range(num_here):
-            strategies[rank] = strategies[rank] or NodeAffinitySchedulingStrategy(here, soft=True)
+            strategies[rank] = strategies[rank] or NodeAffinitySchedulingStrategy(here, soft=asks_for_resources)
         actors = {
             name: actor_class.options(
                 name=name,
