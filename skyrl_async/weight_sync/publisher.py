@@ -300,16 +300,22 @@ class WeightPublisher:
         staged = self._clock()
         if self._dual_buffer:
             await self._switch.stage(engines, update)
+        replaced: WeightUpdate | None = None
+
+        def note_loaded() -> None:
+            nonlocal replaced
+            replaced = self._shelf.loaded()
+            self._client.policy_version = sent.version
+
         begun = self._clock()
-        with self._trace.span("pause", track="publish", version=sent.version):
-            switched = await self._switch(
-                engines,
-                update,
-                self._shelf.serving,
-                self._shelf.serving_version,
-                on_loaded=lambda: self._note_loaded(sent.version),
-            )
-        resumed = self._clock()
+        try:
+            with self._trace.span("pause", track="publish", version=sent.version):
+                switched = await self._switch(
+                    engines, update, self._shelf.serving, self._shelf.serving_version, on_loaded=note_loaded
+                )
+            resumed = self._clock()
+        finally:
+            discard(replaced)  # not in the pause: it takes as long as the load
         self.lag.serves([engine.name for engine in engines], sent.version, resumed)
         return PublishTimes(
             version=sent.version,
@@ -321,11 +327,6 @@ class WeightPublisher:
             load=switched.load,
             num_bytes=update.num_bytes,
         )
-
-    def _note_loaded(self, version: int) -> None:
-        """What was taken from the shelf is what engines serve."""
-        discard(self._shelf.loaded())
-        self._client.policy_version = version
 
     async def _deliver(self, engines: list[InferenceEngine], update: WeightUpdate) -> float:
         """Have all of them hold the update, where they cannot map it; those that die leave the list. Returns how long that took."""

@@ -303,6 +303,26 @@ def test_shared_memory_that_is_full_fails_a_publish_before_any_pause_and_what_wa
     run_in_virtual_time(main())
 
 
+def test_the_files_of_the_version_before_are_deleted_after_the_pause(tmp_path: Path) -> None:
+    class Seeing(Troubled):
+        seen: frozenset[Path] = frozenset()
+
+        async def resume(self) -> None:
+            await super().resume()
+            self.seen = frozenset(files(tmp_path))
+
+    async def main() -> None:
+        setting = Setting(1, Full(), make=Seeing, directory=tmp_path)
+        await setting.publisher.publish(0)
+        before = files(tmp_path)
+        await setting.publisher.publish(1)
+        (engine,) = setting.engines
+        assert isinstance(engine, Seeing)
+        assert before <= engine.seen and not before & files(tmp_path)
+
+    run_in_virtual_time(main())
+
+
 def test_a_publish_that_fails_is_tried_again_as_often_as_was_said() -> None:
     async def main() -> None:
         setting = Setting(2, max_retries=2)
