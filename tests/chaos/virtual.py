@@ -25,6 +25,7 @@ from skyrl_async.simulator.clock import VirtualTimeLoop
 from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation, lognormal_length
+from skyrl_async.stopping import GRACE_S
 from skyrl_async.trainer import FullyAsyncTrainer
 from skyrl_async.types import GroupRequest, Trajectory
 from tests.chaos.audit import FINAL_RECORD, RECORD, Audit, audit
@@ -34,6 +35,8 @@ _BOOT_SECONDS = 10.0
 _SHUTDOWN_TIMEOUTS_S = (2.0, 20.0, 60.0)
 """Half of each is for what a step lacks: next to nothing, less than an engine takes to boot, more than that."""
 _SECOND_CTRL_C_S = 0.5
+_FROZEN_ENGINE_S = 2 * GRACE_S
+"""A publish that is cut off has engines go back, and then sample again, each of which one that is frozen is waited for so long."""
 _FLEET = FleetSettings(
     life=LifeSettings(heartbeat_interval_s=2.0, heartbeat_timeout_s=6.0, max_restarts=1 << 30, restart_backoff_s=0.5),
     all_gone_timeout_s=1e6,
@@ -255,8 +258,10 @@ class VirtualRun:
                 done, _ = await asyncio.wait({self._life}, timeout=_SECOND_CTRL_C_S)
                 if not done:
                     signal.raise_signal(signal.SIGINT)
-            await asyncio.wait({self._life}, timeout=self._shutdown_timeout_s)
-        assert self._life.done(), f"Ctrl-C has not ended the run in {self._shutdown_timeout_s:g} s"
+            await asyncio.wait({self._life}, timeout=self._shutdown_timeout_s + _FROZEN_ENGINE_S)
+        assert self._life.done(), (
+            f"Ctrl-C has not ended the run in {self._shutdown_timeout_s:g} s and what a frozen engine may take"
+        )
         self._record.close()
         if not self._life.cancelled():
             self._life.result()
