@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-POLICIES = ("wait", "wait_alike", "mask", "resample", "allow", "areal", "prime_rl")
+from benchmarks.staleness_policies import POLICIES
+
 _SHOWN_SIGMA, _SHOWN_BOUNDS = 0.8, (1, 4, 8)
 
 Row = dict[str, Any]
@@ -121,9 +122,8 @@ def _percent(key: str) -> Callable[[Row], str]:
 
 
 def _table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, *lines)).replace(
-        "\n", f"\n|{'---|' * len(names)}\n", 1
-    )
+    head, *body = (f"| {' | '.join(cells)} |" for cells in (names, *lines))
+    return "\n".join([head, "|" + "---|" * len(names), *body])
 
 
 def main() -> int:
