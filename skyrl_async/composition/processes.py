@@ -23,7 +23,7 @@ from skyrl_async.composition.logprobs import reference_path
 from skyrl_async.composition.private_files import write_private
 from skyrl_async.config.deepspeed import read_user_config
 from skyrl_async.config.devices import training_device
-from skyrl_async.config.schema import Config, SamplingConfig, TrainingBackendName
+from skyrl_async.config.schema import Config, SamplingConfig, TrainingBackendName, WeightTransfer
 from skyrl_async.heartbeat import Heartbeat
 from skyrl_async.inference.fleet_news import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
@@ -123,6 +123,7 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         trust_remote_code=config.policy.trust_remote_code,
         device=training_device(training).name,
         serve_dtype=config.policy.dtype.name,
+        shares_weights=config.weight_sync.transfer is WeightTransfer.ipc,
         mixed_precision=training.mixed_precision,
         activation_checkpointing=training.activation_checkpointing,
         lora=_lora_settings(config),

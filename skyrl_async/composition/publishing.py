@@ -13,7 +13,7 @@ from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.engines import is_supervised
 from skyrl_async.composition.shared_memory import directory_in_memory, shared_memory
 from skyrl_async.config.schema import Config, WeightTransfer
-from skyrl_async.config.transfer_rules import broadcast_backend
+from skyrl_async.config.transfer_rules import BROADCASTS, broadcast_backend
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.policy_files import read_manifest
@@ -24,6 +24,7 @@ from skyrl_async.weight_sync.broadcast import WeightBroadcast
 from skyrl_async.weight_sync.engine_turns import HoldEngines
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from skyrl_async.weight_sync.room import require_room
+from skyrl_async.weight_sync.sharing import files_alone, sharing
 
 
 def make_publisher(
@@ -58,6 +59,7 @@ def make_publisher(
         max_retries=config.weight_sync.max_retries,
         hold_engines=hold_engines,
         broadcast=make_broadcast(config, client, sender) if is_supervised(config) else None,
+        share=sharing(sender) if config.weight_sync.transfer is WeightTransfer.ipc else files_alone,
     )
     stack.callback(publisher.close)
     return publisher
@@ -86,7 +88,7 @@ def make_broadcast(config: Config, client: InferenceEngineClient, sender: Sendin
     return WeightBroadcast(
         sender,
         backend=broadcast_backend(config),
-        must_receive=lambda engine: transfer is not WeightTransfer.auto or not is_on_this_machine(engine),
+        must_receive=lambda engine: transfer in BROADCASTS or not is_on_this_machine(engine),
         bucket_bytes=config.weight_sync.send_bucket_mb << 20,
         timeout_s=config.weight_sync.transfer_timeout_s,
     )

@@ -56,6 +56,7 @@ class WeightTransfer(Enum):
     shm = "shm"
     gloo = "gloo"
     nccl = "nccl"
+    ipc = "ipc"
 
 
 @dataclass
@@ -64,7 +65,8 @@ class WeightSyncConfig:
         WeightTransfer.auto,
         "How engines come by a version that rank 0 of the policy has written to shared memory. shm: they map it, on the same machine. "
         "gloo, nccl: rank 0 broadcasts it to all of them, from host to host memory or between CUDA devices. auto: shm for engines on the "
-        "machine of the trainer, a broadcast to the others, over NCCL where it can be.",
+        "machine of the trainer, a broadcast to the others, over NCCL where it can be. ipc: as auto, and engines on a GPU that policy "
+        "workers use too load it from there (CUDA IPC); each worker keeps a set of the weights on its GPU until then.",
     )
     transfer_timeout_s: float = doc(
         60.0,

@@ -2,6 +2,7 @@
 
     receive (beside generation): broadcast ──> file in this process's memory, where the trainer's cannot be mapped
     stage (beside generation, CPU): file ──plan──> new tensors, packed layers ──┐
+    shared (CUDA): the trainer's copies on this device ─────────────────────────┤
     start ──> update ──────────────────────────────────────────────────> swap, or load ──> finish
 
 Flows in: ``update_info`` dictionaries ``{"path": file}``, and places where files are broadcast. Flows out: the model's weights, replaced
@@ -17,8 +18,9 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -39,6 +41,7 @@ from skyrl_async.inference.vllm_boot import TRANSFER_BACKEND
 from skyrl_async.inference.vllm_load_plan import LoadPlan, Swap
 from skyrl_async.inference.weight_map import WeightMap
 from skyrl_async.inference.weight_receiver import WeightReceiver
+from skyrl_async.shared_tensor import device_key, opened
 from skyrl_async.transfer_group import GroupPlace
 
 logger = logging.getLogger(__name__)
@@ -69,6 +72,8 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
     """Safetensors file under Hugging Face names; it may be deleted once the update is finished."""
     load_bucket_bytes: int = DEFAULT_LOAD_BUCKET_BYTES
     """Most bytes of the file that are handed to the model, or kept mapped, at a time; a larger tensor apart."""
+    shared: dict[str, dict[str, dict[str, Any]]] | None = None
+    """``shared_tensor.device_key`` -> name -> handle: the file's tensors on devices, to be read until the update is finished."""
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
@@ -140,6 +145,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             old = [swap() for swap in staged[1]]
             threading.Thread(target=old.clear, name="freeing", daemon=True).start()
             return
+        if (shared := self._opened(update_info)) is not None:
+            self._load_as_at_boot([shared])
+            return
         with WeightMap(update_info.path, update_info.load_bucket_bytes) as weights:
             plan = self._plan_for(weights)
             if plan is not None:
@@ -147,21 +155,38 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                     for swap in plan.swaps(weights, in_place=True):
                         swap()
                 return
-            if not self._is_reloading:
-                self._is_reloading = True
-                initialize_layerwise_reload(
-                    self.model
-                )  # every layer gets back the parameters it had before it was packed
-            for bucket in weights.buckets():
-                self.model.load_weights(bucket)
+            self._load_as_at_boot(weights.buckets())
+
+    def _opened(self, update_info: ShmUpdateInfo) -> list[tuple[str, torch.Tensor]] | None:
+        """The tensors where the trainer shares them on this device; None: they are to be read from the file."""
+        if update_info.shared is None:
+            return None
+        try:
+            handles = update_info.shared.get(device_key(self.device))
+            if handles is not None:
+                return [(name, opened(handle, self.device)) for name, handle in handles.items()]
+            reason = "no policy worker runs on this device"
+        except (RuntimeError, OSError) as error:
+            reason = f"what is shared on this device cannot be opened ({error})"
+        logger.warning("%s: the weights are loaded from %s instead", reason, update_info.path)
+        return None
+
+    def _load_as_at_boot(self, buckets: Iterable[list[tuple[str, torch.Tensor]]]) -> None:
+        if not self._is_reloading:
+            self._is_reloading = True
+            initialize_layerwise_reload(self.model)  # every layer gets back the parameters it had before it was packed
+        for bucket in buckets:
+            self.model.load_weights(bucket)
 
     def finish_weight_update(self) -> None:
-        """Process and pack what was loaded as at boot."""
+        """Process and pack what was loaded as at boot; on return nothing reads any more what the trainer shared."""
         if self._is_reloading:
             self._is_reloading = False
             finalize_layerwise_reload(self.model, self.model_config)
             if self.device.type == "cpu":
                 _repack_shared_weights(self.model)
+            else:
+                torch.accelerator.synchronize()
 
     def _plan_for(self, weights: WeightMap) -> LoadPlan | None:
         if self.device.type != "cpu" or self._is_reloading:

@@ -23,6 +23,7 @@ from skyrl_async.errors import ConfigError, DeadlineError, SkyRLAsyncError, Trai
 from skyrl_async.heartbeat import DEFAULT, Heartbeat, Ping, listening
 from skyrl_async.training.dispatch import LogprobDispatch, split_work
 from skyrl_async.training.process_group import is_lost_peer
+from skyrl_async.training.protocol import SharedWeights
 from skyrl_async.training.rank_actor import CONCURRENCY_GROUPS, RankActor, this_place
 from skyrl_async.training.rng import REPEATING_ENVIRONMENT
 from skyrl_async.training.settings import TrainingSettings
@@ -205,6 +206,15 @@ class PolicyWorkers:
     async def broadcast_weights(self, path: Path, bucket_bytes: int) -> None:
         """See ``SendingPolicy``."""
         await self._call("broadcast_weights", path, bucket_bytes, actors=self._actors[:1])
+
+    async def share_weights(self, version: int) -> SharedWeights:
+        """See ``SendingPolicy``."""
+        of_ranks: list[SharedWeights] = await self._call("share_weights", version)
+        return {device: handles for shared in of_ranks for device, handles in shared.items()}
+
+    async def unshare_weights(self) -> None:
+        """See ``SendingPolicy``."""
+        await self._call("unshare_weights")
 
     async def save(self, directory: Path) -> None:
         """See ``Policy``."""

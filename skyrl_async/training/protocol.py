@@ -5,7 +5,7 @@ Neither knows groups, staleness or engines: padded rows in, sums of gradients an
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     import torch
 
     from skyrl_async.transfer_group import GroupPlace
+
+
+SharedWeights = dict[str, dict[str, Any]]
+"""``shared_tensor.device_key`` -> Hugging Face name -> handle for ``shared_tensor.opened``."""
 
 
 class Policy(Protocol):
@@ -83,18 +87,29 @@ class Policy(Protocol):
 
 
 class SendingPolicy(Policy, Protocol):
-    """A ``Policy`` whose rank 0 can send a published file to engines that do not map it themselves. Any version, whoever wrote it; beside
-    every other call."""
+    """A ``Policy`` that brings what is published to engines that are not to map rank 0's file, beside every other call."""
 
     async def open_transfer(self, num_receivers: int, backend: str, timeout_s: float) -> "GroupPlace":
         """Where the receivers meet rank 0, which leaves the group before. ``backend`` is ``gloo`` or ``nccl``."""
         ...
 
     async def broadcast_weights(self, path: Path, bucket_bytes: int) -> None:
-        """Send a file in the group opened last, at most ``bucket_bytes`` at a time; its receivers take part meanwhile.
+        """Send a published file (any version, whoever wrote it) in the group opened last, at most ``bucket_bytes`` at a time; its receivers
+        take part meanwhile.
 
         Raises ``WeightsTransferError``: then another group is to be opened.
         """
+        ...
+
+    async def share_weights(self, version: int) -> SharedWeights:
+        """Let engines read what was gathered as ``version`` where it lies, on the workers' devices, until ``unshare_weights``.
+
+        Empty where it is not there (any more): then the published file is all there is.
+        """
+        ...
+
+    async def unshare_weights(self) -> None:
+        """Nobody reads what was shared any more. Idempotent."""
         ...
 
 

@@ -1,15 +1,17 @@
 """One rank of the policy: micro-batches in, gradients on a ``TrainingBackend``, steps, weights and checkpoints out.
 
 Synchronous, and free of Ray: ``PolicyWorkers`` runs one per actor, ``InProcessPolicy`` one in this process. Every
-method but ``open_store`` and ``send_weights`` is collective over the ranks.
+method but ``open_store``, ``send_weights`` and those that share weights is collective over the ranks.
 """
 
 import contextlib
 import logging
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from skyrl_async.training import process_group
 from skyrl_async.training.adapter_file import check_adapter
 from skyrl_async.training.assembly import Reference, load_reference, make_backend, make_objective, make_token_logprobs
 from skyrl_async.training.bad_step import TrainedRows
+from skyrl_async.training.device_copies import DeviceCopies
 from skyrl_async.training.dispatch import LogprobWork, RankLogprobs, RankWork
 from skyrl_async.training.forward import batch_logprobs, row_logprobs
 from skyrl_async.training.frozen import FrozenBackend
@@ -57,6 +60,7 @@ class PolicyRank:
         self._num_ranks = num_ranks
         self._store: dist.Store | None = None
         self._staging = Staging()
+        self._copies = DeviceCopies(torch.device(settings.device)) if settings.shares_weights else None
         self._trained_rows = TrainedRows()
         self._objective = make_objective(settings)
         self._backend: TrainingBackend
@@ -257,14 +261,30 @@ class PolicyRank:
     def gather_weights(self, version: int) -> int:
         """Copy what is published to rank 0's staging memory, which ``send_weights`` reads; returns its bytes (0 on other ranks).
 
-        Tied parameters are copied once, under the name that Hugging Face keeps.
+        Tied parameters are copied once, under the name that Hugging Face keeps. Where engines share the ranks' devices, every rank
+        keeps a copy on its own too.
         """
         is_whole = self._settings.published_adapter is None
         published = self._backend.iter_full_params() if is_whole else self._backend.iter_trained_params()
+        serve_dtype = self._settings.torch_serve_dtype
         with _gathering(published) as parameters:
-            if self._rank != 0:
-                return 0
-            return self._staging.take(version, parameters, serve_dtype=self._settings.torch_serve_dtype)
+            if self._copies is not None:
+                parameters = self._copies.taking(version, parameters, serve_dtype=serve_dtype)
+            if self._rank == 0:
+                return self._staging.take(version, parameters, serve_dtype=serve_dtype)
+            if self._copies is not None:
+                deque(parameters, maxlen=0)
+            return 0
+
+    def share_weights(self, version: int) -> dict[str, dict[str, Any]]:
+        """Key of this rank's device -> name -> handle of what was gathered as ``version``; empty where no copy is there. Not collective."""
+        handles = self._copies.share(version) if self._copies is not None else {}
+        return {self._copies.key: handles} if self._copies is not None and handles else {}
+
+    def unshare_weights(self) -> None:
+        """Engines have loaded what was shared. Not collective."""
+        if self._copies is not None:
+            self._copies.give_back()
 
     def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         """Write what was gathered (rank 0 only; not collective). Any thread may call it, beside every other method."""
@@ -344,8 +364,10 @@ class PolicyRank:
             ) from error
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group; nothing is shared any more."""
         self._backend.close()
+        if self._copies is not None:
+            self._copies.close()
 
 
 @contextlib.contextmanager

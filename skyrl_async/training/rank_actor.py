@@ -4,6 +4,7 @@ Flows in: calls of ``PolicyWorkers``. Flows out: the rank's answers.
 """
 
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -51,6 +52,16 @@ class RankActor(PolicyRank):
     def broadcast_weights(self, path: Path, bucket_bytes: int) -> None:
         """See ``WeightSender.send``."""
         self._sender.send(path, bucket_bytes)
+
+    @ray.method(concurrency_group=_TRANSFERRING)
+    def share_weights(self, version: int) -> dict[str, dict[str, Any]]:
+        """In a thread of its own: the rank may be training."""
+        return super().share_weights(version)
+
+    @ray.method(concurrency_group=_TRANSFERRING)
+    def unshare_weights(self) -> None:
+        """Likewise."""
+        super().unshare_weights()
 
     def boot(self) -> ProcessPlace:
         """The process is up: where it is."""

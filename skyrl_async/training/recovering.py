@@ -30,7 +30,7 @@ from skyrl_async.errors import (
     WorkerDiedError,
 )
 from skyrl_async.training.journal import CallJournal, GradientsCall
-from skyrl_async.training.protocol import SendingPolicy
+from skyrl_async.training.protocol import SendingPolicy, SharedWeights
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 if TYPE_CHECKING:
@@ -157,6 +157,22 @@ class RecoveringPolicy:
             await self._policy.broadcast_weights(path, bucket_bytes)
         except LOST as error:
             raise WeightsTransferError(f"{path} was not sent: {error}") from error
+
+    async def share_weights(self, version: int) -> SharedWeights:
+        """See ``SendingPolicy``. What lost workers held is not there any more."""
+        gathered = self._gathered
+        if gathered is None or gathered.holder is not self._policy:
+            return {}
+        try:
+            return await gathered.holder.share_weights(version)
+        except LOST:
+            return {}
+
+    async def unshare_weights(self) -> None:
+        """See ``SendingPolicy``."""
+        if self._policy is not None:
+            with contextlib.suppress(*LOST):
+                await self._policy.unshare_weights()
 
     async def _gather_again(self, gathered: "_Gathered", lost: SkyRLAsyncError | None) -> None:
         async def gather(policy: SendingPolicy) -> None:

@@ -59,6 +59,8 @@ class TrainingSettings:
     """``cpu`` or ``cuda``."""
     serve_dtype: str = "float32"
     """``float32`` or ``bfloat16``: of exported and published weights; training keeps float32 master weights."""
+    shares_weights: bool = False
+    """Keep what is published on each rank's device too, for engines that run there."""
     mixed_precision: bool = False
     """bfloat16 forward and backward over float32 weights."""
     activation_checkpointing: bool = False

@@ -48,8 +48,7 @@ class Staging:
             self._version = None
             taken: dict[str, Tensor] = {}
             for name, tensor in parameters:
-                dtype = serve_dtype if tensor.dtype == torch.float32 else tensor.dtype
-                taken[name] = _copy(tensor, dtype, self._tensors.pop(name, None))
+                taken[name] = _copy(tensor, published_dtype(tensor, serve_dtype), self._tensors.pop(name, None))
             self._tensors = taken
             self._version = version
             return sum(tensor.nbytes for tensor in taken.values())
@@ -79,6 +78,11 @@ class Staging:
                 manifest={n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()},
                 num_bytes=num_bytes,
             )
+
+
+def published_dtype(tensor: Tensor, serve_dtype: torch.dtype) -> torch.dtype:
+    """What a tensor is published in: its own dtype, but for float32."""
+    return serve_dtype if tensor.dtype == torch.float32 else tensor.dtype
 
 
 def _copy(tensor: Tensor, dtype: torch.dtype, before: Tensor | None) -> Tensor:

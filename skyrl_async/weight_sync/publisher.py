@@ -29,6 +29,7 @@ from skyrl_async.weight_sync.engine_turns import HoldEngines
 from skyrl_async.weight_sync.lag import Lag, LagMonitor
 from skyrl_async.weight_sync.proof import EngineProof
 from skyrl_async.weight_sync.room import require_room
+from skyrl_async.weight_sync.sharing import ShareWeights, files_alone
 from skyrl_async.weight_sync.shelf import SentUpdate, VersionShelf
 from skyrl_async.weight_sync.switch import EngineSwitch, discard, what_serves
 
@@ -86,6 +87,7 @@ class WeightPublisher:
         max_retries: times that sending or loading is tried again where it failed, before it is an error.
         hold_engines: engines have their devices in its block, where they share them.
         broadcast: brings what was sent to engines that cannot map it; None: all can.
+        share: lets engines load from the policy workers' devices; by default from files alone.
         clock: seconds, for the times reported.
     """
 
@@ -106,6 +108,7 @@ class WeightPublisher:
         max_retries: int = 0,
         hold_engines: HoldEngines = nullcontext,
         broadcast: WeightBroadcast | None = None,
+        share: ShareWeights = files_alone,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -120,6 +123,7 @@ class WeightPublisher:
         self._max_retries = max_retries
         self._hold_engines = hold_engines
         self._broadcast = broadcast
+        self._share = share
         self._clock = clock
         self._shelf = VersionShelf()
         self._shelf_changed = asyncio.Event()
@@ -307,13 +311,14 @@ class WeightPublisher:
             replaced = self._shelf.loaded()
             self._client.policy_version = sent.version
 
-        begun = self._clock()
         try:
-            with self._trace.span("pause", track="publish", version=sent.version):
-                switched = await self._switch(
-                    engines, update, self._shelf.serving, self._shelf.serving_version, on_loaded=note_loaded
-                )
-            resumed = self._clock()
+            async with self._share(update) as shared:
+                begun = self._clock()
+                with self._trace.span("pause", track="publish", version=sent.version):
+                    switched = await self._switch(
+                        engines, shared, self._shelf.serving, self._shelf.serving_version, on_loaded=note_loaded
+                    )
+                resumed = self._clock()
         finally:
             discard(replaced)  # not in the pause: it takes as long as the load
         self.lag.serves([engine.name for engine in engines], sent.version, resumed)

@@ -320,7 +320,7 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
             ["engine=deterministic", "weight_sync.transfer=gloo"],
             "weight_sync.transfer must be auto or shm with engine.backend=deterministic, got gloo",
         ),
-        (["weight_sync.transfer=mpi"], "weight_sync.transfer must be auto or shm or gloo or nccl, got 'mpi'"),
+        (["weight_sync.transfer=mpi"], "weight_sync.transfer must be auto or shm or gloo or nccl or ipc, got 'mpi'"),
         (["weight_sync.transfer_timeout_s=0"], "weight_sync.transfer_timeout_s must be > 0, got 0"),
         (["server.host=0.0.0.0"], "server.api_key must be set when server.host=0.0.0.0 is not loopback, got None"),
     ],

@@ -17,6 +17,7 @@ from skyrl_async.errors import CheckpointError, DeadlineError, PolicyError, Trai
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.deterministic_engine import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.shared_tensor import opened
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.policy_workers import PolicyWorkers, environment_of
 from skyrl_async.training.protocol import export_weights
@@ -246,6 +247,23 @@ async def test_training_goes_on_while_a_file_is_broadcast_in_a_group_beside_that
     own = await asyncio.to_thread(receiver.answer)
     assert await asyncio.to_thread(Path(own).read_bytes) == await asyncio.to_thread(path.read_bytes)
     receiver.end()
+
+
+async def test_what_ranks_share_is_what_was_gathered_although_training_went_on(
+    ray_session: None, settings: TrainingSettings, tmp_path: Path
+) -> None:
+    workers = await PolicyWorkers.start(
+        replace(settings, shares_weights=True), num_workers=1, call_timeout_s=PATIENCE_S
+    )
+    await workers.gather_weights(5)
+    update = await workers.send_weights(5, tmp_path, 1 << 20)
+    await train(workers, first_step=0, num_steps=1)
+    shared = await workers.share_weights(5)
+    found = {name: opened(handle, torch.device("cpu")) for name, handle in shared["cpu"].items()}
+    assert_close(found, load_file(update.chunks[0]["path"]), atol=0.0)
+    await workers.unshare_weights()
+    assert await workers.share_weights(5) == {}
+    await workers.close()
 
 
 async def test_a_rank_killed_while_it_sends_leaves_the_engine_on_the_old_version_and_no_part_of_the_new_one(

@@ -24,7 +24,7 @@ from skyrl_async.checkpoint import Checkpointer, TrainerState
 from skyrl_async.errors import CheckpointError, DeadlineError, TrainingError, WeightsTransferError, WorkerDiedError
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.journal import CallJournal
-from skyrl_async.training.protocol import Policy, export_weights
+from skyrl_async.training.protocol import Policy, SharedWeights, export_weights
 from skyrl_async.training.recovering import RecoveringPolicy
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.transfer_group import GroupPlace
@@ -130,6 +130,14 @@ class ModelledWorkers:
         return await self.call(lambda: place)
 
     async def broadcast_weights(self, path: Path, bucket_bytes: int) -> None:
+        await self.call(lambda: None)
+
+    async def share_weights(self, version: int) -> SharedWeights:
+        return await self.call(lambda: {"gpu": {self.copy: {}}})
+
+    async def unshare_weights(self) -> None:
+        if self.is_dead:
+            raise WorkerDiedError("they are dead")
         await self.call(lambda: None)
 
     async def save(self, directory: Path) -> None:
@@ -515,6 +523,30 @@ async def test_workers_that_die_over_a_broadcast_fail_it_and_new_ones_in_their_s
     await policy.open_transfer(2, "gloo", 5.0)
     await policy.broadcast_weights(Path("/file"), 1)
     assert (policy.num_restarts, await policy.logprobs([1])) == (1, [1.0])
+    await policy.close()
+
+
+@pytest.mark.parametrize("death", [None, (4, False), (5, False), (5, True)])
+async def test_what_lost_workers_shared_is_not_there_any_more_and_that_is_no_failure(
+    tmp_path: Path, death: tuple[int, bool] | None
+) -> None:
+    """Call 4 is another one than that to share, call 5 is it."""
+    fate = Fate([] if death is None else [death])
+
+    async def start() -> Any:
+        return ModelledWorkers(fate)
+
+    policy = await RecoveringPolicy.start(start, max_restarts=1, directory=tmp_path)
+    assert await policy.share_weights(1) == {}, "nothing was gathered"
+    await policy.forward_backward(one_row(1), [1.0], 0)
+    await policy.step(1)
+    await policy.gather_weights(1)
+    await policy.logprobs([1])
+    shared = await policy.share_weights(1)
+    assert list(shared) == ([] if death else ["gpu"])
+    await policy.unshare_weights()
+    await policy.open_transfer(1, "gloo", 5.0)
+    assert policy.num_restarts == (death is not None)
     await policy.close()
 
 

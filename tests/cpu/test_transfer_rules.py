@@ -2,6 +2,7 @@
 
 import pytest
 
+from skyrl_async.config.lora import LoraConfig, LoraPublish
 from skyrl_async.config.schema import (
     Config,
     Device,
@@ -63,3 +64,39 @@ def test_devices_of_their_own_are_broadcast_to_by_nccl_unless_gloo_is_asked_for(
         config = config_of(transfer, APART)
         transfer_reaches_the_engines(config)
         assert broadcast_backend(config) == backend
+
+
+@pytest.mark.parametrize(
+    ("placement", "engines", "workers", "reason"),
+    [
+        (SHARED, Device.cpu, Device.cuda, "where engine.device is cpu: CUDA IPC is for memory of CUDA devices"),
+        (SHARED, Device.cuda, Device.cpu, "where training.device is cpu: CUDA IPC is for memory of CUDA devices"),
+        (APART, Device.cuda, Device.cuda, "where no engine shares a device with a policy worker"),
+        (
+            PlacementConfig(num_gpus_per_engine=0.5),
+            Device.cuda,
+            Device.cuda,
+            "where no engine shares a device with a policy worker",
+        ),
+    ],
+)
+def test_ipc_is_refused_where_nothing_can_be_shared(
+    placement: PlacementConfig, engines: Device, workers: Device, reason: str
+) -> None:
+    config = config_of(WeightTransfer.ipc, placement, engines=engines, workers=workers)
+    with pytest.raises(ConfigError, match=f"must be auto, shm, gloo or nccl {reason}.*, got ipc"):
+        transfer_reaches_the_engines(config)
+
+
+def test_ipc_is_refused_for_adapters_alone() -> None:
+    config = config_of(WeightTransfer.ipc, SHARED)
+    config.policy.lora = LoraConfig(rank=8, publish=LoraPublish.adapter)
+    with pytest.raises(ConfigError, match=r"where policy.lora.publish is adapter: .*, got ipc"):
+        transfer_reaches_the_engines(config)
+
+
+@pytest.mark.parametrize("placement", [SHARED, HALVES])
+def test_ipc_is_for_shared_devices_and_engines_elsewhere_are_broadcast_to_by_gloo(placement: PlacementConfig) -> None:
+    config = config_of(WeightTransfer.ipc, placement)
+    transfer_reaches_the_engines(config)
+    assert broadcast_backend(config) == "gloo"

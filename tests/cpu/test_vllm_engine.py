@@ -15,11 +15,13 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
 from skyrl_async.errors import EngineDeadError, EngineStartError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.joined import merged
 from skyrl_async.inference.vllm_engine import VLLMEngine, VLLMEngineConfig
+from skyrl_async.shared_tensor import SharedTensor
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, StructuredOutput, WeightUpdate
 from tests.engine_checks import (
     EOS,
@@ -277,6 +279,33 @@ async def test_an_updated_engine_cannot_be_told_from_a_fresh_one_with_the_same_w
     engine_0: VLLMEngine, fresh_engine_1: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
 ) -> None:
     await assert_updated_is_as_fresh(engine_0, fresh_engine_1, (policy_dir(0, False), policy_dir(1, False)), tmp_path)
+
+
+@pytest.mark.slow
+async def test_weights_are_loaded_where_the_trainer_shares_them_and_from_the_file_where_that_cannot_be_opened(
+    engine_0: VLLMEngine, fresh_engine_1: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
+) -> None:
+    """In host memory; the file holds the weights of before, so it is seen which were taken."""
+    copies = {
+        name: SharedTensor(tensor, dtype=tensor.dtype, device=torch.device("cpu"))
+        for name, tensor in load_file(policy_dir(1, False) / "model.safetensors").items()
+    }
+    handles = {name: copy.handle() for name, copy in copies.items()}
+    update = make_update(policy_dir(0, False), tmp_path, 1, num_files=1)
+    before = await engine_0.checksum()
+
+    def sharing(shared: dict[str, Any]) -> WeightUpdate:
+        return replace(update, chunks=tuple(chunk | {"shared": shared} for chunk in update.chunks))
+
+    await publish(engine_0, sharing({"cpu": handles}))
+    assert await engine_0.checksum() == await fresh_engine_1.checksum() != before
+    for copy in copies.values():
+        copy.close()
+    outputs = [await generate_all(engine, [make_request("a")]) for engine in (engine_0, fresh_engine_1)]
+    assert outputs[0] == outputs[1], "nothing of what was shared is used any more"
+    for shared in ({"cpu": handles}, {"another device": handles}):
+        await publish(engine_0, sharing(shared))
+        assert await engine_0.checksum() == before
 
 
 @pytest.mark.slow

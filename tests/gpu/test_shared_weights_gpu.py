@@ -1,0 +1,86 @@
+"""Weights that engines load where policy workers hold them, on one GPU: what tests/cpu/test_shared_weights.py shows in host memory."""
+
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.vllm_boot import VLLMEngineConfig
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.shared_tensor import SharedTensor, opened
+from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.types import PauseMode
+from skyrl_async.weight_sync.publisher import WeightPublisher
+from skyrl_async.weight_sync.sharing import files_alone, sharing
+from tests.engine_checks import MAX_MODEL_LEN, make_policy, make_update, publish
+from tests.transfer_checks import mixed_tensors
+
+pytestmark = pytest.mark.slow
+GPU = torch.device("cuda", 0)
+
+
+def _opened_elsewhere(handles: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: opened(handle, GPU).cpu() for name, handle in handles.items()}
+
+
+def test_another_process_opens_the_very_values_as_often_as_they_are_shared() -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        for seed in range(3):
+            tensors = mixed_tensors(seed)
+            shared = {name: SharedTensor(tensor, dtype=tensor.dtype, device=GPU) for name, tensor in tensors.items()}
+            torch.cuda.synchronize()
+            handles = {name: tensor.handle() for name, tensor in shared.items()}
+            found = pool.apply(_opened_elsewhere, (handles,))
+            for name, tensor in tensors.items():
+                assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+            for copy in shared.values():
+                copy.close()
+            torch.cuda.ipc_collect()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_weights_that_are_shared_are_those_of_the_file_and_their_memory_is_given_back(
+    tmp_path: Path, dtype: str
+) -> None:
+    import ray
+
+    from skyrl_async.inference.ray_engine import start_ray_engines
+    from skyrl_async.training.policy_workers import PolicyWorkers
+
+    old, new = (make_policy(tmp_path / str(seed), seed=seed, is_tied=False) for seed in (0, 1))
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    try:
+        policy = await PolicyWorkers.start(
+            TrainingSettings(policy_path=str(new), device="cuda", serve_dtype=dtype, shares_weights=True),
+            num_workers=1,
+            num_gpus_per_worker=0.5,
+        )
+        config = VLLMEngineConfig(
+            name="engine-0", policy_dir=str(old), device="cuda", dtype=dtype, gpu_memory_utilization=0.2
+        )
+        (engine,) = await start_ray_engines([config], num_gpus=0.5, log_dir=tmp_path / "logs")
+        checksums = []
+        for version, share in ((1, files_alone), (3, sharing(policy)), (5, sharing(policy))):
+            publisher = WeightPublisher(
+                client=InferenceEngineClient([engine], tokenizer=None, max_model_len=MAX_MODEL_LEN),  # type: ignore[arg-type]
+                policy=policy,
+                directory=tmp_path / str(version),
+                bucket_bytes=1 << 20,
+                pause_mode=PauseMode.ABORT,
+                trace=Trace(None, time.monotonic),
+                share=share,
+            )
+            await publisher.publish(version)
+            checksums.append(await publisher.attest(version))
+            assert await policy.share_weights(version) == {}, "what was shared is not kept"
+            await publish(engine, make_update(old, tmp_path, version + 1))
+        assert len(set(checksums)) == 1 and checksums[0] != await engine.checksum()
+        await engine.close()
+        await policy.close()
+    finally:
+        ray.shutdown()
