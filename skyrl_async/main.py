@@ -240,7 +240,7 @@ async def _train(
     interruption: Interruption,
     left: _Left,
 ) -> float:
-    """Train to the end; returns when training began (seconds). Raises ``_Stopped`` when a stop was asked for."""
+    """Train to the end; returns when training began (seconds). Raises ``_Stopped`` when a stop was asked for before that end."""
     if parts.endpoint_url is not None:
         console.message(f"endpoint: {parts.endpoint_url} (key in {left.run_dir / 'endpoint.json'})")
     if checkpoint is not None:
@@ -253,9 +253,11 @@ async def _train(
     console.phase("training")
     interruption.enter(Phase.TRAINING)
     await trainer.run()
-    if interruption.stop.is_asked:
+    if interruption.stop.is_asked and not trainer.is_complete:
         raise _Stopped
     interruption.enter(Phase.FINISHING)
+    if trainer.evaluation_failure is not None:
+        left.failures.append(f"the last evaluation failed: {trainer.evaluation_failure}")
     return booted
 
 

@@ -9,9 +9,10 @@ and nothing of how. Loading overlaps all of the next step, sending all but its o
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from skyrl_async.errors import NoEngineError, PublishError
@@ -59,7 +60,7 @@ class Publisher(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TrainedStep:
     """What the train stage hands to the next one."""
 
@@ -67,7 +68,7 @@ class TrainedStep:
     figures: StepFigures
     policy_values: dict[str, float]
     """What the policy said of its optimizer step."""
-    gathered_at: float | None
+    gathered_at: float | None = None
     """When its weights began to be copied, to be published; None where they are not. Seconds of the loop."""
 
 
@@ -114,6 +115,7 @@ class ParamUpdate:
         self._may_step = asyncio.Event()
         self._may_step.set()
         self._gathered_version: int | None = None
+        self._logged_version: int | None = None
         self._owes_version = False
         """Whether a version was lost on its way, and the next one has to be published."""
         self.stepping = asyncio.Lock()
@@ -164,7 +166,7 @@ class ParamUpdate:
         values: dict[str, float] = {}
 
         def log() -> None:
-            self._recorder.log_step(figures, trained.policy_values, values | self._values(figures))
+            self.log(trained, values)
 
         try:
             if trained.gathered_at is not None:
@@ -193,6 +195,15 @@ class ParamUpdate:
                     await self._workers.redraw(self._is_given_up)
         self._let_step(version)
         return version if is_published else None
+
+    def log(self, trained: TrainedStep, values: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Log a step, published or not, with further ``values``."""
+        self._logged_version = trained.version
+        self._recorder.log_step(trained.figures, trained.policy_values, {**values, **self._values(trained.figures)})
+
+    def has_logged(self, trained: TrainedStep) -> bool:
+        """Steps are logged in their order."""
+        return self._logged_version is not None and trained.version <= self._logged_version
 
     async def _send_and_load(self, version: int, gathered_at: float, figures: StepFigures) -> bool:
         """Have every engine serve a gathered version; False where its copy was lost."""

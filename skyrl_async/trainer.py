@@ -10,9 +10,10 @@ when each happens, and nothing of how.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from skyrl_async.algorithms.crediting import Credit
 from skyrl_async.checkpoint import Checkpointer
@@ -45,6 +46,9 @@ from skyrl_async.validation import Validation
 logger = logging.getLogger(__name__)
 
 __all__ = ["FullyAsyncTrainer", "TrainerSettings"]
+
+_NOT_OF_TRAINING = (GenerationError, NoEngineError, PublishError)
+"""Failures that leave what is trained as it is."""
 
 
 class FullyAsyncTrainer:
@@ -156,7 +160,13 @@ class FullyAsyncTrainer:
         self._beside_validation = OverlapThroughput(
             lambda: self._board.stage("validation").statistics()["processing_seconds"]
         )
+        self._newest: list[TrainedStep] = []
+        """Completed optimizer steps that were perhaps not logged yet."""
         self.reward_after: float | None = None
+        self.is_complete = False
+        """Whether training has come to its end, and only the last evaluation may follow."""
+        self.evaluation_failure: SkyRLAsyncError | None = None
+        """Of the last evaluation; it leaves the run complete."""
 
     @property
     def totals(self) -> RunTotals:
@@ -220,12 +230,13 @@ class FullyAsyncTrainer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._recorder.start()
-                generating = tasks.create_task(self._workers.run(), name="generation")
+                generating = tasks.create_task(self._failing_between_steps(self._workers.run()), name="generation")
                 preparing = tasks.create_task(self._preparation.run(), name="preparation")
                 updating = tasks.create_task(
                     self._param_update.run(self._board.stage("param_update"), self._trained), name="param_update"
                 )
-                tasks.create_task(self._validation.run(self._board.stage("validation")), name="validation")
+                validating = self._validation.run(self._board.stage("validation"))
+                tasks.create_task(self._failing_between_steps(validating), name="validation")
                 await self._train()
                 await updating
                 await self._param_update.publish_the_rest()
@@ -234,17 +245,34 @@ class FullyAsyncTrainer:
                 preparing.cancel()
         except BaseExceptionGroup as failures:
             failure = first_failure(failures)
-            if isinstance(failure, GenerationError | NoEngineError | PublishError):
+            if isinstance(failure, _NOT_OF_TRAINING):
+                self._log_what_is_trained()
                 await self._save_what_is_trained()
             raise failure from failure.__cause__
         finally:
             await self._workers.give_back()
         if self._stop.is_asked:
             return
+        self.is_complete = True
         self._recorder.count_generation()
         self.totals.wasted_tokens += sum(group.num_sampled_tokens for group in self._buffer.snapshot())
-        if after := await self._validation.at_the_end():
-            self.reward_after = after.reward
+        try:
+            if after := await self._validation.at_the_end():
+                self.reward_after = after.reward
+        except _NOT_OF_TRAINING as error:
+            logger.exception("the last evaluation failed; training is complete")
+            self.evaluation_failure = error
+
+    async def _failing_between_steps(self, running: Coroutine[Any, Any, None]) -> None:
+        """What fails elsewhere waits for an optimizer step in progress: one that is cut off would leave nothing to save."""
+        try:
+            await running
+        except Exception as failure:
+            root = first_failure(failure) if isinstance(failure, BaseExceptionGroup) else failure
+            if isinstance(root, _NOT_OF_TRAINING):
+                await self._saver.collect_open_tokens()
+                await self._param_update.stepping.acquire()
+            raise
 
     def _is_done(self) -> bool:
         return self._settings.num_steps is not None and self.trained_step >= self._settings.num_steps
@@ -295,8 +323,10 @@ class FullyAsyncTrainer:
             policy_values = await self._step(figures)
             figures.add_seconds("step", loop.time() - started)
             self.totals.add_step(figures)
-            gathered_at = await self._param_update.gather(version)
-        return TrainedStep(version=version, figures=figures, policy_values=policy_values, gathered_at=gathered_at)
+            trained = TrainedStep(version=version, figures=figures, policy_values=policy_values)
+            self._newest = [*(step for step in self._newest if not self._param_update.has_logged(step)), trained]
+            trained.gathered_at = await self._param_update.gather(version)
+        return trained
 
     async def _step(self, figures: StepFigures) -> dict[str, float]:
         """The optimizer step, with its gradients all in; returns what the policy says of it."""
@@ -352,6 +382,12 @@ class FullyAsyncTrainer:
         if self._stop.is_asked or is_due:
             with self._trace.span("checkpoint", track="training", step=step):
                 await self._saver.write(self._policy, step, self._mini_batches.taken, unless_known=self._stop.is_asked)
+
+    def _log_what_is_trained(self) -> None:
+        """Steps that wait to be published will not be, and a checkpoint holds them."""
+        for trained in self._newest:
+            if not self._param_update.has_logged(trained):
+                self._param_update.log(trained)
 
     async def _save_what_is_trained(self) -> None:
         """Write a checkpoint where engines or rollouts failed and not the training, unless an optimizer step was cut off by that.

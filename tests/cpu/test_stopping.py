@@ -202,6 +202,7 @@ def test_evaluations_are_cut_short_whether_before_beside_or_after_training(tmp_p
     assert ended <= at + 8.0 + 1.0 + STEP_S
     assert simulation.trainer.reward_after is None
     assert (simulation.trainer.newest_checkpoint is None) == (at < 1), "nothing was trained yet"
+    assert simulation.trainer.is_complete == (simulation.trainer.step == 4), "then the policy is still exported"
 
 
 class NoRoomPolicy(ModelledPolicy):
