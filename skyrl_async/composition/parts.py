@@ -152,7 +152,7 @@ def placement(config: Config) -> PlacementSettings | None:
     weight = config.engine.oldest_request_weight
     if weight is None:
         is_waited_for = staleness_policy(config.trainer.staleness_policy.name).holds_back
-        weight = default_oldest_weight(max_staleness_steps) if is_waited_for else 1.0
+        weight = default_oldest_weight(max_staleness_steps, is_waited_for=is_waited_for)
     if config.engine.num_engines == 1 or max_staleness_steps == 0 or weight == 1:
         return None
     return PlacementSettings(

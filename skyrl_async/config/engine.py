@@ -36,8 +36,8 @@ class EngineConfig:
     oldest_request_weight: float | None = doc(
         None,
         "Several engines get requests of equal weight instead of equal number; the oldest weigh this much, the newest 1, so that those "
-        "which training waits for share an engine with few others. 1 treats all alike; null: so, unless trainer.staleness_policy=wait, "
-        "then 1.5 (trainer.max_staleness_steps + 1).",
+        "which training waits for share an engine with few others. 1 treats all alike; null: 1.5 (trainer.max_staleness_steps + 1) with "
+        "trainer.staleness_policy=wait, otherwise 2.",
     )
     start_timeout_s: float = doc(300.0, "An engine that is not up by then stops the run, with its last log lines.")
     call_timeout_s: float = doc(

@@ -3,8 +3,9 @@
     oldest requests ─> engine-0: few, fast     ...     newest requests ─> engine-n: many, slow
 
 An engine serves each of its requests the faster, the fewer it has; a trainer that holds a staleness bound waits for its oldest
-group. So every engine gets the same *weight* of requests instead of the same number, and an old request weighs more: the oldest
-share an engine with few others. A weight update is the moment to move them, since it makes every key and value be computed anew.
+group, and under any other policy the oldest are what is masked, given up or too old. So every engine gets the same *weight* of
+requests instead of the same number, and an old request weighs more: the oldest share an engine with few others. A weight update is
+the moment to move them, since it makes every key and value be computed anew.
 
 Flows in: requests that start and end, with their priorities. Flows out: loads for the router, and at a weight update the moves that
 put requests right. Does not know engines, and of a priority only that smaller is older.
@@ -26,9 +27,14 @@ class PlacementSettings:
     """Priorities between the newest request and one of full weight, >= 1."""
 
 
-def default_oldest_weight(max_staleness_steps: int) -> float:
-    """What pays on long-tailed lengths, by ``benchmarks/staleness_policies.py``."""
-    return 1.5 * (max_staleness_steps + 1)
+def default_oldest_weight(max_staleness_steps: int, *, is_waited_for: bool) -> float:
+    """What pays on long-tailed lengths, by ``benchmarks/staleness_policies.py``.
+
+    Args:
+        max_staleness_steps: >= 0.
+        is_waited_for: whether training waits for its oldest groups; elsewhere their tails are merely the better for being over sooner.
+    """
+    return 1.5 * (max_staleness_steps + 1) if is_waited_for else 2.0
 
 
 @dataclass(slots=True)

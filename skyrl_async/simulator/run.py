@@ -236,7 +236,7 @@ def _placement(settings: SimulationSettings) -> PlacementSettings | None:
     weight = settings.oldest_weight
     if weight is None:
         is_waited_for = staleness_policy(settings.staleness_policy).holds_back
-        weight = default_oldest_weight(settings.max_staleness_steps) if is_waited_for else 1.0
+        weight = default_oldest_weight(settings.max_staleness_steps, is_waited_for=is_waited_for)
     if settings.num_engines == 1 or settings.max_staleness_steps == 0 or weight == 1:
         return None
     return PlacementSettings(oldest_weight=weight, oldest_age=settings.max_staleness_steps * settings.mini_batch_size)

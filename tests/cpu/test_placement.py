@@ -13,7 +13,7 @@ from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.continuing import is_part_of
-from skyrl_async.inference.placement import Placement, PlacementSettings, default_oldest_weight
+from skyrl_async.inference.placement import Placement, PlacementSettings
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
@@ -171,6 +171,20 @@ def test_a_run_that_waits_for_its_oldest_groups_is_faster_when_they_have_engines
 
 
 @pytest.mark.slow
+def test_where_nothing_waits_for_the_oldest_fewer_of_their_tokens_are_too_old() -> None:
+    settings = replace(LONG_TAILED, seconds_per_token=3e-4)
+    of_policy = {
+        (policy, weight): simulate(replace(settings, staleness_policy=policy, oldest_weight=weight)).trainer.totals
+        for policy in ("mask", "allow")
+        for weight in (None, 1.0)
+    }
+    masked, alike = of_policy["mask", None], of_policy["mask", 1.0]
+    assert masked.masked_tokens < alike.masked_tokens
+    assert masked.trained_tokens / masked.training_seconds > alike.trained_tokens / alike.training_seconds
+    assert of_policy["allow", None].groups_over_bound < of_policy["allow", 1.0].groups_over_bound
+
+
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 20), kill_at=st.floats(0.5, 30.0), mode=st.sampled_from(PauseMode))
 def test_moves_and_an_engine_that_dies_lose_no_group(seed: int, kill_at: float, mode: PauseMode) -> None:
@@ -197,10 +211,12 @@ def test_moves_and_an_engine_that_dies_lose_no_group(seed: int, kill_at: float, 
 def test_the_weight_comes_from_the_configuration() -> None:
     assert placement(from_overrides("trainer.max_staleness_steps=4")) is None, "one engine"
     several = placement(from_overrides("engine.num_engines=2", "trainer.max_staleness_steps=4"))
-    assert several == PlacementSettings(oldest_weight=default_oldest_weight(4), oldest_age=4 * 8)
+    assert several == PlacementSettings(oldest_weight=7.5, oldest_age=4 * 8)
     assert placement(from_overrides("engine.num_engines=2", "trainer.max_staleness_steps=0")) is None
     assert placement(from_overrides("engine.num_engines=2", "engine.oldest_request_weight=1")) is None
-    assert placement(from_overrides("engine.num_engines=2", "trainer.staleness_policy=allow")) is None
+    for policy in ("mask", "resample", "allow"):
+        others = placement(from_overrides("engine.num_engines=2", f"trainer.staleness_policy={policy}"))
+        assert others == PlacementSettings(oldest_weight=2.0, oldest_age=4 * 8)
     with pytest.raises(ConfigError, match="engine.oldest_request_weight must be >= 1 or null, got 0.5"):
         from_overrides("engine.oldest_request_weight=0.5")
 
