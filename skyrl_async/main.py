@@ -205,6 +205,7 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
             announce=console.message,
             checkpoint=checkpoint,
             stack=left.ending,
+            stop=interruption.stop,
         )
         async with parts_of_run as parts:
             trainer = left.trainer = trainer_of(

@@ -4,12 +4,18 @@
      ├──after a grace──> engines that have not answered are no longer waited for
      └──after the patience──> waits for groups end: the step that lacks them is left
 
-Flows in: the wish. Flows out: ``StopAsked`` in whoever waits. Knows neither signals nor what is waited for.
+Flows in: the wish, or an error that the run cannot go on after. Flows out: ``StopAsked`` in whoever waits. Knows neither signals nor what
+is waited for.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+
+from skyrl_async.errors import SkyRLAsyncError
+
+logger = logging.getLogger(__name__)
 
 GRACE_S = 3.0
 """What an engine has to answer what is asked of it at the end of a run."""
@@ -27,6 +33,8 @@ class StopRequest:
         self._patience_s = 0.0
         self._waits: dict[asyncio.Timeout, Callable[[], float | None]] = {}
         """When each ends, in seconds on the loop's clock; None: not before a stop is asked for."""
+        self.failure: SkyRLAsyncError | None = None
+        """Why the run is to end, where that is an error."""
 
     @property
     def is_asked(self) -> bool:
@@ -40,6 +48,18 @@ class StopRequest:
         self._asked_at, self._patience_s = asyncio.get_running_loop().time(), patience_s
         for wait, end in self._waits.items():
             wait.reschedule(end())
+
+    def fail(self, error: SkyRLAsyncError) -> None:
+        """The run cannot go on, and nothing that it waits for is to be waited for; what there is can be saved.
+
+        Ignored once a stop was asked for.
+        """
+        if self.is_asked:
+            logger.warning("while the run was being stopped: %s", error)
+            return
+        logger.error("the run is to be saved and to end: %s", error)
+        self.failure = error
+        self.ask(0.0)
 
     @asynccontextmanager
     async def cut_short(self, *, is_patient: bool = False, grace_s: float = 0.0) -> AsyncIterator[None]:

@@ -214,10 +214,18 @@ class FullyAsyncTrainer:
         with that error, every task with it.
 
         Once ``stop`` is asked for, the step in progress is finished if its groups come in time, a checkpoint is written, and
-        nothing new begins; a step that is left keeps its groups, finished and untrained, in the checkpoint.
+        nothing new begins; a step that is left keeps its groups, finished and untrained, in the checkpoint. What it was asked for
+        because of is raised then.
         """
-        async with self._watchdog.watching() if self._watchdog else nullcontext():
-            await self._run()
+        try:
+            async with self._watchdog.watching() if self._watchdog else nullcontext():
+                await self._run()
+        except SkyRLAsyncError as error:
+            if self._stop.failure is None:
+                raise
+            logger.warning("after that: %s", error)
+        if self._stop.failure is not None:
+            raise self._stop.failure
 
     async def _run(self) -> None:
         await self._param_update.publish_first(self.step)

@@ -52,6 +52,7 @@ class Interruption:
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_on_its_way = False
+        self._has_asked = False
         self._previous: dict[int, object] = {}
 
     @property
@@ -105,9 +106,10 @@ class Interruption:
         name = self.signal.name
         if self._phase is Phase.ENDING:
             logger.warning("%s: the run is being ended; it takes some seconds", name)
-        elif self._phase is Phase.STARTING or self._is_second():
+        elif self._phase is Phase.STARTING or self._has_asked:
             self._end(f"{name}: the run ends at once")
         else:
+            self._has_asked = True
             self._loop.call_later(self._timeout_s * _SAVED_SHARE, self._end, f"{name}: time is up")
             patience_s = self._timeout_s * _PATIENCE_SHARE
             self.stop.ask(patience_s)
@@ -116,9 +118,6 @@ class Interruption:
             else:
                 said = f"{name}: training is over, only the run's files are finished"
             logger.warning("%s; once more ends the run at once", said)
-
-    def _is_second(self) -> bool:
-        return self.stop.is_asked
 
     def _end(self, why: str) -> None:
         if self._phase is not Phase.ENDING and self._task is not None:

@@ -32,6 +32,7 @@ from skyrl_async.inference.sessions.session import SessionLimits
 from skyrl_async.inference.sessions.settings import ReasoningPolicy, SessionSettings
 from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.rollout.outages import Outages
+from skyrl_async.stopping import StopRequest
 from skyrl_async.training.deepspeed_config import DeepSpeedSettings
 from skyrl_async.training.protocol import SendingPolicy
 from skyrl_async.training.recovering import RecoveringPolicy
@@ -206,10 +207,12 @@ async def serving_endpoint(
     max_model_len: int,
     run_dir: Path,
     outages: Outages,
+    stop: StopRequest | None = None,
 ) -> AsyncIterator[Endpoint]:
     """The endpoint's processes; their address and keys are in ``endpoint.json``, readable by its owner only, while they run.
 
-    ``outages`` are told when one of them is gone, where rollouts need the endpoint.
+    ``outages`` are told when one of them is gone, where rollouts need the endpoint; ``stop`` when it stays gone, which without it is
+    raised here.
     """
     from skyrl_async.inference.server.front_ends import endpoint_processes
 
@@ -221,6 +224,7 @@ async def serving_endpoint(
         engines,
         num_front_ends=config.server.num_front_ends,
         outages=outages if config.generator.needs_endpoint else None,
+        on_given_up=stop.fail if stop is not None else None,
     )
     async with processes as front_ends:
         endpoint = Endpoint(

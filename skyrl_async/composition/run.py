@@ -82,6 +82,7 @@ async def started_parts(
     announce: Say = lambda _: None,
     checkpoint: Path | None = None,
     stack: ClosingStack | None = None,
+    stop: StopRequest | None = None,
 ) -> AsyncIterator[Parts]:
     """Start everything a run needs, engines and warm start side by side; on exit everything is gone again.
 
@@ -93,6 +94,7 @@ async def started_parts(
         announce: takes one line about an event that people should see, such as the death of the last engine.
         checkpoint: what will be resumed; one of another model is refused before anything boots.
         stack: ends the parts; it knows afterwards what did not end.
+        stop: told what the run cannot go on without, and the trainer should save after; None: that ends the block at once.
     """
     seed_all(config.trainer.seed)
     plan = _planned(config, checkpoint, say)
@@ -116,7 +118,7 @@ async def started_parts(
         if config.serves_endpoint:
             say("starting the endpoint")
             outages = client.pool.deadlines.outages
-            serving = serving_endpoint(config, plan.initial, engines, client.max_model_len, run_dir, outages)
+            serving = serving_endpoint(config, plan.initial, engines, client.max_model_len, run_dir, outages, stop)
             endpoint = await stack.enter_async_context(serving)
         turns = engine_turns(
             groups,

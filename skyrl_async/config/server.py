@@ -41,7 +41,10 @@ class ServerConfig:
         "A front end that leaves a heartbeat unanswered for so long is replaced, on the same port. Its sessions are lost with it: their "
         "samples are played again.",
     )
-    max_restarts: int = doc(10, "Times each front end is replaced, because it died or did not answer.")
+    max_restarts: int = doc(
+        10,
+        "Times each front end is replaced, because it died or did not answer. The next time the run ends, with a checkpoint.",
+    )
     tool_call_parser: str = doc(
         "auto", "vLLM's parser of tool calls by name; auto takes what the chat template calls for, none parses nothing."
     )

@@ -101,6 +101,33 @@ def test_a_run_that_is_asked_to_end_saves_its_step_and_ends_cleanly(workplace: P
 
 
 @pytest.mark.slow
+def test_contract_7_a_run_whose_endpoint_died_too_often_saves_and_is_taken_up(workplace: Path) -> None:
+    out = workplace / "out"
+    overrides = [*SMALL, "evaluation.num_prompts=0", f"trainer.output_dir={out}"]
+    endless = [FOR_EVER, "trainer.checkpoint_interval_steps=1000", "generator=gym_http", "server.max_restarts=0"]
+    with Command([*overrides, *endless], cwd=workplace) as command:
+        command.wait_for_step(2)
+        children = psutil.Process(command.process.pid).children(recursive=True)
+        (front_end,) = (child for child in children if "ray::EndpointServer" in "".join(child.cmdline()))
+        front_end.kill()
+        outcome = command.finish()
+    assert outcome.code == 1 and outcome.orphans == () and shared_memory(outcome.pid) == []
+    assert outcome.error.startswith("error: the front end on port "), outcome.error
+    assert "server.max_restarts=0 are used up" in outcome.error and "trainer.resume_mode=latest" in outcome.error
+    assert "Traceback" not in outcome.stderr
+    _, saved, _ = state(out)
+    trained = assert_ledger_is_exact(out)
+    assert saved["step"] >= 2, "no checkpoint was due, but for the end"
+    last = saved["step"] + 2
+    resume = [f"trainer.num_steps={last}", "trainer.resume_mode=latest"]
+    taken_up = run(*overrides, *NO_VLLM, *resume, cwd=workplace)
+    assert taken_up.code == 0, taken_up.stderr
+    assert set(trained) < set(assert_ledger_is_exact(out))
+    steps = [row["step"] for row in read_rows(out / "metrics.jsonl") if "reward/mean" in row]
+    assert steps == list(range(1, last + 1))
+
+
+@pytest.mark.slow
 def test_a_second_run_is_refused_a_second_ctrl_c_ends_at_once_and_a_damaged_checkpoint_is_passed_over(
     workplace: Path,
 ) -> None:

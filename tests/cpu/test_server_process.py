@@ -14,12 +14,13 @@ import pytest
 from openai.types.chat import ChatCompletion
 from ray.exceptions import RayActorError
 
-from skyrl_async.errors import ConfigError, InferenceError
+from skyrl_async.errors import ConfigError, InferenceError, SkyRLAsyncError
 from skyrl_async.heartbeat import Heartbeat
 from skyrl_async.inference.server.front_ends import endpoint_processes
 from skyrl_async.inference.server.process import EndpointServer, EndpointSettings
 from skyrl_async.rollout.attempts import Attempts
 from skyrl_async.rollout.deadlines import Deadlines
+from skyrl_async.rollout.outages import Outages
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, GroupRequest, Prompt, SamplingParams
 from skyrl_gym_http import SkyRLGymHTTPGenerator
 from tests.cpu.test_gym_http_generator import Chat
@@ -254,3 +255,19 @@ async def test_a_front_end_that_dies_too_often_ends_the_run(tmp_path: Path, engi
 
     with pytest.raises(InferenceError, match=r"has ended \(.*server.max_restarts=0 are used up"):
         await serve()
+
+
+async def test_where_somebody_is_told_that_a_front_end_stays_gone_what_goes_on_around_it_can_be_saved(
+    tmp_path: Path, engine: Any
+) -> None:
+    outages, told = Outages(), asyncio.Queue[SkyRLAsyncError]()
+    only_one = settings(tmp_path, max_restarts=0)
+    endpoint = endpoint_processes(only_one, [engine], outages=outages, on_given_up=told.put_nowait)
+    async with endpoint as (front_end,):
+        os.kill(await front_end.actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
+        error = await told.get()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await outages.wait_until_over()
+    assert isinstance(error, InferenceError)
+    assert "raise server.max_restarts, and continue with trainer.resume_mode=latest" in str(error)

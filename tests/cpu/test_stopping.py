@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
-from skyrl_async.errors import CheckpointError, GenerationError, NoEngineError
+from skyrl_async.errors import CheckpointError, GenerationError, InferenceError, NoEngineError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine
@@ -123,6 +123,50 @@ def test_contract_7_a_stopped_run_ends_in_time_and_loses_no_finished_group(
     assert set(counts.values()) == {2} and len(counts) == 20, "each prompt is trained once per epoch"
     assert again.trainer.totals.resumed_trajectories == sum(group.num_kept for group in saved.running)
     assert again.trainer.totals.trained_groups == 40 and again.trainer.totals.wasted_tokens == 0
+
+
+@pytest.mark.parametrize("at", [2.0, 3.1, 4.7, 6.0, 8.9])
+def test_contract_7_a_run_that_cannot_go_on_saves_what_there_is_and_ends_with_the_reason(
+    tmp_path: Path, at: float
+) -> None:
+    gone = InferenceError("server.max_restarts=0 are used up")
+    settings = replace(LONG_TAILED, max_staleness_steps=1, checkpoint_interval_steps=1)
+
+    async def main() -> Simulation:
+        stop = StopRequest()
+        simulation = build_simulation(settings, checkpoint_dir=tmp_path, stop=stop)
+        asyncio.get_running_loop().call_later(at, stop.fail, gone)
+        with pytest.raises(InferenceError) as raised:
+            await simulation.trainer.run()
+        assert raised.value is gone and asyncio.get_running_loop().time() <= at + STEP_S
+        return simulation
+
+    simulation = run_in_virtual_time(main())
+    path = simulation.trainer.newest_checkpoint
+    assert path is not None
+    saved = read_state(path)
+    assert saved.step == simulation.trainer.trained_step
+    assert len(saved.groups) == simulation.dataloader.statistics()["finished"]
+    again = resumed(path, settings)
+    counts = Counter([*trained(simulation)[: saved.totals["trained_groups"]], *trained(again)])
+    assert set(counts.values()) == {2} and len(counts) == 20, "each prompt is trained once per epoch"
+    assert again.trainer.totals.wasted_tokens == 0
+
+
+def test_what_fails_once_a_run_cannot_go_on_does_not_hide_the_reason(tmp_path: Path) -> None:
+    async def main() -> None:
+        stop = StopRequest()
+
+        class FailsWithIt(ModelledGenerator):
+            async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+                stop.fail(InferenceError("the endpoint is gone"))
+                raise NoEngineError("no engine")
+
+        simulation = build_simulation(LONG_TAILED, checkpoint_dir=tmp_path, stop=stop, generator_over=FailsWithIt)
+        with pytest.raises(InferenceError, match="the endpoint is gone"):
+            await simulation.trainer.run()
+
+    run_in_virtual_time(main())
 
 
 class OneHangs(ModelledGenerator):

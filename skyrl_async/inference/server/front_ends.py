@@ -1,6 +1,7 @@
 """The front ends of the endpoint: each a process of its own, replaced on its port when it dies or does not answer.
 
     start ──> serves ──death, silence──> killed ──> another one on the same port, with the same keys and today's engines
+                                           └──restarts used up──> given up
 
 Flows in: settings and engines. Flows out: addresses that stay. A session lives in its front end's process and is lost with it: who
 plays it is told so (404), and plays its sample again. Does not know what is served.
@@ -9,7 +10,7 @@ plays it is told so (404), and plays its sample again. Does not know what is ser
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from skyrl_async.concurrency import first_failure, run_together
-from skyrl_async.errors import ConfigError, DeadlineError, InferenceError
+from skyrl_async.errors import ConfigError, DeadlineError, InferenceError, SkyRLAsyncError
 from skyrl_async.heartbeat import until_silent
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.server.process import EndpointServer, EndpointSettings
@@ -32,6 +33,9 @@ _PORT_TIMEOUT_S = 60.0
 _PORT_RETRY_S = 0.5
 _START_TIMEOUT_S = 180.0
 
+OnGivenUp = Callable[[SkyRLAsyncError], None]
+"""Takes why a front end will not come back."""
+
 
 class FrontEnd:
     """One address, and the process that serves there now.
@@ -42,6 +46,7 @@ class FrontEnd:
         engines: to begin with.
         max_concurrency: calls running at once in the actor.
         outages: told of the time between a process's end and its successor.
+        on_given_up: told once there will be none; None: that is raised.
     """
 
     def __init__(
@@ -52,12 +57,14 @@ class FrontEnd:
         *,
         max_concurrency: int,
         outages: Outages,
+        on_given_up: OnGivenUp | None = None,
     ) -> None:
         self._settings = settings
         self._index = index
         self._engines = tuple(engines)
         self._max_concurrency = max_concurrency
         self._outages = outages
+        self._on_given_up = on_given_up
         self._num_restarts = 0
         self.host = settings.host
         self.port = settings.port
@@ -121,15 +128,26 @@ class FrontEnd:
             ray.kill(self.actor)
 
     async def keep_up(self, peers: tuple[str, ...]) -> None:
-        """Waits for the process to die or fall silent, and puts another in its place; returns when the server was stopped.
+        """Waits for the process to die or fall silent, and puts another in its place; returns when the server was stopped, or given up.
 
-        Raises ``InferenceError`` when ``max_restarts`` are used up.
+        Raises ``InferenceError`` when ``max_restarts`` are used up, and nobody is to be told of it.
         """
+        try:
+            await self._keep_up(peers)
+        except SkyRLAsyncError as error:
+            if self._on_given_up is None:
+                raise
+            self.kill()
+            self._outages.begin(self._name)
+            self._on_given_up(error)
+
+    async def _keep_up(self, peers: tuple[str, ...]) -> None:
         reason = await self._fate()
         while reason is not None:
             if self._num_restarts == self._settings.max_restarts:
                 raise InferenceError(
-                    f"the front end on port {self.port} {reason}, and server.max_restarts={self._num_restarts} are used up"
+                    f"the front end on port {self.port} {reason}, and server.max_restarts={self._num_restarts} are used up. Mend what "
+                    "ends it, or raise server.max_restarts, and continue with trainer.resume_mode=latest"
                 )
             self._num_restarts += 1
             logger.warning("the front end on port %d %s: another takes its place", self.port, reason)
@@ -201,15 +219,17 @@ async def endpoint_processes(
     num_front_ends: int = 1,
     max_concurrency: int = 1000,
     outages: Outages | None = None,
+    on_given_up: OnGivenUp | None = None,
 ) -> AsyncIterator[tuple[FrontEnd, ...]]:
     """Front ends while the block runs, each with its own process, client of the engines and sessions.
 
-    What dies or wedges is replaced, which is one of the ``outages``; where that fails, the block is cancelled and the reason raised.
+    What dies or wedges is replaced, which is one of the ``outages``. Where that fails ``on_given_up`` is told, once per front end, and the
+    outage stays; without it, the block is cancelled and the reason raised.
     One that does not come up at first raises ``DeadlineError``. When the block ends well open requests are finished first.
     """
     outages = outages or Outages()
     front_ends = tuple(
-        FrontEnd(settings, index, engines, max_concurrency=max_concurrency, outages=outages)
+        FrontEnd(settings, index, engines, max_concurrency=max_concurrency, outages=outages, on_given_up=on_given_up)
         for index in range(num_front_ends)
     )
     try:
