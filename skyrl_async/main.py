@@ -32,8 +32,9 @@ from skyrl_async.config.wheel_tag import correct_wheel_tag
 from skyrl_async.errors import SkyRLAsyncError
 from skyrl_async.metrics.console import Console
 from skyrl_async.metrics.logs import run_logging
+from skyrl_async.metrics.record_file import free_path
 from skyrl_async.metrics.summary import summary_table, write_summary
-from skyrl_async.metrics.trace import Trace, free_trace_path
+from skyrl_async.metrics.trace import Trace
 from skyrl_async.metrics.tracker import MetricsLog, Sink, Tracker
 from skyrl_async.metrics.trained_groups import TrainedGroupsLog
 from skyrl_async.metrics.wandb import WandbSink
@@ -184,7 +185,7 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
         # An evaluation does no step again.
         resume_step = None if found is None else math.inf if config.trainer.eval_only else found.state.step
         tracker = stack.enter_context(Tracker(_sinks(config, left, resume_step, console)))
-        trace_path = free_trace_path(run_dir) if config.logging.trace else None
+        trace_path = free_path(run_dir / "trace.json") if config.logging.trace else None
         trace = stack.enter_context(Trace(trace_path, time.monotonic))
         console.message(f"run directory: {run_dir}")
 
@@ -220,17 +221,21 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
             console.watch(trainer.stages)
             with interruption.ending_afterwards():
                 booted = await _train(trainer, parts, checkpoint, console, interruption, left)
-                if config.trainer.export_hf:
+                if config.trainer.export_hf and not config.trainer.eval_only:
                     console.phase("exporting the policy")
                     with left.attempt("the export of the policy"):
                         await parts.policy.export_hf(run_dir / "policy")
         left.failures += left.ending.failures
         with left.attempt("the summary"):
-            summary = _summary(left, run_dir, started, booted, config.trainer.export_hf)
+            if config.trainer.eval_only:
+                path = free_path(run_dir / "evaluation.json")
+                summary = _evaluation(left, checkpoint, started, booted) | {"evaluation": str(path)}
+            else:
+                summary, path = _summary(left, started, booted, config.trainer.export_hf), run_dir / "summary.json"
             if parts.policy.num_restarts:
                 summary["policy_restarts"] = parts.policy.num_restarts
             console.summary(summary_table(summary))
-            write_summary(run_dir / "summary.json", summary)
+            write_summary(path, summary)
 
 
 async def _train(
@@ -286,10 +291,24 @@ def _trained_groups_log(config: Config, left: _Left, resume_step: float | None, 
     return groups_log.log
 
 
-def _summary(left: _Left, run_dir: Path, started: float, booted: float, has_policy: bool) -> dict[str, Any]:
+def _evaluation(left: _Left, checkpoint: Path | None, started: float, booted: float) -> dict[str, Any]:
+    """Of a run that trains nothing: what it leaves beside the record of the one that did, which stays as it is."""
+    assert left.trainer is not None
+    result = left.trainer.first_evaluation
+    return {
+        "steps": left.trainer.step,
+        **({} if result is None else result.values()),
+        "seconds": time.monotonic() - started,
+        "boot_seconds": booted - started,
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "run_directory": str(left.run_dir),
+    }
+
+
+def _summary(left: _Left, started: float, booted: float, has_policy: bool) -> dict[str, Any]:
     from skyrl_async.metrics.curves import draw_curves
 
-    now, trainer = time.monotonic(), left.trainer
+    now, trainer, run_dir = time.monotonic(), left.trainer, left.run_dir
     assert trainer is not None
     with left.attempt("the drawing of curves"):
         draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png")

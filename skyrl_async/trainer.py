@@ -21,7 +21,7 @@ from skyrl_async.concurrency import first_failure
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.device_turns import Sitting
 from skyrl_async.errors import CheckpointError, GenerationError, NoEngineError, PublishError, SkyRLAsyncError
-from skyrl_async.evaluation import Evaluator
+from skyrl_async.evaluation import EvaluationResult, Evaluator
 from skyrl_async.metrics.overlap import OverlapThroughput
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import RunTotals, StepFigures
@@ -162,6 +162,8 @@ class FullyAsyncTrainer:
         )
         self._newest: list[TrainedStep] = []
         """Completed optimizer steps that were perhaps not logged yet."""
+        self.first_evaluation: EvaluationResult | None = None
+        """Of this process, before it trains."""
         self.reward_after: float | None = None
         self.is_complete = False
         """Whether training has come to its end, and only the last evaluation may follow."""
@@ -229,12 +231,12 @@ class FullyAsyncTrainer:
 
     async def _run(self) -> None:
         await self._param_update.publish_first(self.step)
+        if self._settings.validates_only or self.totals.reward_before is None:
+            self.first_evaluation = await self._validation.before_training()
         if self._settings.validates_only:
-            result = await self._validation.before_training()
-            self.reward_after = None if result is None else result.reward
             return
-        if self.totals.reward_before is None and (before := await self._validation.before_training()):
-            self.totals.reward_before = before.reward
+        if self.first_evaluation is not None:
+            self.totals.reward_before = self.first_evaluation.reward
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._recorder.start()

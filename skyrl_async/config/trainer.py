@@ -144,7 +144,9 @@ class TrainerConfig:
     eval_before_train: bool = doc(True, "Evaluate before training, too.")
     eval_at_end: bool = doc(True, "Evaluate after training, too.")
     eval_only: bool = doc(
-        False, "Train nothing: evaluate the policy, or with trainer.resume_mode the checkpoint's, and end."
+        False,
+        "Train nothing: evaluate the policy, or with trainer.resume_mode the checkpoint's, write evaluation.json and end. What a run has "
+        "left in the directory stays.",
     )
     output_dir: str | None = doc(None, "The run's directory; null makes one under outputs/.")
     export_hf: bool = doc(True, "Write the final policy as a Hugging Face directory.")

@@ -4,12 +4,19 @@ Flows in: records as text. Flows out: a file. Does not know what a record means.
 """
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
+
+
+def free_path(path: Path) -> Path:
+    """``path``, or where something is there, the next one: ``trace.json``, ``trace-2.json``, and so on."""
+    names = itertools.chain([path], (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2)))
+    return next(name for name in names if not name.exists())
 
 
 class RecordFile:

@@ -1,6 +1,7 @@
 """The end of a run: its figures as a file, and as a table for people.
 
-Flows in: a flat dictionary of figures. Flows out: ``summary.json``, written whole or not at all, and a rich table.
+Flows in: a flat dictionary of figures. Flows out: ``summary.json``, or ``evaluation.json`` of a run that trained nothing, written whole or
+not at all, and a rich table.
 """
 
 import json
@@ -14,6 +15,8 @@ from rich.table import Table
 _LABELS = {
     "reward_before": ("held-out reward before", "{:.3f}"),
     "reward_after": ("held-out reward after", "{:.3f}"),
+    "reward/eval": ("held-out reward", "{:.3f}"),
+    "reward/eval_standard_error": ("  standard error", "{:.3f}"),
     "steps": ("optimizer steps", "{:,.0f}"),
     "seconds": ("run time", "{:.1f} s"),
     "boot_seconds": ("  of which until training began", "{:.1f} s"),

@@ -225,14 +225,6 @@ class Trace:
         )
 
 
-def free_trace_path(run_dir: Path) -> Path:
-    """Where the next trace of a run goes: ``trace.json``, and after each resume ``trace-2.json`` and so on."""
-    number = 1
-    while (path := run_dir / ("trace.json" if number == 1 else f"trace-{number}.json")).exists():
-        number += 1
-    return path
-
-
 def _split(track: str) -> tuple[str, str]:
     process, slash, thread = track.partition("/")
     return (process, thread) if slash else ("run", track)

@@ -391,6 +391,33 @@ def test_a_killed_run_is_taken_up_and_finishes_with_all_its_files(
 
 
 @pytest.mark.slow
+def test_evaluations_of_a_finished_run_leave_all_that_it_left_and_write_files_of_their_own(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    overrides = [*SMALL, *NO_VLLM, f"trainer.output_dir={out}", "trainer.num_steps=2"]
+    assert run(*overrides, cwd=tmp_path).code == 0
+    growing = {"metrics.jsonl", "run.log"}
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != "run.lock"}
+    left = {path.name for path in out.iterdir()}
+    assert {"summary.json", "curves.png", "policy", "checkpoints"} <= left
+
+    evaluating = [*overrides, "trainer.resume_mode=latest", "trainer.eval_only=true", "evaluation.num_prompts=4"]
+    (out / "evaluation.json").write_text("of an evaluation before")
+    outcome = run(*evaluating, cwd=tmp_path)
+    assert outcome.code == 0, outcome.stderr
+    for path, content in before.items():
+        assert path.exists(), path
+        now = path.read_bytes()
+        assert now == content or (path.name in growing and now.startswith(content)), path
+    assert {path.name for path in out.iterdir()} - left == {"evaluation.json", "evaluation-2.json", "trace-2.json"}
+    assert (out / "evaluation.json").read_text() == "of an evaluation before"
+    evaluation = json.loads((out / "evaluation-2.json").read_text())
+    assert (evaluation["steps"], evaluation["checkpoint"]) == (2, str(out / "checkpoints" / "global_step_2"))
+    last = read_rows(out / "metrics.jsonl")[-1]
+    assert (last["step"], last["reward/eval"]) == (2, evaluation["reward/eval"])
+    assert "held-out reward" in outcome.stdout
+
+
+@pytest.mark.slow
 def test_which_stages_have_which_devices_is_shown_and_logged(
     finished: tuple[Path, int, list[str], Outcome],
 ) -> None:

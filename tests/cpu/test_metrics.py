@@ -25,9 +25,10 @@ from skyrl_async.errors import ConfigError
 from skyrl_async.metrics.curves import draw_curves
 from skyrl_async.metrics.logs import run_logging
 from skyrl_async.metrics.names import METRICS, markdown
+from skyrl_async.metrics.record_file import free_path
 from skyrl_async.metrics.summary import summary_table, write_summary
 from skyrl_async.metrics.tensorboard import TensorBoardSink
-from skyrl_async.metrics.trace import Trace, free_trace_path
+from skyrl_async.metrics.trace import Trace
 from skyrl_async.metrics.tracker import MetricsLog, Tracker, read_rows, read_steps
 from skyrl_async.metrics.wandb import WandbSink
 
@@ -281,7 +282,7 @@ def test_a_trace_without_a_file_still_sums_up_its_spans() -> None:
 
 def test_each_resume_of_a_run_gets_a_trace_of_its_own(tmp_path: Path) -> None:
     for expected in ("trace.json", "trace-2.json", "trace-3.json"):
-        path = free_trace_path(tmp_path)
+        path = free_path(tmp_path / "trace.json")
         assert path.name == expected
         Trace(path, Clock()).close()
         assert json.loads(path.read_text()) == []

@@ -601,5 +601,5 @@ def test_a_run_that_only_validates_trains_nothing() -> None:
 
     simulation = run_in_virtual_time(main())
     assert simulation.trainer.step == 0 and simulation.policy.steps == [[]]
-    assert simulation.trainer.reward_after == 0.0
+    assert simulation.trainer.first_evaluation is not None and simulation.trainer.first_evaluation.reward == 0.0
     assert [step for step, _, _ in evaluations_of(simulation)] == [0]
