@@ -312,6 +312,10 @@ class WeightUpdate:
     num_bytes: int
     adapter: Adapter | None = None
     """What A and B are sent of, beside the weights that engines booted with; None: all weights are sent."""
+    crc32: int | None = None
+    """Of the bytes of the chunks' files (``path``), one after the other, as they were written; None: not known."""
+    is_compared: bool = False
+    """Whether an engine holds the files against ``crc32`` before it loads them: not in a publish, whose pause that would lengthen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,8 @@ class WeightSyncConfig:
     verify_checksums: bool | None = doc(
         None,
         "Ask every engine for its checksum after each publish and stop when they differ (after the first publish it is always done). An "
-        "engine that is started anew is held against it. Null: where the weights are at most 16 MiB and all of them are published.",
+        "engine that is started anew is held against it, beside the checksum of the file that it loads, which is always compared. Null: "
+        "where the weights are at most 16 MiB and all of them are published.",
     )
 
     max_retries: int = doc(

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.adapter_update import MergedAdapters, update_validator
 from skyrl_async.inference.joined import OpenCalls
-from skyrl_async.inference.policy_files import eos_token_ids
+from skyrl_async.inference.policy_files import eos_token_ids, require_as_sent
 from skyrl_async.inference.weight_map import WeightMap
 from skyrl_async.types import (
     EngineOutput,
@@ -166,6 +166,7 @@ class DeterministicEngine:
         if not self._gate.is_closed:
             raise PublishError(f"engine {self.name} is not paused; pause it before loading weights {update.version}")
         self._validator.check(update)
+        require_as_sent(update)
         if update.adapter is None:
             self._load_all(update)
         else:

@@ -1,7 +1,8 @@
 """What an engine reads of a policy's files by itself: its stop tokens, and the headers of safetensors files.
 
 Flows in: a Hugging Face directory, or the chunks of a weight update. Flows out: plain values, or ``PublishError`` for
-an update that cannot be the policy's. Only headers are read, never weights; this module knows neither torch nor vllm.
+an update that cannot be the policy's. Of weights only headers are read, and their bytes where they are to be compared; this module knows
+neither torch nor vllm.
 """
 
 import json
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from skyrl_async.crc32 import crc32_of_file
 from skyrl_async.errors import PolicyError, PublishError
 from skyrl_async.types import WeightUpdate
 
@@ -171,6 +173,22 @@ def require_same(what: str, found: Mapping[str, object], expected: Mapping[str, 
     for name, value in expected.items():
         if found[name] != value:
             raise PublishError(f"weight update {version}: {what} has {name} as {found[name]}, expected {value}")
+
+
+def require_as_sent(update: WeightUpdate) -> None:
+    """Raise ``PublishError`` unless the files hold the bytes that were written as this version, where that is to be compared."""
+    if not update.is_compared or update.crc32 is None:
+        return
+    found, paths = 0, [Path(chunk["path"]) for chunk in update.chunks]
+    try:
+        for path in paths:
+            found = crc32_of_file(path, found)
+    except OSError as error:
+        raise PublishError(f"weight update {update.version}: {error.filename} cannot be read: {error}") from error
+    if found != update.crc32:
+        raise PublishError(
+            f"weight update {update.version}: {', '.join(map(str, paths))} has the checksum {found:08x}, and {update.crc32:08x} was sent"
+        )
 
 
 def chunk_manifest(chunk: dict[str, Any], version: int) -> Manifest:

@@ -67,7 +67,8 @@ class InferenceEngine(Protocol):
         """Replace all weights by ``update``, drop every cached key and value, and serve ``update.version``.
 
         Only called between ``pause`` and ``resume``. Raises ``PublishError``, with the old weights untouched, when the
-        update cannot be the policy's (unknown names, other shapes, missing files); any later failure is ``EngineDeadError``.
+        update cannot be the policy's (unknown names, other shapes, missing files), or is to be compared and is not what was sent; any
+        later failure is ``EngineDeadError``.
         """
         ...
 

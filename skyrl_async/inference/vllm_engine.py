@@ -29,7 +29,7 @@ from skyrl_async.inference.adapter_update import update_validator
 from skyrl_async.inference.continuing import is_part_of
 from skyrl_async.inference.joined import merged
 from skyrl_async.inference.outcome_fifo import OutcomeFifo
-from skyrl_async.inference.policy_files import TOKENIZER_FILES, eos_token_ids
+from skyrl_async.inference.policy_files import TOKENIZER_FILES, eos_token_ids, require_as_sent
 from skyrl_async.inference.vllm_adapter import AdapterSlot
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig, boot
 from skyrl_async.inference.vllm_requests import engine_output, partial_output, versions_of, vllm_sampling_params
@@ -230,6 +230,7 @@ class VLLMEngine:
                 )
             update = self._own(update)
             self._validator.check(update)
+            await asyncio.to_thread(require_as_sent, update)
             if self._adapter is not None:
                 await self._check_layers(self._adapter, update)
             try:

@@ -9,6 +9,7 @@ which take the dtype that is served. Knows neither models nor engines. The memor
 import json
 import os
 import threading
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -67,7 +68,7 @@ class Staging:
             num_bytes = sum(tensor.nbytes for tensor in tensors.values())
             path = directory / f"v{version:06d}.safetensors"
             try:
-                _write_file(tensors, path, bucket_bytes)
+                crc32 = _write_file(tensors, path, bucket_bytes)
             except OSError as error:
                 raise WeightsWriteError(
                     f"cannot write {num_bytes} bytes of weights to {path}: {error}; make room there or choose another directory"
@@ -77,6 +78,7 @@ class Staging:
                 chunks=({"path": str(path)},),
                 manifest={n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()},
                 num_bytes=num_bytes,
+                crc32=crc32,
             )
 
 
@@ -127,16 +129,21 @@ def buckets_of(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[me
         yield bucket
 
 
-def _write_file(tensors: Mapping[str, Tensor], path: Path, bucket_bytes: int) -> None:
+def _write_file(tensors: Mapping[str, Tensor], path: Path, bucket_bytes: int) -> int:
+    """Returns the CRC-32 of all that is written, taken of the memory that it is written from."""
+    header = memoryview(header_of(tensors))
+    crc32 = zlib.crc32(header)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb", buffering=0) as file:
-            _write_all(file.fileno(), memoryview(header_of(tensors)))
+            _write_all(file.fileno(), header)
             for bucket in buckets_of(tensors.values(), bucket_bytes):
                 for piece in bucket:
                     _write_all(file.fileno(), piece)
+                    crc32 = zlib.crc32(piece, crc32)
         os.replace(temporary, path)
+        return crc32
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

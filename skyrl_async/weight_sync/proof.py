@@ -1,7 +1,8 @@
 """Proves that engines hold what is trained: by version and checksum, and by the log-probs of a probe (contract 6).
 
 Flows in: engines that serve a version, or are about to. Flows out: nothing, or ``PublishError``. Remembers the last checksum that engines
-agreed on, so that one which comes up later can be held against it. Does not load, pause or resume.
+agreed on, so that one which comes up later can be held against it. Does not load, pause or resume, and leaves the comparison of the bytes
+that are loaded to the engines.
 """
 
 import logging
@@ -13,6 +14,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.protocol import Policy
+from skyrl_async.types import WeightUpdate
 from skyrl_async.weight_sync.engine_turns import HoldEngines
 from skyrl_async.weight_sync.probe import check_gap, engine_logprob_gap
 from skyrl_async.weight_sync.switch import EngineSwitch
@@ -94,8 +96,12 @@ class EngineProof:
         """The same, of the next engine where the last one dies meanwhile and another is expected."""
         return await self._while_expecting(lambda: self.attest(version))
 
-    async def of_one(self, engine: InferenceEngine, version: int) -> None:
-        """Hold an engine that is not yet serving against what is known of the version's weights. Raises ``PublishError``."""
+    async def of_one(self, engine: InferenceEngine, update: WeightUpdate) -> None:
+        """Hold an engine that has loaded what is served, and takes no requests yet, against what is known of that version's weights.
+
+        What it loaded were the bytes that were sent: it has compared them. Here it is what came of them. Raises ``PublishError``.
+        """
+        version = update.version
         found, checksum = await engine.version(), await engine.checksum()
         expected = await self._checksum_of(version)
         if found != version or expected not in (None, checksum):
@@ -104,7 +110,10 @@ class EngineProof:
             )
         if expected is None:
             logger.info(
-                "%s is the first to serve version %d: no checksum to compare its own with", engine.name, version
+                "%s has loaded version %d %s; no other engine's checksum is there to compare its own with",
+                engine.name,
+                version,
+                "unseen" if update.crc32 is None else f"as it was sent (checksum {update.crc32:08x})",
             )
         self._attested = version, checksum
 

@@ -1,7 +1,7 @@
 """Publishes a policy version to every engine: gather, send and load, of which the last alone pauses them; all or nothing.
 
     policy ──gather──> staging ──send──> buckets ──load: (stage) pause, load──> every engine acknowledged ──> resume
-       training waits     └ training goes on    └ an engine that comes up later ──> load ──checksum──> takes requests
+       training waits     └ training goes on    └ an engine that comes up later ──checksum──> load ──checksum──> takes requests
 
 Flows in: versions and the policy that holds them; engines that join. Flows out: engines that serve them, and how long each phase took.
 Does not know requests, groups or the trainer. Pausing is an acknowledgement of each engine, never a sleep (contract 5).
@@ -253,8 +253,8 @@ class WeightPublisher:
         if self._broadcast is not None:
             await self._broadcast.deliver([engine], serving, _raise)
         await engine.pause(self._pause_mode)
-        await engine.load_weights(serving)
-        await self._proof.of_one(engine, serving.version)
+        await engine.load_weights(replace(serving, is_compared=True))
+        await self._proof.of_one(engine, serving)
         await engine.resume()
         self.lag.joined(engine.name, serving.version)
 

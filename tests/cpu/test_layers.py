@@ -19,6 +19,7 @@ LAYERS = {
     "skyrl_async.resumption": 0,
     "skyrl_async.errors": 0,
     "skyrl_async.samples": 0,
+    "skyrl_async.crc32": 0,
     "skyrl_async.registries": 0,
     "skyrl_async.version_spans": 0,
     "skyrl_async.concurrency": 0,

@@ -2,6 +2,7 @@
 
 import resource
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,7 @@ def test_mixed_dtypes_arrive_as_they_were_whatever_the_buckets(
         (path,) = (Path(chunk["path"]) for chunk in update.chunks)
         assert update.num_bytes == num_bytes == sum(tensor.nbytes for tensor in weights.values())
         assert update.manifest == read_manifest(directory)
+        assert update.crc32 == zlib.crc32(path.read_bytes())
         with WeightMap(path, load_bytes) as mapped:
             buckets = list(mapped.buckets())
             assert all(len(b) == 1 or sum(t.nbytes for _, t in b) <= load_bytes for b in buckets)

@@ -423,6 +423,11 @@ async def test_an_update_that_cannot_be_the_policys_is_refused_and_the_old_weigh
         await engine_0.resume()
     with pytest.raises(PublishError, match="not paused"):
         await engine_0.load_weights(good)
+    whole = (good.chunks[0], make_update(policy_dir(1, False), tmp_path / "whole", 5).chunks[1])
+    other = replace(good, chunks=whole, crc32=7, is_compared=True)
+    with pytest.raises(PublishError, match="has the checksum [0-9a-f]{8}, and 00000007 was sent"):
+        await publish(engine_0, other)
+    await engine_0.resume()
     assert await engine_0.checksum() == checksum and await engine_0.version() == 0
     assert await engine_0.generate(make_request("before")) == before
 
