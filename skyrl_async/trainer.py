@@ -227,7 +227,9 @@ class FullyAsyncTrainer:
                 raise
             logger.warning("after that: %s", error)
         if self._stop.failure is not None:
-            raise self._stop.failure
+            if not self.is_complete:
+                raise self._stop.failure
+            self.evaluation_failure = self._stop.failure
 
     async def _run(self) -> None:
         await self._param_update.publish_first(self.step)
