@@ -1,4 +1,4 @@
-"""The datasets of ``examples/gsm8k`` and ``examples/multi_turn_tools``: what is committed is what the scripts make, and it plays."""
+"""The small datasets of ``examples``: what is committed is what the scripts make, and it plays."""
 
 import json
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ import pytest
 
 from examples.gsm8k import convert
 from examples.gsm8k import make as gsm8k
+from examples.lora import make as lora
 from examples.multi_turn_tools import make as tools
 from skyrl_async.data.dataset import load_prompts
 from skyrl_async.data.sources import rows_of
@@ -17,7 +18,7 @@ from skyrl_async.errors import DatasetError
 from skyrl_async.tasks.imitation import ImitationTask
 from skyrl_async.tasks.registry import make_environment
 
-SCRIPTS = [gsm8k, tools]
+SCRIPTS = [gsm8k, tools, lora]
 MAX_BYTES = 100_000
 
 
@@ -50,7 +51,7 @@ def test_worked_conversations_are_those_that_the_environment_leads_to_a_reward_o
     env_class = next(rows(script, "train.jsonl"))["env_class"]
     worked = [row["messages"] for row in rows(script, "warm_start.jsonl") if not row.get("guess")]
     for messages in worked:
-        truth = messages[-1]["content"].rpartition("#### ")[2]
+        truth = messages[-1]["content"].split()[-1]
         environment = make_environment(env_class, {"reward_spec": {"ground_truth": truth}})
         told, outcome = messages[:1], {}
         for message in messages:
@@ -69,6 +70,9 @@ def test_the_answers_are_those_of_the_questions() -> None:
     for row in rows(tools, "train.jsonl"):
         question = row["prompt"][0]["content"].rstrip("?").replace("plus", "+").replace("minus", "-")
         assert row["reward_spec"]["ground_truth"] == str(eval(question))
+    for row in rows(lora, "train.jsonl"):
+        digits = row["prompt"][0]["content"].removeprefix("Sort ").rstrip(".").split()
+        assert row["reward_spec"]["ground_truth"] == "".join(sorted(digits, reverse=True))
 
 
 def write_split(folder: Path, split: str, answers: list[str]) -> None:
