@@ -1,6 +1,7 @@
 """The small datasets of ``examples``: what is committed is what the scripts make, and it plays."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from examples.dapo import make as dapo
 from examples.gsm8k import convert
 from examples.gsm8k import make as gsm8k
 from examples.lora import make as lora
@@ -16,9 +18,10 @@ from skyrl_async.data.dataset import load_prompts
 from skyrl_async.data.sources import rows_of
 from skyrl_async.errors import DatasetError
 from skyrl_async.tasks.imitation import ImitationTask
+from skyrl_async.tasks.policy_cache import task_tokenizer
 from skyrl_async.tasks.registry import make_environment
 
-SCRIPTS = [gsm8k, tools, lora]
+SCRIPTS = [gsm8k, tools, dapo, lora]
 MAX_BYTES = 100_000
 
 
@@ -70,9 +73,25 @@ def test_the_answers_are_those_of_the_questions() -> None:
     for row in rows(tools, "train.jsonl"):
         question = row["prompt"][0]["content"].rstrip("?").replace("plus", "+").replace("minus", "-")
         assert row["reward_spec"]["ground_truth"] == str(eval(question))
+    for row in rows(dapo, "train.jsonl"):
+        num_asked, digits = re.fullmatch(r".* (\d) of the digits ([\d ]+) make\?", row["prompt"][0]["content"]).groups()
+        assert row["reward_model"]["ground_truth"] == "".join(sorted(digits.split())[: int(num_asked)])
     for row in rows(lora, "train.jsonl"):
         digits = row["prompt"][0]["content"].removeprefix("Sort ").rstrip(".").split()
         assert row["reward_spec"]["ground_truth"] == "".join(sorted(digits, reverse=True))
+
+
+def test_of_the_habits_that_dapo_is_to_change_only_wordy_answers_are_long() -> None:
+    task = ImitationTask(rows_of(dapo.FOLDER / "warm_start.jsonl"), [])
+    tokenizer = task_tokenizer(task)
+    lengths: dict[bool, list[int]] = {False: [], True: []}
+    for row in rows(dapo, "warm_start.jsonl"):
+        answer = row["messages"][-1]["content"]
+        num_tokens = len(tokenizer(answer)["input_ids"]) + 1
+        lengths[answer.startswith(dapo.WORDY)].append(num_tokens)
+    max_tokens, buffer_len = 36, 24  # as in the README's command
+    assert max(lengths[False]) <= max_tokens - buffer_len
+    assert max_tokens - buffer_len < min(lengths[True]) <= max_tokens < max(lengths[True])
 
 
 def write_split(folder: Path, split: str, answers: list[str]) -> None:

@@ -75,8 +75,13 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the placeholders of the documents stand for."""
     run_dir = write_run(tmp_path_factory.mktemp("outputs") / "run")
     runs = {f"outputs/{name}": str(run_dir) for name in ("RUN", "first", "served")}
-    converted = {"outputs/gsm8k": str(ROOT / "examples" / "gsm8k")}
-    return {"DIR": str(run_dir / "policy"), "KEY": "secret", **runs, **converted}
+    examples = ROOT / "examples"
+    full_sets = {
+        "outputs/gsm8k": str(examples / "gsm8k"),
+        "outputs/dapo/dapo-math-17k-cleaned.parquet": str(examples / "dapo" / "train.jsonl"),
+        "outputs/dapo/aime-2024-cleaned.parquet": str(examples / "dapo" / "eval.jsonl"),
+    }
+    return {"DIR": str(run_dir / "policy"), "KEY": "secret", **runs, **full_sets}
 
 
 @pytest.fixture
