@@ -144,8 +144,7 @@ class FSDPBackend:
         """Restore what ``save`` of either backend wrote, on any number of ranks. Hyper-parameters stay those of this run."""
         state = self._state()
         read_state(directory, state)
-        is_whole = len(self._trained) == len(self._parameters)
-        set_model_state_dict(self._model, state["model"], options=StateDictOptions(strict=is_whole))
+        set_model_state_dict(self._model, state["model"], options=StateDictOptions(strict=False))
         with keeping_hyper_parameters(self._optimizer):
             set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
         read_scheduler(directory, self._scheduler)
@@ -156,9 +155,12 @@ class FSDPBackend:
         process_group.leave()
 
     def _state(self) -> dict[str, Any]:
+        """Once each, under the name that ``named_parameters`` has: torch lists a tied head a second time, frozen or not."""
         self._reshard()
+        kept = {*self._trained, *dict(persistent_buffers(self._model))}
+        of_model = get_model_state_dict(self._model, options=StateDictOptions(ignore_frozen_params=True))
         return {
-            "model": get_model_state_dict(self._model, options=StateDictOptions(ignore_frozen_params=True)),
+            "model": {name: tensor for name, tensor in of_model.items() if name in kept},
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
         }
 

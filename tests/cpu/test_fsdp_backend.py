@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_async.algorithms.correction_settings import CorrectionSettings
@@ -415,6 +416,27 @@ class TestCheckpoints:
         assert torch.equal(torch.rand(3), drawn)
         assert await self.train(restored, first_step=3, num_steps=2) == stats
         assert_close(await weights(policy, tmp_path / "a"), await weights(restored, tmp_path / "b"))
+
+    async def test_a_tied_head_is_saved_once_and_read_from_a_checkpoint_that_holds_it_twice(
+        self, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An older version wrote it under both names."""
+        path = str(write_policy(tmp_path / "tied", is_tied=True))
+        policy = make(policy_path=path)
+        await self.train(policy, first_step=0, num_steps=1)
+        await policy.save(tmp_path / "once")
+        names = FileSystemReader(tmp_path / "once" / "state").read_metadata().state_dict_metadata
+        assert "model.model.embed_tokens.weight" in names and "model.lm_head.weight" not in names
+        backend: Any = policy._rank._backend
+        state = backend._state()
+        state["model"]["lm_head.weight"] = state["model"]["model.embed_tokens.weight"]
+        monkeypatch.setattr(backend, "_state", lambda: state)
+        await policy.save(tmp_path / "twice")
+        stats = await self.train(policy, first_step=1, num_steps=1)
+        for name in ("once", "twice"):
+            restored = make(policy_path=path, seed=3)
+            await restored.load(tmp_path / name)
+            assert await self.train(restored, first_step=1, num_steps=1) == stats
 
     async def test_saving_before_the_first_step_changes_nothing(self, make: Make, tmp_path: Path) -> None:
         policy, reference = make(), make()

@@ -229,10 +229,12 @@ async def test_a_resumed_run_is_the_same_to_the_last_bit(make: Make, tmp_path: P
     assert_close(values(second), expected)
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
 async def test_a_checkpoint_holds_the_adapters_and_names_what_they_are_of(
-    make: Make, policy_directory: Path, tmp_path: Path
+    make: Make, tmp_path: Path, is_tied: bool
 ) -> None:
-    await make().save(tmp_path / "adapted")
+    policy_directory = write_policy(tmp_path / "policy", is_tied=is_tied)
+    await make(policy_path=str(policy_directory)).save(tmp_path / "adapted")
     saved = FileSystemReader(tmp_path / "adapted" / "state").read_metadata().state_dict_metadata
     assert saved and all(".lora_" in name for name in saved if name.startswith("model."))
     content = json.loads((tmp_path / "adapted" / "adapter.json").read_text())

@@ -23,7 +23,18 @@ from tests.cpu.two_ranks import OneOfTwo, run_two_ranks
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 3
-WAYS = ("fsdp", "fsdp_lora", "zero0", "zero1", "zero2", "zero3", "zero2_lora", "zero3_lora")
+WAYS = (
+    "fsdp",
+    "fsdp_lora",
+    "fsdp_tied",
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero2_lora",
+    "zero3_lora",
+    "zero3_tied",
+)
 OTHER_WAY = {
     "fsdp": "zero3",
     "zero3": "zero1",
@@ -31,13 +42,16 @@ OTHER_WAY = {
     "zero0": "fsdp",
     "zero2": "zero2",
     "fsdp_lora": "zero3_lora",
+    "fsdp_tied": "zero3_tied",
+    "zero3_tied": "fsdp_tied",
 }
 """Who wrote a checkpoint -> who takes it up, on another number of ranks: another backend or stage."""
 Make = Callable[[TrainingSettings], InProcessPolicy]
 
 
 def settings_of(way: str, directory: Path) -> TrainingSettings:
-    settings = TrainingSettings(policy_path=str(directory / "policy"), lr=1e-3, num_warmup_steps=2)
+    policy = directory / ("tied_policy" if way.endswith("tied") else "policy")
+    settings = TrainingSettings(policy_path=str(policy), lr=1e-3, num_warmup_steps=2)
     if way.startswith("zero"):
         # A few tokens at a time: with ZeRO-3 the head is gathered for each of them, and again in the backward pass.
         settings = replace(settings, deepspeed=DeepSpeedSettings(zero_stage=int(way[4])), logprobs_chunk_size=5)
@@ -48,7 +62,8 @@ def settings_of(way: str, directory: Path) -> TrainingSettings:
 
 
 def reference_of(way: str) -> str:
-    return "fsdp_lora" if way.endswith("lora") else "fsdp"
+    kind = way.partition("_")[2]
+    return f"fsdp_{kind}" if kind else "fsdp"
 
 
 def first_moments(rank: PolicyRank) -> dict[str, Tensor]:
@@ -114,6 +129,7 @@ async def on_two_ranks(make: Callable[[TrainingSettings], OneOfTwo], directory: 
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("two_ranks")
     write_policy(directory / "policy")
+    write_policy(directory / "tied_policy", is_tied=True)
     for way in OTHER_WAY:
         asyncio.run(on_one_rank(InProcessPolicy(settings_of(way, directory)), directory / f"{way}_of_one"))
     run_two_ranks(on_two_ranks, directory)
@@ -170,7 +186,7 @@ async def test_one_rank_and_two_give_the_figures_gradients_weights_and_log_probs
     for here, there in zip(found["logprobs"], logprobs.values, strict=True):
         assert here == pytest.approx(there, abs=1e-5)
 
-    if way not in ("fsdp", "fsdp_lora"):
+    if way != reference_of(way):
         alone = make(settings)
         assert_same_figures(await train(alone, first_step=0, num_steps=NUM_STEPS), figures)
         assert_close(first_moments(alone._rank), moments, atol=1e-5)
