@@ -41,7 +41,8 @@ class KlPenalty:
     """What divergence takes from rewards: ``r - b sum over tokens of kl(log mu, log ref)``.
 
     With k1 and samples of the policy itself, advantages of these rewards have the gradient of ``E[r] - b KL(pi, ref)`` as their mean
-    (Ziegler et al., arXiv 1909.08593, equation 2). ``mu`` is the engine's, of the version that sampled each token.
+    (Ziegler et al., arXiv 1909.08593, equation 2). ``mu`` is the engine's, of the version that sampled each token; where the engine leaves
+    tokens out (top_p, top_k, min_p) it is not of the whole vocabulary, as ``ref`` is, and the sum grows with the length.
 
     A reward acts by the score alone, not by the gradient of the estimate. What another estimator takes from the gradient of ``E[r]`` is
     therefore not that of a divergence (arXiv 2510.01555, 2512.21852), ``KL_t`` being a token's given those before it:

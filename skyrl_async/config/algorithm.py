@@ -98,7 +98,8 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = doc(
         False,
         "Take kl_loss_coef times the divergence of an answer's tokens, from the engine's log-probs to the frozen reference's, from its "
-        "reward before advantages are computed. In place of use_kl_loss.",
+        "reward before advantages are computed. In place of use_kl_loss. Not with generator.sampling.top_p, top_k or min_p: engines have "
+        "log-probs of the tokens that these leave.",
     )
     kl_ctrl: KlCtrlConfig = doc(KlCtrlConfig, "Of the coefficient with use_kl_in_reward.")
     kl_loss_coef: float = doc(

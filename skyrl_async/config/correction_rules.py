@@ -41,12 +41,23 @@ def sequence_settings(config: Config) -> list[str]:
 
 
 def sequence_ratios_are_of_the_whole_vocabulary(config: Config) -> None:
-    """Under truncated sampling every token is likelier to its sampler than to the policy, and their product falls with the length."""
+    """Under truncated sampling every token is likelier to its sampler than to the policy, and their product falls with the length.
+
+    So it is with the reference in the policy's place: a penalty from the engine's log-probs would be one on length.
+    """
     sampling = config.generator.sampling
     cuts = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
+    wrong = {
+        setting: "the policy's of all, so that a whole answer's ratio is far too small"
+        for setting in sequence_settings(config)
+    }
+    if config.trainer.algorithm.use_kl_in_reward:
+        wrong["trainer.algorithm.use_kl_in_reward=true"] = (
+            "the reference's of all, so that every token of an answer adds to its divergence; set use_kl_loss=true, which has the policy's"
+        )
     for key in (key for key, is_cut in cuts.items() if is_cut):
-        for setting in sequence_settings(config):
+        for setting, consequence in wrong.items():
             raise ConfigError(
                 f"generator.sampling.{key} must be left at its default with {setting}, got {getattr(sampling, key)}: the "
-                "engine's probabilities are of the tokens it keeps and the policy's of all, so that a whole answer's ratio is far too small"
+                f"engine's probabilities are of the tokens it keeps and {consequence}"
             )

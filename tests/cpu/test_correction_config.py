@@ -20,6 +20,7 @@ from skyrl_async.training.settings import TrainingSettings
 
 PREFIX = "trainer.algorithm.off_policy_correction"
 ROLLOUT_IS = "trainer.algorithm.policy_loss_type=rollout_is"
+DECOUPLED = "trainer.algorithm.policy_loss_type=decoupled_ppo"
 
 
 def config_of(*overrides: str) -> Config:
@@ -90,11 +91,24 @@ def test_policy_workers_are_told_of_them() -> None:
             ["trainer.algorithm.policy_loss_type=gspo", "generator.sampling.top_p=0.9"],
             "generator.sampling.top_p must be left at its default with trainer.algorithm.policy_loss_type=gspo, got 0.9",
         ),
+        (
+            ["trainer.algorithm.use_kl_in_reward=true", "generator.sampling.top_p=0.9"],
+            "generator.sampling.top_p must be left at its default with .*use_kl_in_reward=true, got 0.9: .* set use_kl_loss=true",
+        ),
+        (
+            ["trainer.algorithm.use_kl_in_reward=true", DECOUPLED, "generator.sampling.min_p=0.1"],
+            "generator.sampling.min_p must be left at its default with trainer.algorithm.use_kl_in_reward=true, got 0.1",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_what_to_change(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(*overrides)
+
+
+def test_a_divergence_in_the_loss_goes_with_truncated_sampling() -> None:
+    """It is the policy's from the reference, both of the whole vocabulary."""
+    assert config_of("trainer.algorithm.use_kl_loss=true", "generator.sampling.top_p=0.9").trainer.algorithm.use_kl_loss
 
 
 @pytest.mark.parametrize(
