@@ -23,7 +23,7 @@ class KlController:
     target: float | None = None
     """Nats per token, > 0; None: fixed."""
     horizon: int = 10_000
-    """Samples, >= 1."""
+    """Samples; at least those of a step, or one step moves the coefficient by more than a fifth, from five times as many below 0."""
 
     def update(self, divergence: float, num_samples: int) -> None:
         """After a step on ``num_samples`` samples whose mean divergence was ``divergence``, nats per token.

@@ -4,6 +4,7 @@ Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``. Imports wh
 """
 
 from skyrl_async.config.algorithm import RefLogp
+from skyrl_async.config.kl_control import KlControl
 from skyrl_async.config.schema import Config
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
@@ -43,6 +44,19 @@ def divergence_is_known_before_the_step(config: Config) -> None:
         raise ConfigError(
             "trainer.algorithm.ref_logp must be stage with trainer.algorithm.use_kl_in_reward=true, got inline: rewards are known before "
             "the training step"
+        )
+
+
+def adaptive_coefficient_stays_positive(config: Config) -> None:
+    """A step of n samples multiplies it by ``1 + e n / horizon`` with e >= -0.2; see ``algorithms.kl_penalty``."""
+    control = config.trainer.algorithm.kl_ctrl
+    num_groups, num_samples = config.trainer.policy_mini_batch_size, config.generator.n_samples_per_prompt
+    of_step = num_groups * num_samples
+    if control.type is KlControl.adaptive and control.horizon < of_step:
+        raise ConfigError(
+            "trainer.algorithm.kl_ctrl.horizon must be >= trainer.policy_mini_batch_size * generator.n_samples_per_prompt "
+            f"({num_groups} * {num_samples} = {of_step}) with kl_ctrl.type=adaptive, got {control.horizon}: it counts "
+            "samples, not steps, and one step would move the coefficient by more than a fifth, at five times the horizon below 0"
         )
 
 

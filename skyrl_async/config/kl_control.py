@@ -21,7 +21,9 @@ class KlCtrlConfig:
     )
     kl_target: float = doc(0.1, "Mean divergence per token to come to, nats.")
     horizon: int = doc(
-        10_000, "Samples over which the coefficient moves by at most a fifth; the larger, the more slowly it follows."
+        10_000,
+        "Samples, not steps, over which the coefficient moves by at most a fifth; the larger, the more slowly it follows. With "
+        "type=adaptive at least those of a step: policy_mini_batch_size * n_samples_per_prompt.",
     )
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from skyrl_async.config.algorithm_rules import (
+    adaptive_coefficient_stays_positive,
     advantages_can_be_computed,
     divergence_is_known_before_the_step,
     log_probs_are_recomputed_at_a_known_time,
@@ -358,6 +359,7 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     reward_shaping_is_a_path,
     policy_loss_can_be_computed,
     divergence_is_known_before_the_step,
+    adaptive_coefficient_stays_positive,
     log_probs_are_recomputed_at_a_known_time,
     penalties_leave_rewards_that_maxrl_divides_by,
     logprob_workers_have_work,

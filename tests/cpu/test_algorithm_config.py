@@ -193,6 +193,15 @@ KL = "trainer.algorithm.use_kl_in_reward=true"
 ADAPTIVE = "trainer.algorithm.kl_ctrl.type=adaptive"
 
 
+def test_the_least_horizon_takes_a_fifth_of_an_adaptive_coefficient_in_a_step() -> None:
+    config = config_of(KL, ADAPTIVE, "trainer.algorithm.kl_ctrl.horizon=64", "trainer.algorithm.kl_loss_coef=0.05")
+    penalty = make_advantages(config.trainer.algorithm).credit._penalty
+    assert penalty is not None
+    penalty.controller.update(0.0, num_samples=64)
+    assert penalty.controller.coefficient == pytest.approx(0.04)
+    assert config_of(KL, "trainer.algorithm.kl_ctrl.horizon=1"), "nothing follows it"
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -201,6 +210,10 @@ ADAPTIVE = "trainer.algorithm.kl_ctrl.type=adaptive"
         ([KL, ADAPTIVE, "trainer.algorithm.kl_loss_coef=0"], "kl_loss_coef must be > 0 with .*type=adaptive"),
         ([KL, "trainer.algorithm.kl_ctrl.kl_target=0"], "kl_ctrl.kl_target must be > 0, got 0.0"),
         ([KL, "trainer.algorithm.kl_ctrl.horizon=0"], "kl_ctrl.horizon must be >= 1, got 0"),
+        (
+            [KL, ADAPTIVE, "trainer.algorithm.kl_ctrl.horizon=63"],
+            r"kl_ctrl.horizon must be >= .*n_samples_per_prompt \(8 \* 8 = 64\) with kl_ctrl.type=adaptive, got 63: it counts samples",
+        ),
         ([KL, "trainer.algorithm.ref_logp=inline"], "ref_logp must be stage with .*use_kl_in_reward=true, got inline"),
         ([KL, f"{ESTIMATOR}=maxrl"], "use_kl_in_reward must be false with .*=maxrl, got true: .* set use_kl_loss=true"),
         (
