@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -15,9 +17,9 @@ from skyrl_async.errors import PolicyError
 
 
 def load_model(path: Path, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Load the model in ``path`` in float32 on CPU, without dropout.
+    """Load the model in ``path`` in float32 on CPU, in train mode, without dropout and jitter.
 
-    Dropout would make the policy differ from the one that sampled.
+    Either would make the policy differ from the one that sampled.
 
     Raises:
         PolicyError: the directory is missing, or lacks a config or some of the weights.
@@ -48,14 +50,31 @@ def load_model(path: Path, *, trust_remote_code: bool) -> PreTrainedModel:
         )
     assert isinstance(model, PreTrainedModel)
     model.train()
+    _draw_nothing(model)
     return model
 
 
 def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """Its fractions to drop are 0, whatever they are called, and those of its parts."""
     for name, value in list(vars(config).items()):
-        if isinstance(value, float) and (name.endswith("dropout") or name.endswith("_pdrop")):
+        if isinstance(value, PretrainedConfig):
+            _without_dropout(value)
+        elif isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
     return config
+
+
+def _draw_nothing(model: nn.Module) -> None:
+    """For dropout that is not in the configuration, and for experts' jitter.
+
+    Jitter is left as it is and its modules out of train mode: that of PhiMoE says too how near to each other experts share a token, also
+    where nothing is drawn.
+    """
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        if any("jitter" in name for name in vars(module)):
+            module.training = False
 
 
 @contextlib.contextmanager
