@@ -1,7 +1,8 @@
 """Tasks of the package ``reasoning-gym``, more than a hundred of them, by name: their questions as prompts, their scores as rewards.
 
 An item is drawn from the dataset's seed and the item's index, so that a prompt names both and its environment draws it again. The
-package is the extra ``reasoning-gym``; it is imported when a task of it is asked for, which takes some seconds.
+package is the extra ``reasoning-gym``; it is imported when a task of it is asked for, which takes some seconds. Scorers that do more
+than compare texts run in the sandbox (``rewards.sandboxed_scores``).
 
 Flows in: a dataset's name, its parameters, how many prompts. Flows out: prompts, and rewards. This module does not know tokens or who
 plays.
@@ -9,7 +10,9 @@ plays.
 
 import difflib
 import json
+import logging
 import re
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -18,20 +21,27 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from skyrl_async.environments.answers import Extras, ended
 from skyrl_async.errors import ConfigError
+from skyrl_async.rewards.sandbox import require_sandbox
+from skyrl_async.rewards.sandboxed_scores import ScoredDataset, sandboxed_score
 from skyrl_async.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 NAME = "reasoning_gym"
 INSTRUCTION = "Give the final answer between <answer> and </answer>."
 MAX_DRAWS_PER_PROMPT = 20
 """Items drawn for each distinct question asked for, before a dataset counts as too small."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_complained: set[str] = set()
+"""Datasets that a warning has named."""
 
 
 class ReasoningGymEnv(BaseTextEnv):
-    """One turn; the reward is the dataset's score, in [0, 1], of what the last ``<answer>`` holds."""
+    """One turn; the reward is the dataset's score, in [0, 1], of what the last ``<answer>`` holds; 0.0 where that has none."""
 
     def __init__(self, env_config: Any = None, extras: Extras | None = None) -> None:
         super().__init__()
+        require_sandbox()
         item = (extras or {}).get(NAME)
         if not isinstance(item, Mapping) or not {"dataset", "config", "seed", "size", "index"} <= item.keys():
             raise ConfigError(f"column {NAME} must have dataset, config, seed, size and index, got {item!r}")
@@ -42,9 +52,12 @@ class ReasoningGymEnv(BaseTextEnv):
         answers = _ANSWER.findall(action)
         if not answers:
             return ended(0.0)
-        item = self.item
-        dataset = _dataset(item["dataset"], json.dumps(item["config"], sort_keys=True), item["seed"], item["size"])
-        return ended(float(dataset.score_answer(answers[-1].strip(), dataset[item["index"]])))
+        score, reason = _score(self.item, answers[-1].strip())
+        name = self.item["dataset"]
+        if reason is not None and name not in _complained:
+            _complained.add(name)
+            logger.warning("an answer to %s scores 0.0, as others like it will without a word: %s", name, reason)
+        return ended(score)
 
 
 def make_prompts(
@@ -57,8 +70,9 @@ def make_prompts(
         config: its parameters, such as ``{"min_terms": 2}`` of ``chain_sum``.
 
     Raises:
-        ConfigError: there is no such dataset, it refuses the parameters, or it has too few different questions.
+        ConfigError: there is no such dataset, it refuses the parameters, has too few different questions, or cannot score here.
     """
+    require_sandbox()
     num = num_train + num_eval
     size = MAX_DRAWS_PER_PROMPT * num
     source = _dataset(dataset, json.dumps(dict(config), sort_keys=True), seed, size)
@@ -81,7 +95,39 @@ def make_prompts(
             f"gave so many different questions in {size}, got {num_train} + {num_eval}; ask for fewer, or harder ones"
         )
     chosen = tuple(prompts.values())
+    for prompt in chosen[:1]:
+        _check_scores(dataset, prompt.extras[NAME])
     return chosen[num_eval:], chosen[:num_eval]
+
+
+def _check_scores(dataset: str, item: Mapping[str, Any]) -> None:
+    """See that an innocent answer is scored, so that a package that the sandbox cannot use is no run of wrong answers."""
+    _, reason = _score(item, _drawn(item)[1]["answer"] or "")
+    if reason is not None:
+        raise ConfigError(
+            f"task.reasoning_gym.dataset={dataset} cannot score an answer of its own in the sandbox, which reads only packages that are "
+            f"installed where Python is ({sys.prefix}): {reason}"
+        )
+
+
+def _score(item: Mapping[str, Any], answer: str) -> tuple[float, str | None]:
+    """The score of an answer, and None; or 0.0 and why there is none."""
+    from reasoning_gym.dataset import ProceduralDataset
+
+    source, drawn = _drawn(item)
+    kind = type(source)
+    if kind.score_answer is ProceduralDataset.score_answer and isinstance(drawn["answer"], str):
+        return float(source.score_answer(answer, drawn)), None  # it compares two texts
+    dataset = ScoredDataset(
+        module=kind.__module__, name=item["dataset"], config=item["config"], seed=item["seed"], size=item["size"]
+    )
+    return sandboxed_score(dataset, drawn, answer)
+
+
+def _drawn(item: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The dataset that an item is of, and what that draws for it."""
+    source = _dataset(item["dataset"], json.dumps(item["config"], sort_keys=True), item["seed"], item["size"])
+    return source, source[item["index"]]
 
 
 @lru_cache(maxsize=16)
@@ -99,5 +145,5 @@ def _dataset(name: str, config: str, seed: int, size: int) -> Any:
         )
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(config))
-    except (TypeError, ValueError, AssertionError) as error:
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"task.reasoning_gym.config={config} is refused by {name}: {error}") from error

@@ -1,6 +1,10 @@
 """Tasks of reasoning-gym, where the extra is installed; where it is not, the refusal."""
 
 import importlib.util
+import logging
+import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +12,27 @@ import pytest
 
 from skyrl_async.composition.data import prepare_prompts
 from skyrl_async.config.load import from_overrides
+from skyrl_async.environments import reasoning_gym
 from skyrl_async.environments.reasoning_gym import make_prompts
 from skyrl_async.errors import ConfigError
+from skyrl_async.rewards import sandboxed_scores
 from skyrl_async.tasks.registry import make_environment
 from tests.cpu.test_config import policy_directory
 
-is_installed = importlib.util.find_spec("reasoning_gym") is not None
-needs_package = pytest.mark.skipif(not is_installed, reason="needs the extra reasoning-gym")
+spec = importlib.util.find_spec("reasoning_gym")
+is_installed = spec is not None
+is_in_prefix = spec is not None and str(spec.origin).startswith((sys.prefix, sys.base_prefix))
+needs_package = pytest.mark.skipif(not is_in_prefix, reason="needs the extra reasoning-gym, where the sandbox reads it")
+pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning")  # of a dependency, where it is compiled anew
 
 
 def prompts_of(dataset: str = "chain_sum", num: int = 12, seed: int = 0, **config: Any) -> Any:
     return make_prompts(dataset, config, num, 4, seed)
+
+
+def reward_of(dataset: str, answer: str, **config: Any) -> float:
+    prompt = prompts_of(dataset, num=1, **config)[0][0]
+    return float(make_environment(prompt.env_class, dict(prompt.extras)).step(f"<answer>{answer}</answer>")["reward"])
 
 
 @pytest.mark.skipif(is_installed, reason="reasoning-gym is installed")
@@ -60,6 +74,64 @@ def test_the_answer_in_the_marks_is_scored_by_the_dataset() -> None:
     assert reward(f"so <answer> {answer} </answer>") == 1.0
     assert reward(f"<answer>{answer + 1}</answer>") < 1.0
     assert reward(str(answer)) == 0.0
+
+
+@needs_package
+@pytest.mark.slow
+@pytest.mark.parametrize("dataset", ["n_queens", "binary_matrix", "spiral_matrix", "countdown", "simple_integration"])
+def test_an_answer_that_a_scorer_evaluates_runs_no_code_in_this_process(
+    dataset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "run_by_an_answer", False, raising=False)
+    assert reward_of(dataset, "setattr(__import__('threading'), 'run_by_an_answer', True)") < 1.0
+    assert not threading.run_by_an_answer  # type: ignore[attr-defined]
+
+
+@needs_package
+@pytest.mark.slow
+def test_an_answer_that_would_take_for_ever_to_evaluate_scores_nothing_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = prompts_of("n_queens", num=1)[0][0]
+    limits = replace(sandboxed_scores.LIMITS, cpu_s=2)
+    monkeypatch.setattr(sandboxed_scores.sandboxed_score, "__kwdefaults__", {"limits": limits})
+    monkeypatch.setattr(reasoning_gym, "_complained", set())
+    environment = make_environment(prompt.env_class, dict(prompt.extras))
+    assert environment.step("<answer>9**9**8</answer>")["reward"] == 0.0
+    assert "an answer to n_queens scores 0.0" in caplog.text and "used more than 2 s of CPU time" in caplog.text
+
+
+@needs_package
+@pytest.mark.slow
+def test_an_answer_at_which_the_scorer_raises_scores_nothing_and_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reasoning_gym, "_complained", set())
+    prompt = prompts_of("prime_factorization", num=1)[0][0]
+    environment = make_environment(prompt.env_class, dict(prompt.extras))
+    with caplog.at_level(logging.WARNING):
+        rewards = [environment.step(f"<answer>{answer}</answer>")["reward"] for answer in ("none", "2 x 3")]
+    assert rewards == [0.0, 0.0]
+    assert [record.message for record in caplog.records] == [
+        "an answer to prime_factorization scores 0.0, as others like it will without a word: the scorer raised ValueError: "
+        "invalid literal for int() with base 10: 'none'"
+    ]
+
+
+@needs_package
+@pytest.mark.slow
+def test_the_item_that_is_scored_is_the_one_that_was_asked() -> None:
+    """Some datasets draw another item in a process with another hash seed: these two among them."""
+    for dataset in ("word_ladder", "polynomial_multiplication"):
+        prompt = prompts_of(dataset, num=1)[0][0]
+        item = prompt.extras["reasoning_gym"]
+        assert reasoning_gym._score(item, reasoning_gym._drawn(item)[1]["answer"]) == (1.0, None)
+
+
+@needs_package
+def test_a_comparison_of_texts_takes_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sandboxed_scores, "call_function")
+    assert reward_of("leg_counting", "no number") == 0.0
 
 
 @needs_package
