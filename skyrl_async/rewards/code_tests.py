@@ -94,16 +94,30 @@ def is_same_output(output: str, expected: str) -> bool:
 
 
 def is_same_result(result: Any, expected: Any) -> bool:
-    """Whether two JSON values are equal, numbers within 1e-6 of each other."""
+    """Whether two JSON values are equal: integers exactly, floats within 1e-6 of each other, relatively.
+
+    A float beside an integer has to round to it too, so that a guess as a float earns no more than one as an integer.
+    """
     if isinstance(result, bool) or isinstance(expected, bool):
         return result is expected
     if isinstance(result, int | float) and isinstance(expected, int | float):
-        return result == expected or math.isclose(result, expected, rel_tol=RELATIVE_TOLERANCE)
+        return _is_same_number(result, expected)
     if isinstance(result, list) and isinstance(expected, list):
         return len(result) == len(expected) and all(map(is_same_result, result, expected))
     if isinstance(result, dict) and isinstance(expected, dict):
         return result.keys() == expected.keys() and all(is_same_result(result[key], expected[key]) for key in result)
     return bool(result == expected)
+
+
+def _is_same_number(left: float, right: float) -> bool:
+    if left == right or (isinstance(left, int) and isinstance(right, int)):
+        return left == right
+    try:
+        is_close = math.isclose(left, right, rel_tol=RELATIVE_TOLERANCE)
+    except OverflowError:  # an integer beyond all floats
+        return False
+    has_integer = isinstance(left, int) or isinstance(right, int)
+    return is_close and (not has_integer or round(left) == round(right))
 
 
 def _judge_function(source: str, tests: CodeTests, function: str, limits: Limits | None) -> Verdict:

@@ -264,3 +264,29 @@ def test_outputs_are_compared_by_words_and_results_by_value() -> None:
     assert is_same_output("1 2\n3\n\n", "1  2 \n3") and not is_same_output("1 2 3", "1 2\n3")
     assert is_same_result([1, 2.0000000001], [1.0, 2]) and is_same_result({"a": [True]}, {"a": [True]})
     assert not is_same_result(True, 1) and not is_same_result([1], [1, 2]) and not is_same_result("1", 1)
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "is_same"),
+    [
+        (1_000_000_007, 1_000_000_007, True),
+        (1_000_000_000, 1_000_000_007, False),
+        (1e9, 1_000_000_007, False),
+        (1_000_000_000, 1_000_000_007.0, False),
+        (1_000_000_007.0, 1_000_000_007, True),
+        ([[1, 10**9]], [[1, 10**9 + 1]], False),
+        ({"a": 10**7}, {"a": 10**7 + 1}, False),
+        (10**20, 10**20 + 1, False),
+        (0.1 + 0.2, 0.3, True),
+        (2.9999999999, 3, True),
+        (3, 3.0000000001, True),
+        (3.00001, 3, False),
+        (1e9, 1e9 + 7, True),
+        (True, 1.0, False),
+        (float("inf"), float("inf"), True),
+        (float("inf"), 1, False),
+        (float("nan"), 1, False),
+    ],
+)
+def test_integers_are_compared_exactly_and_floats_within_a_tolerance(result: Any, expected: Any, is_same: bool) -> None:
+    assert is_same_result(result, expected) is is_same
