@@ -123,7 +123,7 @@ def call_function(
         return outcome, None
     try:
         results = json.loads(outcome.output)
-    except ValueError:
+    except (ValueError, RecursionError):  # the process may write anything there, such as brackets without end
         return outcome, None
     return outcome, results if isinstance(results, list) and len(results) == len(calls) else None
 
@@ -221,8 +221,13 @@ def _failure(exit_code: int, output: str, complaints: str, limits: Limits) -> st
     if exit_code == -signal.SIGXCPU or exit_code == -signal.SIGKILL:
         return f"used more than {limits.cpu_s} s of CPU time"
     if exit_code < 0:
-        return f"died of {signal.Signals(-exit_code).name}"
+        return f"died of {_signal_name(-exit_code)}"
     return f"exit code {exit_code}: {_last_line(complaints)}"
+
+
+def _signal_name(number: int) -> str:
+    """Most signals for real-time use have no name."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _last_line(text: str) -> str:

@@ -290,3 +290,25 @@ def test_outputs_are_compared_by_words_and_results_by_value() -> None:
 )
 def test_integers_are_compared_exactly_and_floats_within_a_tolerance(result: Any, expected: Any, is_same: bool) -> None:
     assert is_same_result(result, expected) is is_same
+
+
+DEEP = "import sys\nsys.setrecursionlimit(10**6)\ndef f(x):\n  a = []\n  for _ in range({depth}): a = [a]\n  return a"
+BRACKETS = "import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'[' * 200000)\n  except OSError: pass\nos._exit(0)"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def f(x): return 10**400",
+        "def f(x): return -10**400",
+        "def f(x): return {'a': [float('inf'), 10**5000]}",
+        *(DEEP.format(depth=depth) for depth in (700, 900, 5000)),
+        BRACKETS,
+        "import os\nos.kill(os.getpid(), 40)",
+    ],
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("expected", [1.5, [[1.5]]])
+def test_whatever_a_function_returns_is_judged(program: str, expected: Any) -> None:
+    verdict = judge_program(program, CodeTests(function="f", inputs=([1],), outputs=(expected,)))
+    assert verdict.num_passed == 0 and verdict.reason

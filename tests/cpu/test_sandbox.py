@@ -148,6 +148,7 @@ def test_the_environment_of_the_run_is_not_the_programs(monkeypatch: pytest.Monk
         ("raise ValueError('no')", "exit code 1: ValueError: no"),
         ("import sys\nsys.exit(3)", "exit code 3"),
         ("import os\nos.abort()", "died of SIGABRT"),
+        ("import os\nos.kill(os.getpid(), 40)", "died of signal 40"),
         ("import os\nos.setuid(12345)", "PermissionError"),
     ],
 )
@@ -159,6 +160,12 @@ def test_what_a_program_returns_is_computed_by_it() -> None:
     outcome, results = call_function("def add(a, b):\n  print('noise')\n  return a + b", "add", [[1, 2], ["a", "b"]])
     assert results == [3, "ab"] and outcome.error == "noise\nnoise\n"
     assert call_function("import os\nos.write(1, b'[1]')\nos._exit(0)", "f", [[1], [2]])[1] is None
+
+
+@pytest.mark.parametrize("junk", ["'[' * 200000", "'9' * 5000", "'[{' * 1000", "'\\x00'", "'null'"])
+def test_what_is_no_list_of_results_is_none(junk: str) -> None:
+    source = f"import os\nfor fd in range(3, 64):\n  try: os.write(fd, ({junk}).encode())\n  except OSError: pass\nos._exit(0)"
+    assert call_function(source, "f", [[1]])[1] is None
 
 
 async def test_a_hanging_program_in_a_thread_does_not_hold_up_the_event_loop() -> None:
