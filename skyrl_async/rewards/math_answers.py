@@ -79,10 +79,10 @@ def normalised(answer: str) -> str:
 def _without_marks(answer: str) -> str:
     text = answer.strip().rstrip(".").strip().replace("{,}", ",")
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\%", "%")
-    text = text.replace("\\{", "{").replace("\\}", "}") if text.startswith("\\{") else text
     text = _WORDS.sub(r" \1", _DROPPED.sub("", text))
     text = _UNITS.sub("", text.strip())
-    return _ASSIGNMENT.sub("", text.strip())
+    text = _ASSIGNMENT.sub("", text.strip())
+    return text.replace("\\{", "{").replace("\\}", "}") if text.startswith("\\{") else text
 
 
 def _condensed(text: str) -> str:
