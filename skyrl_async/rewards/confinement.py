@@ -2,10 +2,10 @@
 
 Standard library only, because ``sandbox`` starts it by its path. What holds, in the order in which it is set up:
 
-- limits of CPU time, memory, open files, size of each file written; no core dump;
+- limits of CPU time, memory, open files, size of what is written to a file; no core dump;
 - no capabilities, and none to gain: also where a container runs as root;
-- Landlock (Linux 5.13, where the kernel has it): nothing is read but the interpreter and the system's libraries, and nothing
-  is written but files in the working directory;
+- Landlock (Linux 5.13, where the kernel has it): nothing is read but the interpreter, the system's libraries and the working
+  directory, and no file is made or written: no limit bounds how many files a program makes, hence how much of the disk it fills;
 - a seccomp filter: no new process, no socket, no signal to another process, no namespaces, nothing that outlives it.
 
 Flows in: ``Confinement`` as JSON in the first argument, and the program. Flows out: one line on a file descriptor, once all of
@@ -81,9 +81,7 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 1, 38, 22, 2
 
 _LANDLOCK_VERSION_FLAG, _LANDLOCK_PATH_BENEATH = 1, 1
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_FILE, _TRUNCATE = (
-    1 << n for n in (0, 1, 2, 3, 5, 8, 14)
-)
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = (1 << n for n in (0, 1, 2, 3, 14))
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _FILES_ONLY = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _ALL_OF_FIRST_VERSION = (1 << 13) - 1
@@ -121,7 +119,7 @@ def drop_privileges() -> None:
 
 
 def restrict_files(working_dir: str) -> bool:
-    """Leave the interpreter and the system readable, ``working_dir`` usable; False where the kernel has no Landlock."""
+    """Leave the interpreter, the system and ``working_dir`` readable, nothing else; False where the kernel has no Landlock."""
     version = _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), _LANDLOCK_VERSION_FLAG)
     if version < 1:
         return False
@@ -129,10 +127,9 @@ def restrict_files(working_dir: str) -> bool:
     attributes = struct.pack("Q", handled)
     ruleset = _libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0)
     _check(min(ruleset, 0), "landlock_create_ruleset")
-    in_working_dir = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_FILE | _TRUNCATE
     allowed = dict.fromkeys((*_SYSTEM, sys.prefix, sys.base_prefix), _READ)
     allowed["/dev/null"] |= _WRITE_FILE
-    for path, rights in (allowed | {working_dir: in_working_dir}).items():
+    for path, rights in (allowed | {working_dir: _READ_FILE | _READ_DIR}).items():
         if os.path.exists(path):
             _allow(ruleset, path, rights & handled)
     _check(_libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0), "landlock_restrict_self")

@@ -63,7 +63,7 @@ class Limits:
     memory_mb: int = 512
     """Address space, MiB."""
     output_kb: int = 256
-    """Most of standard output, of standard error, and of each file it writes, KiB."""
+    """Most of standard output and of standard error, KiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +195,9 @@ def _is_confined(status_fd: int) -> bool:
         return False
     status = os.read(status_fd, 100)
     if b"without" in status:
-        logger.warning("this kernel has no Landlock: programs of the policy can read the files that this process can")
+        logger.warning(
+            "this kernel has no Landlock: programs of the policy can read and write the files that this process can"
+        )
     return status.startswith(b"confined")
 
 

@@ -130,10 +130,36 @@ def test_files_elsewhere_can_be_neither_read_nor_written(tmp_path: Path) -> None
 
 
 def test_the_working_directory_is_its_own_and_gone_afterwards() -> None:
-    outcome = run("import os\nopen('a', 'w').write('x')\nprint(open('a').read(), sorted(os.listdir()), os.getcwd())")
+    outcome = run("import os\nprint(open('program.py').read(6), os.listdir(), os.getcwd())")
     text, _, directory = outcome.output.strip().rpartition(" ")
-    assert text == "x ['a', 'program.py']"
+    assert text == "import ['program.py']"
     assert not Path(directory).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "call",
+    [
+        "open('a', 'w')",
+        "open('program.py', 'r+')",
+        "os.truncate('program.py', 1 << 40)",
+        "os.open('.', os.O_TMPFILE | os.O_RDWR)",
+        "os.mkdir('d')",
+        "os.mkfifo('f')",
+        "os.symlink('program.py', 's')",
+        "os.link('program.py', 'l')",
+        "os.rename('program.py', 'a')",
+        "open('/dev/shm/a', 'w')",
+        "open('/tmp/a', 'w')",
+    ],
+)
+def test_a_program_can_put_nothing_on_the_disk(call: str) -> None:
+    if not has_landlock():
+        pytest.skip("this kernel has no Landlock")
+    outcome = run(f"import os\ntry: {call}\nexcept OSError as error: print(error.strerror)\nprint(os.listdir())")
+    refusals = ("Permission denied", "Operation not permitted", "Invalid cross-device link", "File too large")
+    assert outcome.failure is None and outcome.output.splitlines()[0] in refusals
+    assert outcome.output.splitlines()[1] == "['program.py']"
 
 
 def test_the_environment_of_the_run_is_not_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
