@@ -11,6 +11,7 @@ plays.
 import difflib
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -31,6 +32,17 @@ NAME = "reasoning_gym"
 INSTRUCTION = "Give the final answer between <answer> and </answer>."
 MAX_DRAWS_PER_PROMPT = 20
 """Items drawn for each distinct question asked for, before a dataset counts as too small."""
+HASH_SEEDED = frozenset(
+    {
+        "isomorphic_strings",
+        "knight_swap",
+        "list_functions",
+        "polynomial_multiplication",
+        "ransom_note",
+        "word_ladder",
+    }
+)
+"""Datasets whose items depend on Python's hash seed; found by drawing from 105 of 0.1.25 under two."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _complained: set[str] = set()
 """Datasets that a warning has named."""
@@ -70,9 +82,11 @@ def make_prompts(
         config: its parameters, such as ``{"min_terms": 2}`` of ``chain_sum``.
 
     Raises:
-        ConfigError: there is no such dataset, it refuses the parameters, has too few different questions, or cannot score here.
+        ConfigError: there is no such dataset, it refuses the parameters, has too few different questions, cannot score here, or draws
+            others in every process.
     """
     require_sandbox()
+    _require_repeatable(dataset)
     num = num_train + num_eval
     size = MAX_DRAWS_PER_PROMPT * num
     source = _dataset(dataset, json.dumps(dict(config), sort_keys=True), seed, size)
@@ -98,6 +112,15 @@ def make_prompts(
     for prompt in chosen[:1]:
         _check_scores(dataset, prompt.extras[NAME])
     return chosen[num_eval:], chosen[:num_eval]
+
+
+def _require_repeatable(dataset: str) -> None:
+    """See that every process of the run, and one that takes it up, draws the same items. Raises ``ConfigError``."""
+    if dataset in HASH_SEEDED and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
+        raise ConfigError(
+            f"task.reasoning_gym.dataset={dataset} draws other questions in every process, because it goes through Python's sets: start "
+            "the run with PYTHONHASHSEED=0 in its environment, also when it is resumed"
+        )
 
 
 def _check_scores(dataset: str, item: Mapping[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 import importlib.util
 import logging
+import os
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -50,6 +52,30 @@ def test_a_task_without_the_name_of_its_dataset_is_refused() -> None:
 def test_a_row_that_names_no_item_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"column reasoning_gym must have dataset, config, seed, size and index"):
         make_environment("reasoning_gym", {"reasoning_gym": {"dataset": "chain_sum"}})
+
+
+@pytest.mark.parametrize("hash_seed", [None, "random"])
+def test_a_dataset_that_draws_others_in_every_process_wants_pythons_hash_seed(
+    monkeypatch: pytest.MonkeyPatch, hash_seed: str | None
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if hash_seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
+    with pytest.raises(ConfigError, match="dataset=knight_swap draws other questions .* PYTHONHASHSEED=0"):
+        prompts_of("knight_swap")
+
+
+@needs_package
+def test_a_process_with_the_same_hash_seed_draws_the_same_items() -> None:
+    program = (
+        "from skyrl_async.environments.reasoning_gym import make_prompts\n"
+        "print([prompt.messages[0]['content'] for prompt in make_prompts('ransom_note', {}, 4, 2, 0)[0]])"
+    )
+    drawn = [
+        subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True)
+        for seed in ("0", "0", "1")
+    ]
+    assert drawn[0].stdout == drawn[1].stdout != drawn[2].stdout, drawn[0].stderr.decode()
 
 
 @needs_package
