@@ -146,8 +146,9 @@ def test_an_answer_at_which_the_scorer_raises_scores_nothing_and_is_said_once(
 
 @needs_package
 @pytest.mark.slow
-def test_the_item_that_is_scored_is_the_one_that_was_asked() -> None:
+def test_the_item_that_is_scored_is_the_one_that_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some datasets draw another item in a process with another hash seed: these two among them."""
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
     for dataset in ("word_ladder", "polynomial_multiplication"):
         prompt = prompts_of(dataset, num=1)[0][0]
         item = prompt.extras["reasoning_gym"]
