@@ -35,6 +35,11 @@ logger = logging.getLogger(__name__)
 class Publisher(Protocol):
     """What the trainer needs of weight sync."""
 
+    @property
+    def keeps_version_before(self) -> bool:
+        """Whether the version served is there for an engine that comes up while the next one is sent."""
+        ...
+
     def trained(self, version: int) -> None:
         """The policy holds ``version`` from now on, whether or not it will be published."""
         ...
@@ -207,7 +212,7 @@ class ParamUpdate:
 
     async def _send_and_load(self, version: int, gathered_at: float, figures: StepFigures) -> bool:
         """Have every engine serve a gathered version; False where its copy was lost."""
-        if not await self._publisher.send(version):
+        if not await self._send(version):
             self._owes_version = True
             return False
         if not is_due(self._settings.check_interval_steps, version):
@@ -218,16 +223,27 @@ class ParamUpdate:
         figures.add_seconds("publish", asyncio.get_running_loop().time() - gathered_at)
         return True
 
+    async def _send(self, version: int) -> bool:
+        """Send a gathered version; False where its copy was lost."""
+        if not self._publisher.keeps_version_before:
+            await self._until_version_may_go()  # after that no engine could come up for those who are waited for
+        return await self._publisher.send(version)
+
     async def _load(self) -> PublishTimes:
-        """Have every engine serve what was sent, once the version before may go."""
-        await self._validation.release_version()
-        if self._settings.publishes_between_batches:
-            await self._staleness.drained()
+        """Have every engine serve what was sent."""
+        if self._publisher.keeps_version_before:
+            await self._until_version_may_go()
         times = await self._publisher.load()
         assert times is not None, "it was sent"
         self._owes_version = False
         self._recorder.totals.pauses.append(times.pause)
         return times
+
+    async def _until_version_may_go(self) -> None:
+        """Wait for those who are to end under the version that is served now; unblocked by engines that serve it."""
+        await self._validation.release_version()
+        if self._settings.publishes_between_batches:
+            await self._staleness.drained()
 
     async def publish_the_rest(self) -> None:
         """Where the data ended between two publishes, or the last version was lost; not in a run that is stopped."""
@@ -237,7 +253,7 @@ class ParamUpdate:
         try:
             async with self._stop.cut_short(is_patient=True):
                 await self._publisher.gather(version)
-                if not await self._publisher.send(version):
+                if not await self._send(version):
                     raise PublishError(f"version {version} is lost, and no step follows it")
                 await self._load()
         except StopAsked:

@@ -174,6 +174,11 @@ class PublisherToWorkers:
         self._publisher = publisher
         self._workers = workers
 
+    @property
+    def keeps_version_before(self) -> bool:
+        """See ``WeightPublisher``."""
+        return self._publisher.keeps_version_before
+
     def trained(self, version: int) -> None:
         """See ``WeightPublisher``."""
         self._publisher.trained(version)

@@ -84,8 +84,8 @@ class WeightSyncConfig:
         True,
         "Send a version while the one before is being loaded or served, and let engines on CPUs prepare it in memory of their own, so that "
         "the pause is a swap: up to three versions are in shared memory, and an engine holds its weights twice for a while. false: one "
-        "version, sent when the one before is loaded and its buckets are deleted; longer pauses, and engines that come up wait for the "
-        "version being sent.",
+        "version, sent when the one before is loaded and evaluated and its buckets are deleted; longer pauses, and engines that come up "
+        "wait for the version being sent.",
     )
     verify_checksums: bool | None = doc(
         None,

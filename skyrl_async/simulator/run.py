@@ -170,6 +170,7 @@ def build_simulation(
         policy=in_turn,
         directory=Path("unused"),
         bucket_bytes=1,
+        dual_buffer=settings.dual_buffer,
         pause_mode=settings.pause_mode,
         max_retries=settings.max_publish_retries,
         hold_engines=turns.holding if turns else nullcontext,

@@ -48,6 +48,8 @@ class SimulationSettings:
     """How long requests wait when there is no engine; None: until one comes."""
     gather_seconds: float = 0.0
     send_seconds: float = 0.0
+    dual_buffer: bool = True
+    """As ``weight_sync.dual_buffer``."""
     publish_every_steps: int = 1
     is_one_step_off: bool = False
     """See ``config.schema.Schedule``; ``max_staleness_steps`` is to be 1, and ``stream_mini_batch`` false."""

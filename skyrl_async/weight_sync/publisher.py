@@ -152,6 +152,11 @@ class WeightPublisher:
         """What every engine serves; its files stay until the next publish has succeeded. None before the first."""
         return self._shelf.serving
 
+    @property
+    def keeps_version_before(self) -> bool:
+        """Whether the version served is there for an engine that comes up while the next one is sent: with a dual buffer."""
+        return self._dual_buffer
+
     async def publish(self, version: int) -> PublishTimes:
         """Make every engine serve ``version``; on return all have acknowledged it, one at least. Raises what the phases raise."""
         await self.gather(version)

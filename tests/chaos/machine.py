@@ -7,12 +7,12 @@ import contextlib
 import shutil
 import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from tests.chaos.virtual import INTERRUPTS, SETTINGS, VirtualFault, VirtualRun
 from tests.chaos.virtual_attack import Survivals, without_syncing
@@ -46,10 +46,13 @@ class ARunUnderFaults(RuleBasedStateMachine):
         self._stack.enter_context(without_syncing())
         self._directory = Path(tempfile.mkdtemp())
         self._stack.callback(shutil.rmtree, self._directory)
-        self._run = VirtualRun(self._directory)
+        self._num_hung = 0
+
+    @initialize(dual_buffer=st.booleans(), num_engines=st.sampled_from([1, 3]))
+    def a_run_begins(self, dual_buffer: bool, num_engines: int) -> None:
+        self._run = VirtualRun(self._directory, replace(SETTINGS, dual_buffer=dual_buffer, num_engines=num_engines))
         self._stack.callback(self._run.close)
         self._survivals = Survivals(self._run)
-        self._num_hung = 0
 
     @rule(fault=st.sampled_from(VirtualFault), seconds=st.floats(0.0, 10.0))
     def something_happens(self, fault: VirtualFault, seconds: float) -> None:
