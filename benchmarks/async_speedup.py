@@ -67,12 +67,12 @@ async def measure(config: Config, variant: Variant, parts: Parts, start: Path, n
         await trainer.run()
     steps = [values for values in logged if "timing/step" in values]
     for values, before in zip(steps, [{}, *steps], strict=False):
-        # A publish goes on while the next step waits for groups; with nothing else to overlap, it is part of that wait.
-        seconds["generate"] += values["timing/wait_for_groups"] - before.get("timing/publish", 0.0)
+        # Sending and loading go on while the next step waits for groups; with nothing else to overlap, they are part of that wait.
+        seconds["generate"] += values["timing/wait_for_groups"] - _seconds_beside(before)
         seconds["train"] += sum(values[f"timing/{n}"] for n in ("forward_backward", "optimizer_step", "publish"))
     return {
         "variant": variant.name,
-        "seconds": trainer.totals.training_seconds + steps[-1]["timing/publish"],
+        "seconds": trainer.totals.training_seconds + _seconds_beside(steps[-1]),
         "waited_for_groups_s": max(0.0, seconds["generate"]),
         "train_and_publish_s": seconds["train"],
         "groups": trainer.totals.trained_groups,
@@ -81,6 +81,11 @@ async def measure(config: Config, variant: Variant, parts: Parts, start: Path, n
         "reward_before": trainer.totals.reward_before,
         "reward_after": trainer.reward_after,
     }
+
+
+def _seconds_beside(step: dict[str, float]) -> float:
+    """Of a step's publish, what goes on beside the next one: the copy is a part of the step itself."""
+    return step.get("timing/publish", 0.0) - step.get("timing/gather", 0.0)
 
 
 async def run(config: Config, num_eval_prompts: int, num_rounds: int) -> list[dict[str, Any]]:

@@ -295,28 +295,47 @@ class FullyAsyncTrainer:
         with stage.lane() as lane:
             lane.wait_for_input()
             self._beside_validation.lap()
+            figures = self._next_figures()
             while not self._is_done() and not self._stop.is_asked:
                 try:
-                    trained = await self._train_step(lane)
+                    trained = await self._train_step(lane, figures)
                 finally:
                     self._turn.leave()
                     self._beside_validation.lap()
                 if trained is None:
                     break
                 lane.wait_for_output()
-                await self._trained.put(trained)
-                if is_due(self._settings.checkpoint_interval_steps, trained.version):
-                    await self._trained.join()
+                figures = self._next_figures()
+                await self._hand_on(trained, figures)
                 lane.wait_for_input()
         stage.finish()
         self._trained.close()
 
-    async def _train_step(self, lane: Lane) -> TrainedStep | None:
-        """One optimizer step from the next mini-batch; None when no group is left, or the run is to end."""
+    def _next_figures(self) -> StepFigures:
+        """Of the step that begins now."""
+        return StepFigures(
+            version=self.trained_step,
+            max_staleness_steps=self._staleness.max_staleness_steps,
+            began_at=asyncio.get_running_loop().time(),
+        )
+
+    async def _hand_on(self, trained: TrainedStep, upcoming: StepFigures) -> None:
+        """Wait until a step may follow those on their way to the engines, and that one is saved where it is due.
+
+        That is a part of the ``upcoming`` step, but for the checkpoint.
+        """
         loop = asyncio.get_running_loop()
         started = loop.time()
-        version = self.trained_step + 1
-        figures = StepFigures(version=version - 1, max_staleness_steps=self._staleness.max_staleness_steps)
+        await self._trained.put(trained)
+        if is_due(self._settings.checkpoint_interval_steps, trained.version):
+            await self._trained.join()
+        checkpoint_seconds = trained.figures.seconds.get("checkpoint", 0.0)
+        upcoming.add_seconds("wait_for_publish", loop.time() - started - checkpoint_seconds)
+        upcoming.began_at += checkpoint_seconds
+
+    async def _train_step(self, lane: Lane, figures: StepFigures) -> TrainedStep | None:
+        """One optimizer step from the next mini-batch; None when no group is left, or the run is to end."""
+        version = figures.version + 1
         try:
             async for whole in self._mini_batches.groups(figures):
                 lane.process(whole.uid)
@@ -333,11 +352,13 @@ class FullyAsyncTrainer:
         await self._take_turn(figures)
         async with self._param_update.stepping:
             policy_values = await self._step(figures)
-            figures.add_seconds("step", loop.time() - started)
-            self.totals.add_step(figures)
             trained = TrainedStep(version=version, figures=figures, policy_values=policy_values)
             self._newest = [*(step for step in self._newest if not self._param_update.has_logged(step)), trained]
-            trained.gathered_at = await self._param_update.gather(version)
+            try:
+                trained.gathered_at = await self._param_update.gather(version)
+            finally:
+                figures.add_seconds("step", asyncio.get_running_loop().time() - figures.began_at)
+                self.totals.add_step(figures)
         return trained
 
     async def _step(self, figures: StepFigures) -> dict[str, float]:

@@ -21,6 +21,7 @@ _TIMING = (
     ("timing/wait_for_groups", "waiting for generation", _GREY),
     ("timing/forward_backward", "forward and backward", _BLUE),
     ("timing/optimizer_step", "optimizer", _PURPLE),
+    ("timing/gather", "copying weights", _GREEN),
     ("timing/wait_for_publish", "waiting for a publish", _ORANGE),
     ("timing/checkpoint", "checkpoint", _RED),
 )

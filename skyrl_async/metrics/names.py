@@ -66,12 +66,15 @@ METRICS: dict[str, Metric] = {
         "Sampled and thrown away since the run began: finished groups never trained, groups given up, generations cut off.",
     ),
     "timing/step": Metric(
-        "s", "The whole optimizer step, with what it waited for; its publish overlaps the next step."
+        "s",
+        "The whole step, from the end of the one before until its weights are copied, with all that it waited for but checkpoints; sending "
+        "and loading them overlap the next step.",
     ),
     "timing/wait_for_groups": Metric("s", "Trainer waiting for generation."),
     "timing/wait_for_publish": Metric(
         "s",
-        "Trainer waiting, gradients in hand, until the copy of the step before is sent; where a probe is due, until engines have it.",
+        "Trainer waiting, gradients in hand, until the copy of the step before is sent (where a probe is due, until engines have it), and "
+        "before the step begins, published or not, while two before it have yet to reach the engines; one before a checkpoint.",
     ),
     "timing/wait_for_devices": Metric(
         "s", "Trainer waiting for its turn on devices that others share; absent without."

@@ -42,6 +42,8 @@ class StepFigures:
     groups: list[Group] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    began_at: float = 0.0
+    """When the step before ended, checkpoints added: this one lasts from there. Seconds of the loop."""
     staleness_wait_seconds: float = 0.0
     """Waited although a group was there, for older ones that would pass the bound."""
     waits: list[BoundWait] = field(default_factory=list)
@@ -202,7 +204,7 @@ class RunTotals:
     idle_seconds: float = 0.0
     train_seconds: float = 0.0
     training_seconds: float = 0.0
-    """Wall time of the steps, publishing included, checkpoints not."""
+    """Wall time from the first step's beginning until the last one's weights are copied, checkpoints left out."""
     pauses: list[float] = field(default_factory=list)
     """Seconds of the last publishes' pauses, a thousand of them: a checkpoint does not grow with the run."""
     reward_before: float | None = None

@@ -123,7 +123,7 @@ def test_the_next_step_is_worked_on_while_engines_get_the_last_one() -> None:
     assert len(waited) == SLOW_PUBLISH.num_steps and sum(waited) > 0
 
 
-def test_a_load_holds_up_no_optimizer_step_and_a_send_only_the_next_one() -> None:
+def test_a_send_holds_up_the_next_optimizer_step_and_a_load_the_beginning_of_the_third() -> None:
     """Groups are there long before; of a step 0.5 s are gradients, 0.5 s the optimizer; a publish takes 1 s to send, 4 s to load."""
     job = replace(
         SLOW_PUBLISH,
@@ -140,7 +140,12 @@ def test_a_load_holds_up_no_optimizer_step_and_a_send_only_the_next_one() -> Non
     assert beside == [3, 6, 9], "the step after is made while engines load"
     assert all(stepped[v + 1][0] >= sent[v][1] for v in sent if v + 1 in stepped)
     waited = {step: values["timing/wait_for_publish"] for step, values in simulation.logged if "policy/lr" in values}
-    assert sum(waited.values()) == pytest.approx(3 * 0.5, abs=0.1), "of 1 s to send, half is training"
+    of_send, of_load = [waited[v] for v in (4, 7, 10)], [waited[v] for v in (6, 9, 12)]
+    assert of_send == pytest.approx([0.5] * 3, abs=0.05), "of 1 s to send, half is training"
+    assert of_load == pytest.approx([2.5] * 3, abs=0.05), (
+        "of 5 s until engines have it, two steps of 1 s and that half are training"
+    )
+    assert sum(waited.values()) == pytest.approx(sum(of_send + of_load))
 
 
 def test_unpublished_steps_count_for_the_lag_of_the_engines() -> None:
