@@ -39,7 +39,7 @@ from skyrl_async.stage_board import StageBoard
 from skyrl_async.stages import Channel, Lane, StageStatus
 from skyrl_async.stopping import StopAsked, StopRequest
 from skyrl_async.trainer_settings import TrainerSettings, is_due
-from skyrl_async.training.protocol import Policy
+from skyrl_async.training.protocol import WAIT_SECONDS, Policy
 from skyrl_async.types import Group
 from skyrl_async.validation import Validation
 
@@ -367,6 +367,7 @@ class FullyAsyncTrainer:
         self._policy_step = None
         with self._recorder.timed(figures, "optimizer_step", track="training"):
             policy_values = await self._policy.step(figures.loss_denominator)
+            _set_wait_apart(figures, "optimizer_step", policy_values)
         await self._dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
         self._recorder.log_groups(figures.version, figures.groups)
         self._policy_step = version
@@ -384,6 +385,7 @@ class FullyAsyncTrainer:
         timed = self._recorder.timed(figures, "forward_backward", track="training")
         with timed, self._beside_validation.piece(group.num_sampled_tokens):
             sums = await self._policy.forward_backward(weighed.trajectories, group.advantages, version)
+            _set_wait_apart(figures, "forward_backward", sums)
         num_masked_tokens = whole.num_sampled_tokens - group.num_sampled_tokens
         figures.add_group(group, sums, num_masked_tokens, weighed.denominator)
 
@@ -444,3 +446,10 @@ class FullyAsyncTrainer:
             **self._board.values(),
             "trainer/idle_share": figures.seconds.get("wait_for_groups", 0.0) / max(figures.seconds["step"], 1e-9),
         }
+
+
+def _set_wait_apart(figures: StepFigures, name: str, answer: dict[str, float]) -> None:
+    """Seconds that a call of the policy, timed under ``name``, waited for other calls are no computing; they leave the answer."""
+    if waited := answer.pop(WAIT_SECONDS, 0.0):
+        figures.add_seconds(name, -waited)
+        figures.add_seconds("wait_for_devices", waited)

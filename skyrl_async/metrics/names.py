@@ -77,7 +77,9 @@ METRICS: dict[str, Metric] = {
         "before the step begins, published or not, while two before it have yet to reach the engines; one before a checkpoint.",
     ),
     "timing/wait_for_devices": Metric(
-        "s", "Trainer waiting for its turn on devices that others share; absent without."
+        "s",
+        "Trainer waiting for its turn on devices that others share, or for log-probs that policy workers compute for a stage; absent "
+        "without.",
     ),
     "timing/forward_backward": Metric("s", "Forward and backward passes."),
     "timing/optimizer_step": Metric("s", "Clipping and optimizer."),

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 SharedWeights = dict[str, dict[str, Any]]
 """``shared_tensor.device_key`` -> Hugging Face name -> handle for ``shared_tensor.opened``."""
+WAIT_SECONDS = "wait_seconds"
+"""Key of seconds that a call waited for its turn, before anything was computed."""
 
 
 class Policy(Protocol):
@@ -28,14 +30,16 @@ class Policy(Protocol):
         """Add the gradients of the *sum* over sampled tokens of the policy loss, each by its row's weight, to what is accumulated.
 
         ``advantages`` holds one value per trajectory; ``version`` is the version being trained, for the figures per
-        token lag. Returns sums over tokens (keys end in ``_sum``), ``num_tokens``, and maxima (keys end in ``_max``).
+        token lag. Returns sums over tokens (keys end in ``_sum``), ``num_tokens``, and maxima (keys end in ``_max``); and
+        ``WAIT_SECONDS`` where it waited for the workers' other calls.
         """
         ...
 
     async def step(self, denominator: float) -> dict[str, float]:
         """Divide the accumulated gradients by ``denominator`` (> 0, see ``algorithms.aggregation``), clip, step, and clear.
 
-        Returns ``grad_norm`` (before clipping) and ``lr``. Raises ``TrainingError`` when the norm is not finite.
+        Returns ``grad_norm`` (before clipping) and ``lr``, and ``WAIT_SECONDS`` as above. Raises ``TrainingError`` when the norm is not
+        finite.
         """
         ...
 

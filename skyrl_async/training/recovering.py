@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -30,7 +30,7 @@ from skyrl_async.errors import (
     WorkerDiedError,
 )
 from skyrl_async.training.journal import CallJournal, GradientsCall
-from skyrl_async.training.protocol import SendingPolicy, SharedWeights
+from skyrl_async.training.protocol import WAIT_SECONDS, SendingPolicy, SharedWeights
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class RecoveringPolicy:
         self._policy: SendingPolicy | None = policy
         self._start = start
         self._turn = asyncio.Lock()
+        self._num_calls = 0
+        """Under way, those that wait for their turn included."""
         self._max_restarts = max_restarts
         self._own = _OwnCheckpoints(directory)
         self._base: Path | None = None
@@ -94,7 +96,9 @@ class RecoveringPolicy:
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
     ) -> dict[str, float]:
         """See ``Policy``."""
-        figures = await self._call("forward_backward", lambda p: p.forward_backward(trajectories, advantages, version))
+        figures = await self._timed_call(
+            "forward_backward", lambda p: p.forward_backward(trajectories, advantages, version)
+        )
         if self._can_restart:
             self._journal.add_gradients(trajectories, advantages, version)
         return figures
@@ -103,7 +107,7 @@ class RecoveringPolicy:
         """See ``Policy``."""
         if self._gathered is not None:
             self._gathered.is_current = False
-        figures = await self._call("step", lambda p: p.step(denominator))
+        figures = await self._timed_call("step", lambda p: p.step(denominator))
         if self._can_restart:
             self._journal.add_step(denominator, figures["grad_norm"])
             if self._journal.is_full:
@@ -260,6 +264,22 @@ class RecoveringPolicy:
         self._begin_at(directory)
         logger.info("wrote %s in place of %d MB of calls since the last checkpoint", directory, num_bytes >> 20)
 
+    async def _timed_call(
+        self, name: str, call: Callable[[SendingPolicy], Awaitable[dict[str, float]]]
+    ) -> dict[str, float]:
+        """The figures of a call, with ``WAIT_SECONDS`` where others had their turn first."""
+        if not self._num_calls:
+            return await self._call(name, call)
+        loop = asyncio.get_running_loop()
+        asked, begun = loop.time(), list[float]()
+
+        async def noting(policy: SendingPolicy) -> dict[str, float]:
+            begun.append(loop.time())
+            return await call(policy)
+
+        figures = await self._call(name, noting)
+        return figures | {WAIT_SECONDS: begun[0] - asked}
+
     async def _call(
         self,
         name: str,
@@ -268,7 +288,7 @@ class RecoveringPolicy:
         before_repeating: Callable[[], None] | None = None,
     ) -> T:
         """Make a call, with new workers as often as it takes; other calls wait for their turn meanwhile."""
-        async with self._turn:
+        async with self._in_turn():
             while True:
                 if self._policy is None:
                     assert not self._is_closed, "the policy is closed"
@@ -282,6 +302,15 @@ class RecoveringPolicy:
                     await self._recover(error, name)
                     if before_repeating is not None:
                         before_repeating()
+
+    @contextlib.asynccontextmanager
+    async def _in_turn(self) -> AsyncIterator[None]:
+        self._num_calls += 1
+        try:
+            async with self._turn:
+                yield
+        finally:
+            self._num_calls -= 1
 
     async def _recover(self, lost: SkyRLAsyncError, name: str) -> None:
         """Start workers until some are where the lost ones were; raises ``lost`` when there have been too many."""

@@ -1,13 +1,21 @@
 """Steps take what they say, in virtual time: every second of the training loop is in one of them, or in a checkpoint."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.training.logprob_stage import LogprobStageWork
+from skyrl_async.training.recovering import RecoveringPolicy
+from skyrl_async.types import LogprobModel
 
 JOB = SimulationSettings(mini_batch_size=4, num_steps=12, mean_tokens=300.0, num_prompts=200, seconds_per_token=1e-3)
 SLOW_LOAD = replace(JOB, load_seconds=20.0, max_staleness_steps=4)
@@ -76,3 +84,40 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
                 assert parts == pytest.approx(values["timing/step"])
 
     run_in_virtual_time(main())
+
+
+def test_waiting_for_log_probs_that_policy_workers_compute_is_no_training(tmp_path: Path) -> None:
+    """They answer one call at a time."""
+    computing = dict.fromkeys(("forward_backward", "step", "logprobs_of"), 0.0)
+
+    def on_the_same_workers(policy: ModelledPolicy) -> dict[str, Prepare]:
+        loop = asyncio.get_running_loop()
+
+        def timed(name: str) -> Callable[..., Awaitable[Any]]:
+            call = getattr(policy, name)
+
+            async def timed_call(*arguments: Any) -> Any:
+                started = loop.time()
+                answer = await call(*arguments)
+                computing[name] += loop.time() - started
+                return answer
+
+            return timed_call
+
+        workers = SimpleNamespace(**{name: timed(name) for name in computing})
+        recovering = RecoveringPolicy(workers, None, max_restarts=0, directory=tmp_path, max_journal_bytes=1)  # type: ignore[arg-type]
+        policy.forward_backward, policy.step = recovering.forward_backward, recovering.step  # type: ignore[method-assign]
+        return {"ref_logp": LogprobStageWork(lambda t: recovering.logprobs_of(t, LogprobModel.REF), LogprobModel.REF)}
+
+    async def main() -> Simulation:
+        job = replace(JOB, num_engines=4, step_seconds=0.2, max_staleness_steps=4)
+        simulation = build_simulation(job, prepare_with=on_the_same_workers)
+        await simulation.trainer.run()
+        return simulation
+
+    simulation = run_in_virtual_time(main())
+    assert sum(seconds(simulation, "forward_backward")) == pytest.approx(computing["forward_backward"])
+    assert sum(seconds(simulation, "optimizer_step")) == pytest.approx(computing["step"])
+    assert simulation.trainer.totals.train_seconds == pytest.approx(computing["forward_backward"] + computing["step"])
+    assert 0 < sum(seconds(simulation, "wait_for_devices")) < computing["logprobs_of"]
+    assert not any("policy/wait_seconds" in values for _, values in simulation.logged)
