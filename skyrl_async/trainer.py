@@ -338,6 +338,7 @@ class FullyAsyncTrainer:
         version = figures.version + 1
         try:
             async for whole in self._mini_batches.groups(figures):
+                await self._take_turn(figures)
                 lane.process(whole.uid)
                 await self._add_gradients(whole, figures)
                 lane.wait_for_input()
@@ -348,8 +349,8 @@ class FullyAsyncTrainer:
             return None
         if not figures.groups:
             return None
-        lane.process(f"step {version}", is_counted=False)
         await self._take_turn(figures)
+        lane.process(f"step {version}", is_counted=False)
         async with self._param_update.stepping:
             policy_values = await self._step(figures)
             trained = TrainedStep(version=version, figures=figures, policy_values=policy_values)
@@ -379,7 +380,6 @@ class FullyAsyncTrainer:
     async def _add_gradients(self, whole: Group, figures: StepFigures) -> None:
         """Train on a group, or on what the staleness policy leaves of it."""
         version = figures.version
-        await self._take_turn(figures)
         group = self._settings.staleness_policy.trained_part(whole, version, figures.max_staleness_steps)
         weighed = self._settings.aggregation(group.trajectories)
         timed = self._recorder.timed(figures, "forward_backward", track="training")
@@ -397,10 +397,10 @@ class FullyAsyncTrainer:
 
     async def _wait_for_publish(self, lane: Lane, figures: StepFigures) -> None:
         """Weights stay as they are until their copy is sent, and compared where that is due. Raises ``StopAsked`` when it was given up."""
-        lane.process(f"step {figures.version + 1}", is_counted=False)
         if self._param_update.may_step:
             figures.add_seconds("wait_for_publish", 0.0)
         else:
+            lane.process(f"step {figures.version + 1}", is_counted=False)
             lane.wait_for_output()
             self._turn.leave()
             with self._recorder.timed(figures, "wait_for_publish", track="waiting"):

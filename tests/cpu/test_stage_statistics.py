@@ -85,3 +85,23 @@ def test_what_validation_costs_training_is_told_though_it_takes_a_part_of_every_
     shares = [values["stage/validation/processing_share"] for _, values in simulation.logged if "policy/lr" in values]
     assert all(0.15 < share < 0.4 for share in shares[1:]), "a part of each step"
     assert simulation.trainer.throughput_beside_validation == pytest.approx(1 / slowdown, rel=0.1)
+
+
+def test_training_that_stands_in_line_for_its_devices_waits_and_processes_nothing() -> None:
+    job = replace(
+        SLOW_PUBLISH,
+        mean_tokens=1000.0,
+        max_staleness_steps=2,
+        seconds_per_token=2e-4,
+        shared_by=("policy", "generate"),
+        shortest_generate_turn_s=5.0,
+    )
+
+    async def main() -> None:
+        simulation = build_simulation(job)
+        await simulation.run()
+        stage = simulation.trainer._board.stage("train")
+        assert simulation.device_groups["policy"].statistics().seconds_waited["policy"] > 10.0
+        assert stage.statistics()["processing_seconds"] == pytest.approx(simulation.trainer.totals.train_seconds)
+
+    run_in_virtual_time(main())
