@@ -35,7 +35,7 @@ from skyrl_async.metrics.logs import run_logging
 from skyrl_async.metrics.record_file import free_path
 from skyrl_async.metrics.summary import summary_table, write_summary
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.metrics.tracker import MetricsLog, Sink, Tracker
+from skyrl_async.metrics.tracker import MetricsLog, Sink, Tracker, evaluated_steps
 from skyrl_async.metrics.trained_groups import TrainedGroupsLog
 from skyrl_async.metrics.wandb import WandbSink
 from skyrl_async.run_lock import only_run_in
@@ -251,7 +251,7 @@ async def _train(
         console.message(f"endpoint: {parts.endpoint_url} (key in {left.run_dir / 'endpoint.json'})")
     if checkpoint is not None:
         console.phase(f"resuming {checkpoint.name}")
-        await trainer.resume(checkpoint)
+        await trainer.resume(checkpoint, evaluated_versions=evaluated_steps(left.run_dir / "metrics.jsonl"))
         left.kept_config.goes_on()
     for begin in left.begin_records:
         begin()

@@ -155,6 +155,7 @@ class ParamUpdate:
 
     async def run(self, stage: Stage, steps: Channel[TrainedStep]) -> None:
         """Consumes trained steps; produces policy versions; waits for engines. The work of later steps overlaps it."""
+        await self._request_validation(self._staleness.version)  # owed by the run that this one goes on with
         await run_stage(
             stage,
             steps,
@@ -264,7 +265,7 @@ class ParamUpdate:
 
     async def _request_validation(self, version: int | None) -> None:
         is_left_to_the_end = version == self._settings.num_steps and self._validation.is_done_at_the_end
-        if version is not None and not is_left_to_the_end and self._validation.is_due(version):
+        if version is not None and not is_left_to_the_end and self._validation.is_owed(version):
             self._validation.request(version)
 
     def _is_to_be_published(self, version: int) -> bool:

@@ -10,7 +10,7 @@ when each happens, and nothing of how.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -204,10 +204,16 @@ class FullyAsyncTrainer:
         """Completed optimizer steps: one more than ``step`` where the last one was not published."""
         return self.step if self._policy_step is None else self._policy_step
 
-    async def resume(self, checkpoint: Path) -> None:
-        """Take up a checkpoint, before ``run``. Raises ``CheckpointError``; see ``RunSaver.take_up``."""
+    async def resume(self, checkpoint: Path, *, evaluated_versions: Collection[int] = ()) -> None:
+        """Take up a checkpoint, before ``run``. Raises ``CheckpointError``; see ``RunSaver.take_up``.
+
+        ``evaluated_versions`` are those whose evaluations are on record, perhaps since the checkpoint was written: one that was due
+        and is on none is made up for.
+        """
         await self._saver.take_up(self._policy, checkpoint, holds_bound=self._settings.staleness_policy.bounds_groups)
         self._policy_step = self._saver.step
+        known = (version for version in evaluated_versions if version <= self.trained_step)
+        self.totals.evaluated_version = max([self.totals.evaluated_version, *known])
 
     async def run(self) -> None:
         """Publish, evaluate, train to the end, evaluate again.

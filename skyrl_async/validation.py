@@ -62,6 +62,7 @@ class Validation:
         self._recorder = recorder
         self._stop = stop
         self._versions = Channel[int](1)
+        self._requested_version = 0
         self._has_ended = False
 
     @property
@@ -73,6 +74,17 @@ class Validation:
         """Whether ``version`` is to be evaluated while training goes on."""
         interval = self._settings.interval_steps
         return self._evaluator is not None and bool(interval) and version % interval == 0
+
+    def is_owed(self, version: int) -> bool:
+        """Whether ``version``, which is served, or one before it that was due is neither evaluated nor requested.
+
+        A version that was due may have been lost on its way to the engines, or a stop may have cut its evaluation short.
+        """
+        interval = self._settings.interval_steps
+        if self._evaluator is None or not interval:
+            return False
+        newest = max(self._requested_version, self._recorder.totals.evaluated_version)
+        return version - version % interval > newest
 
     async def before_training(self) -> EvaluationResult | None:
         """Evaluate the version that training begins with, where that is asked for."""
@@ -98,6 +110,7 @@ class Validation:
 
     def request(self, version: int) -> None:
         """Engines serve ``version`` now, and it is to be evaluated; where another evaluation is under way, what they serve after that."""
+        self._requested_version = version
         if len(self._versions):
             logger.warning(
                 "no evaluation of step %d: the one before has not begun, and will be of a later step", version
@@ -129,5 +142,6 @@ class Validation:
             return None
         step = max(step, result.versions[0])  # engines may have served one that the run had not acknowledged
         self._recorder.totals.evaluation_tokens += result.num_tokens
+        self._recorder.totals.evaluated_version = step
         self._recorder.log(step, result.values() | {"timing/eval": loop.time() - started})
         return result

@@ -208,6 +208,8 @@ class RunTotals:
     pauses: list[float] = field(default_factory=list)
     """Seconds of the last publishes' pauses, a thousand of them: a checkpoint does not grow with the run."""
     reward_before: float | None = None
+    evaluated_version: int = 0
+    """Newest policy version whose evaluation is through."""
 
     def __post_init__(self) -> None:
         if isinstance(self.bound_cost, dict):  # from a checkpoint

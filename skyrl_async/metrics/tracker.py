@@ -115,6 +115,11 @@ def read_steps(path: Path) -> list[dict[str, float]]:
     return [steps[step] for step in sorted(steps)]
 
 
+def evaluated_steps(path: Path) -> list[int]:
+    """Steps of which a ``metrics.jsonl`` has an evaluation."""
+    return [row["step"] for row in read_rows(path) if "reward/eval" in row]
+
+
 def kept_rows(path: Path, resume_step: float | None) -> list[dict[str, Any]]:
     """What a run that goes on after ``resume_step`` keeps of a file; None keeps nothing."""
     return [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]

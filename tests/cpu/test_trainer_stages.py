@@ -608,3 +608,58 @@ def test_a_run_that_only_validates_trains_nothing() -> None:
     assert simulation.trainer.step == 0 and simulation.policy.steps == [[]]
     assert simulation.trainer.first_evaluation is not None and simulation.trainer.first_evaluation.reward == 0.0
     assert [step for step, _, _ in evaluations_of(simulation)] == [0]
+
+
+OWING = replace(VALIDATING, eval_interval_steps=4, publish_every_steps=1, send_seconds=1.0)
+
+
+def test_an_evaluation_whose_version_was_lost_on_its_way_is_of_the_next_one() -> None:
+    async def main() -> None:
+        simulation = build_simulation(OWING)
+        send = simulation.publisher.send
+
+        async def losing(version: int) -> bool:
+            return version != 4 and await send(version)
+
+        simulation.publisher.send = losing
+        await simulation.trainer.run()
+        assert evaluations_of(simulation) == [(0, 0, 0), (5, 5, 5), (8, 8, 8), (12, 12, 12)]
+
+    run_in_virtual_time(main())
+
+
+def interrupted_while_evaluating(directory: Path) -> int:
+    """A run that is stopped while version 4 is evaluated; the step that it is saved at."""
+
+    async def main() -> int:
+        stop, loop = StopRequest(), asyncio.get_running_loop()
+        simulation = build_simulation(replace(OWING, checkpoint_interval_steps=4), checkpoint_dir=directory, stop=stop)
+        request = simulation.trainer._validation.request
+
+        def requested(version: int) -> None:
+            request(version)
+            if version == 4:
+                loop.call_later(0.5, stop.ask, 1.0)
+
+        simulation.trainer._validation.request = requested
+        await simulation.trainer.run()
+        assert [step for step, *_ in evaluations_of(simulation)] == [0]
+        return simulation.trainer.trained_step
+
+    return run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_an_evaluation_that_a_run_owed_is_made_when_it_is_taken_up(is_killed: bool, tmp_path: Path) -> None:
+    """A killed one has the checkpoint that was written just before the evaluation."""
+    stopped_at = interrupted_while_evaluating(tmp_path)
+    step = 4 if is_killed else stopped_at
+
+    async def evaluated(on_record: Sequence[int]) -> list[int]:
+        simulation = build_simulation(OWING, checkpoint_dir=tmp_path)
+        await simulation.trainer.resume(tmp_path / f"global_step_{step}", evaluated_versions=on_record)
+        await simulation.trainer.run()
+        return [step for step, *_ in evaluations_of(simulation)]
+
+    assert run_in_virtual_time(evaluated([0])) == [step, 8, 12]
+    assert run_in_virtual_time(evaluated([0, 4, 8])) == [8, 12], "it was through, and what came after is made again"
