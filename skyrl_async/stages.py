@@ -344,8 +344,9 @@ async def run_stage(
     output: Callable[[B], Awaitable[None]],
     *,
     name_of: Callable[[A], str] = str,
+    finishes: bool = True,
 ) -> None:
-    """Work on one item after another until the inputs end; then the stage is done.
+    """Work on one item after another until the inputs end; then the stage is done, if it ``finishes`` with them.
 
     Consumes ``inputs``; produces to ``output``, which waits where there is no room; unblocked by both. What ``work`` raises is the stage's
     error, and is raised.
@@ -359,4 +360,5 @@ async def run_stage(
             await output(result)
             inputs.item_done()
             lane.wait_for_input()
-    stage.finish()
+    if finishes:
+        stage.finish()

@@ -228,6 +228,8 @@ class FullyAsyncTrainer:
         try:
             async with self._watchdog.watching() if self._watchdog else nullcontext():
                 await self._run()
+                if self.evaluation_failure is None:
+                    self._board.stage("validation").finish()
         except SkyRLAsyncError as error:
             if self._stop.failure is None:
                 raise
@@ -239,8 +241,9 @@ class FullyAsyncTrainer:
 
     async def _run(self) -> None:
         await self._param_update.publish_first(self.step)
+        validation_stage = self._board.stage("validation")
         if self._settings.validates_only or self.totals.reward_before is None:
-            self.first_evaluation = await self._validation.before_training()
+            self.first_evaluation = await self._validation.before_training(validation_stage)
         if self._settings.validates_only:
             return
         if self.first_evaluation is not None:
@@ -253,7 +256,7 @@ class FullyAsyncTrainer:
                 updating = tasks.create_task(
                     self._param_update.run(self._board.stage("param_update"), self._trained), name="param_update"
                 )
-                validating = self._validation.run(self._board.stage("validation"))
+                validating = self._validation.run(validation_stage)
                 tasks.create_task(self._failing_between_steps(validating), name="validation")
                 await self._train()
                 await updating
@@ -275,7 +278,7 @@ class FullyAsyncTrainer:
         self._recorder.count_generation()
         self.totals.wasted_tokens += sum(group.num_sampled_tokens for group in self._buffer.snapshot())
         try:
-            if after := await self._validation.at_the_end():
+            if after := await self._validation.at_the_end(validation_stage):
                 self.reward_after = after.reward
         except _NOT_OF_TRAINING as error:
             logger.exception("the last evaluation failed; training is complete")

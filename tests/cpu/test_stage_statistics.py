@@ -105,3 +105,28 @@ def test_training_that_stands_in_line_for_its_devices_waits_and_processes_nothin
         assert stage.statistics()["processing_seconds"] == pytest.approx(simulation.trainer.totals.train_seconds)
 
     run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("validates_only", [False, True])
+def test_evaluations_before_and_after_training_are_items_of_the_validation_stage(validates_only: bool) -> None:
+    """And without training, too: whoever looks meanwhile sees what the run is at."""
+
+    async def main() -> None:
+        simulation = build_simulation(replace(SLOW_PUBLISH, num_eval_prompts=8, validates_only=validates_only))
+        trainer = simulation.trainer
+        evaluate, seen = trainer._validation._evaluator.evaluate, []
+
+        async def watched(num_prompts: int, **arguments: Any) -> Any:
+            result = await evaluate(num_prompts, **arguments)
+            seen.append([status.where for status in trainer.stages() if status.name == "validation"])
+            return result
+
+        trainer._validation._evaluator.evaluate = watched  # type: ignore[union-attr, method-assign]
+        await trainer.run()
+        versions = [0] if validates_only else [0, SLOW_PUBLISH.num_steps]
+        assert [where.partition(" (")[0] for (where,) in seen] == [f"processing version {v}" for v in versions]
+        statistics = trainer._board.stage("validation").statistics()
+        assert statistics["items"] == len(versions) and statistics["processing_seconds"] > 0
+        assert trainer.stages()[-1].state is StageState.DONE
+
+    run_in_virtual_time(main())
