@@ -38,6 +38,7 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.metrics.tracker import MetricsLog, Sink, Tracker, evaluated_steps
 from skyrl_async.metrics.trained_groups import TrainedGroupsLog
 from skyrl_async.metrics.wandb import WandbSink
+from skyrl_async.rollout.agent_command import end_agents_of
 from skyrl_async.run_lock import only_run_in
 from skyrl_async.trainer import FullyAsyncTrainer
 from skyrl_async.weight_sync.lag import Lag
@@ -72,6 +73,8 @@ def run(config: Config, overrides: list[str]) -> int:
         logger.info("overrides: %s", " ".join(overrides))
         if set_aside is not None:
             logger.warning("%s", set_aside)
+        if num_left := end_agents_of(run_dir):
+            logger.warning("%d processes of agents that the run had left behind when it was killed are ended", num_left)
         for reason in found.refused if found is not None else ():
             logger.warning("%s; %s is resumed instead", reason, found.path.name if found else None)
         kept = KeptConfig(run_dir, config, found.state.step if found is not None else None)

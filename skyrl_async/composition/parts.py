@@ -91,6 +91,7 @@ def make_generator(
     client: InferenceEngineClient,
     renderer: ChatRenderer,
     endpoint: Endpoint | None,
+    run_dir: Path,
     stack: contextlib.AsyncExitStack,
 ) -> Generator:
     """The generator of the configuration; what it holds is released with ``stack``."""
@@ -110,6 +111,7 @@ def make_generator(
             outage_timeout_s=config.engine.all_gone_timeout_s,
             max_concurrent_agents=generator.max_concurrent_agents,
             working_dir=None if generator.working_dir is None else Path(generator.working_dir).expanduser(),
+            run_dir=run_dir,
         )
         stack.push_async_callback(agents.close)
         return agents

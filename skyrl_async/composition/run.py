@@ -132,7 +132,7 @@ async def started_parts(
         )
         in_turn = policy_in_turn(policy, groups)
         hold_engines = turns.holding if turns else contextlib.nullcontext
-        generator = make_generator(config, client, chat.renderer, endpoint, stack)
+        generator = make_generator(config, client, chat.renderer, endpoint, run_dir, stack)
         publisher = make_publisher(
             config, client, in_turn, policy, chat.renderer, plan.prompts, trace, stack, hold_engines
         )

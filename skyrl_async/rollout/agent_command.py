@@ -2,7 +2,8 @@
 
 Flows in: tasks. Flows out: the answer the program wrote, or an error with its last words. The program needs nothing of this
 package: it finds the endpoint and the task in its environment, and the task on its standard input too. It is no sandbox: the
-program has this user's rights, but neither this process's environment nor any key but its session's.
+program has this user's rights, but neither this process's environment nor any key but its session's. Where this process is
+killed, a guard ends the programs; what a guard missed is ended by the next run in the same directory.
 
 | variable | |
 |---|---|
@@ -10,6 +11,7 @@ program has this user's rights, but neither this process's environment nor any k
 | `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`, `ANTHROPIC_MODEL` | the same without `/v1` |
 | `SKYRL_TASK_FILE` | JSON: `uid`, `messages`, `extras`, `sample_index`, `is_evaluation` |
 | `SKYRL_RESULT_FILE` | may be written: JSON `{"output": "..."}`, what the judge shall read instead of the last reply |
+| `SKYRL_RUN_DIR`, `SKYRL_RUN_PROCESS` | the run, by which its agents are found when it was killed |
 | `PASSED`, `LC_*`, `AGENT_*` | as they are here |
 """
 
@@ -20,6 +22,8 @@ import re
 import shlex
 import stat
 import sys
+import uuid
+import weakref
 from asyncio.subprocess import Process
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +31,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from skyrl_async.errors import GenerationError
-from skyrl_async.rollout.agent_processes import kill_agent
+from skyrl_async.rollout.agent_processes import end_guard, kill_agent, start_guard
 from skyrl_async.rollout.harness import AgentResult, AgentTask
 
 PASSED = (
@@ -53,6 +57,7 @@ PASSED = (
 """Variables of this process that a harness gets, beside ``LC_*`` and ``AGENT_*``; the last is for a harness's own settings."""
 
 SHELL = "/bin/sh"
+_RUN_DIR = "SKYRL_RUN_DIR"
 _PASSED_PREFIXES = ("LC_", "AGENT_")
 _PATH_LISTS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 _PLAIN_FILE_NAME = re.compile(r"(?<!\S)(?=\S*[./])[\w./@%+:,-]+(?!\S)")
@@ -80,19 +85,25 @@ class CommandHarness:
     elsewhere; one in quotes stays.
     """
 
-    def __init__(self, command: str, *, launch_dir: Path | None = None) -> None:
+    def __init__(self, command: str, *, launch_dir: Path | None = None, run_dir: Path | None = None) -> None:
         """
         Args:
             command: for a POSIX shell.
             launch_dir: where the command's files are looked for; None is the directory of this process.
+            run_dir: of the run; who takes it up can tell by it which agents are left, see ``end_agents_of``.
         """
         self._command = with_absolute_files(command, launch_dir or Path.cwd())
+        self._marks = {"SKYRL_RUN_PROCESS": uuid.uuid4().hex}
+        if run_dir is not None:
+            self._marks[_RUN_DIR] = str(run_dir.absolute())
+        self._is_guarded = False
 
     async def run(self, task: AgentTask) -> AgentResult:
         """Raises ``GenerationError`` when the program cannot be started, exits with another status than 0 or leaves a result
         that is none. Cancellation kills its processes; so does their program's end."""
+        self._guard()
         files = _prepare(task)
-        environment = agent_environment(task, files.task, files.result)
+        environment = agent_environment(task, files.task, files.result) | self._marks
         with files.task.open("rb") as stdin, files.stdout.open("w+b") as stdout, files.stderr.open("w+b") as stderr:
             status = await self._run_program(task.working_dir, environment, stdin, stdout, stderr)
             if status != 0:
@@ -101,6 +112,15 @@ class CommandHarness:
                     f"{_ending(status)} {words.replace(task.api_key, '<key>') or 'and wrote nothing'}"
                 )
         return AgentResult(output=_read_output(files.result))
+
+    def _guard(self) -> None:
+        """By another mark than the run's directory: a slow guard must not end the agents of who takes the run up."""
+        if self._is_guarded:
+            return
+        self._is_guarded = True
+        guard = start_guard(f"SKYRL_RUN_PROCESS={self._marks['SKYRL_RUN_PROCESS']}")
+        if guard is not None:
+            weakref.finalize(self, end_guard, guard)
 
     async def _run_program(
         self, working_dir: Path, environment: Mapping[str, str], stdin: BinaryIO, stdout: BinaryIO, stderr: BinaryIO
@@ -126,6 +146,11 @@ class CommandHarness:
             kill_agent(process.pid if process else None, f"SKYRL_TASK_FILE={environment['SKYRL_TASK_FILE']}")
             if process is not None:
                 await _reap(process)
+
+
+def end_agents_of(run_dir: Path) -> int:
+    """Kill what is left of the agents of a run in ``run_dir``, which must have ended; returns how many processes that were."""
+    return kill_agent(None, f"{_RUN_DIR}={run_dir.absolute()}")
 
 
 async def _reap(process: Process) -> None:

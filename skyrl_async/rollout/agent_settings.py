@@ -60,6 +60,7 @@ def make_agent_generator(
     outage_timeout_s: float = 0.0,
     max_concurrent_agents: int | None = None,
     working_dir: Path | None = None,
+    run_dir: Path | None = None,
 ) -> AgentGenerator:
     """A generator that runs the harness of these settings; its ``close`` releases connections and threads.
 
@@ -76,6 +77,7 @@ def make_agent_generator(
         outage_timeout_s: how long the endpoint is asked again where it does not answer.
         max_concurrent_agents: harnesses running at once; None sets no limit.
         working_dir: where working directories are made and kept; None makes temporary ones.
+        run_dir: of the run that agents belong to; None: of none.
 
     Raises:
         ConfigError: see ``check_agent_settings``; or ``working_dir`` cannot be made.
@@ -91,7 +93,7 @@ def make_agent_generator(
             outages=None if deadlines is None else deadlines.outages,
             outage_timeout_s=outage_timeout_s,
         ),
-        CommandHarness(command) if command else FunctionHarness(_harness_function(str(entrypoint))),
+        CommandHarness(command, run_dir=run_dir) if command else FunctionHarness(_harness_function(str(entrypoint))),
         FunctionJudge(import_function("generator.reward", reward), judging, places)
         if reward
         else EnvironmentJudge(make_environment, judging, places, max_turns=max_turns),

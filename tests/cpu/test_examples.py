@@ -38,12 +38,14 @@ def request(prompt: Prompt) -> GroupRequest:
     return GroupRequest(prompt=prompt, num_samples=3, sampling=SamplingParams(max_tokens=12), seed=5)
 
 
-async def test_the_own_generator_is_made_by_its_entrypoint_and_returns_the_sampled_tokens(policy_dir: Path) -> None:
+async def test_the_own_generator_is_made_by_its_entrypoint_and_returns_the_sampled_tokens(
+    policy_dir: Path, tmp_path: Path
+) -> None:
     client, renderer = make_client(policy_dir)
     config = from_overrides("generator.entrypoint=examples.own_generator.scored:make")
     (prompt,), _ = get_task("lagged_fibonacci").make_prompts(1, 0, seed=0)
     async with AsyncExitStack() as stack:
-        rows = await make_generator(config, client, renderer, None, stack).generate(request(prompt))
+        rows = await make_generator(config, client, renderer, None, tmp_path, stack).generate(request(prompt))
     assert len(rows) == 3 and len({row.response_token_ids for row in rows}) > 1
     assert all(row.prompt_token_ids == renderer.render(prompt.messages) for row in rows)
     assert all(set(row.versions) == {0} and sum(row.loss_mask) == len(row.logprobs) > 0 for row in rows)
