@@ -18,12 +18,14 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from skyrl_async.checkpoint_files import attest, read_json, sync, verify, write_json
 from skyrl_async.errors import CheckpointError
+from skyrl_async.rollout.daemon_threads import DaemonThreads
 from skyrl_async.rollout.saved import (
     RunningGroup,
     group_from_json,
@@ -88,14 +90,21 @@ class Checkpointer:
         directory: ``<run>/checkpoints``.
         max_to_keep: older ones are deleted; 0 keeps all.
         on_written: told where each is, when it is in place and those before it still are.
+        threads: work on the files; None: threads for which no exit waits, because a disk may hang.
     """
 
     def __init__(
-        self, directory: Path, *, max_to_keep: int, on_written: Callable[[Path], None] = lambda path: None
+        self,
+        directory: Path,
+        *,
+        max_to_keep: int,
+        on_written: Callable[[Path], None] = lambda path: None,
+        threads: Executor | None = None,
     ) -> None:
         self._directory = directory
         self._max_to_keep = max_to_keep
         self._on_written = on_written
+        self._threads = threads or DaemonThreads("checkpoint")
         self._turn = threading.Lock()
         """Of threads that work on the files: one that a cancellation has left behind ends first."""
         self._begun: set[Path] = set()
@@ -146,7 +155,7 @@ class Checkpointer:
             with self._turn:
                 return work()
 
-        return await asyncio.to_thread(work_in_turn)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work_in_turn)
 
     def _begin(self, partial: Path) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)

@@ -39,6 +39,7 @@ from skyrl_async.metrics.tracker import MetricsLog, Sink, Tracker, evaluated_ste
 from skyrl_async.metrics.trained_groups import TrainedGroupsLog
 from skyrl_async.metrics.wandb import WandbSink
 from skyrl_async.rollout.agent_command import end_agents_of
+from skyrl_async.rollout.daemon_threads import DaemonThreads
 from skyrl_async.run_lock import only_run_in
 from skyrl_async.trainer import FullyAsyncTrainer
 from skyrl_async.weight_sync.lag import Lag
@@ -82,7 +83,7 @@ def run(config: Config, overrides: list[str]) -> int:
             logger.warning("the run goes on with other settings than before: %s", ", ".join(changes))
         left = _Left(run_dir, kept)
         code = _exit_code(_run(config, found, started, interruption, left), interruption, left)
-    if left.ending.has_stuck_thread:
+    if left.ending.has_stuck_thread or left.disk.is_busy:
         leave_process(code)
     return code
 
@@ -113,6 +114,8 @@ class _Left:
     run_dir: Path
     kept_config: KeptConfig
     ending: ClosingStack = field(default_factory=ClosingStack)
+    disk: DaemonThreads = field(default_factory=lambda: DaemonThreads("checkpoint"))
+    """Writes checkpoints."""
     trainer: FullyAsyncTrainer | None = None
     lags: Callable[[], Mapping[str, Lag]] = dict
     """Of the engines, by name."""
@@ -219,6 +222,7 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
                 listeners=Listeners(log=log, log_groups=log_groups, show_stuck=show_stuck),
                 trace=trace,
                 stop=interruption.stop,
+                disk=left.disk,
             )
             left.lags = parts.publisher.lags
             console.watch(trainer.stages)

@@ -18,6 +18,7 @@ from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import RunTotals
 from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.daemon_threads import DaemonThreads
 from skyrl_async.rollout.saved import RunningGroup, TakenUp, admission_of
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers
@@ -79,7 +80,8 @@ class RunSaver:
 
         With another mini-batch size or staleness bound than the checkpoint's, groups that no longer fit are drawn again.
         """
-        state = await asyncio.to_thread(read_state, checkpoint)
+        reading = DaemonThreads("checkpoint")  # no exit waits for a disk that hangs
+        state = await asyncio.get_running_loop().run_in_executor(reading, read_state, checkpoint)
         await policy.load(checkpoint / "policy")
         await self._dataloader.load_state_from_checkpoint(state.dataloader)
         self._recorder.totals = totals = RunTotals(**state.totals)

@@ -7,6 +7,7 @@ here; no part gets the configuration itself, but for a user's own generator.
 import contextlib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -176,8 +177,9 @@ def make_trainer(
     listeners: Listeners,
     trace: Trace,
     stop: StopRequest | None = None,
+    disk: Executor | None = None,
 ) -> FullyAsyncTrainer:
-    """A trainer, with generation's side of it, over running parts; checkpoints go below ``run_dir``."""
+    """A trainer, with generation's side of it, over running parts; checkpoints go below ``run_dir``, written by threads of ``disk``."""
     trainer, in_turn = config.trainer, policy_in_turn(policy, device_groups)
     generation = _generation(config, prompts, client, generator, trace)
 
@@ -199,6 +201,7 @@ def make_trainer(
             run_dir / "checkpoints",
             max_to_keep=trainer.max_checkpoints_to_keep,
             on_written=lambda checkpoint: policy.checkpoint_written(checkpoint / "policy"),
+            threads=disk,
         ),
         reward_shapes=reward_shapes(config),
         advantages=advantages.of_stage,

@@ -8,6 +8,7 @@ Flows in: a checked ``Config`` and a run directory. Flows out: parts that run an
 import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -208,8 +209,9 @@ def trainer_of(
     listeners: Listeners,
     trace: Trace,
     stop: StopRequest | None = None,
+    disk: Executor | None = None,
 ) -> FullyAsyncTrainer:
-    """A trainer over running parts; checkpoints go below ``run_dir``."""
+    """A trainer over running parts; checkpoints go below ``run_dir``, written by threads of ``disk``."""
 
     def log_with_engines(step: int, values: dict[str, float]) -> None:
         listeners.log(step, values | (parts.fleet.statistics() if parts.fleet else {}))
@@ -227,4 +229,5 @@ def trainer_of(
         listeners=replace(listeners, log=log_with_engines),
         trace=trace,
         stop=stop,
+        disk=disk,
     )

@@ -28,10 +28,18 @@ class DaemonThreads(Executor):
         self._name = name
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._free = threading.Semaphore(0)
+        self._unfinished: set[Future[Any]] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call has not come back."""
+        return any(not future.done() for future in tuple(self._unfinished))
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run ``fn`` now."""
         future: Future[T] = Future()
+        self._unfinished.add(future)
+        future.add_done_callback(self._unfinished.discard)
         self._calls.put(lambda: _settle(future, fn, args, kwargs))
         if not self._free.acquire(blocking=False):
             threading.Thread(target=self._work, name=self._name, daemon=True).start()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -397,12 +398,14 @@ async def test_a_checkpoint_that_is_given_up_leaves_no_name_behind(
 
     await write(tmp_path, 1, "old")
     monkeypatch.setattr(checkpoint_module, "attest", slow)
-    writing = asyncio.ensure_future(write(tmp_path, 2, "new"))
+    threads = ThreadPoolExecutor()
+    writer = Checkpointer(tmp_path, max_to_keep=0, threads=threads)
+    writing = asyncio.ensure_future(writer.write(FilesPolicy("new"), state(2)))
     await syncing.wait()
     writing.cancel()
     await asyncio.wait([writing])
     cancelled.set()
-    await loop.shutdown_default_executor()
+    threads.shutdown()
     assert writing.cancelled()
     assert mark_of(Checkpointer(tmp_path, max_to_keep=0).usable().path) == "old"
     checkpointer(tmp_path).tidy()
