@@ -295,6 +295,7 @@ def _rollout_settings(config: Config) -> RolloutSettings:
         timeout_s=generator.rollout_timeout_s,
         on_lost_samples=OnLostSamples(generator.on_lost_samples.name),
         backoff=_backoff(config),
+        redraws_groups=staleness_policy(config.trainer.staleness_policy.name).gives_up,
         masks_overlong=generator.apply_overlong_filtering,
     )
 

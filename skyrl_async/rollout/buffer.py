@@ -29,6 +29,7 @@ class GroupBuffer:
         self._preparing: Channel[Group] | None = None
         self._is_closed = False
         self._changed: asyncio.Future[None] | None = None
+        self._emptied: asyncio.Future[None] | None = None
         self._held_seconds = 0.0
 
     def prepare(self) -> Channel[Group]:
@@ -76,7 +77,7 @@ class GroupBuffer:
         loop = asyncio.get_running_loop()
         while True:
             if self._may_give(is_allowed):
-                return heapq.heappop(self._heap)[1]
+                return self._pop()
             if self._is_closed and not len(self):
                 return None
             is_held_back = bool(self._heap)
@@ -89,9 +90,25 @@ class GroupBuffer:
                 if is_held_back:
                     self._held_seconds += loop.time() - started
 
+    async def emptied(self) -> None:
+        """Wait until the last group held is taken. For one producer; unblocked by ``get``."""
+        if not len(self):
+            return
+        self._emptied = asyncio.get_running_loop().create_future()
+        try:
+            await self._emptied
+        finally:
+            self._emptied = None
+
     def can_give(self, is_allowed: Callable[[Group], bool]) -> bool:
         """Whether ``get`` would return at once."""
         return self._may_give(is_allowed) or (self._is_closed and not len(self))
+
+    def _pop(self) -> Group:
+        group = heapq.heappop(self._heap)[1]
+        if not len(self) and self._emptied is not None and not self._emptied.done():
+            self._emptied.set_result(None)
+        return group
 
     def _may_give(self, is_allowed: Callable[[Group], bool]) -> bool:
         is_all_there = self._is_closed and not self._unprepared

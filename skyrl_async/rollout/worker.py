@@ -55,6 +55,8 @@ class RolloutSettings:
     """What to do with a group of which only some samples failed."""
     backoff: Backoff = NO_BACKOFF
     """Before a failed rollout is tried again."""
+    redraws_groups: bool = False
+    """Groups may be given up until they are trained, and their prompts drawn again."""
     masks_overlong: bool = False
     """Samples that a length limit cut are not trained."""
 
@@ -117,6 +119,7 @@ class GenerationWorkers:
         self._in_flight: dict[int, GroupInFlight] = {}
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
+        self._drawing: set[asyncio.Task[None]] = set()
         self._is_drawing = False
         self._counts = {"groups": 0, "trajectories": 0, "tokens": 0, "aborts": 0, "failed_groups": 0, "lost_samples": 0}
         self._counts |= {"redrawn_groups": 0, "redrawn_tokens": 0}
@@ -139,7 +142,8 @@ class GenerationWorkers:
     async def run(self) -> None:
         """Consumes prompts, produces finished groups, waits for admission; unblocked by versions and ending groups.
 
-        Returns when the data has ended and every group with it; the buffer is closed then. What a cancellation or a failure leaves
+        Returns when the data has ended and every group with it; the buffer is closed then: where groups may be redrawn, not before
+        all of them are taken. What a cancellation or a failure leaves
         in flight stays as it stands, for a checkpoint, until ``give_back``. Raises ``GenerationError`` when too many rollouts failed,
         or too many groups were filtered.
         """
@@ -147,6 +151,8 @@ class GenerationWorkers:
             for taken_up in self._in_flight.values():
                 self._start(taken_up, self._tasks)
             await self._start_groups(self._tasks)
+            if self._settings.redraws_groups:
+                await self._until_none_can_come_back()
         self._failures.raise_if_too_many(has_ended=True)
         self.hand_over.raise_if_nothing_is_left()
         for name in ("dataloader", "generate", "rollout"):
@@ -197,22 +203,30 @@ class GenerationWorkers:
             self._draw_again()
 
     async def redraw_finished(self, group: Group) -> None:
-        """Like ``redraw``, for a group taken from the buffer; where all data was drawn and no group is left, it is filtered."""
-        key = group.epoch, group.uid
+        """Like ``redraw``, for a group just taken from the buffer."""
         self._counts["redrawn_groups"] += 1
         self._counts["redrawn_tokens"] += group.num_sampled_tokens
-        if self._is_drawing or self._in_flight:
-            await self._dataloader.give_back(key)
-            self._draw_again()
-        else:
-            await self._dataloader.mark_filtered_uids([key])
+        await self._dataloader.give_back((group.epoch, group.uid))
         await self._staleness.on_rollout_filtered(admission_of(group))
+        self._draw_again()
 
     def _draw_again(self) -> None:
         """There are prompts again, even if the data had ended."""
         if not self._is_drawing and self._tasks is not None:
             self._is_drawing = True
-            self._tasks.create_task(self._start_groups(self._tasks), name="drawing again")
+            drawing = self._tasks.create_task(self._start_groups(self._tasks), name="drawing again")
+            self._drawing.add(drawing)
+            drawing.add_done_callback(self._drawing.discard)
+
+    async def _until_none_can_come_back(self) -> None:
+        """The data has ended: wait until no group is played and none is in the buffer. Unblocked by groups that end or are taken."""
+        while True:
+            if busy := {*self._drawing, *self._playing.values()}:
+                await asyncio.wait(busy)
+            elif len(self._buffer):
+                await self._buffer.emptied()
+            else:
+                return
 
     def statuses(self) -> list[list[RolloutStatus]]:
         """What each group in flight is doing, the oldest first."""

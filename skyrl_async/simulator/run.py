@@ -278,6 +278,7 @@ def _rollout_settings(settings: SimulationSettings) -> RolloutSettings:
         timeout_s=settings.rollout_timeout_s,
         on_lost_samples=settings.on_lost_samples,
         backoff=settings.backoff,
+        redraws_groups=staleness_policy(settings.staleness_policy).gives_up,
         masks_overlong=settings.masks_overlong,
     )
 
