@@ -6,6 +6,7 @@ contents, versions or the trainer.
 """
 
 import hashlib
+import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class _AsyncDataloader:
         plan: EpochPlan | None = None,
     ) -> None:
         self._prompts = {prompt.uid: prompt for prompt in prompts}
+        self._content_digest = _content_digest(prompts)
         self._plan = plan or EpochPlan(tuple(self._prompts))
         uids_of_epoch = None if self._plan.is_whole else self._plan.of_epoch
         self._ledger = UidLedger(
@@ -100,15 +102,28 @@ class _AsyncDataloader:
             raise StateError(f"epochs {stale} still have prompts that are neither trained, filtered nor failed")
 
     def state_for_checkpoint(self) -> dict[str, Any]:
-        """JSON of the ledger, with a digest of the dataset's uids and of how its sources are mixed."""
-        return {"dataset_digest": self._digest(), "num_prompts": len(self._prompts), "ledger": self._ledger.to_json()}
+        """JSON of the ledger, with a digest of the dataset's uids and of how its sources are mixed, and one of what its rows hold."""
+        return {
+            "dataset_digest": self._digest(),
+            "content_digest": self._content_digest,
+            "num_prompts": len(self._prompts),
+            "ledger": self._ledger.to_json(),
+        }
 
     async def load_state_from_checkpoint(self, saved: dict[str, Any]) -> None:
-        """Continue where ``state_for_checkpoint`` was taken. Raises ``CheckpointError`` for another dataset or seed."""
+        """Continue where ``state_for_checkpoint`` was taken. Raises ``CheckpointError`` for another dataset or seed.
+
+        Checkpoints of older versions have no digest of what rows hold: of them only the uids are compared.
+        """
         if saved["dataset_digest"] != self._digest():
             raise CheckpointError(
                 f"the checkpoint was made with {saved['num_prompts']} other prompts (this run has {len(self._prompts)}): "
                 "resume with the same task.* values and files"
+            )
+        if saved.get("content_digest", self._content_digest) != self._content_digest:
+            raise CheckpointError(
+                "the checkpoint was made with prompts of the same uids and other contents (messages, env_class or another column): "
+                "resume with the same task.* values and files, or begin another run"
             )
         try:
             self._ledger.load_json(saved["ledger"])
@@ -122,3 +137,21 @@ class _AsyncDataloader:
     def _digest(self) -> str:
         mixed = () if self._plan.is_whole else ("", *self._plan.of_epoch(0))
         return hashlib.sha256("\n".join((*self._prompts, *mixed)).encode()).hexdigest()[:16]
+
+
+def _content_digest(prompts: Sequence[Prompt]) -> str:
+    """Of all that prompts hold, in their order; the same in every process."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        content = prompt.uid, prompt.messages, prompt.env_class, prompt.extras
+        try:
+            written = json.dumps(content, sort_keys=True, default=_as_text)
+        except TypeError:  # keys that have no order, or are no text
+            written = json.dumps(content, skipkeys=True, default=_as_text)
+        digest.update(f"{written}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _as_text(value: object) -> str:
+    """Without what differs from process to process: an object that says nothing of itself says where it lies."""
+    return type(value).__qualname__ if type(value).__repr__ is object.__repr__ else repr(value)

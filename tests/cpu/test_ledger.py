@@ -2,6 +2,8 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
+from datetime import date
 
 import pytest
 from hypothesis import given, settings
@@ -131,6 +133,43 @@ async def test_a_checkpoint_of_another_dataset_is_refused() -> None:
     other = _AsyncDataloader(prompts(["x", "y"]), seed=0)
     with pytest.raises(CheckpointError, match="made with 5 other prompts"):
         await other.load_state_from_checkpoint(saved)
+
+
+CONTENTS = {
+    "messages": ({"role": "user", "content": "another question"},),
+    "env_class": "y",
+    "extras": {"reward_spec": {"ground_truth": "8"}},
+}
+
+
+@pytest.mark.parametrize("field", CONTENTS)
+async def test_a_checkpoint_of_the_same_uids_with_another_content_is_refused(field: str) -> None:
+    saved = _AsyncDataloader(prompts(UIDS), seed=0).state_for_checkpoint()
+    first, *others = prompts(UIDS)
+    changed = _AsyncDataloader([replace(first, **{field: CONTENTS[field]}), *others], seed=0)
+    with pytest.raises(CheckpointError, match="same uids and other contents"):
+        await changed.load_state_from_checkpoint(saved)
+
+
+async def test_a_checkpoint_that_knows_uids_alone_is_taken_up() -> None:
+    """Older versions wrote no digest of what rows hold."""
+    loader = _AsyncDataloader(prompts(UIDS), seed=0)
+    await loader.mark_failed_uid((await loader.get_next_non_consumed_data())[0])
+    saved = loader.state_for_checkpoint()
+    del saved["content_digest"]
+    resumed = _AsyncDataloader([replace(p, env_class="y") for p in prompts(UIDS)], seed=0)
+    await resumed.load_state_from_checkpoint(saved)
+    assert resumed.statistics() == loader.statistics()
+
+
+async def test_rows_are_the_same_in_another_process_whatever_objects_they_hold() -> None:
+    def rows() -> list[Prompt]:
+        extras = {"object": object(), "date": date(2020, 1, 1), 3: "key", "nested": {("a", 1): 2}}
+        return [replace(prompt, extras=extras) for prompt in prompts(UIDS)]
+
+    held, others = rows(), rows()
+    saved = _AsyncDataloader(held, seed=0).state_for_checkpoint()
+    await _AsyncDataloader(others, seed=0).load_state_from_checkpoint(saved)
 
 
 async def test_a_checkpoint_of_another_seed_is_refused() -> None:
