@@ -187,11 +187,16 @@ METRICS: dict[str, Metric] = {
     "agent/failed": Metric("share", "Of the step's samples, those whose harness failed, timed out or sampled nothing."),
     "agent/timeouts": Metric("share", "Of them, those whose harness took longer than generator.agent_timeout_s."),
     "agent/seconds": Metric("s", "Mean duration of a harness's run."),
-    "checkpoint/failures": Metric("checkpoints", "Not written because of the disk, since the run was started."),
+    "checkpoint/failures": Metric(
+        "checkpoints", "Not written because of the disk, since this process began the run or took it up."
+    ),
     "engines/serving": Metric("engines", "That take requests."),
-    "engines/restarts": Metric("engines", "Started in the place of dead ones, since the run began."),
+    "engines/restarts": Metric(
+        "engines", "Started in the place of dead ones, since this process began the run or took it up."
+    ),
     "engines/heartbeats_missed": Metric(
-        "heartbeats", "Intervals in which an engine left a heartbeat unanswered, since the run began."
+        "heartbeats",
+        "Intervals in which an engine left a heartbeat unanswered, since this process began the run or took it up.",
     ),
     "stage/<name>/state": Metric(
         "1",
@@ -209,7 +214,9 @@ METRICS: dict[str, Metric] = {
     "stage/<name>/waiting_for_output_share": Metric(
         "share", "The same, waiting for the next stage: back-pressure; for `dataloader`, the staleness credits."
     ),
-    "devices/<stage>/turns": Metric("turns", "On devices that it shares with others, since the run began."),
+    "devices/<stage>/turns": Metric(
+        "turns", "On devices that it shares with others, since this process began the run or took it up."
+    ),
     "devices/<stage>/held_seconds": Metric("s", "Of those turns."),
     "devices/<stage>/waited_seconds": Metric("s", "Waited for them."),
     "engines/lag_steps_max": Metric(
