@@ -9,6 +9,7 @@ import json
 import logging
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,10 +28,13 @@ logger = logging.getLogger(__name__)
 MINI_BATCH_SIZE = 2
 MAX_STALENESS_STEPS = 2
 KINDS = ("killed", "frozen")
-GENERATORS = ("gym", "gym_http")
+DRAWN_GENERATORS = ("gym", "gym_http")
 """In process, token by token; over the endpoint."""
+GENERATORS = (*DRAWN_GENERATORS, "agent")
+"""The last one has a process per sample, over the endpoint."""
 INTERRUPT_EVERY = 3
 NUM_PROMPTS = 24
+_AGENT = Path(__file__).with_name("agent.py")
 _BOOT_TIMEOUT_S = 600.0
 _RECOVERY_TIMEOUT_S = 600.0
 _MAX_DELAY_S = 3.0
@@ -65,7 +69,7 @@ class Attack:
         seed: of the choice of victims and moments.
         roles: to choose from.
         kinds: of faults: killed, frozen, or both.
-        generator: one of ``GENERATORS``; None: drawn by the seed.
+        generator: one of ``GENERATORS``; None: of ``DRAWN_GENERATORS``, by the seed.
         interrupt_every: one of so many faults in a row, drawn by the seed, is followed by Ctrl-C; 0: none. A trainer that was killed
             cannot be interrupted.
         overrides: further ones for the run.
@@ -85,7 +89,7 @@ class Attack:
         self._rng = random.Random(seed)
         self._interrupts = random.Random(f"interrupts-{seed}")
         self._interrupt_every = interrupt_every
-        self.generator = generator or random.Random(f"generator-{seed}").choice(GENERATORS)
+        self.generator = generator or random.Random(f"generator-{seed}").choice(DRAWN_GENERATORS)
         self.ending: Ending | None = None
         """What the last Ctrl-C left; None before that."""
         self._kinds = [(role, kind == "frozen") for role in roles for kind in kinds]
@@ -217,6 +221,7 @@ def overrides_of(directory: Path, generator: str) -> list[str]:
         f"task.train_files=[{directory / 'prompts.jsonl'}]",
         "task.env_class=tests.chaos.environment:ChildEnv",
         f"generator.kind={generator}",
+        *(_agent_overrides() if generator == "agent" else []),
         "server.enabled=true",
         "generator.n_samples_per_prompt=2",
         "generator.sampling.max_tokens=48",
@@ -248,3 +253,7 @@ def overrides_of(directory: Path, generator: str) -> list[str]:
         "logging.tensorboard=false",
         f"cache_dir={directory / 'cache'}",
     ]
+
+
+def _agent_overrides() -> list[str]:
+    return [f"generator.command='{sys.executable} {_AGENT}'", "generator.agent_timeout_s=20"]

@@ -24,7 +24,8 @@ from tests.chaos import environment
 from tests.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
-_MARK = "SKYRL_ASYNC_CHAOS"
+_MARK = "AGENT_OF_ATTACKED_RUN"
+"""A name that a run hands down to its agents."""
 _POLL_S = 0.2
 _INTERRUPTED = 128 + signal.SIGINT
 _SHUTDOWN_TIMEOUT_S = 60.0
