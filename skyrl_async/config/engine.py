@@ -51,7 +51,8 @@ class EngineConfig:
     )
     max_restarts: int = doc(
         5,
-        "Times that a dead engine is started anew in its place, failed attempts included; 0: never. The run ends, with a checkpoint, when no engine is left.",
+        "Times that a dead engine is started anew in its place, failed attempts included; 0: never. "
+        "The run ends, with a checkpoint, when no engine is left.",
     )
     restart_backoff_s: float = doc(
         1.0, "Wait before a dead engine is started anew; doubled, to a minute at most, at each death in a row."
