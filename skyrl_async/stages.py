@@ -12,7 +12,7 @@ of what items are. A stage that works on several items at once has a lane for ea
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
@@ -345,20 +345,35 @@ async def run_stage(
     *,
     name_of: Callable[[A], str] = str,
     finishes: bool = True,
+    take_turn: Callable[[], AbstractAsyncContextManager[None]] | None = None,
 ) -> None:
     """Work on one item after another until the inputs end; then the stage is done, if it ``finishes`` with them.
 
     Consumes ``inputs``; produces to ``output``, which waits where there is no room; unblocked by both. What ``work`` raises is the stage's
     error, and is raised.
+
+    With ``take_turn``, an item is worked on in its block, and with it the items that wait by the time it is through. There must then be no
+    other consumer, and room for all of them in the output: nobody is waited for in a turn.
     """
     with stage.lane() as lane:
-        lane.wait_for_input()
-        async for item in inputs:
+
+        async def put_through(item: A) -> None:
             lane.process(name_of(item))
             result = await work(item)
             lane.wait_for_output()
             await output(result)
             inputs.item_done()
             lane.wait_for_input()
+
+        lane.wait_for_input()
+        async for item in inputs:
+            if take_turn is None:
+                await put_through(item)
+                continue
+            lane.process(name_of(item))
+            async with take_turn():
+                await put_through(item)
+                for _ in range(len(inputs)):
+                    await put_through(await inputs.get())
     if finishes:
         stage.finish()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from skyrl_async.composition.bundles import Bundles, Seats, worker_seats
 from skyrl_async.composition.data import PolicyFiles
-from skyrl_async.composition.turns import turn_of
+from skyrl_async.composition.turns import in_turn, turn_of
 from skyrl_async.config.advice import advice
 from skyrl_async.config.algorithm import RefLogp
 from skyrl_async.config.devices import training_device
@@ -29,6 +29,7 @@ from skyrl_async.errors import PolicyError
 from skyrl_async.heartbeat import Heartbeat
 from skyrl_async.inference.policy_files import read_config, text_config
 from skyrl_async.registries import POLICY_LOSSES
+from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.training.logprob_stage import ComputeLogprobs, LogprobStageWork
 from skyrl_async.training.logprob_workers import ForwardWorkers, LogprobWorkers
 from skyrl_async.training.protocol import Policy
@@ -148,22 +149,30 @@ def forward_settings(config: Config, path: str) -> TrainingSettings:
     )
 
 
-def stage_works(config: Config, policy: Policy, parts: LogprobParts) -> dict[str, LogprobStageWork]:
+def stage_works(
+    config: Config, policy: Policy, parts: LogprobParts, device_groups: Mapping[str, DeviceGroup] | None = None
+) -> dict[str, Prepare]:
     """What each of the stages ``ref_logp`` and ``logp`` does with a finished group; without those that nothing asks for.
 
     Args:
         config: checked.
-        policy: computes where there are no workers of their own.
+        policy: computes where there are no workers of their own; in its turns.
         parts: those workers.
+        device_groups: who shares devices.
     """
+
+    def work_of(model: LogprobModel, member: str, workers: LogprobWorkers | None) -> Prepare:
+        groups = device_groups or {}
+        if workers is None:
+            return in_turn(LogprobStageWork(_of_policy(policy, model), model), "policy", groups)
+        return in_turn(LogprobStageWork(workers.logprobs_of, model), member, groups, workers.turn)
+
     algorithm = config.trainer.algorithm
     works = {}
     if algorithm.uses_reference and algorithm.ref_logp is RefLogp.stage:
-        ref = _of_policy(policy, LogprobModel.REF) if parts.ref is None else parts.ref.logprobs_of
-        works["ref_logp"] = LogprobStageWork(ref, LogprobModel.REF)
+        works["ref_logp"] = work_of(LogprobModel.REF, "ref", parts.ref)
     if POLICY_LOSSES.entry(algorithm.policy_loss_type).needs_old_logprobs:
-        old = _of_policy(policy, LogprobModel.POLICY) if parts.old is None else parts.old.logprobs_of
-        works["logp"] = LogprobStageWork(old, LogprobModel.POLICY)
+        works["logp"] = work_of(LogprobModel.POLICY, "logp", parts.old)
     return works
 
 

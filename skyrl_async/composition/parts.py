@@ -212,7 +212,7 @@ def make_trainer(
         watchdog=_watchdog(config, generation, listeners, trace),
         stop=stop,
         board=generation.board,
-        prepare=stage_works(config, in_turn, logprobs),
+        prepare=stage_works(config, in_turn, logprobs, device_groups),
         turn=training_turn(device_groups),
     )
 

@@ -5,7 +5,6 @@
 Flows in: a device plan, a policy, engines. Flows out: the same, each in its turn. Knows nothing of what is done in a turn.
 """
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from skyrl_async.config.device_plan import DevicePlan, PlannedGroup
 from skyrl_async.device_turns import DeviceGroup, Sitting, TakeTurn, groups_by_member
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.rollout.preparation import InTurn, Prepare
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 from skyrl_async.weight_sync.engine_turns import GENERATE, EngineTurns
@@ -52,7 +52,7 @@ def engine_turns(
 
 def training_turn(groups: Mapping[str, DeviceGroup]) -> Sitting:
     """What the trainer holds over the groups it has at once and its optimizer step, instead of a turn for each."""
-    return Sitting(groups.get("policy"), "policy")
+    return turn_of("policy", groups)
 
 
 def turn_values(groups: Mapping[str, DeviceGroup]) -> dict[str, float]:
@@ -66,9 +66,25 @@ def turn_values(groups: Mapping[str, DeviceGroup]) -> dict[str, float]:
     return values
 
 
-def turn_of(member: str, groups: Mapping[str, DeviceGroup]) -> TakeTurn:
-    """Takes a turn of ``ref`` or ``logp``, where it shares devices."""
-    return partial(groups[member].turn, member) if member in groups else contextlib.nullcontext
+def turn_of(member: str, groups: Mapping[str, DeviceGroup]) -> Sitting:
+    """A turn over several calls of ``policy``, ``ref`` or ``logp``; nothing is waited for where it has its devices for itself."""
+    return Sitting(groups.get(member), member)
+
+
+def in_turn(
+    work: Prepare, member: str, groups: Mapping[str, DeviceGroup], take_turn: TakeTurn | None = None
+) -> Prepare:
+    """A stage's work that takes one turn for all groups that wait; as it is where the member has its devices for itself.
+
+    Args:
+        work: computes on the member's devices.
+        member: whose workers compute: ``policy``, ``ref`` or ``logp``.
+        groups: member -> its devices.
+        take_turn: the workers' own; None where their calls are parts of any turn that the task holds.
+    """
+    if member not in groups:
+        return work
+    return InTurn(work=work, take_turn=take_turn or partial(groups[member].turn, member))
 
 
 def policy_in_turn(policy: Policy, groups: Mapping[str, DeviceGroup]) -> Policy:

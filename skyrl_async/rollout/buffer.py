@@ -120,6 +120,11 @@ class GroupBuffer:
         return tuple(sorted(groups, key=lambda group: group.admission_index))
 
     @property
+    def max_groups(self) -> int:
+        """Most groups held."""
+        return self._max_groups
+
+    @property
     def held_seconds(self) -> float:
         """Seconds the consumer waited although a group was there, since it was not allowed to take it."""
         return self._held_seconds

@@ -7,9 +7,11 @@ Flows in: finished groups. Flows out: the same with advantages, and whatever els
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from skyrl_async.algorithms.advantages import row_advantages
+from skyrl_async.device_turns import TakeTurn
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.overlong import Shape
 from skyrl_async.rollout.shaping import shaped
@@ -19,6 +21,19 @@ from skyrl_async.types import Group
 
 Prepare = Callable[[Group], Awaitable[Group]]
 """Returns the group with something added to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InTurn:
+    """A stage's work on devices that it shares: one turn is for all groups that wait, each of which is a call of its own."""
+
+    work: Prepare
+    """Its calls in the block are parts of that turn; others take one each."""
+    take_turn: TakeTurn
+
+    async def __call__(self, group: Group) -> Group:
+        """See ``Prepare``."""
+        return await self.work(group)
 
 
 def reward_with(
@@ -57,16 +72,23 @@ class Preparation:
         """
         async with asyncio.TaskGroup() as tasks:
             inputs = self._finished
-            *first, last = self._steps
-            for name in first:
-                outputs = Channel[Group](1)
+            *_, last = self._steps
+            for name, following in pairwise(self._steps):
+                outputs = Channel[Group](self._room_between(name, following))
                 tasks.create_task(self._run_stage(name, inputs, outputs.put, outputs.close), name=name)
                 inputs = outputs
             tasks.create_task(self._run_stage(last, inputs, self._buffer.put_prepared, lambda: None), name=last)
 
+    def _room_between(self, *stages: str) -> int:
+        """Groups that wait for a turn have to be there when it comes, and in a turn nobody is waited for: room for all there can be."""
+        takes_turns = any(isinstance(self._steps[name], InTurn) for name in stages)
+        return self._buffer.max_groups if takes_turns else 1
+
     async def _run_stage(
         self, name: str, inputs: Channel[Group], output: Callable[[Group], Awaitable[None]], close: Callable[[], None]
     ) -> None:
+        work = self._steps[name]
+        take_turn = work.take_turn if isinstance(work, InTurn) else None
         stage = self._board.stage(name)
-        await run_stage(stage, inputs, self._steps[name], output, name_of=lambda group: group.uid)
+        await run_stage(stage, inputs, work, output, name_of=lambda group: group.uid, take_turn=take_turn)
         close()

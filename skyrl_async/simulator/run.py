@@ -16,7 +16,7 @@ from typing import Any
 from skyrl_async.algorithms.aggregation import Aggregation
 from skyrl_async.algorithms.crediting import Credit
 from skyrl_async.checkpoint import Checkpointer
-from skyrl_async.composition.turns import engine_turns, policy_in_turn, training_turn, turn_of
+from skyrl_async.composition.turns import engine_turns, in_turn, policy_in_turn, training_turn
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.device_turns import DeviceGroup, groups_by_member
 from skyrl_async.evaluation import Evaluator
@@ -128,7 +128,7 @@ def build_simulation(
         send_seconds=settings.send_seconds,
     )
     device_groups = groups_by_member([settings.shared_by] if settings.shared_by else [])
-    in_turn = policy_in_turn(policy, device_groups)
+    policy_turns = policy_in_turn(policy, device_groups)
     turns = engine_turns(
         device_groups,
         client,
@@ -167,7 +167,7 @@ def build_simulation(
     )
     publisher = WeightPublisher(
         client=client,
-        policy=in_turn,
+        policy=policy_turns,
         directory=Path("unused"),
         bucket_bytes=1,
         dual_buffer=settings.dual_buffer,
@@ -191,7 +191,7 @@ def build_simulation(
         staleness=staleness,
         buffer=buffer,
         workers=workers,
-        policy=in_turn,
+        policy=policy_turns,
         publisher=publisher,
         evaluator=_evaluator(settings, generator, prompts, client.pool.deadlines),
         checkpointer=Checkpointer(checkpoint_dir, max_to_keep=max_checkpoints_to_keep) if checkpoint_dir else None,
@@ -224,13 +224,7 @@ def build_simulation(
 
 def _in_turn(stage: str, work: Prepare, device_groups: Mapping[str, DeviceGroup]) -> Prepare:
     """As by workers of the stage's own."""
-    take_turn = turn_of({"ref_logp": "ref"}.get(stage, stage), device_groups)
-
-    async def prepare(group: Group) -> Group:
-        async with take_turn():
-            return await work(group)
-
-    return prepare
+    return in_turn(work, {"ref_logp": "ref"}.get(stage, stage), device_groups)
 
 
 def _placement(settings: SimulationSettings) -> PlacementSettings | None:

@@ -9,12 +9,12 @@ Knows neither Ray nor torch, nor who shares their devices. Workers hold nothing 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from skyrl_async.device_turns import TakeTurn
+from skyrl_async.device_turns import Sitting
 from skyrl_async.errors import SkyRLAsyncError, TrainingError
 from skyrl_async.training.recovering import LOST
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
@@ -45,8 +45,8 @@ class ForwardWorkers(Protocol):
 class LogprobWorkers:
     """Made by ``start``, ended by ``close``. Calls follow one another.
 
-    On devices that they share, workers compute and load in a turn. They are replaced, and wait for a version, in nobody's: engines that
-    share these devices have to load it first.
+    On devices that they share, workers compute and load in a turn, of a call or of several (``turn``). They are replaced, and wait for a
+    version, in nobody's: engines that share these devices have to load it first.
     """
 
     def __init__(
@@ -55,12 +55,13 @@ class LogprobWorkers:
         start: Callable[[], Awaitable[ForwardWorkers]],
         *,
         max_restarts: int,
-        device_turn: TakeTurn,
+        device_turn: Sitting,
     ) -> None:
         self._workers: ForwardWorkers | None = workers
         self._start = start
         self._device_turn = device_turn
-        self._turn = asyncio.Lock()
+        self._calls = asyncio.Lock()
+        self._caller: asyncio.Task[Any] | None = None
         self._max_restarts = max_restarts
         self._newest: WeightUpdate | None = None
         self._arrival = asyncio.Event()
@@ -73,16 +74,27 @@ class LogprobWorkers:
         start: Callable[[], Awaitable[ForwardWorkers]],
         *,
         max_restarts: int,
-        device_turn: TakeTurn = nullcontext,
+        device_turn: Sitting | None = None,
     ) -> "LogprobWorkers":
         """Start the first workers; whatever keeps these from coming up is raised as it is.
 
         Args:
             start: starts workers with the weights of version 0. Called again for each restart, when the ones before are closed.
             max_restarts: >= 0; over all calls.
-            device_turn: the workers have their devices in its block.
+            device_turn: held while workers compute or load, by these workers alone; None where they have their devices for themselves.
         """
-        return cls(await start(), start, max_restarts=max_restarts, device_turn=device_turn)
+        return cls(await start(), start, max_restarts=max_restarts, device_turn=device_turn or Sitting())
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """In the block this task's calls are in one turn, which the first of them takes; calls of others follow it."""
+        async with self._calls:
+            self._caller = asyncio.current_task()
+            try:
+                yield
+            finally:
+                self._caller = None
+                self._device_turn.leave()
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory]) -> RowLogprobs:
         """Log-probs of the trajectories' sampled tokens as training's forward takes them, and the version of the weights.
@@ -92,8 +104,8 @@ class LogprobWorkers:
         """
 
         async def compute(workers: ForwardWorkers) -> RowLogprobs:
-            async with self._device_turn():
-                return await workers.logprobs_of(trajectories, LogprobModel.POLICY)
+            await self._device_turn.take()
+            return await workers.logprobs_of(trajectories, LogprobModel.POLICY)
 
         return await self._call(compute)
 
@@ -117,15 +129,21 @@ class LogprobWorkers:
             await workers.close()
 
     async def _call(self, call: Callable[[ForwardWorkers], Awaitable[T]]) -> T:
-        async with self._turn:
-            while True:
-                assert not self._is_closed, "the log-prob workers are closed"
-                try:
-                    if self._workers is None:
-                        self._workers = await self._start_anew()
-                    return await call(self._workers)
-                except LOST as error:
-                    await self._bury(error)
+        if self._caller is asyncio.current_task():
+            return await self._answered(call)
+        async with self.turn():
+            return await self._answered(call)
+
+    async def _answered(self, call: Callable[[ForwardWorkers], Awaitable[T]]) -> T:
+        while True:
+            assert not self._is_closed, "the log-prob workers are closed"
+            try:
+                if self._workers is None:
+                    self._workers = await self._start_anew()
+                return await call(self._workers)
+            except LOST as error:
+                self._device_turn.leave()
+                await self._bury(error)
 
     async def _bury(self, error: SkyRLAsyncError) -> None:
         """End what is left of dead workers; raises where they may not be replaced."""
@@ -154,14 +172,16 @@ class LogprobWorkers:
 
     async def _load(self, workers: ForwardWorkers, update: WeightUpdate) -> bool:
         """Whether its files were still there."""
+        await self._device_turn.take()
         try:
-            async with self._device_turn():
-                await workers.load_weights(update)
+            await workers.load_weights(update)
         except TrainingError as error:
             if isinstance(error, LOST) or _is_there(update):
                 raise
             logger.info("log-prob workers do not load version %d, whose files are gone", update.version)
             return False
+        finally:
+            self._device_turn.leave()
         return True
 
     async def _newer_than(self, update: WeightUpdate) -> None:

@@ -63,7 +63,7 @@ def apart(policy_dir: Path) -> Iterator[Apart]:
 
 
 def complete_by(running: Running, parts: LogprobParts, *, config=BOTH) -> None:
-    running.trainer._preparation._steps.update(stage_works(config, running.policy, parts))
+    running.trainer._preparation._steps.update(stage_works(config, running.policy, parts, running.device_groups))
 
 
 def divergences(job: Job, policy_dir: Path, directory: Path, before) -> tuple[Outcome, list[float]]:

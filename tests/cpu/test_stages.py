@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from skyrl_async.device_turns import DeviceGroup
 from skyrl_async.errors import ChannelClosedError, StageError
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.stages import Channel, Lane, Stage, StageState, run_stage
@@ -200,6 +201,40 @@ def test_a_full_channel_holds_its_producer_and_the_stage_says_so() -> None:
             assert len(outputs) == 1 and len(inputs) == 2
             for expected in range(4):
                 assert await outputs.get() == expected
+
+    run_in_virtual_time(main())
+
+
+def test_a_turn_is_for_the_items_that_wait_and_ends_though_others_keep_coming() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        inputs, group, stage = Channel[int](99), DeviceGroup(["logp", "policy"]), Stage("logp", loop.time)
+        done: list[int] = []
+
+        async def work(item: int) -> int:
+            assert group.statistics().holder == "logp"
+            inputs.put_nowait(item + 10)
+            await asyncio.sleep(1.0)
+            return item
+
+        async def output(item: int) -> None:
+            done.append(item)
+
+        for item in range(3):
+            inputs.put_nowait(item)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(
+                run_stage(stage, inputs, work, output, take_turn=lambda: group.turn("logp"), name_of=str)
+            )
+            await asyncio.sleep(0.5)
+            async with group.turn("policy"):
+                assert done == [0, 1, 2, 10] and loop.time() == 4.0
+                assert (stage.status().state, stage.status().item) == (StageState.PROCESSING, "11")
+                await asyncio.sleep(1.0)
+            async with group.turn("policy"):
+                assert done == [0, 1, 2, 10, 11, 12, 20, 21] and loop.time() == 9.0
+                assert stage.statistics()["items"] == len(done)
+            running.cancel()
 
     run_in_virtual_time(main())
 

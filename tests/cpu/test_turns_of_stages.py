@@ -5,17 +5,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from skyrl_async.composition.logprobs import PublisherToWorkers
 from skyrl_async.composition.turns import engine_turns, policy_in_turn, turn_of
 from skyrl_async.device_turns import DeviceGroup, groups_by_member
 from skyrl_async.errors import TrainingError, WorkerDiedError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
+from skyrl_async.simulator.run import SimulationSettings, build_simulation
+from skyrl_async.training.logprob_stage import LogprobStageWork
 from skyrl_async.training.logprob_workers import LogprobWorkers
 from skyrl_async.training.protocol import export_weights
-from skyrl_async.types import LogprobModel, PauseMode, RowLogprobs, Trajectory, WeightUpdate
+from skyrl_async.types import Group, LogprobModel, PauseMode, RowLogprobs, Trajectory, WeightUpdate
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 ROW = Trajectory(
@@ -26,6 +31,10 @@ ROW = Trajectory(
     versions=(0,) * 10,
     reward=0.0,
 )
+
+
+def update(version: int) -> WeightUpdate:
+    return WeightUpdate(version=version, chunks=(), manifest={}, num_bytes=0)
 
 
 def is_there(update: WeightUpdate) -> bool:
@@ -144,6 +153,80 @@ def test_log_prob_workers_that_die_while_a_version_is_sent_keep_no_engine_from_l
                 assert workers.num_restarts == 1 and not asked.done()
                 await with_workers.load()
         assert asked.result().version == 2 and len(started) == 2
+
+    run_in_virtual_time(main())
+
+
+def test_log_prob_workers_that_die_in_a_turn_of_several_calls_are_replaced_in_nobody_s_and_go_on_in_another() -> None:
+    async def main() -> None:
+        groups = groups_by_member([["logp", "generate"]])
+        started: list[Forward] = []
+
+        async def start() -> Forward:
+            assert groups["logp"].statistics().holder is None
+            started.append(Forward(groups["logp"], "logp"))
+            return started[-1]
+
+        workers = await LogprobWorkers.start(start, max_restarts=1, device_turn=turn_of("logp", groups))
+        async with asyncio.TaskGroup() as tasks, workers.turn():
+            newer = tasks.create_task(workers.load_weights(update(1)))
+            assert (await workers.logprobs_of([ROW])).version == 0
+            started[0].is_dying = True
+            assert (await workers.logprobs_of([ROW])).version == 1  # new ones begin with the newest
+            assert (await workers.logprobs_of([ROW])).version == 1
+            assert not newer.done()
+        assert (await workers.logprobs_of([ROW])).version == 1
+        assert groups["logp"].statistics().holder is None
+        assert (
+            groups["logp"].statistics().num_turns["logp"] == 5
+        )  # before and after the death, two loads, the last call
+
+    run_in_virtual_time(main())
+
+
+SHARED = SimulationSettings(
+    mini_batch_size=8,
+    num_steps=20,
+    mean_tokens=60.0,
+    group_size=8,
+    num_prompts=400,
+    seconds_per_token=5e-5,
+    step_seconds=0.05,
+    max_staleness_steps=4,
+    shared_by=("policy", "ref", "logp", "generate"),
+)
+
+
+@pytest.mark.parametrize("stages", [["ref_logp"], ["ref_logp", "logp"]])
+def test_groups_that_wait_for_log_probs_share_a_turn_and_each_is_a_call_of_its_own(stages: list[str]) -> None:
+    """With a turn for each, engines would keep the devices for a second between one group and the next."""
+    called: dict[str, list[str]] = {stage: [] for stage in stages}
+
+    def prepare(policy: ModelledPolicy) -> dict[str, Prepare]:
+        def work_of(stage: str) -> Prepare:
+            model = LogprobModel.REF if stage == "ref_logp" else LogprobModel.POLICY
+            work = LogprobStageWork(lambda rows: policy.logprobs_of(rows, model), model)
+
+            async def recorded(group: Group) -> Group:
+                called[stage].append(group.uid)
+                return await work(group)
+
+            return recorded
+
+        return {stage: work_of(stage) for stage in stages}
+
+    async def main() -> None:
+        simulation = build_simulation(SHARED, prepare_with=prepare)
+        await simulation.run()
+        num_groups = simulation.trainer.totals.trained_groups
+        assert num_groups == 20 * 8
+        for stage, uids in called.items():
+            member = {"ref_logp": "ref"}.get(stage, stage)
+            turns = simulation.device_groups[member].statistics()
+            assert len(uids) == len(set(uids)) >= num_groups
+            assert turns.num_turns[member] < num_groups / 4
+            assert sum(values[f"stage/{stage}/items"] for _, values in simulation.logged) <= len(uids)
+        assert asyncio.get_running_loop().time() < 40.0
 
     run_in_virtual_time(main())
 
