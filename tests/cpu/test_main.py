@@ -457,6 +457,17 @@ def test_an_engine_and_a_policy_on_one_device_take_turns_on_it(
 
 
 @pytest.mark.slow
+def test_one_step_off_trains_the_batch_before_and_interrupts_no_answer(tmp_path: Path) -> None:
+    outcome = run("trainer.schedule=one_step_off", *SMALL, *NO_VLLM, "trainer.num_steps=5", cwd=tmp_path)
+    assert outcome.code == 0, outcome.stderr
+    (metrics,) = (tmp_path / "outputs").glob("*/metrics.jsonl")
+    steps = [row for row in read_rows(metrics) if "async/num_aborts" in row]
+    assert len(steps) == 5
+    assert {row["async/num_aborts"] for row in steps} == {0}
+    assert max(row["async/staleness_max"] for row in steps) == 1
+
+
+@pytest.mark.slow
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(tmp_path: Path) -> None:
     outcome = run("trainer.max_stalenes_steps=4", cwd=tmp_path)
     assert_refused(outcome, "unknown key 'trainer.max_stalenes_steps'; did you mean trainer.max_staleness_steps?")
