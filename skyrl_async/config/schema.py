@@ -82,10 +82,10 @@ class WeightSyncConfig:
     )
     dual_buffer: bool = doc(
         True,
-        "Send a version while the one before is being loaded or served, and let engines on CPUs prepare it in memory of their own, so that "
-        "the pause is a swap: up to three versions are in shared memory, and an engine holds its weights twice for a while. false: one "
-        "version, sent when the one before is loaded and evaluated and its buckets are deleted; longer pauses, and engines that come up "
-        "wait for the version being sent.",
+        "Keep the version served until the next one is loaded everywhere, and let engines on CPUs prepare that in memory of their own, so "
+        "that the pause is a swap: up to two versions are in shared memory, and an engine holds its weights twice for a while. false: the "
+        "version served is deleted before the next one is sent, once what is to end under it has ended; longer pauses, and engines that "
+        "come up wait for the version being sent.",
     )
     verify_checksums: bool | None = doc(
         None,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from skyrl_async.errors import ConfigError
 
-NUM_COPIES = {True: 3, False: 1}
-"""By ``weight_sync.dual_buffer``. With it: one served (an engine that comes up, or goes back, loads it), one complete or being
-loaded, one arriving."""
+NUM_COPIES = {True: 2, False: 1}
+"""By ``weight_sync.dual_buffer``. With it: one served (an engine that comes up, or goes back, loads it), and the next, which arrives and is
+then loaded. A run sends no version before the one before it is loaded, so that there is never a third."""
 
 
 def require_room(directory: Path, num_bytes: int, *, dual_buffer: bool) -> None:

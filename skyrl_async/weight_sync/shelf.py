@@ -27,7 +27,10 @@ class SentUpdate:
 
 
 class VersionShelf:
-    """Holds at most three updates, each with its files: one complete, one being loaded, one served."""
+    """Holds at most three updates, each with its files: one complete, one being loaded, one served.
+
+    A run that sends no version before the one before it is loaded has two of these at most.
+    """
 
     def __init__(self) -> None:
         self._complete: SentUpdate | None = None
