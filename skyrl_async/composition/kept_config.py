@@ -28,7 +28,8 @@ class KeptConfig:
 
     def __init__(self, run_dir: Path, config: Config, step: int | None) -> None:
         self._path = run_dir / "config.yaml"
-        self._text = to_yaml(config)
+        # As a remark: a bound that nobody set must not stand against another schedule, which has its own.
+        self._text = f"# the staleness bound is {config.trainer.staleness_bound}\n{to_yaml(config)}"
         self._is_of_the_run = not config.trainer.eval_only
         self._step = step
         if step is None or not self._path.exists():

@@ -31,7 +31,7 @@ def idle_settings(config: Config) -> list[str]:
     of_algorithm = (*_of_algorithm(config), *_of_losses(algorithm), *_of_corrections(algorithm))
     needs = (*of_algorithm, *_of_policy(config), *_of_processes(config))
     idle = [sentence for each in needs for sentence in _unread(config, *each)]
-    if algorithm.policy_loss_type == "decoupled_ppo" and config.trainer.max_staleness_steps == 0:
+    if algorithm.policy_loss_type == "decoupled_ppo" and config.trainer.staleness_bound == 0:
         idle.append(
             "trainer.algorithm.policy_loss_type=decoupled_ppo never clips with trainer.max_staleness_steps=0, where groups are "
             "recomputed under the weights that are trained: it is rollout_is then, which costs one forward less"

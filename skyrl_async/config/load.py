@@ -57,7 +57,6 @@ def run_cli(task_function: Callable[[Config, list[str]], int], argv: Sequence[st
 def load(cfg: DictConfig) -> Config:
     """Build the config object and check it against this machine. Raises ``ConfigError`` or ``PolicyError``."""
     config = _to_object(cfg)
-    config.trainer.max_staleness_steps = config.trainer.staleness_bound
     rules.check(config)
     return config
 
@@ -74,10 +73,11 @@ def to_yaml(config: Config) -> str:
 
 
 def without_secrets(config: Config) -> dict[str, Any]:
-    """The configuration as plain values, for trackers that leave the machine: keys are left out."""
+    """The configuration as plain values, for trackers that leave the machine: keys are left out, and the staleness bound is a number."""
     plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(plain, dict)
     plain["server"]["api_key"] = None
+    plain["trainer"]["max_staleness_steps"] = config.trainer.staleness_bound
     return {str(name): value for name, value in plain.items()}
 
 

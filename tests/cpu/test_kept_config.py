@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 import yaml
 
 from skyrl_async.composition.kept_config import KeptConfig
+from skyrl_async.config.load import compose_config, from_overrides, load, without_secrets
 from tests.cpu.quick_config import config_of
 
 
@@ -29,6 +31,31 @@ def test_a_run_that_goes_on_says_what_is_different_and_replaces_the_file_when_it
     assert lr_of(tmp_path / "config.yaml") == 8e-4
     assert lr_of(tmp_path / "config_to_step_40.yaml") == 3e-4
     assert KeptConfig(tmp_path, resumed, 50).changes() == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "bound"),
+    [
+        ("trainer.schedule=sync", 0),
+        ("trainer.schedule=one_step_off", 1),
+        ("trainer.generate_ahead_steps=2", 2),
+        ("trainer.max_staleness_steps=3", 3),
+    ],
+)
+def test_a_bound_that_nobody_set_does_not_stand_against_another_schedule_or_bound(
+    asked: str, bound: int, tmp_path: Path
+) -> None:
+    KeptConfig(tmp_path, from_overrides(), None)
+    kept = tmp_path / "config.yaml"
+    assert kept.read_text().startswith("# the staleness bound is 4\n")
+    assert load(compose_config([], kept)).trainer.staleness_bound == 4
+    assert load(compose_config([asked], kept)).trainer.staleness_bound == bound
+
+
+def test_trackers_are_told_the_bound_that_follows_from_the_schedule() -> None:
+    config = from_overrides("trainer.schedule=one_step_off", "server.api_key=secret")
+    told = without_secrets(config)
+    assert told["trainer"]["max_staleness_steps"] == 1 and told["server"]["api_key"] is None
 
 
 def test_nothing_is_put_aside_where_nothing_changes(tmp_path: Path) -> None:

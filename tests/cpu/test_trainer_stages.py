@@ -416,7 +416,7 @@ def test_the_schedule_says_the_bound_where_none_is_given(overrides: dict, bound:
     words = [
         f"trainer.{key}={value.name if isinstance(value, Schedule) else value}" for key, value in overrides.items()
     ]
-    assert from_overrides(*words).trainer.max_staleness_steps == bound
+    assert from_overrides(*words).trainer.staleness_bound == bound
 
 
 @pytest.mark.parametrize(
