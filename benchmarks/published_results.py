@@ -5,10 +5,8 @@ takes to generate in virtual seconds, and the row how long in real ones; that fi
 asynchronous row. Then the same lengths are drawn, the devices are split, and the batch goes through the other system's schedule
 (``modelled``) and through ours: fully asynchronous, streamed, ``staleness_policy=wait`` at the bound that is printed (``ours``).
 
-What the model knows: engines whose requests each run at 1 / (1 + n / half) of full speed with n running, lognormal lengths, a
-trainer whose time is in proportion to tokens and inversely to devices. What it does not: what colocation costs beyond the phases of
-its row, kernels, memory, networks, publishing, prefill, waiting for tools. To be quick, a large batch is cut together with its
-engines, and a token stands for many.
+What the model assumes of every setting is ``ASSUMPTIONS``, which is printed, and with each setting what is assumed of it alone and which
+phases of its synchronous row fall away.
 
 ``scaling`` is of no published setting: the synchronous schedule and ours on 8 to 1,024 devices, half of which generate in ours. On 8
 devices training takes as long as full engines take to generate a batch. ``sensitivity`` changes one assumption of a row.
@@ -32,9 +30,32 @@ from skyrl_async.types import PauseMode
 SYNC_TOLERANCE = 0.05
 """By how much a synchronous step of the model may miss the published one: other lengths are drawn than those that fix the scale."""
 
+ASSUMPTIONS = (
+    "each request runs at 1 / (1 + n / half) of full speed with n running in its engine, whose memory holds all of them",
+    "lengths are lognormal, and cut at a multiple of their mean",
+    "training takes time in proportion to tokens and inversely to devices, unless the source has a synchronous row for as many; the "
+    "phases of a row that are neither generation, update nor log-probs take the same on any number of devices",
+    "publishing, prefill and waiting for tools take no time; kernels, memory, networks, and what colocation costs beyond the phases of "
+    "its row are not modelled",
+    "a large batch is cut together with its engines, and a token stands for many",
+    "how devices are split is as published, or else the fastest of a quarter, half and three quarters for generation; ours splits as "
+    "the other system does, and as is fastest beside one whose stages take turns",
+)
+"""Of every setting."""
+
 _SCALING_DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)
 _QUICK_SCALING_DEVICES = (8, 64, 1024)
 _SCALING_BOUND = 4
+
+
+def assumed_of(setting: Setting) -> dict[str, str]:
+    """What the model assumes of one setting, in words, besides ``ASSUMPTIONS``."""
+    cut = f"half = {setting.half_speed_requests:.0f}, sigma {setting.sigma:g}, longest answer {setting.longest_over_mean:g} times the mean"
+    return {
+        "assumed": f"{cut}; {setting.assumed}" if setting.assumed else cut,
+        "phases that fall away in modelled": ", ".join(setting.phases_gone(is_ours=False)) or "none",
+        "phases that fall away in ours": ", ".join(setting.phases_gone(is_ours=True)) or "none",
+    }
 
 
 def measure(setting: Setting, scale: Scale, seed: int) -> dict[str, Any]:
@@ -179,13 +200,16 @@ def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at once")
     options = parser.parse_args()
-    texts = [{"setting": f"{s.system}, {s.setting}", "source": s.source, "assumed": s.assumed} for s in SETTINGS]
+    texts = [{"setting": f"{s.system}, {s.setting}", "source": s.source} | assumed_of(s) for s in SETTINGS]
     seeds = [options.seed, options.seed + CALIBRATION_SEED]
-    under = conditions(seeds=seeds, is_quick=options.quick, sync_tolerance=SYNC_TOLERANCE, settings=texts)
+    under = conditions(
+        seeds=seeds, is_quick=options.quick, sync_tolerance=SYNC_TOLERANCE, settings=texts, assumptions=ASSUMPTIONS
+    )
     scale = QUICK if options.quick else FULL
     measured = results(scale, options.seed, options.processes, is_quick=options.quick)
+    print("assumed of every setting", *ASSUMPTIONS, sep="\n  ")
     for text in texts:
-        print(f"{text['setting']}\n  source: {text['source']}\n  assumed: {text['assumed']}")
+        print("\n  ".join([text["setting"], *(f"{name}: {said}" for name, said in text.items() if name != "setting")]))
     report("8 to 1,024 devices, virtual seconds", {}, measured["scaling"], None)
     speedups = ("published_speedup", "published_total_speedup", "modelled_speedup", "ours_speedup")
     report("if an assumption is another", {}, _columns(measured["sensitivity"], "other", "setting", *speedups), None)

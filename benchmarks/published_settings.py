@@ -100,6 +100,16 @@ class Setting:
         """With every device generating."""
         return self.devices // self.devices_per_engine
 
+    def phases_gone(self, *, is_ours: bool) -> list[str]:
+        """Phases of the synchronous row that the schedule, or ours, does without."""
+        takes_turns = self.schedule is Schedule.PARTIAL and not is_ours
+        needs_old = self.schedule not in (Schedule.FULLY_ASYNC, Schedule.AREAL) and not is_ours
+        gone = {
+            "recomputed log-probs": 0.0 if needs_old else self.synchronous.old_logprobs_s,
+            "devices changing hands": 0.0 if takes_turns else self.synchronous.switch_s,
+        }
+        return [f"{phase} ({seconds:.0f} s)" for phase, seconds in gone.items() if seconds]
+
     def training_s(self, devices: int, *, has_old_logprobs: bool) -> float:
         """Of a step on so many devices, without what is the same on any number of them."""
         sync, factor = self.synchronous, self.devices / devices

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import published_results
 from benchmarks.published_model import Model, Scale, one_step_off_s, pipeline_s
-from benchmarks.published_results import SYNC_TOLERANCE, main, measure, with_linearity
+from benchmarks.published_results import ASSUMPTIONS, SYNC_TOLERANCE, assumed_of, main, measure, with_linearity
 from benchmarks.published_settings import SETTINGS, Schedule, Setting, Synchronous, half_speed_requests
 
 SMALL = Scale(max_answers=64, sync_steps=4, least_steps=4, least_waves=1)
@@ -51,6 +51,21 @@ def test_training_takes_longer_on_fewer_devices_unless_a_row_says_how_long() -> 
     assert setting.synchronous.step_s == 260
     assert setting.training_s(12, has_old_logprobs=True) == pytest.approx((30 + 6 + 3) * 16 / 12)
     assert setting.training_s(8, has_old_logprobs=False) == pytest.approx(50 + 3 * 2)
+
+
+def test_what_is_printed_of_a_setting_names_what_it_assumes_and_the_phases_that_fall_away() -> None:
+    row = Synchronous(generate_s=200, update_s=30, old_logprobs_s=6, switch_s=9)
+    gone = {}
+    for schedule in Schedule:
+        said = assumed_of(replace(SETTINGS[0], schedule=schedule, synchronous=row, assumed="a guess"))
+        assert "half = " in said["assumed"] and "sigma" in said["assumed"] and said["assumed"].endswith("a guess")
+        assert said["phases that fall away in ours"] == "recomputed log-probs (6 s), devices changing hands (9 s)"
+        gone[schedule] = said["phases that fall away in modelled"]
+    assert gone[Schedule.PARTIAL] == "none"
+    assert gone[Schedule.ONE_STEP_OFF] == gone[Schedule.ASYNC_RL] == "devices changing hands (9 s)"
+    assert (
+        gone[Schedule.AREAL] == gone[Schedule.FULLY_ASYNC] == "recomputed log-probs (6 s), devices changing hands (9 s)"
+    )
 
 
 def test_a_step_of_another_length_keeps_the_shares_of_its_phases() -> None:
@@ -134,3 +149,5 @@ def test_a_quick_run_writes_every_key(
     assert {"commit", "cores", "versions", "seeds", "settings"} <= set(written["conditions"])
     printed = capsys.readouterr().out
     assert settings[0].source in printed and settings[0].assumed in printed
+    assert all(assumption in printed for assumption in ASSUMPTIONS)
+    assert "phases that fall away in modelled: recomputed log-probs" in printed
