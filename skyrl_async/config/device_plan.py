@@ -267,19 +267,26 @@ def _check_size(group: PlannedGroup, stage: str, unit: Unit) -> None:
     used = size.num_actors * size.devices_per_actor
     if group.num_devices % used == 0 and (unit is Unit.cpu_slot or group.num_devices == used):
         return
-    give = f"give the group {used} with placement.devices"
+    give = _fitting_devices(group, unit)
     if group.num_devices % size.devices_per_actor:
         raise ConfigError(
-            f"{size.per_actor_key} must divide the {devices} of {group.label}, got {size.devices_per_actor}: change it, or {give}"
+            f"{size.per_actor_key} must divide the {devices} of {group.label}, got {size.devices_per_actor}: change it{give}"
         )
     fitting = group.num_devices // size.devices_per_actor
     each = f", {unit.count(size.devices_per_actor)} each" if unit is Unit.gpu else ""
     rule = f"be {fitting} for" if unit is Unit.gpu else "divide"
     suggested = fitting if unit is Unit.gpu else math.gcd(fitting, size.num_actors)
     raise ConfigError(
-        f"{size.num_key} must {rule} the {devices} of {group.label}{each}, got {size.num_actors}: set {size.num_key}={suggested}, "
-        f"or {give}"
+        f"{size.num_key} must {rule} the {devices} of {group.label}{each}, got {size.num_actors}: set {size.num_key}={suggested}{give}"
     )
+
+
+def _fitting_devices(group: PlannedGroup, unit: Unit) -> str:
+    """The fewest devices that suit every stage of the group, as the end of a sentence; empty where no number does."""
+    used = {size.num_actors * size.devices_per_actor for size in group.sizes.values()}
+    if unit is Unit.gpu and len(used) > 1:
+        return ""
+    return f", or give the group {math.lcm(*used)} with placement.devices"
 
 
 def _check_sharing(group: PlannedGroup, unit: Unit) -> None:

@@ -13,6 +13,7 @@ from skyrl_async.config.load import compose_config, from_overrides, load, to_yam
 from skyrl_async.config.placement_rules import device_plan
 from skyrl_async.config.schema import PlacementConfig
 from skyrl_async.errors import ConfigError
+from tests.cpu.quick_config import config_of
 
 SEPARATE = "placement.groups=[[policy,logp],[ref],[generate]]"
 
@@ -349,3 +350,22 @@ def test_devices_of_their_own_without_workers_are_refused() -> None:
         ConfigError, match="training.num_ref_workers must be >= 1 when placement.groups gives ref devices"
     ):
         from_overrides(*words, "trainer.algorithm.use_kl_loss=true")
+
+
+@pytest.mark.parametrize("num_slots", [2, 3, 4])
+def test_the_devices_that_a_refused_group_is_advised_to_have_suit_all_its_stages(num_slots: int) -> None:
+    sharing = ("placement.groups=[[policy,ref],[generate]]", "training.num_workers=3", "training.num_ref_workers=2")
+    others = ("placement.num_cpu_slots=8", "engine.num_engines=2", "trainer.algorithm.use_kl_loss=true")
+
+    def place(devices: int) -> None:
+        config_of(*sharing, *others, f"placement.devices=[{devices},2]")
+
+    with pytest.raises(ConfigError, match=r"must divide .*, or give the group 6 with placement.devices"):
+        place(num_slots)
+    place(6)
+
+
+def test_no_number_of_gpus_is_advised_where_none_suits_all_stages() -> None:
+    shared = PlacementConfig(groups=[["policy", "generate"]], devices=[2])
+    with pytest.raises(ConfigError, match=r"training.num_workers must be 2 .* got 3: set training.num_workers=2$"):
+        plan(shared, num_workers=3, num_engines=2)
