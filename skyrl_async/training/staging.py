@@ -29,6 +29,11 @@ _DTYPE_CODES = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.bool: "BOOL",
 }
 _ALIGNMENT_BYTES = 64
@@ -44,12 +49,21 @@ class Staging:
         self._turn = threading.Lock()
 
     def take(self, version: int, parameters: Iterable[tuple[str, Tensor]], *, serve_dtype: torch.dtype) -> int:
-        """Copy ``parameters`` (consumed once, one after the other); returns their bytes."""
+        """Copy ``parameters`` (consumed once, one after the other); returns their bytes.
+
+        Raises ``TrainingError`` for a dtype that safetensors does not know.
+        """
         with self._turn:
             self._version = None
             taken: dict[str, Tensor] = {}
             for name, tensor in parameters:
-                taken[name] = _copy(tensor, published_dtype(tensor, serve_dtype), self._tensors.pop(name, None))
+                dtype = published_dtype(tensor, serve_dtype)
+                if dtype not in _DTYPE_CODES:
+                    raise TrainingError(
+                        f"{name} cannot be published: its dtype must be one that safetensors knows, got {tensor.dtype}; "
+                        "convert it where the policy is made"
+                    )
+                taken[name] = _copy(tensor, dtype, self._tensors.pop(name, None))
             self._tensors = taken
             self._version = version
             return sum(tensor.nbytes for tensor in taken.values())

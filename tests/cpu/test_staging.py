@@ -77,6 +77,27 @@ def test_mixed_dtypes_arrive_as_they_were_whatever_the_buckets(
                 assert arrived[name].dtype == tensor.dtype and torch.equal(arrived[name], tensor)
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64, torch.int16, torch.int8],
+)
+def test_every_dtype_of_safetensors_arrives_as_it_was(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensor = (torch.arange(12).view(3, 4) * 2).to(dtype)
+    staging = Staging()
+    staging.take(1, [("w", tensor)], serve_dtype=torch.bfloat16)
+    update = staging.write(1, tmp_path, 7)
+    path = update.chunks[0]["path"]
+    assert update.manifest == read_manifest(str(tmp_path))
+    with WeightMap(path, 100) as mapped:
+        for arrived in (mapped.tensor("w"), load_file(path)["w"]):
+            assert arrived.dtype == dtype and torch.equal(arrived.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_a_dtype_that_cannot_be_sent_is_refused_when_it_is_taken() -> None:
+    with pytest.raises(TrainingError, match=r"rope.freqs cannot be published: .* got torch.complex64"):
+        Staging().take(1, [("rope.freqs", torch.zeros(2, dtype=torch.complex64))], serve_dtype=torch.bfloat16)
+
+
 def test_float32_takes_the_dtype_that_is_served_and_everything_else_keeps_its_own(tmp_path: Path) -> None:
     weights = {"f": torch.rand(5), "b": torch.rand(3).bfloat16(), "n": torch.arange(4), "d": torch.rand(2).double()}
     staging = Staging()
