@@ -85,7 +85,12 @@ class DeviceCopies:
                 return {}
             _close(self._shared)
             (_, self._shared), self._newest = self._newest, None
-            return {name: copy.handle() for name, copy in self._shared.items()}
+            try:
+                return {name: copy.handle() for name, copy in self._shared.items()}
+            except RuntimeError as error:  # such as of memory that CUDA gives no handle of (expandable segments)
+                logger.warning("version %d cannot be shared: %s; engines load it from shared memory", version, error)
+                _close(self._shared)
+                return {}
 
     def close(self) -> None:
         """Give everything back."""

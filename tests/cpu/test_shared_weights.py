@@ -113,6 +113,19 @@ def test_without_room_on_the_device_nothing_is_kept_and_everything_is_handed_on(
     assert "version 1 is not shared on the device" in caplog.text and "engine.gpu_memory_utilization" in caplog.text
 
 
+def test_memory_that_has_no_handle_is_not_shared(
+    copies: DeviceCopies, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(tensor: SharedTensor) -> dict[str, Any]:
+        raise RuntimeError("expandable segments have no handle")
+
+    taken(copies, 1, mixed_tensors())
+    monkeypatch.setattr(SharedTensor, "handle", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert copies.share(1) == {}
+    assert "version 1 cannot be shared: expandable segments have no handle" in caplog.text
+
+
 def test_a_gathering_that_breaks_off_leaves_nothing_to_share(copies: DeviceCopies) -> None:
     parameters = copies.taking(1, mixed_tensors().items(), serve_dtype=torch.float32)
     next(parameters)
