@@ -77,7 +77,7 @@ class WeightPublisher:
         directory: where buckets are written, in shared memory; made here, emptied by ``close``.
         bucket_bytes: most bytes that are sent at a time.
         load_bucket_bytes: most bytes that an engine loads at a time, see ``weight_sync.load_bucket_mb``.
-        dual_buffer: whether a version is sent while the one before is still loaded or served, and prepared for in the engines' memory.
+        dual_buffer: whether the version served is kept while the next one is sent and loaded, and that is prepared in the engines' memory.
         pause_mode: what happens to requests in flight.
         trace: one span per phase.
         probe_prompt_token_ids: prompt after which the engines' log-probs are compared with the trainer's; empty: never.
