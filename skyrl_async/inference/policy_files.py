@@ -12,28 +12,12 @@ from typing import Any
 
 from skyrl_async.crc32 import crc32_of_file
 from skyrl_async.errors import PolicyError, PublishError
+from skyrl_async.safetensors_dtypes import TORCH_NAMES
 from skyrl_async.types import WeightUpdate
 
 Manifest = dict[str, tuple[str, tuple[int, ...]]]
 """Hugging Face parameter name -> (dtype name such as ``float32``, shape)."""
 
-_DTYPE_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "U16": "uint16",
-    "U32": "uint32",
-    "U64": "uint64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "BOOL": "bool",
-}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
 """Any one of them holds a tokenizer's vocabulary."""
 _TIED_HEAD = "lm_head.weight"
@@ -117,8 +101,7 @@ def _read_header(path: Path) -> Manifest:
     if num_file_bytes != 8 + num_header_bytes + num_weight_bytes:
         raise ValueError(f"{num_file_bytes} bytes, its header says {8 + num_header_bytes + num_weight_bytes}")
     return {
-        name: (_DTYPE_NAMES.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"]))
-        for name, entry in header.items()
+        name: (TORCH_NAMES.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()
     }
 
 
@@ -154,11 +137,11 @@ class UpdateValidator:
             shapes, expected = _without_head(shapes), _without_head(expected)
         require_same(f"the manifest, against {self._policy_dir},", shapes, expected, update.version)
         dtypes = {name: dtype for name, (dtype, _) in update.manifest.items()}
-        unknown = sorted(set(dtypes.values()) - set(_DTYPE_NAMES.values()))
+        unknown = sorted(set(dtypes.values()) - set(TORCH_NAMES.values()))
         if unknown:
             raise PublishError(
                 f"weight update {update.version} has dtype {unknown[0]!r}; "
-                f"expected one of {sorted(_DTYPE_NAMES.values())}"
+                f"expected one of {sorted(TORCH_NAMES.values())}"
             )
         require_same("the manifest, against the first update,", dtypes, self._dtypes or dtypes, update.version)
 

@@ -13,23 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "BOOL": torch.bool,
-}
+from skyrl_async.safetensors_dtypes import TORCH_NAMES
 
 
 class WeightMap:
@@ -81,7 +65,7 @@ class WeightMap:
         """One tensor, of the dtype and shape it was sent with."""
         entry = self._entries[name]
         start, stop = (self._first + offset for offset in entry["data_offsets"])
-        dtype = _DTYPES[entry["dtype"]]
+        dtype = getattr(torch, TORCH_NAMES[entry["dtype"]])
         if start == stop:
             return torch.empty(entry["shape"], dtype=dtype)
         return self._whole[start:stop].view(dtype).view(entry["shape"])

@@ -17,25 +17,10 @@ import torch
 from torch import Tensor
 
 from skyrl_async.errors import TrainingError, WeightsWriteError
+from skyrl_async.safetensors_dtypes import TORCH_NAMES
 from skyrl_async.types import WeightUpdate
 
-_DTYPE_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.bool: "BOOL",
-}
+_DTYPE_CODES = {getattr(torch, name): code for code, name in TORCH_NAMES.items()}
 _ALIGNMENT_BYTES = 64
 """Of the first tensor in the file: a cache line, so that engines can compute on what they map."""
 

@@ -21,6 +21,7 @@ LAYERS = {
     "skyrl_async.samples": 0,
     "skyrl_async.crc32": 0,
     "skyrl_async.registries": 0,
+    "skyrl_async.safetensors_dtypes": 0,
     "skyrl_async.version_spans": 0,
     "skyrl_async.concurrency": 0,
     "skyrl_async.heartbeat": 0,
