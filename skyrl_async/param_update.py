@@ -120,7 +120,8 @@ class ParamUpdate:
         self._may_step = asyncio.Event()
         self._may_step.set()
         self._gathered_version: int | None = None
-        self._logged_version: int | None = None
+        self._unlogged: list[TrainedStep] = []
+        """In their order, which is that of the log."""
         self._owes_version = False
         """Whether a version was lost on its way, and the next one has to be published."""
         self.stepping = asyncio.Lock()
@@ -128,16 +129,18 @@ class ParamUpdate:
         self.is_cut = False
         """Whether a stop has cut a publish short."""
 
-    async def gather(self, version: int) -> float | None:
-        """Copy a step's weights where they are to be published; on return they may change. Returns when that began; None: it did not."""
+    async def gather(self, trained: TrainedStep) -> None:
+        """Copy a step's weights where they are to be published; on return they may change."""
+        self._unlogged.append(trained)
+        version = trained.version
         self._publisher.trained(version)
         if not self._is_to_be_published(version):
-            return None
+            return
         started = asyncio.get_running_loop().time()
         await self._publisher.gather(version)
+        trained.gathered_at = started
         self._gathered_version = version
         self._may_step.clear()
-        return started
 
     @property
     def may_step(self) -> bool:
@@ -172,7 +175,7 @@ class ParamUpdate:
         values: dict[str, float] = {}
 
         def log() -> None:
-            self.log(trained, values)
+            self._log(trained, values)
 
         try:
             if trained.gathered_at is not None:
@@ -202,14 +205,14 @@ class ParamUpdate:
         self._let_step(version)
         return version if is_published else None
 
-    def log(self, trained: TrainedStep, values: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Log a step, published or not, with further ``values``."""
-        self._logged_version = trained.version
+    def _log(self, trained: TrainedStep, values: Mapping[str, float] = MappingProxyType({})) -> None:
+        self._unlogged.remove(trained)
         self._recorder.log_step(trained.figures, trained.policy_values, {**values, **self._values(trained.figures)})
 
-    def has_logged(self, trained: TrainedStep) -> bool:
-        """Steps are logged in their order."""
-        return self._logged_version is not None and trained.version <= self._logged_version
+    def log_the_rest(self) -> None:
+        """Log the steps on their way, of a run that ends: they will not be published, and a checkpoint holds them."""
+        for trained in tuple(self._unlogged):
+            self._log(trained)
 
     async def _send_and_load(self, version: int, gathered_at: float, figures: StepFigures) -> bool:
         """Have every engine serve a gathered version; False where its copy was lost."""

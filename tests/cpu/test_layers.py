@@ -55,6 +55,7 @@ LAYERS = {
     "skyrl_async.mini_batches": 4,
     "skyrl_async.param_update": 4,
     "skyrl_async.trainer_settings": 4,
+    "skyrl_async.train_stage": 4,
     "skyrl_async.trainer": 4,
     "skyrl_async.composition": 5,
     "skyrl_async.main": 5,
