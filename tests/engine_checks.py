@@ -137,8 +137,7 @@ async def publish(
 ) -> None:
     if is_staged:
         await engine.stage_weights(update)
-    await engine.pause(mode)
-    await engine.load_weights(update)
+    await engine.switch_weights(update, mode)
     await engine.resume()
 
 

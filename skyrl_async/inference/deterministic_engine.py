@@ -22,6 +22,7 @@ from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongErr
 from skyrl_async.inference.adapter_update import MergedAdapters, update_validator
 from skyrl_async.inference.joined import OpenCalls
 from skyrl_async.inference.policy_files import eos_token_ids, require_as_sent
+from skyrl_async.inference.protocol import paused_and_loaded
 from skyrl_async.inference.weight_map import WeightMap
 from skyrl_async.types import (
     EngineOutput,
@@ -181,6 +182,10 @@ class DeterministicEngine:
             with WeightMap(chunk["path"], chunk.get("load_bucket_bytes", 1 << 20)) as weights:
                 for name, tensor in itertools.chain.from_iterable(weights.buckets()):
                     parameters[name].copy_(tensor)
+
+    async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
+        """See ``InferenceEngine.switch_weights``."""
+        return await paused_and_loaded(self, update, mode)
 
     async def version(self) -> int:
         """See ``InferenceEngine.version``."""

@@ -3,6 +3,7 @@
 An engine does not know retries, text, chat or other engines: tokens in, tokens with provenance out.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Collection
 from typing import Protocol
 
@@ -72,6 +73,13 @@ class InferenceEngine(Protocol):
         """
         ...
 
+    async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
+        """``pause``, then ``load_weights``, without a round trip in between; returns the seconds until it had paused.
+
+        What ``load_weights`` refuses may be refused before the pause. See ``paused_and_loaded``.
+        """
+        ...
+
     async def version(self) -> int:
         """The policy version being served."""
         ...
@@ -96,3 +104,13 @@ class InferenceEngine(Protocol):
     async def close(self) -> None:
         """Release everything, whatever is in flight. Idempotent."""
         ...
+
+
+async def paused_and_loaded(engine: InferenceEngine, update: WeightUpdate, mode: PauseMode) -> float:
+    """``InferenceEngine.switch_weights`` of an engine to which a call is no round trip."""
+    clock = asyncio.get_running_loop().time
+    asked = clock()
+    await engine.pause(mode)
+    acknowledge_seconds = clock() - asked
+    await engine.load_weights(update)
+    return acknowledge_seconds

@@ -10,6 +10,8 @@ or weights.
 
 import asyncio
 import contextlib
+import itertools
+import uuid
 from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,8 @@ class RayEngine:
         self._actor = actor
         self._started = started
         self._call_timeout_s = call_timeout_s
-        self._latest: ObjectRef | None = None
+        self._caller = uuid.uuid4().hex
+        self._turns = itertools.count()
 
     def __reduce__(self) -> tuple[type, tuple[str, ActorHandle, StartedEngine, float]]:
         """A copy has turns of its own."""
@@ -105,6 +108,11 @@ class RayEngine:
         """See ``InferenceEngine.load_weights``."""
         await self._control_in_turn("load_weights", update)
 
+    async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
+        """See ``InferenceEngine.switch_weights``."""
+        seconds: float = await self._control_in_turn("switch_weights", update, mode, num_deadlines=3)
+        return seconds
+
     async def version(self) -> int:
         """See ``InferenceEngine.version``."""
         version: int = await self._control("version")
@@ -137,22 +145,22 @@ class RayEngine:
         """See ``InferenceEngine.close``. The actor and all its processes are killed."""
         ray.kill(self._actor)
 
-    async def _control_in_turn(self, method: str, *args: Any) -> None:
+    async def _control_in_turn(self, method: str, *args: Any, num_deadlines: int = 1) -> Any:
         """Run a call after the one before it, also after one whose caller was cancelled: the actor goes on with that."""
-        before = () if self._latest is None else (self._latest,)
-        self._latest = self._actor.control.remote(method, args, before)
-        await self._answer(method, self._latest)
+        turn = next(self._turns)
+        call = self._actor.control_in_turn.remote(method, args, self._caller, turn)
+        return await self._answer(method, call, num_deadlines)
 
     async def _control(self, method: str, *args: Any) -> Any:
         return await self._answer(method, self._actor.control.remote(method, args))
 
-    async def _answer(self, method: str, call: ObjectRef) -> Any:
+    async def _answer(self, method: str, call: ObjectRef, num_deadlines: int = 1) -> Any:
+        waited = num_deadlines * self._call_timeout_s + _RAY_GRACE_S
         with self._own_errors():
             try:
-                async with asyncio.timeout(self._call_timeout_s + _RAY_GRACE_S):
+                async with asyncio.timeout(waited):
                     return await call
             except TimeoutError as error:
-                waited = self._call_timeout_s + _RAY_GRACE_S
                 raise EngineDeadError(f"engine {self.name}: no answer to {method} within {waited:g} s") from error
 
     @contextlib.contextmanager

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray import ObjectRef
 
 from skyrl_async.errors import EngineDeadError, EngineStartError
 from skyrl_async.inference.continuing import generate_to_end, hold_partial_outputs, joined_for, stream_to_end
@@ -42,6 +41,8 @@ class EngineActor:
         self._requests: dict[str, asyncio.Task[Any]] = {}
         self._evicted: set[str] = set()
         self._joined: dict[str, Joined] = {}
+        self._turns: dict[tuple[str, int], asyncio.Event] = {}
+        """(caller, turn) -> whether it is over, of each caller's newest ones."""
 
     async def start(self) -> StartedEngine:
         """Boot.
@@ -87,12 +88,21 @@ class EngineActor:
         self._evicted |= leaving
         await self._engine.evict(None if request_ids is None else leaving)
 
-    async def control(self, method: str, args: tuple[Any, ...], before: tuple[ObjectRef, ...] = ()) -> Any:
-        """Any other method of the engine, once the calls ``before`` are over: Ray starts an actor's calls in any order."""
-        for call in before:
-            with contextlib.suppress(Exception):
-                await call
+    async def control(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Any other method of the engine."""
         return await getattr(self._engine, method)(*args)
+
+    async def control_in_turn(self, method: str, args: tuple[Any, ...], caller: str, turn: int) -> Any:
+        """Like ``control``, once the caller's turns before this one (counted from 0) are over, however they ended: Ray starts an
+        actor's calls in any order."""
+        over = self._turns.setdefault((caller, turn), asyncio.Event())
+        if turn:
+            await self._turns.setdefault((caller, turn - 1), asyncio.Event()).wait()
+            del self._turns[caller, turn - 1]
+        try:
+            return await self.control(method, args)
+        finally:
+            over.set()
 
     def _unless_evicted(self, request: EngineRequest) -> Callable[[], bool]:
         """Whether a request may go on in this engine after an abort."""

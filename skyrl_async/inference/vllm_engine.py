@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -145,15 +145,18 @@ class VLLMEngine:
     async def pause(self, mode: PauseMode) -> None:
         """See ``InferenceEngine.pause``. While a request that cannot be continued is in the engine, all are kept."""
         async with self._turns:
-            if not all(self._requests.values()):
-                mode = PauseMode.KEEP
-            if self._pause_mode is mode:
-                return
-            self._may_be_paused = True
-            # AsyncLLM.pause_generation is this call and a sleep of 20 ms; the acknowledgement is the core's.
-            core = self._llm.engine_core
-            await self._control("pause", core.pause_scheduler_async, mode=mode.value, clear_cache=False)
-            self._pause_mode = mode
+            await self._pause(mode)
+
+    async def _pause(self, mode: PauseMode) -> None:
+        if not all(self._requests.values()):
+            mode = PauseMode.KEEP
+        if self._pause_mode is mode:
+            return
+        self._may_be_paused = True
+        # AsyncLLM.pause_generation is this call and a sleep of 20 ms; the acknowledgement is the core's.
+        core = self._llm.engine_core
+        await self._control("pause", core.pause_scheduler_async, mode=mode.value, clear_cache=False)
+        self._pause_mode = mode
 
     async def resume(self) -> None:
         """See ``InferenceEngine.resume``. It comes after every pause begun before, whether or not that was cancelled."""
@@ -228,18 +231,38 @@ class VLLMEngine:
                 raise PublishError(
                     f"engine {self.name} is not paused; pause it before loading weights {update.version}"
                 )
-            update = self._own(update)
-            self._validator.check(update)
+            await self._load_checked(await self._checked(update))
+
+    async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
+        """See ``InferenceEngine.switch_weights``; what is refused never pauses it."""
+        clock = asyncio.get_running_loop().time
+        async with self._turns:
+            self._raise_if_dead()
+            checked = await self._checked(update)
+            asked = clock()
+            await self._pause(mode)
+            acknowledge_seconds = clock() - asked
+            await self._load_checked(checked)
+            return acknowledge_seconds
+
+    async def _checked(self, update: WeightUpdate) -> WeightUpdate:
+        """The update as this engine loads it. Raises ``PublishError``."""
+        update = self._own(update)
+        self._validator.check(update)
+        if update.is_compared:
             await asyncio.to_thread(require_as_sent, update)
-            if self._adapter is not None:
-                await self._check_layers(self._adapter, update)
-            try:
-                await self._control(f"load weights {update.version}", self._load, update)
-            except asyncio.CancelledError:
-                self._bury(f"cancelled while loading weights {update.version}")
-                raise
-            self._validator.accept(update)
-            self._version = update.version
+        if self._adapter is not None:
+            await self._check_layers(self._adapter, update)
+        return update
+
+    async def _load_checked(self, update: WeightUpdate) -> None:
+        try:
+            await self._control(f"load weights {update.version}", self._load, update)
+        except asyncio.CancelledError:
+            self._bury(f"cancelled while loading weights {update.version}")
+            raise
+        self._validator.accept(update)
+        self._version = update.version
 
     async def _check_layers(self, adapter: AdapterSlot, update: WeightUpdate) -> None:
         if left_out := await self._control("compare layers", adapter.layers_left_out, update):
@@ -249,12 +272,14 @@ class VLLMEngine:
             )
 
     async def _load(self, update: WeightUpdate) -> None:
+        loading: Coroutine[Any, Any, Any]
         if self._adapter is not None:
-            await self._adapter.load(update)
+            loading = self._adapter.load(update)
         else:
-            await self._llm.collective_rpc("load_update", args=(list(update.chunks),))
+            loading = self._llm.collective_rpc("load_update", args=(list(update.chunks),))
         await run_together(  # in this order, without a round trip between them: the engine stands still
             {
+                "load": loading,
                 "label": self._llm.update_weight_version(str(update.version)),
                 # Requests frozen by pause(keep) are preempted, so that they recompute their cache under the new weights.
                 "drop-prefixes": self._llm.reset_prefix_cache(reset_running_requests=True),

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Collection
 
 from skyrl_async.errors import EngineDeadError, PublishError
+from skyrl_async.inference.protocol import paused_and_loaded
 from skyrl_async.simulator.sharing import Job, SharedSpeed
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, WeightUpdate
 
@@ -134,6 +135,10 @@ class ModelledEngine:
         self._check_alive()
         self._version = update.version
         self._served.append((self._shared.progress, update.version))
+
+    async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
+        """See ``InferenceEngine.switch_weights``."""
+        return await paused_and_loaded(self, update, mode)
 
     async def version(self) -> int:
         """Served now."""

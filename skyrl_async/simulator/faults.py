@@ -92,6 +92,10 @@ class FaultyEngine:
         """See ``InferenceEngine.load_weights``."""
         await self._answer(lambda: self._engine.load_weights(update))
 
+    async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
+        """See ``InferenceEngine.switch_weights``."""
+        return await self._answer(lambda: self._engine.switch_weights(update, mode))
+
     async def version(self) -> int:
         """See ``InferenceEngine.version``."""
         return await self._answer(lambda: self._engine.version())

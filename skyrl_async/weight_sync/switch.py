@@ -1,6 +1,6 @@
 """Takes engines from one update to the next: pause, load, resume, all or nothing.
 
-    (stage, beside generation) ──> pause ──every engine──> load ──> (requests move) ──> resume
+    (stage, beside generation) ──> pause, load ──every engine──> (requests move) ──> resume
                        └ a refusal, an error, a cancellation: those that loaded go back to the update before
 
 Flows in: engines, the update to be served, the one that is. Flows out: engines that all serve the same. One that dies is closed: which
@@ -34,8 +34,9 @@ class SwitchTimes:
     """Seconds."""
 
     acknowledge: float
-    """From the first pause request until every engine is paused: they end the step they are in."""
+    """Until the last engine has paused: each ends the step it is in."""
     load: float
+    """From then until all have loaded; those that paused before have begun before."""
 
 
 class EngineSwitch:
@@ -88,18 +89,16 @@ class EngineSwitch:
         """
         asked = self._clock()
         try:
-            await self.pause(engines)
-            self._require(engines, "pause")
-            loading = self._clock()
-            with self._trace.span("load", track="publish", version=update.version):
-                await self._load(engines, update, before, serving_version)
+            with self._trace.span("load", track="publish", version=update.version) as shown:
+                acknowledge = await self._load(engines, update, before, serving_version)
+                shown["acknowledge_s"] = acknowledge
             loaded = self._clock()
             on_loaded()
             await self._rearrange(engines)
         finally:
             await self.resume(engines)
         self._require(engines, "resume")
-        return SwitchTimes(acknowledge=loading - asked, load=loaded - loading)
+        return SwitchTimes(acknowledge=acknowledge, load=loaded - asked - acknowledge)
 
     async def everywhere(self, what: str, call: EngineCall, engines: list[InferenceEngine]) -> dict[str, Any]:
         """Call every engine at once and return the answers by name; one that dies is closed, and leaves ``engines``.
@@ -135,15 +134,17 @@ class EngineSwitch:
         update: WeightUpdate,
         before: WeightUpdate | None,
         serving_version: int | None,
-    ) -> None:
+    ) -> float:
+        """Have each pause and load, at its own pace. Returns the seconds until the last has paused."""
         refusals: dict[str, PublishError] = {}
         broken: set[str] = set()
 
-        async def load(engine: InferenceEngine) -> None:
+        async def load(engine: InferenceEngine) -> float:
             try:
-                await engine.load_weights(update)
+                return await engine.switch_weights(update, self._pause_mode)
             except PublishError as error:
                 refusals[engine.name] = error
+                return 0.0
             except EngineDeadError:
                 raise
             except Exception:
@@ -151,7 +152,7 @@ class EngineSwitch:
                 raise
 
         try:
-            await self.everywhere("load", load, engines)
+            seconds = await self.everywhere("load", load, engines)
             if refusals:
                 name, error = next(iter(refusals.items()))
                 raise PublishError(
@@ -161,6 +162,7 @@ class EngineSwitch:
             if serving_version is not None:
                 await self._roll_back(engines, before, serving_version, broken)
             raise
+        return max(seconds.values(), default=0.0)
 
     async def _rearrange(self, engines: list[InferenceEngine]) -> None:
         """Hand back the requests that belong in another engine: every key and value has to be computed anew anyway."""

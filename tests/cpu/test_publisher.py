@@ -84,6 +84,19 @@ class Remote(Troubled):
     async def load_weights(self, update: WeightUpdate) -> None:
         await self._in_turn(super().load_weights, update)
 
+    async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
+        asked = asyncio.get_running_loop().time()
+        paused = asked
+
+        async def switch() -> None:
+            nonlocal paused
+            await Troubled.pause(self, mode)
+            paused = asyncio.get_running_loop().time()
+            await Troubled.load_weights(self, update)
+
+        await self._in_turn(switch)
+        return paused - asked
+
     async def resume(self) -> None:
         await self._in_turn(super().resume)
 
@@ -208,6 +221,31 @@ def test_contract_5_an_unforeseen_failure_leaves_no_engine_paused(call: str) -> 
         with pytest.raises(RuntimeError, match="engine-0 breaks"):
             await setting.publisher.publish(1)
         assert not any(engine.is_paused for engine in setting.engines)
+
+    run_in_virtual_time(main())
+
+
+class LongSteps(ModelledEngine):
+    """One that ends the step it is in for some seconds before it has paused."""
+
+    def __init__(self, name: str, *, step_seconds: float, load_seconds: float) -> None:
+        super().__init__(name, num_tokens_of=lambda prompt, seed: 8, stage_seconds=0.5, load_seconds=load_seconds)
+        self._step_seconds = step_seconds
+
+    async def pause(self, mode: PauseMode) -> None:
+        await asyncio.sleep(self._step_seconds)
+        await super().pause(mode)
+
+
+def test_an_engine_that_has_paused_loads_while_another_one_ends_its_step() -> None:
+    async def main() -> None:
+        setting = Setting(0)
+        quick = LongSteps("quick", step_seconds=1.0, load_seconds=6.0)
+        slow = LongSteps("slow", step_seconds=4.0, load_seconds=2.0)
+        for engine in (quick, slow):
+            await setting.client.add_engine(engine)
+        times = await setting.publisher.publish(0)
+        assert (times.acknowledge, times.load, times.pause) == (4.0, 3.0, 7.0)
 
     run_in_virtual_time(main())
 

@@ -198,6 +198,25 @@ async def test_a_pause_comes_after_a_load_that_was_cancelled_before_it(
     assert set((await engine.generate(make_request("a", max_tokens=5))).versions) == {2}
 
 
+async def test_a_switch_whose_caller_was_cancelled_ends_before_the_next_pause(
+    engines: list[RayEngine], policy_dir: Path, tmp_path: Path
+) -> None:
+    engine = engines[0]
+    core = psutil.Process((await engine.statistics())["core_process_id"])
+    core.send_signal(signal.SIGSTOP)
+    switch = asyncio.ensure_future(engine.switch_weights(make_update(policy_dir, tmp_path, 5), PauseMode.ABORT))
+    await asyncio.wait([switch], timeout=0.1)
+    switch.cancel()
+    await asyncio.wait([switch])
+    pause = asyncio.ensure_future(engine.pause(PauseMode.ABORT))
+    core.send_signal(signal.SIGCONT)
+    await pause
+    assert switch.cancelled() and await engine.version() == 5
+    assert await engine.switch_weights(make_update(policy_dir, tmp_path, 2), PauseMode.ABORT) == 0.0, "it was paused"
+    await engine.resume()
+    assert set((await engine.generate(make_request("a", max_tokens=5))).versions) == {2}
+
+
 async def test_an_eviction_hands_back_what_can_go_on_elsewhere_and_waits_for_the_rest(engines: list[RayEngine]) -> None:
     engine, length = engines[0], MAX_MODEL_LEN - 10
     await engine.ping()

@@ -227,6 +227,12 @@ async def test_a_resume_comes_after_a_pause_that_was_cancelled_halfway(engine_0:
         await engine_0.load_weights(WeightUpdate(version=1, chunks=(), manifest={}, num_bytes=0))
 
 
+async def test_weights_that_are_refused_do_not_pause_an_engine(engine_0: VLLMEngine) -> None:
+    with pytest.raises(PublishError, match="lacks lm_head.weight"):
+        await engine_0.switch_weights(WeightUpdate(version=1, chunks=(), manifest={}, num_bytes=0), PauseMode.ABORT)
+    assert (await engine_0.generate(make_request("a"))).finish_reason is FinishReason.LENGTH
+
+
 @pytest.mark.slow
 async def test_a_greedy_request_aborted_many_times_gives_the_tokens_of_an_uninterrupted_one(
     engine_0: VLLMEngine,
