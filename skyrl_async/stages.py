@@ -194,9 +194,9 @@ class Lane:
         """Where it is."""
         return self._state
 
-    def wait_for_input(self) -> None:
-        """The item is through; the next one is waited for."""
-        self._move(StageState.WAITING_FOR_INPUT, "")
+    def wait_for_input(self, item: str = "") -> None:
+        """The item is through, and the next one is waited for; or ``item`` is there, and waits for devices that others use."""
+        self._move(StageState.WAITING_FOR_INPUT, item)
         self._stage._num_processed += self._is_counted
         self._is_counted = False
 
@@ -216,7 +216,8 @@ class Lane:
             self._stage._moved(self, before, StageState.DONE)
 
     def _move(self, state: StageState, item: str) -> None:
-        if state not in _NEXT[self._state] and not (state is self._state is StageState.PROCESSING):
+        stays = state is self._state and (state is _S.PROCESSING or (state is _S.WAITING_FOR_INPUT and item != ""))
+        if state not in _NEXT[self._state] and not stays:
             raise StageError(f"stage {self._stage.name} cannot go from {self._state.value!r} to {state.value!r}")
         self._stage._raise_if(StageState.DONE)
         before, self._state, self.item = self._state, state, item
@@ -352,8 +353,9 @@ async def run_stage(
     Consumes ``inputs``; produces to ``output``, which waits where there is no room; unblocked by both. What ``work`` raises is the stage's
     error, and is raised.
 
-    With ``take_turn``, an item is worked on in its block, and with it the items that wait by the time it is through. There must then be no
-    other consumer, and room for all of them in the output: nobody is waited for in a turn.
+    With ``take_turn``, an item is worked on in its block, and with it the items that wait by the time it is through; until the block is
+    entered it is shown as waiting. There must then be no other consumer, and room for all of them in the output: nobody is waited for in a
+    turn.
     """
     with stage.lane() as lane:
 
@@ -370,7 +372,7 @@ async def run_stage(
             if take_turn is None:
                 await put_through(item)
                 continue
-            lane.process(name_of(item))
+            lane.wait_for_input(name_of(item))
             async with take_turn():
                 await put_through(item)
                 for _ in range(len(inputs)):

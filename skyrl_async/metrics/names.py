@@ -210,7 +210,9 @@ METRICS: dict[str, Metric] = {
         "those that failed, `train` having added their gradients; versions for `param_update` and `validation`.",
     ),
     "stage/<name>/processing_share": Metric("share", "Of the time since the last step, spent processing."),
-    "stage/<name>/waiting_for_input_share": Metric("share", "The same, waiting for an item."),
+    "stage/<name>/waiting_for_input_share": Metric(
+        "share", "The same, waiting for an item, or with one for devices that others use."
+    ),
     "stage/<name>/waiting_for_output_share": Metric(
         "share", "The same, waiting for the next stage: back-pressure; for `dataloader`, the staleness credits."
     ),

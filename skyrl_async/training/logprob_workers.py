@@ -87,10 +87,12 @@ class LogprobWorkers:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """In the block this task's calls are in one turn, which the first of them takes; calls of others follow it."""
+        """In the block, which begins with it, this task's calls are in one turn; calls of others follow it."""
         async with self._calls:
             self._caller = asyncio.current_task()
             try:
+                if self._workers is not None:
+                    await self._device_turn.take()
                 yield
             finally:
                 self._caller = None

@@ -229,10 +229,11 @@ def test_a_turn_is_for_the_items_that_wait_and_ends_though_others_keep_coming() 
             await asyncio.sleep(0.5)
             async with group.turn("policy"):
                 assert done == [0, 1, 2, 10] and loop.time() == 4.0
-                assert (stage.status().state, stage.status().item) == (StageState.PROCESSING, "11")
+                assert (stage.status().state, stage.status().item) == (StageState.WAITING_FOR_INPUT, "11")
                 await asyncio.sleep(1.0)
             async with group.turn("policy"):
                 assert done == [0, 1, 2, 10, 11, 12, 20, 21] and loop.time() == 9.0
+                assert stage.statistics()["processing_seconds"] == 8.0
                 assert stage.statistics()["items"] == len(done)
             running.cancel()
 
@@ -271,6 +272,20 @@ def test_work_that_is_no_item_of_its_own_is_shown_and_not_counted() -> None:
         lane.process("step 1", is_counted=False)
         lane.wait_for_input()
     assert stage.statistics()["items"] == 1
+
+
+def test_an_item_that_waits_for_devices_is_shown_and_counted_once_it_is_through() -> None:
+    now = [0.0]
+    stage = Stage("logp", lambda: now[0])
+    with stage.lane() as lane:
+        lane.wait_for_input()
+        lane.wait_for_input("p1")
+        now[0] = 3.0
+        assert str(stage.status()) == "logp: waiting for input p1 (3.0 s)"
+        lane.process("p1")
+        lane.wait_for_input("p2")
+        assert str(stage.status()) == "logp: waiting for input p2 (0.0 s)"
+    assert stage.statistics()["items"] == 1 and stage.statistics()["processing_seconds"] == 0.0
 
 
 def test_an_error_inside_is_the_stages_and_a_cancellation_is_not() -> None:

@@ -1,22 +1,23 @@
 """Policy, reference and recomputed log-probs on the same devices: one at a time."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from skyrl_async.composition.logprobs import PublisherToWorkers
-from skyrl_async.composition.turns import engine_turns, policy_in_turn, turn_of
-from skyrl_async.device_turns import DeviceGroup, groups_by_member
+from skyrl_async.composition.turns import engine_turns, in_turn, policy_in_turn, turn_of
+from skyrl_async.device_turns import DeviceGroup, TakeTurn, groups_by_member
 from skyrl_async.errors import TrainingError, WorkerDiedError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.rollout.preparation import Prepare
+from skyrl_async.rollout.preparation import InTurn, Prepare
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
 from skyrl_async.simulator.run import SimulationSettings, build_simulation
+from skyrl_async.stages import Channel, Stage, run_stage
 from skyrl_async.training.logprob_stage import LogprobStageWork
 from skyrl_async.training.logprob_workers import LogprobWorkers
 from skyrl_async.training.protocol import export_weights
@@ -182,6 +183,56 @@ def test_log_prob_workers_that_die_in_a_turn_of_several_calls_are_replaced_in_no
         )  # before and after the death, two loads, the last call
 
     run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("has_own_workers", [True, False])
+def test_a_group_that_stands_in_line_for_devices_is_shown_and_not_processed(has_own_workers: bool) -> None:
+    async def main() -> None:
+        loop, spans = asyncio.get_running_loop(), list[tuple[str, float, float]]()
+        member = "logp" if has_own_workers else "policy"
+        groups = groups_by_member([[member, "generate"]])
+        work, take_turn = await work_on_shared_devices(groups, has_own_workers)
+        stage = Stage(
+            "logp", loop.time, lambda _, state, item, begin, end: spans.append((f"{state.value} {item}", begin, end))
+        )
+        inputs, prepared = Channel[Group](2), list[Group]()
+
+        async def output(group: Group) -> None:
+            prepared.append(group)
+
+        for index in range(2):
+            inputs.put_nowait(Group(uid=f"p{index}", admission_index=index, scheduled_version=0, trajectories=(ROW,)))
+        inputs.close()
+        async with asyncio.TaskGroup() as tasks, groups["generate"].turn("generate"):
+            running = run_stage(stage, inputs, work, output, name_of=lambda group: group.uid, take_turn=take_turn)
+            tasks.create_task(running)
+            await asyncio.sleep(5.0)
+            assert stage.status().where == "waiting for input p0 (5.0 s)"
+        assert stage.statistics()["processing_seconds"] == 4.0 and len(prepared) == 2
+        assert [span for span in spans if span[2] > span[1]] == [
+            ("waiting for input p0", 0.0, 5.0),
+            ("processing p0", 5.0, 7.0),
+            ("processing p1", 7.0, 9.0),
+        ]
+
+    run_in_virtual_time(main())
+
+
+async def work_on_shared_devices(groups: Mapping[str, DeviceGroup], has_own_workers: bool) -> tuple[Prepare, TakeTurn]:
+    """Log-probs in 2 s a group, of workers of their own or of the policy's."""
+    model = LogprobModel.POLICY
+    if has_own_workers:
+
+        async def start() -> Forward:
+            return Forward(groups["logp"], "logp")
+
+        workers = await LogprobWorkers.start(start, max_restarts=0, device_turn=turn_of("logp", groups))
+        in_line = in_turn(LogprobStageWork(workers.logprobs_of, model), "logp", groups, workers.turn)
+    else:
+        policy = policy_in_turn(ModelledPolicy(seconds_per_token=0.6), groups)
+        in_line = in_turn(LogprobStageWork(lambda rows: policy.logprobs_of(rows, model), model), "policy", groups)
+    assert isinstance(in_line, InTurn)
+    return in_line, in_line.take_turn
 
 
 SHARED = SimulationSettings(
