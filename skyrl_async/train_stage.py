@@ -129,6 +129,7 @@ class TrainStage:
         checkpoint_seconds = trained.figures.seconds.get("checkpoint", 0.0)
         upcoming.add_seconds("wait_for_publish", loop.time() - started - checkpoint_seconds)
         upcoming.began_at += checkpoint_seconds
+        self._beside_validation.lap(left_out_s=checkpoint_seconds)
 
     async def _train_step(self, lane: Lane, figures: StepFigures) -> TrainedStep | None:
         """One optimizer step from the next mini-batch; None when no group is left, or the run is to end."""

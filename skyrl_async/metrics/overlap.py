@@ -12,6 +12,10 @@ from contextlib import contextmanager
 class OverlapThroughput:
     """Tokens per second beside the other, over those without; the tokens of a piece of work are spread evenly over its own seconds.
 
+    Seconds are all that pass, waiting included: most of what the other takes away is waited for. What is waited for with and without it
+    alike is a part of what a token costs, wherever that part is computed. Only what no token costs is to be left out. A piece that waits
+    before it is worked on has tokens on the wrong side where the other begins or ends meanwhile: of that one piece, and either way.
+
     Args:
         other_seconds: for how long the other has gone on so far, by the clock of the event loop.
     """
@@ -32,12 +36,13 @@ class OverlapThroughput:
         self._tokens_beside += share * tokens
         self._tokens_alone += (1 - share) * tokens
 
-    def lap(self) -> None:
-        """Count the time since the last call, waiting included; the first call begins."""
+    def lap(self, *, left_out_s: float = 0.0) -> None:
+        """Count the time since the last call, without so many seconds of it; the first call begins."""
         if self._lap_began is not None:
             alone, beside = self._since(self._lap_began)
-            self._seconds_alone += alone
-            self._seconds_beside += beside
+            counted = max(0.0, 1 - left_out_s / (alone + beside)) if left_out_s else 1.0
+            self._seconds_alone += counted * alone
+            self._seconds_beside += counted * beside
         self._lap_began = self._now()
 
     @property

@@ -4,11 +4,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.metrics.overlap import OverlapThroughput
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, build_simulation
@@ -55,20 +57,22 @@ def test_a_group_that_failed_is_drawn_and_goes_through_no_other_stage() -> None:
     assert items["dataloader"] == 18
 
 
+VALIDATING_EACH_STEP = replace(
+    SLOW_PUBLISH,
+    mini_batch_size=16,
+    sigma=0.0,
+    eval_interval_steps=1,
+    num_eval_prompts=12,
+    **dict.fromkeys(("seconds_per_token", "step_seconds", "send_seconds", "load_seconds"), 0.0),
+)
+
+
 @pytest.mark.parametrize("slowdown", [1, 3])
 def test_what_validation_costs_training_is_told_though_it_takes_a_part_of_every_step(slowdown: int) -> None:
     """Groups are there long before; each takes 0.2 s alone, 16 of them a step, of which the first second is validation."""
-    job = replace(
-        SLOW_PUBLISH,
-        mini_batch_size=16,
-        sigma=0.0,
-        eval_interval_steps=1,
-        num_eval_prompts=12,
-        **dict.fromkeys(("seconds_per_token", "step_seconds", "send_seconds", "load_seconds"), 0.0),
-    )
 
     async def main() -> Simulation:
-        simulation = build_simulation(job)
+        simulation = build_simulation(VALIDATING_EACH_STEP)
         trainer, forward_backward = simulation.trainer, simulation.policy.forward_backward
 
         async def slowed(rows: Sequence[Trajectory], *rest: Any) -> dict[str, float]:
@@ -85,6 +89,44 @@ def test_what_validation_costs_training_is_told_though_it_takes_a_part_of_every_
     shares = [values["stage/validation/processing_share"] for _, values in simulation.logged if "policy/lr" in values]
     assert all(0.15 < share < 0.4 for share in shares[1:]), "a part of each step"
     assert simulation.trainer.throughput_beside_validation == pytest.approx(1 / slowdown, rel=0.1)
+
+
+def test_what_a_token_waits_for_in_any_case_is_a_part_of_what_it_costs() -> None:
+    """As for log-probs of the reference that the same workers compute: in ``train`` they would cost as much."""
+
+    async def main() -> float | None:
+        loop = asyncio.get_running_loop()
+        throughput = OverlapThroughput(lambda: min(max(loop.time() - 100.0, 0.0), 100.0))
+        throughput.lap()
+        while loop.time() < 300.0:
+            with throughput.piece(10):
+                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.3 if 100.0 <= loop.time() < 200.0 else 0.1)
+            throughput.lap()
+        return throughput.ratio
+
+    assert run_in_virtual_time(main()) == pytest.approx(1 / 2, rel=0.01)
+
+
+def test_time_in_which_checkpoints_are_written_counts_neither_as_beside_validation_nor_as_without(
+    tmp_path: Path,
+) -> None:
+    """They are written just before the held-out prompts are played: training without these would look slow."""
+
+    async def main() -> float | None:
+        job = replace(VALIDATING_EACH_STEP, seconds_per_token=0.2 / 100, checkpoint_interval_steps=2)
+        simulation = build_simulation(job, checkpoint_dir=tmp_path)
+        save = simulation.policy.save
+
+        async def slow(directory: Path) -> None:
+            await asyncio.sleep(10.0)
+            await save(directory)
+
+        simulation.policy.save = slow  # type: ignore[method-assign]
+        await simulation.trainer.run()
+        return simulation.trainer.throughput_beside_validation
+
+    assert run_in_virtual_time(main()) == pytest.approx(1.0, rel=0.1)
 
 
 def test_training_that_stands_in_line_for_its_devices_waits_and_processes_nothing() -> None:
