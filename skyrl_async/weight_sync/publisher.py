@@ -192,7 +192,8 @@ class WeightPublisher:
         """Send what was gathered, for ``load`` to take up: versions are sent one after the other, beside training and generation.
 
         Without a dual buffer it first waits until the version before is loaded, and its buckets are deleted. Returns False where
-        another version was gathered since, or policy workers died with the copy after a further step: a newer one is to come then.
+        policy workers died with the copy after a further step, or where another version was gathered since, which a run never does: a
+        newer one is to come then.
         Raises ``PublishError`` when there is no room, after the retries; whatever fails, none of its buckets is left.
         """
         async with self._staging_turn:
@@ -219,8 +220,8 @@ class WeightPublisher:
     async def load(self) -> PublishTimes | None:
         """Make every engine serve the newest version sent; on return all have acknowledged it, one at least.
 
-        None where engines serve it already. A version that a newer one has overtaken is never loaded. An engine that dies meanwhile is
-        closed; where none is left but one may come back, that one is waited for.
+        None where engines serve it already. Where several were sent, which a run never does, those before the newest are never loaded.
+        An engine that dies meanwhile is closed; where none is left but one may come back, that one is waited for.
         Raises ``PublishError`` when an engine refuses, after the retries: the version before goes on being served everywhere. Raises
         ``NoEngineError`` when no engine is left and none is expected.
         """

@@ -1,7 +1,7 @@
 """Which version of the weights is where: complete and waiting, being loaded, served. Never a partial one.
 
     send ──arrived──> complete ──take──> loading ──loaded──> serving
-                         └ overtaken by a newer one: skipped       └ replaced: thrown away
+                         └ a newer one arrived: thrown away        └ replaced: thrown away
 
 Flows in: updates that were sent whole, and what became of their loading. Flows out: the newest to load, and those whose files are to
 be deleted. Does no I/O, and knows neither engines nor policies.
@@ -29,7 +29,7 @@ class SentUpdate:
 class VersionShelf:
     """Holds at most three updates, each with its files: one complete, one being loaded, one served.
 
-    A run that sends no version before the one before it is loaded has two of these at most.
+    A run sends no version before the one before it is loaded: it has two of these at most, and only what is served is replaced.
     """
 
     def __init__(self) -> None:
