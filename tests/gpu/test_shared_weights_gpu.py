@@ -1,7 +1,7 @@
 """Weights that engines load where policy workers hold them, on one GPU: what tests/cpu/test_shared_weights.py shows in host memory."""
 
 import multiprocessing
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig
-from skyrl_async.metrics.trace import Trace
 from skyrl_async.shared_tensor import SharedTensor, opened
 from skyrl_async.training.settings import TrainingSettings
-from skyrl_async.types import PauseMode
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from skyrl_async.weight_sync.sharing import files_alone, sharing
-from tests.engine_checks import MAX_MODEL_LEN, make_policy, make_update, publish
+from tests.engine_checks import make_policy, make_update, publish
 from tests.transfer_checks import mixed_tensors
 
 pytestmark = pytest.mark.slow
@@ -45,7 +42,7 @@ def test_another_process_opens_the_very_values_as_often_as_they_are_shared() -> 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_weights_that_are_shared_are_those_of_the_file_and_their_memory_is_given_back(
-    tmp_path: Path, dtype: str
+    tmp_path: Path, publisher_of: Callable[..., WeightPublisher], dtype: str
 ) -> None:
     import ray
 
@@ -66,15 +63,7 @@ async def test_weights_that_are_shared_are_those_of_the_file_and_their_memory_is
         (engine,) = await start_ray_engines([config], num_gpus=0.5, log_dir=tmp_path / "logs")
         checksums = []
         for version, share in ((1, files_alone), (3, sharing(policy)), (5, sharing(policy))):
-            publisher = WeightPublisher(
-                client=InferenceEngineClient([engine], tokenizer=None, max_model_len=MAX_MODEL_LEN),  # type: ignore[arg-type]
-                policy=policy,
-                directory=tmp_path / str(version),
-                bucket_bytes=1 << 20,
-                pause_mode=PauseMode.ABORT,
-                trace=Trace(None, time.monotonic),
-                share=share,
-            )
+            publisher = publisher_of(policy, engine, str(version), share=share)
             await publisher.publish(version)
             checksums.append(await publisher.attest(version))
             assert await policy.share_weights(version) == {}, "what was shared is not kept"

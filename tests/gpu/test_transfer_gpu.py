@@ -2,23 +2,20 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from skyrl_async.errors import WeightsTransferError
-from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig
-from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.training.weight_sender import WeightSender
 from skyrl_async.transfer_group import NCCL
-from skyrl_async.types import PauseMode
 from skyrl_async.weight_sync.broadcast import WeightBroadcast
 from skyrl_async.weight_sync.publisher import WeightPublisher
-from tests.engine_checks import MAX_MODEL_LEN, make_policy, make_update, publish
+from tests.engine_checks import make_policy, make_update, publish
 from tests.patience import PATIENCE_S
 from tests.transfer_checks import Receiver, assert_what_is_sent_arrives, form_group, mixed_tensors, published
 
@@ -78,7 +75,9 @@ def test_a_receiver_killed_in_the_middle_fails_the_sender_within_the_timeout_and
     assert Path(fresh.answer()).read_bytes() == path.read_bytes()
 
 
-async def test_weights_that_are_broadcast_are_those_that_are_mapped(tmp_path: Path) -> None:
+async def test_weights_that_are_broadcast_are_those_that_are_mapped(
+    tmp_path: Path, publisher_of: Callable[..., WeightPublisher]
+) -> None:
     import ray
 
     from skyrl_async.inference.ray_engine import start_ray_engines
@@ -99,15 +98,7 @@ async def test_weights_that_are_broadcast_are_those_that_are_mapped(tmp_path: Pa
         )
         checksums = []
         for version, way in ((1, None), (3, broadcast)):
-            publisher = WeightPublisher(
-                client=InferenceEngineClient([engine], tokenizer=None, max_model_len=MAX_MODEL_LEN),  # type: ignore[arg-type]
-                policy=policy,
-                directory=tmp_path / str(version),
-                bucket_bytes=1 << 20,
-                pause_mode=PauseMode.ABORT,
-                trace=Trace(None, time.monotonic),
-                broadcast=way,
-            )
+            publisher = publisher_of(policy, engine, str(version), broadcast=way)
             await publisher.publish(version)
             checksums.append(await publisher.attest(version))
             await publish(engine, make_update(old, tmp_path, version + 1))
