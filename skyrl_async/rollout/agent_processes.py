@@ -2,7 +2,7 @@
 
 Flows in: a process group, and a mark that the program found in its environment and its children inherited. Flows out: signals.
 Does not know what the processes were for. As a program by itself it is a guard: it waits for the death of the process that started
-it, which may come by ``kill -9``, and ends what that leaves behind.
+it, which may come by ``kill -9``, and ends what that leaves behind. Standard library only, because it is started by its path.
 """
 
 import contextlib
