@@ -3,8 +3,8 @@
 A random Qwen3 policy of each size, one policy worker and one vLLM engine in processes of their own, eight requests at all times.
 Versions are published one after the other; a row holds medians over them. The first two are left out: there the engine finds out where
 each weight goes, and memory is used for the first time. The copy is made by one thread of this process, between two buffers that were
-written before, after each publish and beside the same requests. A pause begins with ``acknowledge_ms``, in which the engine ends the
-step that it is in, whose tokens count; ``still_per_copy`` is without that. With ``--lora-rank`` adapters train on every linear layer: a
+written before, after each publish and beside the same requests. ``acknowledge_ms`` pass before a pause: in them the engine ends the step
+that it is in, whose tokens count. ``asked_to_resumed_per_copy`` is with that. With ``--lora-rank`` adapters train on every linear layer: a
 row for them merged into the weights that are published, and one for them published alone.
 """
 
@@ -230,8 +230,8 @@ def _row(
         "pause_ms": ms([times.pause for times in done]),
         "copy_ms": ms(copies),
         "pause_per_copy": median([times.pause / copy for times, copy in zip(done, copies, strict=True)]),
-        "still_per_copy": median(
-            [(times.pause - times.acknowledge) / copy for times, copy in zip(done, copies, strict=True)]
+        "asked_to_resumed_per_copy": median(
+            [(times.acknowledge + times.pause) / copy for times, copy in zip(done, copies, strict=True)]
         ),
         "tokens_during_send": median(during),
     }
@@ -273,7 +273,7 @@ def main() -> int:
     most = max((row["pause_per_copy"] for row in large), default=None)
     figures = {
         "pause_per_copy_from_60m": most,
-        "still_per_copy_from_60m": max((row["still_per_copy"] for row in large), default=None),
+        "asked_to_resumed_per_copy_from_60m": max((row["asked_to_resumed_per_copy"] for row in large), default=None),
         "is_goal_met": most is not None and most <= MAX_PAUSE_PER_COPY,
         "conditions": under,
     }

@@ -222,7 +222,7 @@ class ParamUpdate:
         if not is_due(self._settings.check_interval_steps, version):
             self._let_step(version)
         times = await self._load()
-        for name in ("gather", "send", "stage", "load", "pause"):
+        for name in ("gather", "send", "stage", "acknowledge", "load", "pause"):
             figures.add_seconds(name, getattr(times, name))
         figures.add_seconds("publish", asyncio.get_running_loop().time() - gathered_at)
         return True

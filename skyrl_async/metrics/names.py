@@ -89,8 +89,13 @@ METRICS: dict[str, Metric] = {
         "s", "Of publish: writing them, and broadcasting them where engines cannot map them; engines go on generating."
     ),
     "timing/stage": Metric("s", "Of publish: engines preparing to load; they go on generating."),
+    "timing/acknowledge": Metric(
+        "s", "Of publish: until the first engine has ended the step it is in, whose tokens count, and has paused."
+    ),
     "timing/load": Metric("s", "Of publish: replacing the engines' weights, inside the pause."),
-    "timing/pause": Metric("s", "Of publish: engines sampling nothing."),
+    "timing/pause": Metric(
+        "s", "Of publish: engines sampling nothing, from when the first has paused until the last has resumed."
+    ),
     "timing/checkpoint": Metric("s", "Writing a checkpoint; in a record of its own, once it is written."),
     "timing/eval": Metric("s", "Evaluation on held-out prompts."),
     "policy/loss": Metric("loss", "Policy loss, as trainer.algorithm.loss_reduction makes one of the tokens' losses."),

@@ -55,12 +55,12 @@ class PublishTimes:
     """Moving them to where engines load them: overlaps generation and training."""
     stage: float
     """Engines preparing to load, beside generation."""
-    pause: float
-    """From the first pause request to the last engine's resumption."""
     acknowledge: float
-    """Part of the pause in which engines end the step they are in: its tokens count."""
+    """From the pause request until the first engine has ended the step that it is in, whose tokens count: it has not paused before."""
+    pause: float
+    """From then until the last engine has resumed: the longest that one can have sampled nothing."""
     load: float
-    """Part of the pause in which engines load."""
+    """Part of the pause, until the last engine has loaded."""
     num_bytes: int
     """Of the weights."""
 
@@ -320,11 +320,13 @@ class WeightPublisher:
         try:
             async with self._share(update) as shared:
                 begun = self._clock()
-                with self._trace.span("pause", track="publish", version=sent.version):
+                with self._trace.span("switch", track="publish", version=sent.version):
                     switched = await self._switch(
                         engines, shared, self._shelf.serving, self._shelf.serving_version, on_loaded=note_loaded
                     )
                 resumed = self._clock()
+            paused = begun + switched.acknowledge
+            self._trace.past_span("pause", "publish/pause", paused, resumed, version=sent.version)
         finally:
             discard(replaced)  # not in the pause: it takes as long as the load
         self.lag.serves([engine.name for engine in engines], sent.version, resumed)
@@ -333,8 +335,8 @@ class WeightPublisher:
             gather=sent.gather_seconds,
             send=sent.send_seconds + broadcast_seconds,
             stage=begun - staged,
-            pause=resumed - begun,
             acknowledge=switched.acknowledge,
+            pause=resumed - paused,
             load=switched.load,
             num_bytes=update.num_bytes,
         )

@@ -34,9 +34,9 @@ class SwitchTimes:
     """Seconds."""
 
     acknowledge: float
-    """Until the last engine has paused: each ends the step it is in."""
+    """Until the first engine has ended the step it is in and has paused."""
     load: float
-    """From then until all have loaded; those that paused before have begun before."""
+    """From then until all have loaded, each as soon as it has paused."""
 
 
 class EngineSwitch:
@@ -135,7 +135,7 @@ class EngineSwitch:
         before: WeightUpdate | None,
         serving_version: int | None,
     ) -> float:
-        """Have each pause and load, at its own pace. Returns the seconds until the last has paused."""
+        """Have each pause and load, at its own pace. Returns the seconds until the first has paused."""
         refusals: dict[str, PublishError] = {}
         broken: set[str] = set()
 
@@ -162,7 +162,7 @@ class EngineSwitch:
             if serving_version is not None:
                 await self._roll_back(engines, before, serving_version, broken)
             raise
-        return max(seconds.values(), default=0.0)
+        return min(seconds.values(), default=0.0)
 
     async def _rearrange(self, engines: list[InferenceEngine]) -> None:
         """Hand back the requests that belong in another engine: every key and value has to be computed anew anyway."""

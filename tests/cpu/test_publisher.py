@@ -245,7 +245,7 @@ def test_an_engine_that_has_paused_loads_while_another_one_ends_its_step() -> No
         for engine in (quick, slow):
             await setting.client.add_engine(engine)
         times = await setting.publisher.publish(0)
-        assert (times.acknowledge, times.load, times.pause) == (4.0, 3.0, 7.0)
+        assert (times.acknowledge, times.load, times.pause) == (1.0, 6.0, 6.0)
 
     run_in_virtual_time(main())
 
