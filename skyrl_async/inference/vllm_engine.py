@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -235,13 +236,12 @@ class VLLMEngine:
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """See ``InferenceEngine.switch_weights``; what is refused never pauses it."""
-        clock = asyncio.get_running_loop().time
         async with self._turns:
             self._raise_if_dead()
             checked = await self._checked(update)
-            asked = clock()
+            asked = time.monotonic()  # the loop of a Ray actor (uvloop) knows milliseconds, and of when it last waited
             await self._pause(mode)
-            acknowledge_seconds = clock() - asked
+            acknowledge_seconds = time.monotonic() - asked
             await self._load_checked(checked)
             return acknowledge_seconds
 

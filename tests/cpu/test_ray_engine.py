@@ -212,7 +212,7 @@ async def test_a_switch_whose_caller_was_cancelled_ends_before_the_next_pause(
     core.send_signal(signal.SIGCONT)
     await pause
     assert switch.cancelled() and await engine.version() == 5
-    assert await engine.switch_weights(make_update(policy_dir, tmp_path, 2), PauseMode.ABORT) == 0.0, "it was paused"
+    await engine.switch_weights(make_update(policy_dir, tmp_path, 2), PauseMode.ABORT)
     await engine.resume()
     assert set((await engine.generate(make_request("a", max_tokens=5))).versions) == {2}
 
