@@ -4,6 +4,10 @@
 
 On CUDA the handle is one of CUDA IPC, for processes on the same GPU; in host memory it is the path of a memory file. Whoever shares a
 tensor keeps it until the others are done with it: memory that was given back may hold anything.
+
+torch's own handles of CUDA tensors are for a sender that does not wait. They count one process that opens them, and the memory stays until
+it did, for ever where none does; and they bring an event to wait for, which whoever opens them never gives back. Here the owner says when a
+tensor is complete and when it ends, and neither is used.
 """
 
 import base64
@@ -20,6 +24,10 @@ from skyrl_async.memory_file import MemoryFile
 
 _DEVICE_ARGUMENT = 6
 """Of ``rebuild_cuda_tensor``: the device's number, which is another one in every process."""
+_COUNTER_ARGUMENTS = slice(11, 13)
+"""Likewise: where torch counts who has still to let go of the tensor."""
+_WAITS_FOR_EVENT_ARGUMENT = 14
+"""Likewise: whether the event is waited for."""
 
 
 def device_key(device: torch.device) -> str:
@@ -40,6 +48,8 @@ class SharedTensor:
 
     def __init__(self, tensor: Tensor, *, dtype: torch.dtype, device: torch.device) -> None:
         self._file: MemoryFile | None = None
+        self._counters: list[tuple[bytes, int]] = []
+        """Of the handles on CUDA."""
         if device.type == "cpu" and tensor.numel():
             self._file = MemoryFile()
             num_bytes = tensor.numel() * dtype.itemsize
@@ -55,17 +65,29 @@ class SharedTensor:
         return self._copy.nbytes
 
     def handle(self) -> dict[str, Any]:
-        """What ``opened`` takes, of strings and integers."""
+        """What ``opened`` takes, of strings and integers. On CUDA the copy has to be complete: whoever opens it does not wait."""
         return {
             "dtype": str(self._copy.dtype).removeprefix("torch."),
             "shape": list(self._copy.shape),
-            "memory": self._file.path if self._file is not None else _ipc_handle(self._copy),
+            "memory": self._file.path if self._file is not None else self._ipc_handle(),
         }
 
+    def _ipc_handle(self) -> str:
+        if not self._copy.numel():
+            return ""
+        _, reduced = reduce_tensor(self._copy)
+        self._counters.append(reduced[_COUNTER_ARGUMENTS])
+        arguments = list(reduced)
+        arguments[_WAITS_FOR_EVENT_ARGUMENT] = False
+        return base64.b64encode(pickle.dumps(arguments)).decode()
+
     def close(self) -> None:
-        """Give the memory back; whoever opened it before is to be done with it."""
+        """Give the memory back, also where nobody opened it; whoever did is to be done with it."""
         if self._file is not None:
             self._file.close()
+        for counter in self._counters:
+            torch.UntypedStorage._release_ipc_counter_cuda(*counter)
+        self._counters.clear()
         del self._copy
 
 
@@ -81,14 +103,7 @@ def opened(handle: dict[str, Any], device: torch.device) -> Tensor:
         with open(memory, "rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return torch.frombuffer(content, dtype=dtype).view(shape)
-    arguments = list(pickle.loads(base64.b64decode(memory)))
+    arguments = pickle.loads(base64.b64decode(memory))
     arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device() if device.index is None else device.index
     tensor: Tensor = rebuild_cuda_tensor(*arguments)
     return tensor
-
-
-def _ipc_handle(tensor: Tensor) -> str:
-    if not tensor.numel():
-        return ""
-    _, arguments = reduce_tensor(tensor)
-    return base64.b64encode(pickle.dumps(arguments)).decode()

@@ -4,8 +4,11 @@ What CUDA does otherwise, the handle of a tensor, is in tests/gpu/test_shared_we
 """
 
 import asyncio
+import base64
+import inspect
 import logging
 import multiprocessing
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from skyrl_async import shared_tensor
 from skyrl_async.errors import NoEngineError, PublishError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
@@ -124,6 +129,33 @@ def test_memory_that_has_no_handle_is_not_shared(
     with caplog.at_level(logging.WARNING):
         assert copies.share(1) == {}
     assert "version 1 cannot be shared: expandable segments have no handle" in caplog.text
+
+
+def test_a_handle_on_cuda_keeps_no_memory_that_nobody_opened_and_brings_no_event_to_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's own functions, of which a CPU build has but the names, are called as torch itself calls them."""
+    parameters = list(inspect.signature(rebuild_cuda_tensor).parameters)
+    released: list[tuple[bytes, int]] = []
+
+    def reduced(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
+        counter = {"ref_counter_handle": b"/torch_1_2", "ref_counter_offset": 7, "event_sync_required": True}
+        return rebuild_cuda_tensor, tuple(counter.get(name, name) for name in parameters)
+
+    monkeypatch.setattr(shared_tensor, "reduce_tensor", reduced)
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *of: released.append(of))
+    copy = SharedTensor(torch.ones(3), dtype=torch.float32, device=CPU)
+    handles = [copy._ipc_handle() for _ in range(2)]
+    for handle in handles:
+        arguments = dict(zip(parameters, pickle.loads(base64.b64decode(handle)), strict=True))
+        assert arguments == {name: name for name in parameters} | {
+            "ref_counter_handle": b"/torch_1_2",
+            "ref_counter_offset": 7,
+            "event_sync_required": False,
+        }
+    assert parameters[shared_tensor._DEVICE_ARGUMENT] == "storage_device" and released == []
+    copy.close()
+    assert released == 2 * [(b"/torch_1_2", 7)]
 
 
 def test_a_gathering_that_breaks_off_leaves_nothing_to_share(copies: DeviceCopies) -> None:

@@ -40,6 +40,24 @@ def test_another_process_opens_the_very_values_as_often_as_they_are_shared() -> 
             torch.cuda.ipc_collect()
 
 
+def test_memory_is_given_back_whether_or_not_anybody_opened_it() -> None:
+    tensors = {"weight": torch.randn(1 << 20), "bias": torch.randn(7)}
+    torch.cuda.ipc_collect()
+    before = torch.cuda.memory_allocated(GPU)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        for is_opened in (False, True, False):
+            shared = {name: SharedTensor(tensor, dtype=tensor.dtype, device=GPU) for name, tensor in tensors.items()}
+            torch.cuda.synchronize()
+            handles = {name: tensor.handle() for name, tensor in shared.items()}
+            if is_opened:
+                found = pool.apply(_opened_elsewhere, (handles,))
+                assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+            assert torch.cuda.memory_allocated(GPU) > before
+            for copy in shared.values():
+                copy.close()
+            assert torch.cuda.memory_allocated(GPU) == before
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_weights_that_are_shared_are_those_of_the_file_and_their_memory_is_given_back(
     tmp_path: Path, publisher_of: Callable[..., WeightPublisher], dtype: str
