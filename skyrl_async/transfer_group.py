@@ -68,6 +68,7 @@ class TransferGroup:
         self._sends = rank == 0
         self._device = device if place.backend == NCCL else torch.device("cpu")
         if place.backend == NCCL:
+            _meet(store, rank, place.num_members)
             with _failing_in_the_caller(), torch.cuda.device(device):
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
@@ -119,6 +120,12 @@ class TransferGroup:
                 self._stream.synchronize()
             else:
                 values.copy_(bucket)
+
+
+def _meet(store: dist.Store, rank: int, num_members: int) -> None:
+    """Wait until every member is there, as long as the store's timeout says; NCCL, which connects later, waits for ever."""
+    store.set(f"member-{rank}", "")
+    store.wait([f"member-{member}" for member in range(num_members)])
 
 
 def _address_towards(host: str, port: int) -> str:

@@ -3,14 +3,17 @@
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from skyrl_async.errors import WeightsTransferError
 from skyrl_async.training.weight_sender import WeightSender
-from skyrl_async.transfer_group import GLOO
+from skyrl_async.transfer_group import GLOO, NCCL, _meet
 from tests.patience import PATIENCE_S
 from tests.transfer_checks import Receiver, assert_what_is_sent_arrives, form_group, mixed_tensors, published
 
@@ -117,8 +120,19 @@ def test_a_process_in_which_no_group_was_opened_says_so(sender: WeightSender, tm
         sender.send(tmp_path / "file", 1 << 20)
 
 
-def test_receivers_that_never_come_are_waited_for_as_long_as_was_said(sender: WeightSender, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", [GLOO, NCCL])
+def test_receivers_that_never_come_are_waited_for_as_long_as_was_said(
+    sender: WeightSender, tmp_path: Path, backend: str
+) -> None:
+    """NCCL itself, which would wait for ever, begins when all have come."""
     path = published(tmp_path, mixed_tensors())
-    sender.open("127.0.0.1", num_receivers=2, backend=GLOO, timeout_s=SHORT_S)
+    sender.open("127.0.0.1", num_receivers=2, backend=backend, timeout_s=SHORT_S)
     with pytest.raises(WeightsTransferError, match="did not get to 2 engines"):
         sender.send(path, 1 << 20)
+
+
+def test_members_meet_whoever_comes_first() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=PATIENCE_S))
+    with ThreadPoolExecutor(3) as members:
+        list(members.map(lambda rank: _meet(store, rank, 3), (2, 0, 1)))
