@@ -75,6 +75,10 @@ def _set_environment(config: VLLMEngineConfig) -> None:
     if config.device == "cpu":
         # The core runs the model itself: an executor process of its own would busy-wait on a second core.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE=str(config.cpu_kv_cache_gb))
+    elif config.dtype == "float32":
+        # FlashAttention takes 16 bits alone, and the products of Triton's attention would be of 10 bits of mantissa (tf32), unlike
+        # those of the layers and of training: log-probs would be further off than rounding explains.
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
 def boot(config: VLLMEngineConfig) -> "AsyncLLM":

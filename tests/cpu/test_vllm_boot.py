@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_async.config.lora import LARGEST_SERVED_RANK
 from skyrl_async.inference.vllm_adapter import largest_rank
-from skyrl_async.inference.vllm_boot import _BoundForkContext
+from skyrl_async.inference.vllm_boot import VLLMEngineConfig, _BoundForkContext, _set_environment
 from tests.patience import PATIENCE_S
 
 
@@ -65,6 +65,21 @@ def test_a_core_does_not_outlive_a_parent_that_is_killed(context: str) -> None:
         parent.kill()
     psutil.wait_procs([core], timeout=PATIENCE_S)
     assert not core.is_running()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [("cuda", "float32", "ieee"), ("cuda", "bfloat16", None), ("cpu", "float32", None)],
+)
+def test_products_of_float32_are_whole_on_a_gpu_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: str, expected: str | None
+) -> None:
+    config = VLLMEngineConfig(name="engine-0", policy_dir="", device=device, dtype=dtype)
+    for found in (expected, "tf32"):
+        environment = {} if found == expected else {"TRITON_F32_DEFAULT": "tf32"}
+        monkeypatch.setattr(os, "environ", environment)
+        _set_environment(config)
+        assert environment.get("TRITON_F32_DEFAULT") == found
 
 
 @pytest.mark.slow
