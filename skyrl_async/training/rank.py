@@ -92,6 +92,8 @@ class PolicyRank:
             if self._settings.device == "cuda"
             else torch.device("cpu")
         )
+        if self._settings.is_deterministic and device.type == "cuda":
+            use_repeating_kernels()  # before there is a group: torch keeps NCCL from sums that do not repeat when it makes one
         if store_address is not None and self._store is None:
             self._store = dist.TCPStore(*store_address, self._num_ranks, is_master=False)
         process_group.join(
@@ -110,8 +112,6 @@ class PolicyRank:
     def _build(self, device: torch.device) -> None:
         settings = self._settings
         seed_all(settings.seed + self._rank)
-        if settings.is_deterministic and device.type == "cuda":
-            use_repeating_kernels()
         model = load_model(Path(settings.policy_path), trust_remote_code=settings.trust_remote_code)
         self._model_type = str(model.config.model_type)
         self._device = device

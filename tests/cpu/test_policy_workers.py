@@ -18,9 +18,11 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.deterministic_engine import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.shared_tensor import opened
+from skyrl_async.training import process_group
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.policy_workers import PolicyWorkers, environment_of
 from skyrl_async.training.protocol import export_weights
+from skyrl_async.training.rank import PolicyRank
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.transfer_group import GLOO
 from skyrl_async.types import PauseMode
@@ -87,6 +89,22 @@ def test_workers_on_cuda_find_what_repeating_kernels_need_in_their_environment()
     assert environment_of(on_cuda) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     assert environment_of(replace(on_cuda, is_deterministic=False)) == {}
     assert environment_of(replace(on_cuda, device="cpu")) == {"OMP_NUM_THREADS": "1"}
+
+
+def test_kernels_repeat_before_nccl_is_asked_for_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def join(**_: object) -> None:
+        raise InterruptedError(f"deterministic: {torch.are_deterministic_algorithms_enabled()}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(process_group, "join", join)
+    for is_deterministic in (False, True):
+        rank = PolicyRank(TrainingSettings(policy_path="", device="cuda", is_deterministic=is_deterministic))
+        try:
+            with pytest.raises(InterruptedError, match=f"deterministic: {is_deterministic}"):
+                rank.start()
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 async def test_two_ranks_give_the_figures_and_weights_of_one(
