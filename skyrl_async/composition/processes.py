@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +22,9 @@ from skyrl_async.composition.engines import is_supervised, start_engines
 from skyrl_async.composition.logprobs import reference_path
 from skyrl_async.composition.private_files import write_private
 from skyrl_async.config.deepspeed import read_user_config
-from skyrl_async.config.devices import training_device
-from skyrl_async.config.schema import Config, SamplingConfig, TrainingBackendName, WeightTransfer
+from skyrl_async.config.devices import engine_device, training_device
+from skyrl_async.config.schema import Config, Device, SamplingConfig, TrainingBackendName, WeightTransfer
+from skyrl_async.config.transfer_rules import devices_are_shared
 from skyrl_async.heartbeat import Heartbeat
 from skyrl_async.inference.fleet_news import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
@@ -54,17 +55,30 @@ async def start_engines_and_policy(
     num_steps: int,
     bundles: Bundles | None = None,
 ) -> tuple[Sequence[InferenceEngine], RecoveringPolicy]:
-    """Boot engines from ``served`` while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run."""
+    """Boot engines from ``served`` while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run.
+
+    On GPUs that they share the workers load it when the engines have booted: what a GPU loses of its memory while vLLM looks how much of it
+    is left for keys and values, vLLM takes for its own.
+    """
+    are_up = asyncio.Event()
+    if not _share_gpus(config):
+        are_up.set()
+
+    async def trained() -> Path:
+        path = await files.trained()
+        await are_up.wait()
+        return path
 
     async def engines() -> Sequence[InferenceEngine]:
         started = await start_engines(config, served, run_dir, bundles)
+        are_up.set()
         for engine in started:
             stack.push_async_callback(engine.close)
         return started
 
     async def start_policy() -> RecoveringPolicy:
         settings = replace(_training_settings(config, initial, num_steps), bad_step_dir=str(run_dir / "bad_step"))
-        policy = await _start_policy(config, files, settings, run_dir, bundles)
+        policy = await _start_policy(config, trained, settings, run_dir, bundles)
         stack.push_async_callback(policy.close)
         return policy
 
@@ -74,8 +88,17 @@ async def start_engines_and_policy(
     return booting.result(), loading.result()
 
 
+def _share_gpus(config: Config) -> bool:
+    devices = {engine_device(config.engine), training_device(config.training)}
+    return devices == {Device.cuda} and devices_are_shared(config)
+
+
 async def _start_policy(
-    config: Config, files: PolicyFiles, settings: TrainingSettings, run_dir: Path, bundles: Bundles | None
+    config: Config,
+    trained: Callable[[], Awaitable[Path]],
+    settings: TrainingSettings,
+    run_dir: Path,
+    bundles: Bundles | None,
 ) -> RecoveringPolicy:
     """Policy workers, and what replaces them when they die."""
     from skyrl_async.training.policy_workers import PolicyWorkers
@@ -85,7 +108,7 @@ async def _start_policy(
     async def start_workers() -> SendingPolicy:
         return await PolicyWorkers.start(
             settings,
-            policy_path=files.trained,
+            policy_path=trained,
             num_workers=config.training.num_workers,
             num_cpus_per_worker=seats.num_cpus,
             num_gpus_per_worker=seats.num_gpus,

@@ -51,10 +51,16 @@ def _why_not_ipc(config: Config) -> str:
         return why_not
     if config.policy.lora.served_rank:
         return "policy.lora.publish is adapter: adapters alone are small, and vLLM loads them from their files"
-    shares = _shares(config)
-    if _groups_are_shared(config) or all(share is not None and share < 1 for share in shares.values()):
+    if devices_are_shared(config):
         return ""
-    return f"no engine shares a device with a policy worker (placement.groups, or {' and '.join(shares)} below 1)"
+    return (
+        f"no engine shares a device with a policy worker (placement.groups, or {' and '.join(_shares(config))} below 1)"
+    )
+
+
+def devices_are_shared(config: Config) -> bool:
+    """Whether an engine may be on a device that a policy worker uses."""
+    return _groups_are_shared(config) or all(share is not None and share < 1 for share in _shares(config).values())
 
 
 def _why_not_cuda(config: Config, reason: str) -> str:

@@ -1,17 +1,23 @@
 """How values of the configuration reach the parts."""
 
+import asyncio
+import contextlib
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from skyrl_async.composition import processes
 from skyrl_async.composition.data import Prompts, num_planned_steps
 from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, stage_works
 from skyrl_async.composition.private_files import write_private
-from skyrl_async.composition.processes import _training_settings
+from skyrl_async.composition.processes import _training_settings, start_engines_and_policy
 from skyrl_async.config.load import from_overrides
+from skyrl_async.config.schema import Config, Device, EngineConfig, PlacementConfig, TrainingConfig
 from skyrl_async.errors import PolicyError
+from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.training.optimizer import lr_factor
 from skyrl_async.training.settings import TrainingSettings
@@ -124,3 +130,47 @@ def test_a_private_file_is_its_owner_s_whatever_was_there(tmp_path: Path) -> Non
     write_private(tmp_path / "endpoint.json", "secret")
     assert (tmp_path / "endpoint.json").read_text() == "secret"
     assert (tmp_path / "endpoint.json").stat().st_mode & 0o77 == 0
+
+
+class Closable:
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("device", "share", "first"),
+    [("cuda", 0.5, "engines are up"), ("cuda", 1.0, "policy loads"), ("cpu", 0.5, "policy loads")],
+)
+def test_workers_load_the_policy_beside_booting_engines_unless_these_count_the_memory_of_the_same_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, share: float, first: str
+) -> None:
+    happened = []
+
+    class Files:
+        async def trained(self) -> Path:
+            return Path("trained")
+
+    async def boot(*_: object) -> list[Closable]:
+        await asyncio.sleep(60.0)
+        happened.append("engines are up")
+        return [Closable()]
+
+    async def start(config: Config, trained: Callable[[], Awaitable[Path]], *_: object) -> Closable:
+        assert await trained() == Path("trained")
+        happened.append("policy loads")
+        return Closable()
+
+    async def main() -> None:
+        config = Config(
+            engine=EngineConfig(device=Device[device]),
+            training=TrainingConfig(device=Device[device]),
+            placement=PlacementConfig(num_gpus_per_engine=share, num_gpus_per_worker=share),
+        )
+        path = Path("unused")
+        async with contextlib.AsyncExitStack() as stack:
+            await start_engines_and_policy(config, stack, Files(), path, path, path, 1)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(processes, "start_engines", boot)
+    monkeypatch.setattr(processes, "_start_policy", start)
+    run_in_virtual_time(main())
+    assert happened[0] == first and set(happened) == {"engines are up", "policy loads"}
