@@ -121,3 +121,17 @@ def groups_fit_the_devices(config: Config) -> None:
         device_plan(config, available)
     elif placement.devices is not None:
         device_plan(config, sum(placement.devices))
+
+
+def ranks_have_gpus_of_their_own(config: Config) -> None:
+    """A rule of ``config.rules``: NCCL connects ranks on different GPUs only, and Ray fills one GPU before it takes the next."""
+    share = config.placement.num_gpus_per_worker
+    if share is None or share > 0.5 or training_device(config.training) is not Device.cuda:
+        return
+    training = config.training
+    for key in ("num_workers", "num_ref_workers", "num_logp_workers"):
+        if (num_ranks := getattr(training, key)) > 1:
+            raise ConfigError(
+                f"placement.num_gpus_per_worker must be above 0.5 with training.{key}={num_ranks} on GPUs, got {share:g}: several of "
+                "these ranks would be on one GPU, which NCCL refuses. Share GPUs by placement.groups, such as [[policy,generate]]"
+            )

@@ -24,7 +24,7 @@ from skyrl_async.config.devices import engine_device, has_distribution, num_gpus
 from skyrl_async.config.logprob_rules import logprob_workers_have_work
 from skyrl_async.config.lora_rules import adapters_can_be_served
 from skyrl_async.config.model_directories import policy_directory_is_complete, reference_directory_is_complete
-from skyrl_async.config.placement_rules import groups_fit_the_devices
+from skyrl_async.config.placement_rules import groups_fit_the_devices, ranks_have_gpus_of_their_own
 from skyrl_async.config.schema import (
     Config,
     Device,
@@ -388,5 +388,6 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     vllm_is_built_for_the_device,
     gpus_suffice,
     groups_fit_the_devices,
+    ranks_have_gpus_of_their_own,
     transfer_reaches_the_engines,
 )

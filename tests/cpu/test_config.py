@@ -354,6 +354,17 @@ def test_a_ray_elsewhere_may_have_the_gpus_that_this_machine_lacks() -> None:
     from_overrides("engine.device=cuda", "training.device=cuda", "placement.ray_address=auto")
 
 
+@pytest.mark.parametrize(
+    "ranks", ["training.num_workers=2", "training.num_logp_workers=3 trainer.algorithm.policy_loss_type=decoupled_ppo"]
+)
+def test_ranks_of_one_group_are_not_put_on_one_gpu(ranks: str) -> None:
+    elsewhere = ["engine.device=cuda", "training.device=cuda", "placement.ray_address=auto", *ranks.split()]
+    from_overrides(*elsewhere, "placement.num_gpus_per_worker=0.6", "placement.num_gpus_per_engine=0.4")
+    expected = r"placement.num_gpus_per_worker must be above 0.5 with training.num_\w+=[23] on GPUs, got 0.5: .* placement.groups"
+    with pytest.raises(ConfigError, match=expected):
+        from_overrides(*elsewhere, "placement.num_gpus_per_worker=0.5", "placement.num_gpus_per_engine=0.5")
+
+
 def test_a_missing_dataset_file_is_named(tmp_path: Path) -> None:
     path = policy_directory(tmp_path / "policy")
     with pytest.raises(ConfigError, match=r"task.train_files must name files that exist, got 'gone.jsonl'"):
