@@ -197,13 +197,14 @@ async def start_ray_engines(
     start_timeout_s: float = 300.0,
     log_dir: Path,
 ) -> list[RayEngine]:
-    """Start one engine per config, all at the same time. Ray must be initialised.
+    """Start one engine per config, all at the same time, but one after another where several may be on one GPU: each measures there what
+    memory is left. Ray must be initialised.
 
     Args:
         num_cpus: CPU slots that Ray reserves per engine.
         num_gpus: GPUs per engine.
         scheduling_strategies: where Ray puts each engine; None leaves that to Ray.
-        start_timeout_s: for all of them together, in seconds.
+        start_timeout_s: for those that start at the same time, in seconds.
         log_dir: each engine writes ``<name>.log`` there; made when missing.
 
     Raises ``EngineStartError`` with the engine's last log lines when one does not come up; then none is left.
@@ -217,8 +218,10 @@ async def start_ray_engines(
             actor = _make_actor(config, log_path, num_cpus, num_gpus, strategy)
             on_failure.callback(ray.kill, actor)
             actors.append(actor)
+        are_apart = scheduling_strategies is not None or not 0 < num_gpus <= 0.5
+        turn = contextlib.nullcontext() if are_apart else asyncio.Lock()
         boots = {
-            config.name: _boot(actor, config.name, log_path, start_timeout_s)
+            config.name: _boot(actor, config.name, log_path, start_timeout_s, turn)
             for actor, config, log_path in zip(actors, configs, log_paths, strict=True)
         }
         started = await _all(boots)
@@ -278,10 +281,16 @@ def _make_actor(
     return actor_class.remote(config, str(log_path))
 
 
-async def _boot(actor: ActorHandle, name: str, log_path: Path, timeout_s: float) -> StartedEngine:
-    """Start one engine."""
+async def _boot(
+    actor: ActorHandle,
+    name: str,
+    log_path: Path,
+    timeout_s: float,
+    turn: contextlib.AbstractAsyncContextManager[None],
+) -> StartedEngine:
+    """Start one engine, in ``turn``."""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with turn, asyncio.timeout(timeout_s):
             started: StartedEngine = await actor.start.remote()
     except TimeoutError:
         reason = f"engine {name} was not up within {timeout_s:g} s (engine.start_timeout_s)"

@@ -1,17 +1,22 @@
-"""How engine cores are forked: what they take over from their parent, and what not."""
+"""How engines are started: what their cores take over from their parent, and what not; and which of them at the same time."""
 
+import asyncio
 import gc
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import get_args
 
 import psutil
 import pytest
 
 from skyrl_async.config.lora import LARGEST_SERVED_RANK
+from skyrl_async.inference import ray_engine
+from skyrl_async.inference.ray_engine import StartedEngine, start_ray_engines
 from skyrl_async.inference.vllm_adapter import largest_rank
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig, _BoundForkContext, _set_environment
+from skyrl_async.simulator.clock import run_in_virtual_time
 from tests.patience import PATIENCE_S
 
 
@@ -88,3 +93,29 @@ def test_engines_make_room_for_adapters_of_every_rank_that_is_not_refused() -> N
 
     assert max(get_args(MaxLoRARanks)) == LARGEST_SERVED_RANK
     assert [largest_rank(rank) for rank in (1, 2, 8, 9, 33, LARGEST_SERVED_RANK)] == [1, 8, 8, 16, 64, 512]
+
+
+@pytest.mark.parametrize(("num_gpus", "most_at_once"), [(0.0, 3), (0.25, 1), (0.5, 1), (0.6, 3), (1.0, 3)])
+def test_engines_that_ray_may_put_on_one_gpu_boot_one_after_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_gpus: float, most_at_once: int
+) -> None:
+    num_booting: list[int] = [0]
+
+    class Actor:
+        @property
+        def start(self) -> "Actor":
+            return self
+
+        async def remote(self) -> StartedEngine:
+            num_booting.append(num_booting[-1] + 1)
+            await asyncio.sleep(20.0)
+            num_booting.append(num_booting[-1] - 1)
+            return StartedEngine(max_model_len=1, node_id="here")
+
+    monkeypatch.setattr(ray_engine, "_require_resources", lambda *_: None)
+    monkeypatch.setattr(ray_engine, "_make_actor", lambda *_: Actor())
+    configs = [VLLMEngineConfig(name=f"engine-{i}", policy_dir="") for i in range(3)]
+    starting = start_ray_engines(configs, num_gpus=num_gpus, start_timeout_s=30.0, log_dir=tmp_path)
+    engines = run_in_virtual_time(starting)
+    assert [engine.name for engine in engines] == [config.name for config in configs]
+    assert max(num_booting) == most_at_once
