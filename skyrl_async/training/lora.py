@@ -140,7 +140,9 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> dict[str, LoraLaye
         init_lora_weights="gaussian" if settings.init_method == "gaussian" else True,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
+        torch.default_generator.manual_seed(
+            settings.seed
+        )  # the host's alone: dropout on GPUs differs from rank to rank
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     if settings.dropout:
         model.register_forward_pre_hook(_drop_only_where_gradients_are_taken)

@@ -216,6 +216,22 @@ def test_merging_changes_nothing_but_the_order_of_additions(policy_directory: Pa
         assert (adapted - plain(ids).logits).abs().max() > 0.1
 
 
+def test_ranks_draw_the_same_adapters_and_keep_the_random_state_that_each_of_them_has(
+    policy_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        model = AutoModelForCausalLM.from_pretrained(policy_directory, dtype=torch.float32)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("of GPUs, too"))
+            add_adapters(model, LORA)
+        assert torch.equal(torch.get_rng_state(), before)
+        drawn.append({name: tensor for name, tensor in model.state_dict().items() if ".lora_A" in name})
+    assert_close(*drawn)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 async def test_a_resumed_run_is_the_same_to_the_last_bit(make: Make, tmp_path: Path, dropout: float) -> None:
     lora = replace(LORA, dropout=dropout)
