@@ -17,12 +17,17 @@ from skyrl_async.weight_sync.publisher import WeightPublisher
 from tests.engine_checks import MAX_MODEL_LEN
 
 
+TIMEOUT_S = 900
+"""On a bare machine the first engines compile their kernels, and a test may boot two."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip this folder's tests on a machine without CUDA."""
-    if torch.cuda.is_available():
-        return
+    """Give this folder's tests time, or skip them on a machine without CUDA."""
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
+        if not item.path.is_relative_to(Path(__file__).parent):
+            continue
+        item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+        if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

@@ -73,7 +73,7 @@ async def engines(booted: Engines, tmp_path: Path) -> AsyncIterator[Engines]:
 async def test_logprobs_are_those_of_a_float32_forward(engines: Engines, temperature: float) -> None:
     output = await engines.updated.generate(make_request("a", max_tokens=200, temperature=temperature))
     expected = reference_logprobs(engines.policy_dirs[0], PROMPTS[0], output, temperature)
-    assert (torch.tensor(output.logprobs) - expected).abs().max() < 1e-3
+    assert (torch.tensor(output.logprobs) - expected).abs().max() < 3e-4, "products of 10 bits are off by more"
 
 
 async def test_a_greedy_request_aborted_many_times_gives_the_tokens_of_an_uninterrupted_one(engines: Engines) -> None:
