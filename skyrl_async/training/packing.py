@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from skyrl_async.errors import ConfigError
 
@@ -44,8 +44,18 @@ def row_by_row(
         (1, T, heads, head_dim), and no weights.
     """
     lengths = (query.shape[2],) if row_lengths is None else row_lengths
+    if _has_no_kernel_for_groups(query):
+        num_repeats = query.shape[1] // key.shape[1]
+        key, value = repeat_kv(key, num_repeats), repeat_kv(value, num_repeats)
+        module = nn.Identity()  # which has no groups of heads
     rows = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
     return torch.cat([sdpa_attention_forward(module, *row, attention_mask, **others)[0] for row in rows], dim=1), None
+
+
+def _has_no_kernel_for_groups(query: Tensor) -> bool:
+    """On CUDA there is one for heads that share keys in 16 bits alone; in float32 torch would keep all weights, a row's length squared."""
+    device = query.device.type
+    return device == "cuda" and query.dtype == torch.float32 and not torch.is_autocast_enabled(device)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

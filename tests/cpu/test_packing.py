@@ -27,6 +27,7 @@ from transformers import (
 
 from skyrl_async.algorithms.batching import MicroBatch, Row, collate
 from skyrl_async.errors import ConfigError
+from skyrl_async.training import packing
 from skyrl_async.training.packing import ROW_BY_ROW, check_rows_are_apart, read_packed_rows
 from skyrl_async.training.token_logprobs import TokenLogprobs
 from skyrl_async.types import Trajectory
@@ -95,14 +96,29 @@ def logprobs_of(model: TokenLogprobs, batch: MicroBatch) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_packed_rows_have_the_log_probs_and_gradients_of_padded_ones_to_1e_6(kind: str) -> None:
+@pytest.mark.parametrize("is_as_on_cuda", [False, True])
+def test_packed_rows_have_the_log_probs_and_gradients_of_padded_ones_to_1e_6(
+    kind: str, is_as_on_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = random_rows(7, 3, 19, 12, 4)
     padded = MODELS[kind]()
     packed = copy.deepcopy(padded)
     read_packed_rows(packed)
     check_rows_are_apart(packed)
     assert (packed.config._attn_implementation == ROW_BY_ROW) is (kind in ROW_WISE)
-    here = logprobs_of(TokenLogprobs(packed, chunk_size=16), collate(rows, CPU, is_packed=True))
+    num_heads: set[tuple[int, int]] = set()
+    compute = torch.nn.functional.scaled_dot_product_attention
+
+    def noting(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Tensor:
+        num_heads.add((query.shape[1], key.shape[1]))
+        assert not (is_as_on_cuda and kind in ROW_WISE and others.get("enable_gqa"))
+        return compute(query, key, value, **others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "_has_no_kernel_for_groups", lambda _: is_as_on_cuda)
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+        here = logprobs_of(TokenLogprobs(packed, chunk_size=16), collate(rows, CPU, is_packed=True))
+    assert (kind == "qwen3") <= (num_heads == {(2, 2 if is_as_on_cuda else 1)})
     there = logprobs_of(TokenLogprobs(padded, chunk_size=16), collate(rows, CPU, is_packed=False))
     torch.testing.assert_close(here, there, atol=1e-6, rtol=1e-6)
     coefficients = torch.linspace(-1, 1, len(here)) / len(here)
