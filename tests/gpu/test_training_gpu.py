@@ -12,6 +12,7 @@ import torch
 from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.training.deepspeed_config import DeepSpeedSettings
 from skyrl_async.training.in_process import InProcessPolicy
+from skyrl_async.training.packing import row_by_row
 from skyrl_async.training.policy_workers import PolicyWorkers
 from skyrl_async.training.protocol import Policy
 from skyrl_async.training.settings import TrainingSettings
@@ -56,6 +57,21 @@ def ray_with_gpus() -> Iterator[None]:
     ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
     yield
     ray.shutdown()
+
+
+def test_attention_in_float32_keeps_no_weights_where_heads_share_keys() -> None:
+    layer = torch.nn.Module()
+    layer.num_key_value_groups, length = 4, 4096
+    query, key, value = (torch.randn(1, n, length, 64, device="cuda", requires_grad=True) for n in (8, 2, 2))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found, _ = row_by_row(layer, query, key, value, None, dropout=0.0, scaling=0.125)
+    found.square().sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 8 * length**2 * 4 / 2, "half of the weights of 8 heads"
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(t.detach().double() for t in (query, key, value)), is_causal=True, scale=0.125, enable_gqa=True
+    )
+    torch.testing.assert_close(found.double(), expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
 
 
 async def test_a_checkpoint_moves_between_cpu_and_cuda_and_both_train_alike(
