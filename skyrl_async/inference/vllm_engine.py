@@ -397,7 +397,7 @@ class VLLMEngine:
                 finally:
                     self._open_deadlines.discard(deadline)
         except TimeoutError as error:
-            raise self._bury(f"no answer to {what} within {timeout_s or 0:g} s") from error
+            raise self._bury(f"no answer to {what} within {timeout_s or 0:g} s (engine.call_timeout_s)") from error
         except Exception as error:
             raise self._bury(f"{what} failed: {error}") from error
 
