@@ -16,7 +16,6 @@ from skyrl_async.types import PauseMode
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from tests.engine_checks import MAX_MODEL_LEN
 
-
 TIMEOUT_S = 900
 """On a bare machine the first engines compile their kernels, and a test may boot two."""
 
