@@ -88,6 +88,11 @@ def read_manifest(policy_dir: str) -> Manifest:
     return manifest
 
 
+def num_weight_bytes(policy_dir: str) -> int:
+    """Of the directory's safetensors files; 0 where it has none."""
+    return sum(path.stat().st_size for path in Path(policy_dir).glob("*.safetensors"))
+
+
 def _read_header(path: Path) -> Manifest:
     """Header of one safetensors file, which must be complete. Raises ``OSError`` or ``ValueError``."""
     with path.open("rb") as file:

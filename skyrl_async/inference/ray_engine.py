@@ -38,17 +38,16 @@ _RAY_GRACE_S = 5.0
 class RayEngine:
     """An ``InferenceEngine`` in a Ray actor; made by ``start_ray_engines``."""
 
-    def __init__(self, name: str, actor: ActorHandle, started: StartedEngine, call_timeout_s: float) -> None:
+    def __init__(self, name: str, actor: ActorHandle, started: StartedEngine) -> None:
         self._name = name
         self._actor = actor
         self._started = started
-        self._call_timeout_s = call_timeout_s
         self._caller = uuid.uuid4().hex
         self._turns = itertools.count()
 
-    def __reduce__(self) -> tuple[type, tuple[str, ActorHandle, StartedEngine, float]]:
+    def __reduce__(self) -> tuple[type, tuple[str, ActorHandle, StartedEngine]]:
         """A copy has turns of its own."""
-        return RayEngine, (self._name, self._actor, self._started, self._call_timeout_s)
+        return RayEngine, (self._name, self._actor, self._started)
 
     @property
     def name(self) -> str:
@@ -110,7 +109,8 @@ class RayEngine:
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """See ``InferenceEngine.switch_weights``."""
-        seconds: float = await self._control_in_turn("switch_weights", update, mode, num_deadlines=3)
+        deadlines_s = 3 * self._started.call_timeout_s  # it checks an adapter's layers, pauses and loads
+        seconds: float = await self._control_in_turn("switch_weights", update, mode, timeout_s=deadlines_s)
         return seconds
 
     async def version(self) -> int:
@@ -120,7 +120,8 @@ class RayEngine:
 
     async def checksum(self) -> str:
         """See ``InferenceEngine.checksum``."""
-        checksum: str = await self._control("checksum")
+        call = self._actor.control.remote("checksum", ())
+        checksum: str = await self._answer("checksum", call, self._started.checksum_timeout_s)
         return checksum
 
     async def ping(self) -> None:
@@ -145,17 +146,17 @@ class RayEngine:
         """See ``InferenceEngine.close``. The actor and all its processes are killed."""
         ray.kill(self._actor)
 
-    async def _control_in_turn(self, method: str, *args: Any, num_deadlines: int = 1) -> Any:
+    async def _control_in_turn(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Run a call after the one before it, also after one whose caller was cancelled: the actor goes on with that."""
         turn = next(self._turns)
         call = self._actor.control_in_turn.remote(method, args, self._caller, turn)
-        return await self._answer(method, call, num_deadlines)
+        return await self._answer(method, call, timeout_s)
 
     async def _control(self, method: str, *args: Any) -> Any:
         return await self._answer(method, self._actor.control.remote(method, args))
 
-    async def _answer(self, method: str, call: ObjectRef, num_deadlines: int = 1) -> Any:
-        waited = num_deadlines * self._call_timeout_s + _RAY_GRACE_S
+    async def _answer(self, method: str, call: ObjectRef, timeout_s: float | None = None) -> Any:
+        waited = (timeout_s or self._started.call_timeout_s) + _RAY_GRACE_S
         with self._own_errors():
             try:
                 async with asyncio.timeout(waited):
@@ -226,10 +227,7 @@ async def start_ray_engines(
         }
         started = await _all(boots)
         on_failure.pop_all()
-    return [
-        RayEngine(config.name, actor, one, config.call_timeout_s)
-        for config, actor, one in zip(configs, actors, started, strict=True)
-    ]
+    return [RayEngine(config.name, actor, one) for config, actor, one in zip(configs, actors, started, strict=True)]
 
 
 async def _all(boots: dict[str, Coroutine[Any, Any, StartedEngine]]) -> list[StartedEngine]:

@@ -29,6 +29,10 @@ class StartedEngine:
 
     max_model_len: int
     node_id: str
+    call_timeout_s: float
+    """Deadline of a control call."""
+    checksum_timeout_s: float
+    """And of a checksum."""
 
 
 class EngineActor:
@@ -56,7 +60,12 @@ class EngineActor:
         except EngineDeadError as error:
             name = self._config.name
             raise EngineStartError(f"engine {name} did not come up: its first token ended it ({error})") from error
-        return StartedEngine(max_model_len=self._engine.max_model_len, node_id=ray.get_runtime_context().get_node_id())
+        return StartedEngine(
+            max_model_len=self._engine.max_model_len,
+            node_id=ray.get_runtime_context().get_node_id(),
+            call_timeout_s=self._config.call_timeout_s,
+            checksum_timeout_s=self._config.checksum_timeout_s,
+        )
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """See ``InferenceEngine.generate``."""

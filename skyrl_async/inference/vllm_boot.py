@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from multiprocessing.context import ForkContext, ForkProcess, SpawnContext, SpawnProcess
 from typing import TYPE_CHECKING, Any
 
-from skyrl_async.inference.policy_files import has_tokenizer, read_config
+from skyrl_async.inference.policy_files import has_tokenizer, num_weight_bytes, read_config
 from skyrl_async.inference.vllm_adapter import adaptable_modules, largest_rank
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ TRANSFER_BACKEND = "shm"
 """Of vLLM's weight transfer: files in shared memory, mapped or received."""
 _WORKER_EXTENSION = "skyrl_async.inference.vllm_weight_transfer.WorkerExtension"
 _PR_SET_PDEATHSIG = 1
+_HASHED_PER_SECOND = 128 << 20
+"""Bytes that any core hashes: a tenth of what was measured of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,11 @@ class VLLMEngineConfig:
     """Of the adapters that updates hold, which are computed beside the weights in ``policy_dir``; 0: updates hold all weights."""
     seed: int = 0
     """Of the run; each engine draws from a stream of its own, made of this and its name."""
+
+    @property
+    def checksum_timeout_s(self) -> float:
+        """Deadline of a checksum: vLLM's workers each bring their weights to the host and hash them there, on one core."""
+        return self.call_timeout_s + num_weight_bytes(self.policy_dir) / self.tensor_parallel_size / _HASHED_PER_SECOND
 
 
 def _set_environment(config: VLLMEngineConfig) -> None:

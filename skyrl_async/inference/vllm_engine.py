@@ -294,7 +294,9 @@ class VLLMEngine:
 
     async def checksum(self) -> str:
         """See ``InferenceEngine.checksum``; one digest over all workers."""
-        digests = await self._control("checksum", self._llm.collective_rpc, "weight_digest")
+        timeout_s = self._config.checksum_timeout_s
+        async with self._turns:  # so that no heartbeat is waited for beside it
+            digests = await self._awaited(timeout_s, "checksum", self._llm.collective_rpc, "weight_digest")
         return digests[0] if len(digests) == 1 else "+".join(digests)
 
     async def statistics(self) -> dict[str, int]:

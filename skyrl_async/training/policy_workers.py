@@ -7,7 +7,9 @@ or hangs makes the call fail with an error that says so; the whole group is clos
 import asyncio
 import contextlib
 import logging
+import os
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -156,7 +158,9 @@ class PolicyWorkers:
             (host,) = await self._call("node_address", actors=first)
             (port,) = await self._call("open_store", host, actors=first)
             address = (host, port)
-        await self._call("start", address, None if policy_path is None else str(policy_path))
+        path, num_on = None if policy_path is None else str(policy_path), Counter(self._nodes)
+        shares = [None if "OMP_NUM_THREADS" in os.environ else num_on[node] for node in self._nodes]
+        await self._call_each("start", [(address, path, num_ranks_here) for num_ranks_here in shares])
 
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int

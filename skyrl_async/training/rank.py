@@ -7,6 +7,7 @@ method but ``open_store``, ``send_weights`` and those that share weights is coll
 import contextlib
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -74,8 +75,16 @@ class PolicyRank:
         self._store = store
         return int(store.port)
 
-    def start(self, store_address: tuple[str, int] | None = None, policy_path: str | None = None) -> None:
+    def start(
+        self,
+        store_address: tuple[str, int] | None = None,
+        policy_path: str | None = None,
+        num_ranks_here: int | None = None,
+    ) -> None:
         """Join the other ranks at ``store_address`` (host, port) and load the policy (of ``policy_path``, where given).
+
+        Ray gives an actor one thread. On GPUs, what is computed on the host, such as an offloaded optimizer's steps, takes a part of the
+        machine's cores, which it shares with the other ranks among ``num_ranks_here``; None: as many as ``OMP_NUM_THREADS`` says.
 
         Raises:
             PolicyError: the policy directory cannot be used.
@@ -92,6 +101,8 @@ class PolicyRank:
             if self._settings.device == "cuda"
             else torch.device("cpu")
         )
+        if num_ranks_here is not None and device.type == "cuda":
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks_here))
         if self._settings.is_deterministic and device.type == "cuda":
             use_repeating_kernels()  # before there is a group: torch keeps NCCL from sums that do not repeat when it makes one
         if store_address is not None and self._store is None:

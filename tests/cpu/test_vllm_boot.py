@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -95,6 +96,15 @@ def test_engines_make_room_for_adapters_of_every_rank_that_is_not_refused() -> N
     assert [largest_rank(rank) for rank in (1, 2, 8, 9, 33, LARGEST_SERVED_RANK)] == [1, 8, 8, 16, 64, 512]
 
 
+def test_a_checksum_of_large_weights_has_more_time_than_other_calls(tmp_path: Path) -> None:
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(32 << 30)  # a hole: it takes no room
+    config = VLLMEngineConfig(name="engine-0", policy_dir=str(tmp_path), call_timeout_s=60.0)
+    assert config.checksum_timeout_s == 60.0 + 512.0
+    assert replace(config, tensor_parallel_size=4).checksum_timeout_s == 60.0 + 128.0
+
+
 @pytest.mark.parametrize(("num_gpus", "most_at_once"), [(0.0, 3), (0.25, 1), (0.5, 1), (0.6, 3), (1.0, 3)])
 def test_engines_that_ray_may_put_on_one_gpu_boot_one_after_another(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_gpus: float, most_at_once: int
@@ -110,7 +120,7 @@ def test_engines_that_ray_may_put_on_one_gpu_boot_one_after_another(
             num_booting.append(num_booting[-1] + 1)
             await asyncio.sleep(20.0)
             num_booting.append(num_booting[-1] - 1)
-            return StartedEngine(max_model_len=1, node_id="here")
+            return StartedEngine(max_model_len=1, node_id="here", call_timeout_s=60.0, checksum_timeout_s=60.0)
 
     monkeypatch.setattr(ray_engine, "_require_resources", lambda *_: None)
     monkeypatch.setattr(ray_engine, "_make_actor", lambda *_: Actor())

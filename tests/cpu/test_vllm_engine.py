@@ -227,6 +227,17 @@ async def test_a_resume_comes_after_a_pause_that_was_cancelled_halfway(engine_0:
         await engine_0.load_weights(WeightUpdate(version=1, chunks=(), manifest={}, num_bytes=0))
 
 
+async def test_an_engine_is_no_less_alive_while_it_computes_a_checksum(engine_0: VLLMEngine) -> None:
+    """That of large weights takes longer than a heartbeat may."""
+    core = psutil.Process((await engine_0.statistics())["core_process_id"])
+    core.send_signal(signal.SIGSTOP)
+    checksum = asyncio.ensure_future(engine_0.checksum())
+    await asyncio.wait([checksum], timeout=0.01)
+    await asyncio.wait_for(engine_0.ping(), timeout=5.0)
+    core.send_signal(signal.SIGCONT)
+    assert await checksum == await engine_0.checksum()
+
+
 async def test_weights_that_are_refused_do_not_pause_an_engine(engine_0: VLLMEngine) -> None:
     with pytest.raises(PublishError, match="lacks lm_head.weight"):
         await engine_0.switch_weights(WeightUpdate(version=1, chunks=(), manifest={}, num_bytes=0), PauseMode.ABORT)
