@@ -120,10 +120,11 @@ class Stage:
             lane.leave()
 
     def finish(self) -> None:
-        """No item will follow. Raises ``StageError`` while one is being worked on; nothing to do after an error."""
+        """No item will follow. Raises ``StageError`` while one is in it; nothing to do after an error."""
         if self._end is not None:
             return
-        if self._lanes[StageState.PROCESSING] or self._lanes[StageState.WAITING_FOR_OUTPUT]:
+        is_busy = self._lanes[StageState.PROCESSING] or self._lanes[StageState.WAITING_FOR_OUTPUT]
+        if is_busy or any(lane.item for lane in self._lanes[StageState.WAITING_FOR_INPUT]):
             raise StageError(f"stage {self.name} cannot be done: it is {self.status()}")
         self._end = StageState.DONE
         self._show()

@@ -44,6 +44,8 @@ class RayEngine:
         self._started = started
         self._caller = uuid.uuid4().hex
         self._turns = itertools.count()
+        self._busy_until = 0.0
+        """When the latest call in turn has missed its deadline, on the loop's clock; 0 once it has answered."""
 
     def __reduce__(self) -> tuple[type, tuple[str, ActorHandle, StartedEngine]]:
         """A copy has turns of its own."""
@@ -120,8 +122,7 @@ class RayEngine:
 
     async def checksum(self) -> str:
         """See ``InferenceEngine.checksum``."""
-        call = self._actor.control.remote("checksum", ())
-        checksum: str = await self._answer("checksum", call, self._started.checksum_timeout_s)
+        checksum: str = await self._control_in_turn("checksum", timeout_s=self._started.checksum_timeout_s)
         return checksum
 
     async def ping(self) -> None:
@@ -147,10 +148,23 @@ class RayEngine:
         ray.kill(self._actor)
 
     async def _control_in_turn(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Run a call after the one before it, also after one whose caller was cancelled: the actor goes on with that."""
-        turn = next(self._turns)
-        call = self._actor.control_in_turn.remote(method, args, self._caller, turn)
-        return await self._answer(method, call, timeout_s)
+        """Run a call after the one before it, also after one whose caller was cancelled: the actor goes on with that.
+
+        Its deadline begins when that of the calls before is over, unless they have answered.
+        """
+        now = asyncio.get_running_loop().time()
+        allowed_s = max(self._busy_until - now, 0.0) + (timeout_s or self._started.call_timeout_s)
+        self._busy_until = busy_until = now + allowed_s
+        call = self._actor.control_in_turn.remote(method, args, self._caller, next(self._turns))
+        goes_on = False
+        try:
+            return await self._answer(method, call, allowed_s)
+        except asyncio.CancelledError:
+            goes_on = True
+            raise
+        finally:
+            if not goes_on and self._busy_until == busy_until:
+                self._busy_until = 0.0
 
     async def _control(self, method: str, *args: Any) -> Any:
         return await self._answer(method, self._actor.control.remote(method, args))

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from skyrl_async.errors import EngineDeadError
 from skyrl_async.inference.continuing import blocks_of
-from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.inference.protocol import InferenceEngine, paused_and_loaded
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class FaultyEngine:
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """See ``InferenceEngine.switch_weights``."""
-        return await self._answer(lambda: self._engine.switch_weights(update, mode))
+        return await paused_and_loaded(self, update, mode)
 
     async def version(self) -> int:
         """See ``InferenceEngine.version``."""

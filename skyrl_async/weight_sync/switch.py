@@ -135,16 +135,25 @@ class EngineSwitch:
         before: WeightUpdate | None,
         serving_version: int | None,
     ) -> float:
-        """Have each pause and load, at its own pace. Returns the seconds until the first has paused."""
+        """Have each pause and load, at its own pace. Returns the seconds until the first has paused.
+
+        Where there is nothing to go back to, all pause before any loads: a cancellation costs no engine until then.
+        """
+        asked = self._clock()
         refusals: dict[str, PublishError] = {}
         broken: set[str] = set()
+        paused_at: list[float] = []
 
-        async def load(engine: InferenceEngine) -> float:
+        async def pause(engine: InferenceEngine) -> None:
+            await engine.pause(self._pause_mode)
+            paused_at.append(self._clock())
+
+        async def load(engine: InferenceEngine) -> None:
+            began = self._clock()
             try:
-                return await engine.switch_weights(update, self._pause_mode)
+                paused_at.append(began + await engine.switch_weights(update, self._pause_mode))
             except PublishError as error:
                 refusals[engine.name] = error
-                return 0.0
             except EngineDeadError:
                 raise
             except Exception:
@@ -152,7 +161,9 @@ class EngineSwitch:
                 raise
 
         try:
-            seconds = await self.everywhere("load", load, engines)
+            if before is None and serving_version is not None:
+                await self.everywhere("pause", pause, engines)
+            await self.everywhere("load", load, engines)
             if refusals:
                 name, error = next(iter(refusals.items()))
                 raise PublishError(
@@ -162,7 +173,7 @@ class EngineSwitch:
             if serving_version is not None:
                 await self._roll_back(engines, before, serving_version, broken)
             raise
-        return min(seconds.values(), default=0.0)
+        return min(paused_at, default=asked) - asked
 
     async def _rearrange(self, engines: list[InferenceEngine]) -> None:
         """Hand back the requests that belong in another engine: every key and value has to be computed anew anyway."""

@@ -72,6 +72,18 @@ class AnyMoves(RuleBasedStateMachine):
 
     @precondition(lambda self: self.lanes)
     @rule(which=st.integers(0, 3))
+    def an_item_waits_for_devices(self, which: int) -> None:
+        lane, where = self.lanes[which % len(self.lanes)]
+        if self.end is StageState.DONE:
+            with pytest.raises(StageError, match="any is done: it takes no further item"):
+                lane.wait_for_input("item")
+            return
+        lane.wait_for_input("item")  # from anywhere: the one before is through, or another is taken up
+        self.num_through += where[0] in (StageState.PROCESSING, StageState.WAITING_FOR_OUTPUT)
+        where[0] = StageState.WAITING_FOR_INPUT
+
+    @precondition(lambda self: self.lanes)
+    @rule(which=st.integers(0, 3))
     def a_lane_ends(self, which: int) -> None:
         lane, _ = self.lanes.pop(which % len(self.lanes))
         lane.leave()
@@ -80,7 +92,8 @@ class AnyMoves(RuleBasedStateMachine):
     @rule()
     def it_is_to_be_done(self) -> None:
         if self.end is None and any(
-            where[0] in (StageState.PROCESSING, StageState.WAITING_FOR_OUTPUT) for _, where in self.lanes
+            where[0] in (StageState.PROCESSING, StageState.WAITING_FOR_OUTPUT) or lane.item
+            for lane, where in self.lanes
         ):
             with pytest.raises(StageError, match="cannot be done"):
                 self.stage.finish()
