@@ -310,6 +310,7 @@ def _trainer_settings(settings: SimulationSettings) -> TrainerSettings:
             num_prompts=settings.num_eval_prompts,
             num_prompts_while_training=settings.num_eval_prompts,
             pins_version=settings.pins_eval_version,
+            before_training=settings.evaluates_before_training,
             at_the_end=settings.evaluates_at_the_end,
         ),
         checkpoint_interval_steps=settings.checkpoint_interval_steps,

@@ -65,6 +65,7 @@ class SimulationSettings:
     num_eval_prompts: int = 0
     """Played before, while and after training."""
     pins_eval_version: bool = True
+    evaluates_before_training: bool = True
     evaluates_at_the_end: bool = True
     check_interval_steps: int = 0
     """Between comparisons of engines with the policy."""

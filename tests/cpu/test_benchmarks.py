@@ -108,6 +108,41 @@ PLAN = Plan(
 )
 
 
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("publish", "parameters gather_ms send_ms load_ms pause_ms copy_ms tokens_during_send"),
+        ("schedules", "schedule ref_logp seconds reward_after utilisation"),
+        ("staleness_curves", "staleness correction policy seed reward_before reward_after seconds"),
+    ],
+)
+def test_figures_that_are_kept_have_the_keys_that_readers_look_for(name: str, keys: str) -> None:
+    rows = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["rows"]
+    assert rows and all(set(keys.split()) <= row.keys() for row in rows)
+
+
+def test_the_page_about_publishing_shows_the_figures_that_are_kept() -> None:
+    page = (ROOT / "docs/reference/publishing.md").read_text()
+    for row in json.loads((ROOT / "benchmarks/results/publish.json").read_text())["rows"]:
+        times = " | ".join(
+            f"{row[f'{name}_ms']:.0f}" for name in ["gather", "send", "stage", "acknowledge", "pause", "load"]
+        )
+        ratios = f"{row['pause_per_copy']:.2f} | {row['asked_to_resumed_per_copy']:.2f}"
+        assert (
+            f"| {row['policy']}, {row['dtype']} | {row['mib']:.0f} MiB | {times} | {row['copy_ms']:.1f} | {ratios} | "
+            f"{row['tokens_during_send']:.0f} |\n"
+        ) in page
+
+
+def test_the_tutorial_about_stages_shows_the_figures_that_are_kept() -> None:
+    page = (ROOT / "docs/tutorials/05_stages.md").read_text()
+    for row in json.loads((ROOT / "benchmarks/results/schedules.json").read_text())["rows"]:
+        assert (
+            f"| `{row['schedule']}` | {row['ref_logp']} | {row['seconds']:.1f} s | {row['seconds_of_all_steps']:.1f} s | "
+            f"{row['reward_after']:.2f} | {100 * row['utilisation']:.0f} % | {row['staleness_max']} |\n"
+        ) in page
+
+
 def learned(correction: str, staleness: int, seed: int, reward: float) -> dict[str, Any]:
     """A row as it is written, of a run that ended at ``reward``."""
     row = {"correction": correction, "staleness": staleness, "seed": seed, "policy": "wait", "steps": 45}

@@ -16,6 +16,7 @@ from skyrl_async.progress import RolloutStatus
 from skyrl_async.rollout.watchdog import Sources, Watchdog
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
+from skyrl_async.stages import StageState, StageStatus
 
 VALUES = {
     "trainer/step": 3.0,
@@ -43,6 +44,34 @@ def plain(total_steps: int | None = 45, *, enabled: bool = True) -> tuple[Consol
     file, clock = io.StringIO(), Clock()
     output = Output(file=file, width=100, force_terminal=False)
     return Console(enabled, total_steps, output=output, clock=clock), file, clock
+
+
+def where(seconds: float) -> list[StageStatus]:
+    generate = StageStatus(name="generate", state=StageState.PROCESSING, item="p7", seconds=seconds, num_items=4)
+    train = StageStatus(name="train", state=StageState.WAITING_FOR_INPUT, item="", seconds=0.5, num_items=1)
+    return [generate, train]
+
+
+def test_a_pipe_says_where_every_stage_is_every_twenty_seconds() -> None:
+    console, file, clock = plain()
+    with console:
+        console.watch(lambda: where(clock.now))
+        for clock.now in (1.0, 21.0, 22.0, 42.0):
+            console.step(VALUES)
+    assert [line for line in file.getvalue().splitlines() if line.startswith("[stages")] == [
+        f"[stages: generate: processing p7 and 3 more ({seconds} s); train: waiting for input (0.5 s)]"
+        for seconds in ("21.0", "42.0")
+    ]
+
+
+def test_a_terminal_has_a_row_for_every_stage() -> None:
+    console, file = terminal()
+    with console:
+        console.watch(lambda: where(1.2))
+        console.step(VALUES)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+    rows = {" ".join(line.split()) for line in shown.splitlines()}
+    assert {"generate processing p7 and 3 more (1.2 s)", "train waiting for input (0.5 s)"} <= rows
 
 
 def terminal() -> tuple[Console, io.StringIO]:

@@ -1,5 +1,6 @@
 """Held-out prompts: what is asked for them, and what becomes of failures."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -48,6 +49,22 @@ async def test_requests_wait_in_line_like_groups_that_are_admitted_now() -> None
     result = await evaluator(player).evaluate(3, priority=17)
     assert result is not None and result.reward == 1.0 and result.num_prompts == 3 and result.num_tokens == 12
     assert {(request.priority, request.is_evaluation) for request in player.requests} == {(17, True)}
+
+
+async def test_no_more_prompts_are_played_at_once_than_their_quota() -> None:
+    class Slow(Player):
+        num_open = most_open = 0
+
+        async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+            self.num_open += 1
+            self.most_open = max(self.most_open, self.num_open)
+            await asyncio.sleep(0)
+            self.num_open -= 1
+            return await super().generate(request)
+
+    player = Slow()
+    await evaluator(player, num_prompts=7).evaluate(7)
+    assert (player.most_open, len(player.requests)) == (2, 7)
 
 
 async def test_the_versions_of_an_evaluation_are_those_of_sampled_tokens() -> None:

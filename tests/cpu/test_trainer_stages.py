@@ -249,6 +249,52 @@ def test_an_error_in_a_stage_ends_the_run_with_its_cause() -> None:
     run_in_virtual_time(main())
 
 
+@pytest.mark.parametrize("stage", ["dataloader", "ref_logp", "train", "param_update", "validation"])
+def test_an_error_in_any_other_stage_ends_the_run_with_its_cause_too(stage: str) -> None:
+    async def fail(*_: object, **__: object) -> Any:
+        raise ZeroDivisionError(stage)
+
+    async def main() -> None:
+        simulation = build_simulation(
+            replace(SLOW_PUBLISH, eval_interval_steps=2, num_eval_prompts=2, evaluates_before_training=False),
+            prepare_with=lambda policy: {"ref_logp": fail} if stage == "ref_logp" else {},
+        )
+        if stage == "dataloader":
+            simulation.dataloader.get_next_non_consumed_data = fail  # type: ignore[method-assign]
+        elif stage == "train":
+            simulation.policy.step = fail  # type: ignore[method-assign]
+        elif stage == "param_update":
+            send = simulation.policy.send_weights
+            simulation.policy.send_weights = (  # type: ignore[method-assign]
+                lambda version, *others: fail() if version else send(version, *others)
+            )
+        elif stage == "validation":
+            simulation.trainer._validation._evaluator.evaluate = fail  # type: ignore[union-attr,method-assign]
+        with pytest.raises(ZeroDivisionError, match=stage):
+            await simulation.trainer.run()
+        in_error = [status.name for status in simulation.trainer.stages() if status.state is StageState.ERROR]
+        assert in_error == [stage]
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_held_out_prompts_are_played_before_and_after_training_where_that_is_wanted(is_wanted: bool) -> None:
+    simulation, _ = run(
+        replace(
+            SLOW_PUBLISH,
+            num_eval_prompts=3,
+            evaluates_before_training=is_wanted,
+            evaluates_at_the_end=is_wanted,
+        )
+    )
+    evaluated = [step for step, values in simulation.logged if "reward/eval" in values]
+    assert evaluated == ([0, 12] if is_wanted else [])
+    assert (
+        (simulation.trainer.first_evaluation is not None) is (simulation.trainer.reward_after is not None) is is_wanted
+    )
+
+
 def test_every_stage_is_done_when_the_data_has_ended() -> None:
     simulation, _ = run(replace(SLOW_PUBLISH, num_steps=None, num_epochs=1, num_prompts=18))
     assert [(status.name, status.state) for status in simulation.trainer.stages()] == [
