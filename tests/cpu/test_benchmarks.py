@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.control_plane import WakesEveryone, WakesOne, measure
+from benchmarks.delta import share_unchanged
 from benchmarks.report import conditions, report
 from benchmarks.staleness_curves import CORRECTIONS, Plan, against_no_staleness, known_rows
 from benchmarks.staleness_picture import draw_staleness_curves
@@ -66,6 +68,7 @@ def test_waking_one_waiter_admits_many_times_what_waking_all_of_them_does() -> N
     [
         "async_speedup",
         "control_plane",
+        "delta",
         "endpoint_overhead",
         "publish",
         "published_results",
@@ -141,6 +144,13 @@ def test_the_tutorial_about_stages_shows_the_figures_that_are_kept() -> None:
             f"| `{row['schedule']}` | {row['ref_logp']} | {row['seconds']:.1f} s | {row['seconds_of_all_steps']:.1f} s | "
             f"{row['reward_after']:.2f} | {100 * row['utilisation']:.0f} % | {row['staleness_max']} |\n"
         ) in page
+
+
+def test_a_block_is_spared_where_none_of_its_bytes_changed() -> None:
+    before = torch.arange(10, dtype=torch.uint8)
+    after = before.clone()
+    after[9] += 1
+    assert [share_unchanged(before, after, size) for size in (1, 2, 4, 16)] == pytest.approx([0.9, 0.8, 2 / 3, 0.0])
 
 
 def learned(correction: str, staleness: int, seed: int, reward: float) -> dict[str, Any]:
