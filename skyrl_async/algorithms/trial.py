@@ -16,6 +16,7 @@ from torch import Tensor
 from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards
 from skyrl_async.algorithms.losses import LossTokens, PolicyLossFn, TokenLoss
 from skyrl_async.errors import ConfigError
+from skyrl_async.registries import LossEntry
 from skyrl_async.rollout.overlong import Shape
 from skyrl_async.samples import Sample
 from skyrl_async.types import Trajectory
@@ -23,6 +24,13 @@ from skyrl_async.types import Trajectory
 _ESTIMATOR = "trainer.algorithm.advantage_estimator"
 _LOSS = "trainer.algorithm.policy_loss_type"
 _SHAPING = "trainer.algorithm.reward_shaping"
+_HOW_TO_ASK = {
+    "old_logprobs": "recomputed log-probs are there for a loss that says so: decorate it with "
+    "@register_policy_loss(<name>, needs_old_logprobs=True), or read tokens.behavior_logprobs",
+    "is_marked": "marks are there for a loss that has a marker: register it by POLICY_LOSSES.register(<name>, LossEntry(path=..., "
+    "marker=...)) of skyrl_async.registries, or start from clip_cov or kl_cov",
+}
+"""What ``LossTokens`` has for those losses alone whose registry entry asks for it -> what to do."""
 
 
 def try_estimator(name: str, estimator: AdvantageEstimator, *, has_lone_samples: bool = False) -> None:
@@ -92,9 +100,15 @@ def _row(reward: float, num_tokens: int) -> Trajectory:
     )
 
 
-def try_policy_loss(name: str, loss: PolicyLossFn) -> None:
-    """Raises ``ConfigError`` unless sums of it over micro-batches, of no rows too, times weights of rows, mean anything."""
-    tokens = LossTokens(
+def try_policy_loss(name: str, loss: PolicyLossFn, entry: LossEntry) -> None:
+    """Raises ``ConfigError`` unless sums of it over micro-batches, of no rows too, times weights of rows, mean anything.
+
+    Args:
+        name: as the configuration has it.
+        loss: to be tried, on what it will have in a run: no more than its entry asks for.
+        entry: of the registry.
+    """
+    everything = LossTokens(
         logprobs=torch.tensor([-1.0, -0.4, -2.0, -0.9, -1.3], requires_grad=True),
         behavior_logprobs=torch.tensor([-1.1, -0.4, -1.7, -0.95, -1.2]),
         advantages=torch.tensor([0.5, 0.5, -1.0, -1.0, 0.0]),
@@ -103,6 +117,9 @@ def try_policy_loss(name: str, loss: PolicyLossFn) -> None:
         weights=torch.ones(5),
         is_marked=torch.tensor([True, False, False, True, False]),
     )
+    is_given = {"old_logprobs": entry.needs_old_logprobs, "is_marked": entry.marker is not None}
+    tokens = _without([field for field in is_given if not is_given[field]], everything)
+    _refuse_unasked(name, loss, tokens, everything)
     gradient = _gradient(name, loss, tokens)
     if gradient[-1] != 0:
         raise ConfigError(
@@ -121,9 +138,36 @@ def try_policy_loss(name: str, loss: PolicyLossFn) -> None:
     _gradient(name, loss, _first(0, tokens))
 
 
+def _without(names: Sequence[str], tokens: LossTokens) -> LossTokens:
+    return replace(tokens, **dict.fromkeys(names))
+
+
+def _refuse_unasked(name: str, loss: PolicyLossFn, tokens: LossTokens, everything: LossTokens) -> None:
+    """Raises ``ConfigError`` for a loss that ``tokens`` do not suffice, and ``everything`` does."""
+    error = _raised(loss, tokens)
+    if error is None or _raised(loss, everything) is not None:
+        return
+    lacking = [field for field in _HOW_TO_ASK if getattr(tokens, field) is None]
+    needed = [field for field in lacking if _raised(loss, _without([field], everything)) is not None]
+    field = (needed or lacking)[0]
+    raise ConfigError(
+        f"{_LOSS}={name} reads tokens.{field}, which a run leaves None, as its registration does not ask for it, and raises {error!r}; "
+        f"{_HOW_TO_ASK[field]}"
+    ) from error
+
+
+def _raised(loss: PolicyLossFn, tokens: LossTokens) -> Exception | None:
+    try:
+        loss(tokens)
+    except Exception as error:  # it is the user's
+        return error
+    return None
+
+
 def _first(num: int, tokens: LossTokens) -> LossTokens:
     found = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-    return LossTokens(**{key: value[:num].detach().requires_grad_(key == "logprobs") for key, value in found.items()})
+    given = {key: value for key, value in found.items() if value is not None}
+    return LossTokens(**{key: value[:num].detach().requires_grad_(key == "logprobs") for key, value in given.items()})
 
 
 def _gradient(name: str, loss: PolicyLossFn, tokens: LossTokens) -> Tensor:

@@ -42,7 +42,7 @@ def check_algorithm(algorithm: AlgorithmConfig, *, has_lone_samples: bool = Fals
     estimator = make_advantage_estimator(name, grpo_norm_by_std=algorithm.grpo_norm_by_std)
     try_estimator(name, estimator, has_lone_samples=has_lone_samples)
     name = algorithm.policy_loss_type
-    try_policy_loss(name, make_policy_loss(name, loss_constants(algorithm)))
+    try_policy_loss(name, make_policy_loss(name, loss_constants(algorithm)), POLICY_LOSSES.entry(name))
 
 
 def make_advantages(algorithm: AlgorithmConfig) -> Advantages:

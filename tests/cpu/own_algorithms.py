@@ -49,6 +49,24 @@ def recomputed(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
     return TokenLoss(loss=-ratio * tokens.advantages, is_clipped=torch.zeros_like(ratio, dtype=torch.bool))
 
 
+def loss_of_recomputed(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    """Nobody was told that it needs them."""
+    ratio = (tokens.logprobs - tokens.old_logprobs).exp()  # type: ignore[operator]
+    return TokenLoss(loss=-ratio * tokens.advantages, is_clipped=torch.zeros_like(ratio, dtype=torch.bool))
+
+
+def loss_of_marked(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    """As ``clip_cov``, without a marker."""
+    loss = -importance_ratio(tokens.logprobs, tokens.behavior_logprobs) * tokens.advantages
+    return TokenLoss(loss=loss * ~tokens.is_marked, is_clipped=tokens.is_marked)  # type: ignore[operator, arg-type]
+
+
+def loss_of_recomputed_where_there_are(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    anchor = tokens.behavior_logprobs if tokens.old_logprobs is None else tokens.old_logprobs
+    ratio = importance_ratio(tokens.logprobs, anchor)
+    return TokenLoss(loss=-ratio * tokens.advantages, is_clipped=torch.zeros_like(ratio, dtype=torch.bool))
+
+
 def too_few_advantages(rewards: Sequence[float]) -> list[float]:
     return list(rewards[1:])
 

@@ -117,12 +117,20 @@ class TestPolicyLosses:
                 "loss_that_forgets_the_policy_without_tokens",
                 "must have a gradient with respect to tokens.logprobs; it has none",
             ),
+            (
+                "loss_of_recomputed",
+                r"reads tokens.old_logprobs, which .* raises TypeError\(.*decorate it with @register_policy_loss\(<name>, needs_old",
+            ),
+            ("loss_of_marked", r"reads tokens.is_marked, which .* raises TypeError\(.*LossEntry\(path=..., marker="),
             ("loss_of_other_rows", "must give a row the same gradient whatever other rows|must leave a token without"),
         ],
     )
     def test_one_that_cannot_be_trained_with_is_refused_with_the_reason(self, function: str, expected: str) -> None:
         with pytest.raises(ConfigError, match=expected):
             check_algorithm(config_of(f"{LOSS}={HERE}:{function}").trainer.algorithm)
+
+    def test_one_that_does_without_what_it_did_not_ask_for_passes(self) -> None:
+        check_algorithm(config_of(f"{LOSS}={HERE}:loss_of_recomputed_where_there_are").trainer.algorithm)
 
     @pytest.mark.parametrize("name", POLICY_LOSSES.names)
     def test_every_known_loss_passes_the_trial(self, name: str) -> None:
