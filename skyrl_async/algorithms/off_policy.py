@@ -83,8 +83,10 @@ class Corrected:
         sums |= {f"correction_masked_{kind}_sum": is_out.double() for kind, is_out in self.masked.items()}
         by_lag = {"correction_clipped_sum": self.is_cut.double(), "correction_masked_sum": self.is_masked.double()}
         figures = {name: values.sum().item() for name, values in (sums | by_lag).items()}
-        for lag, totals in enumerate(sums_by_lag(token_lags, *by_lag.values())):
-            figures |= {f"lag{lag}_{name}": total for name, total in zip(by_lag, totals, strict=True) if total}
+        ones = torch.ones_like(self.factors, dtype=torch.float64)
+        for lag, (num_tokens, *totals) in enumerate(sums_by_lag(token_lags, ones, *by_lag.values())):
+            if num_tokens:
+                figures |= {f"lag{lag}_{name}": total for name, total in zip(by_lag, totals, strict=True)}
         return figures
 
 

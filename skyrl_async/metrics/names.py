@@ -126,9 +126,10 @@ METRICS: dict[str, Metric] = {
     "policy/token_lag_max": Metric("steps", "The same, largest of the step."),
     "policy/lag<n>_tokens": Metric("share", "Trained tokens that were sampled n versions before."),
     "policy/lag<n>_clipped": Metric(
-        "share", "Of all trained tokens, clipped ones that were sampled n versions before."
+        "share",
+        "policy/clipped of the tokens that were sampled n versions before, among themselves; absent where there are none.",
     ),
-    "policy/lag<n>_behavior_kl": Metric("nats", "What tokens sampled n versions before add to policy/behavior_kl."),
+    "policy/lag<n>_behavior_kl": Metric("nats", "policy/behavior_kl of these tokens, per token of them."),
     "policy/ess": Metric(
         "share",
         "Effective sample size of the trained tokens, over their number: (sum w)^2 / (n sum w^2) with w = policy / behavior probability.",
@@ -146,11 +147,9 @@ METRICS: dict[str, Metric] = {
         "share", "Tokens that one of the masks would leave out alone: token, product, geometric, outlier, opsm or m2."
     ),
     "policy/lag<n>_correction_clipped": Metric(
-        "share", "Of all trained tokens, those with a cut weight that were sampled n versions before."
+        "share", "policy/correction_clipped of the tokens that were sampled n versions before, among themselves."
     ),
-    "policy/lag<n>_correction_masked": Metric(
-        "share", "Of all trained tokens, those left out that were sampled n versions before."
-    ),
+    "policy/lag<n>_correction_masked": Metric("share", "policy/correction_masked of these tokens, among themselves."),
     "policy/all_masked_steps": Metric(
         "steps",
         "Without a policy gradient: off-policy corrections, length limits or age left no token of them; since the run began.",

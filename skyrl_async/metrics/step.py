@@ -4,6 +4,7 @@ Flows in: groups as they are trained, sums that the policy returns, seconds. Flo
 ``metrics.names``. Does not know where they are written.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from skyrl_async.types import Group
 
 _MAX_PAUSES = 1000
 _FILTERED = "filtered/"
+_OF_LAG = re.compile(r"(lag\d+)_(?!tokens_sum$)")
+"""Sums over the tokens that were sampled so many versions before; their number itself is a share of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +128,7 @@ class StepFigures:
         rewarded = [sample for group in self.groups for sample in rewarded_samples_of(group.trajectories)]
         live = [sample for sample in rewarded if not sample.is_overlong]
         num_samples = sum(len(samples_of(group.trajectories)) for group in self.groups)
-        lags, staleness, num_tokens = self.token_lags, self.staleness, max(1, self.num_tokens)
+        lags, staleness = self.token_lags, self.staleness
         over = sum(s > self.max_staleness_steps for s in staleness)
         values = {
             "reward/mean": sum(s.reward for s in rewarded) / max(1, len(rewarded)),
@@ -154,11 +157,16 @@ class StepFigures:
             if name == "loss_sum":
                 values["policy/loss"] = value / (self.loss_denominator or 1.0)
             elif name.endswith("_sum"):
-                values[f"policy/{name.removesuffix('_sum')}"] = value / num_tokens
+                values[f"policy/{name.removesuffix('_sum')}"] = value / self._num_tokens_of(name)
             elif name.endswith("_max"):
                 values[f"policy/{name}"] = value
         values |= effective_shares(self.sums)
         return values | {f"timing/{name}": seconds for name, seconds in self.seconds.items()}
+
+    def _num_tokens_of(self, name: str) -> float:
+        """Tokens that a sum of the policy's is over: those of its lag, or all."""
+        of_lag = _OF_LAG.match(name)
+        return max(1, self.num_tokens) if of_lag is None else self.sums[f"{of_lag[1]}_tokens_sum"]
 
 
 @dataclass(slots=True)

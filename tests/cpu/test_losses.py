@@ -21,7 +21,9 @@ from skyrl_async.algorithms.losses import (
 )
 from skyrl_async.algorithms.weighted_losses import cispo, cispo_old, rollout_is, sapo
 from skyrl_async.errors import ConfigError
+from skyrl_async.metrics.step import StepFigures
 from skyrl_async.registries import POLICY_LOSSES
+from skyrl_async.types import Group, Trajectory
 from tests.cpu.enumerated_policy import OUTCOMES, REWARDS, logits_of, policy_gradient, probability, token_logprobs
 
 NAMES = [name for name in POLICY_LOSSES.names if not name.startswith("own_")]
@@ -368,3 +370,38 @@ def test_figures_of_parts_join_to_the_figures_of_the_whole() -> None:
     assert joined["lag0_logprob_gap_max"] == pytest.approx((logprobs - behavior)[lags == 0].abs().max().item())
     assert "lag0_logprob_gap_max" not in figures(slice(5, 8))
     assert "lag3_tokens_sum" not in joined
+
+
+def test_a_lags_figures_are_those_of_its_tokens_and_per_token_of_them() -> None:
+    versions, version = (5, 3, 3, 6, 5, 3, 3), 6  # none of lag 2
+    ratios, is_clipped = (1.5, 0.7, 3.0, 1.0, 0.9, 1.1, 0.2), (True, True, False, False, False, False, True)
+    behavior = tensor(-1.0, -2.0, -3.0, -0.5, -1.5, -0.7, -0.1)
+    logprobs = behavior + tensor(*ratios).log()
+    row = Trajectory(
+        prompt_token_ids=(1,),
+        response_token_ids=(2,) * 7,
+        loss_mask=(1,) * 7,
+        logprobs=tuple(behavior.tolist()),
+        versions=versions,
+        reward=0.0,
+    )
+    figures = StepFigures(version=version, max_staleness_steps=4)
+    lags = version - torch.tensor(versions)
+    sums = []
+    for part in (slice(0, 3), slice(3, 7)):
+        loss = TokenLoss(loss=torch.zeros_like(logprobs[part]), is_clipped=torch.tensor(is_clipped[part]))
+        sums.append(token_figures(loss, logprobs[part], behavior[part], lags[part]))
+    group = Group(uid="a", admission_index=0, scheduled_version=3, trajectories=(row,))
+    figures.add_group(group, merge_figures(sums), denominator=7)
+
+    expected = {"policy/lag0_logprob_gap_max": 0.0}
+    for lag, places in {0: (3,), 1: (0, 4), 3: (1, 2, 5, 6)}.items():
+        kls = [ratios[place] - 1 - math.log(ratios[place]) for place in places]
+        expected |= {
+            f"policy/lag{lag}_tokens": len(places) / 7,
+            f"policy/lag{lag}_behavior_kl": sum(kls) / len(places),
+            f"policy/lag{lag}_clipped": sum(is_clipped[place] for place in places) / len(places),
+        }
+    found = {name: value for name, value in figures.values().items() if name.startswith("policy/lag")}
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert figures.values()["policy/clipped"] == pytest.approx(3 / 7)

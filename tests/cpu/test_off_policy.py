@@ -308,7 +308,7 @@ def test_figures_count_by_kind_and_by_lag() -> None:
     batch = batch_of(behavior, torch.ones(4), torch.tensor([0, 0, 1, 1]))
     chosen = CorrectionSettings(token_tis=1.5, token_mask=(0.5, 5.0), outlier_mask=(0.5, 5.0))
     figures = OffPolicyCorrection(settings=chosen, anchor=Anchor.POLICY)(logprobs, batch).figures(
-        torch.tensor([0, 2, 2, 1])
+        torch.tensor([0, 3, 3, 1])
     )
     assert figures == {
         "correction_weight_sum": 0.0,
@@ -317,7 +317,9 @@ def test_figures_count_by_kind_and_by_lag() -> None:
         "correction_masked_token_sum": 2.0,
         "correction_masked_outlier_sum": 4.0,
         "lag0_correction_masked_sum": 1.0,
+        "lag0_correction_clipped_sum": 0.0,
         "lag1_correction_masked_sum": 1.0,
-        "lag2_correction_masked_sum": 2.0,
-        "lag2_correction_clipped_sum": 2.0,
+        "lag1_correction_clipped_sum": 0.0,
+        "lag3_correction_masked_sum": 2.0,
+        "lag3_correction_clipped_sum": 2.0,
     }
