@@ -174,3 +174,27 @@ def test_workers_load_the_policy_beside_booting_engines_unless_these_count_the_m
     monkeypatch.setattr(processes, "_start_policy", start)
     run_in_virtual_time(main())
     assert happened[0] == first and set(happened) == {"engines are up", "policy loads"}
+
+
+def test_the_rows_of_a_step_that_is_not_finite_go_to_the_runs_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = []
+
+    async def boot(*_: object) -> list[Closable]:
+        return []
+
+    async def start(config: Config, trained: object, settings: TrainingSettings, *_: object) -> Closable:
+        found.append(settings)
+        return Closable()
+
+    async def main() -> None:
+        path = Path("unused")
+        async with contextlib.AsyncExitStack() as stack:
+            await start_engines_and_policy(Config(), stack, object(), path, path, tmp_path, 7)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(processes, "start_engines", boot)
+    monkeypatch.setattr(processes, "_start_policy", start)
+    run_in_virtual_time(main())
+    (settings,) = found
+    assert settings == replace(_training_settings(Config(), Path("unused"), 7), bad_step_dir=str(tmp_path / "bad_step"))
