@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from skyrl_async.algorithms.advantages import make_advantage_estimator
 from skyrl_async.algorithms.batching import MicroBatch, Row, collate
 from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.algorithms.kl import get_kl_estimator
@@ -115,6 +116,32 @@ def test_contract_10_so_they_do_with_any_proximal_policy_in_between_as_long_as_n
     what = objective("decoupled_ppo", UNCAPPED_SEQUENCES)
     gradient = mean_gradient(what, 1, old=POLICY)
     torch.testing.assert_close(gradient, -true_gradient(), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(("estimator", "share"), [("rloo", 1.0), ("dr_grpo", 0.5)])
+@pytest.mark.parametrize("nums_oldest", [(0, 0), (1, 1), (2, 2), (0, 3), (2, 1)])
+def test_contract_10_so_they_do_with_advantages_of_groups_of_two_whose_samples_are_each_pieced_together(
+    nums_oldest: tuple[int, int], estimator: str, share: float
+) -> None:
+    """Every pair of sequences, weighted by the chance that its samplers give it; dr_grpo has (n - 1) / n of the gradient."""
+    of_group = make_advantage_estimator(estimator).of_group
+    assert of_group is not None
+    pairs = list(product(range(len(SEQUENCES)), repeat=2))
+    tables = [torch.stack([behavior_logprobs(s, num) for s in SEQUENCES]) for num in nums_oldest]  # (27, LENGTH) each
+    behavior = torch.stack([table[pair[place]] for pair in pairs for place, table in enumerate(tables)])
+    advantages = torch.tensor(
+        [value for pair in pairs for value in of_group([REWARDS[SEQUENCES[index]] for index in pair])],
+        dtype=torch.float64,
+    )
+    rows = torch.arange(2 * len(pairs)).repeat_interleave(LENGTH)
+    policy = POLICY.clone().requires_grad_()
+    logprobs = torch.stack([logprobs_of(policy, s) for s in SEQUENCES])[torch.tensor(pairs).flatten()]
+    batch = batch_of(behavior.flatten(), advantages.repeat_interleave(LENGTH), rows)
+    losses = objective(correction=UNCAPPED_SEQUENCES)(logprobs.flatten(), batch, None).tokens.loss
+    of_pairs = losses.reshape(len(pairs), 2 * LENGTH).sum(1) / 2
+    chances = behavior.sum(1).reshape(len(pairs), 2).sum(1).exp()
+    (gradient,) = torch.autograd.grad((chances * of_pairs).sum(), policy)
+    torch.testing.assert_close(gradient, -share * true_gradient(), atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("num_oldest", range(LENGTH + 1))
