@@ -153,7 +153,8 @@ def m2_mask(log_ratio: Tensor, advantages: Tensor, rows: Rows, *, threshold: flo
     M2PO (arXiv 2510.01161). Only trust-region tokens are looked at (A > 0
     and ratio > 1, or A < 0 and ratio < 1), as those alone are pushed further away. The paper takes them over the batch; here the bound
     holds in every row, hence in every batch of rows too, so that neither micro-batches nor streaming change the mask. It leaves out at
-    least as many tokens as the paper's. It takes the place of clipping: the paper's objective is ``rollout_is`` without a cap.
+    least as many tokens as the paper's, above all of a single row that is far off, for which no other row makes up. It takes the place
+    of clipping: the paper's objective is ``rollout_is`` without a cap.
 
     Args:
         log_ratio: (N,) float, ``log pi - log mu``, nats, of the policy being trained.

@@ -66,7 +66,8 @@ class OffPolicyCorrectionConfig:
     m2_threshold: float | None = doc(
         None,
         "M2PO: mask the tokens of largest squared log-ratio until their mean in the row is at most this, such as 0.04, among those that "
-        "the loss would push further off; pi is the policy. In place of clipping: with policy_loss_type=rollout_is. Null: none.",
+        "the loss would push further off; pi is the policy. The paper's mean is over the batch; held in each row the bound masks "
+        "more, above all of a single row that has drifted for long. In place of clipping: with policy_loss_type=rollout_is. Null: none.",
     )
 
     def __post_init__(self) -> None:
