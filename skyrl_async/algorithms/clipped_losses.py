@@ -65,6 +65,10 @@ def decoupled_ppo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
     cap; AReaL's code leaves tokens out past one (``behav_imp_weight_cap``), here they are trained with the cap, as in truncated
     importance sampling.
 
+    ``pi_prox`` is the policy when the row was finished, at the newest version then (``training.logprob_stage``), not at the version that is
+    trained: with one optimizer step per mini-batch this is ``pi`` itself, so that u would be 1 and nothing be clipped. AReaL takes the
+    policy at the beginning of a training step, in which it makes several optimizer steps (``ppo_n_minibatches``).
+
     With ``pi_prox = mu`` it is ``ppo_clip``; with ``pi_prox = pi`` its gradient is that of ``rollout_is``.
     """
     assert tokens.old_logprobs is not None, "split_work sees to it that rows have them"
