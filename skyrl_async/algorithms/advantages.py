@@ -129,7 +129,8 @@ def reinforce_pp_advantages(groups: Sequence[GroupRewards]) -> list[list[float]]
     """``A_i = (r_i - mean(r)) / (std(r) + 1e-8)`` over all tokens of the mini-batch: REINFORCE++ (arXiv 2501.03262).
 
     Each sample counts once per token that is trained, which all bear its reward; the standard deviation is that of these tokens. No part of
-    it is of one prompt alone, so that groups of one serve.
+    it is of one prompt alone, so that groups of one serve. With KL in the reward they all bear that of the whole answer, where the paper's
+    bear what is still to come (see ``kl_penalty.KlPenalty``): the same mean before it is normalised, with more variance.
 
     Args:
         groups: of one mini-batch.

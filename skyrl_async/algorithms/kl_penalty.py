@@ -44,6 +44,10 @@ class KlPenalty:
     (Ziegler et al., arXiv 1909.08593, equation 2). ``mu`` is the engine's, of the version that sampled each token; where the engine leaves
     tokens out (top_p, top_k, min_p) it is not of the whole vocabulary, as ``ref`` is, and the sum grows with the length.
 
+    Every token of an answer bears the sum over all of it. REINFORCE++ (arXiv 2501.03262) takes from a token the divergence of those from
+    it on: before advantages are normalised the mean is the same, as the mean of a token's score given what came before it is 0, and the
+    variance here is larger as a rule.
+
     A reward acts by the score alone, not by the gradient of the estimate. What another estimator takes from the gradient of ``E[r]`` is
     therefore not that of a divergence (arXiv 2510.01555, 2512.21852), ``KL_t`` being a token's given those before it:
 
