@@ -146,6 +146,22 @@ def test_the_tutorial_about_stages_shows_the_figures_that_are_kept() -> None:
         ) in page
 
 
+def test_the_page_about_published_results_shows_the_figures_that_are_kept() -> None:
+    page = (ROOT / "docs/published_results.md").read_text()
+    kept = json.loads((ROOT / "benchmarks/results/published_results.json").read_text())
+    shown = {tuple(cells[:2]): cells for line in page.splitlines() if len(cells := line.strip("| ").split(" | ")) == 8}
+    for row in kept["rows"]:
+        figures = f"{row['modelled_speedup']:.2f}", f"{row['ours_speedup']:.2f} ({row['bound']})", row["generating"]
+        assert shown[row["system"], row["setting"]][5:] == list(figures)
+    for row in kept["scaling"]:
+        sizes = f"| {row['batch']} | {row['devices']:,} | {row['answers']:,} |"
+        assert f"{sizes} {row['sync_step_s']:.0f} | {row['ours_step_s']:.0f} | {row['speedup']:.1f} |" in page
+    for row in kept["sensitivity"]:
+        assert f"| {row['other']} | 2.37 | {row['modelled_speedup']:.2f} | {row['ours_speedup']:.2f} |" in page or (
+            f"| {row['other']} | 1.53 | {row['modelled_speedup']:.2f} | {row['ours_speedup']:.2f} |" in page
+        )
+
+
 def test_a_block_is_spared_where_none_of_its_bytes_changed() -> None:
     before = torch.arange(10, dtype=torch.uint8)
     after = before.clone()
