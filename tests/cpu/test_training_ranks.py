@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.training.deepspeed_config import DeepSpeedSettings
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.rank import PolicyRank
 from skyrl_async.training.settings import LoraSettings, TrainingSettings
 from skyrl_async.types import LogprobModel
-from tests.cpu.tiny_policies import assert_close, train, trajectories, weights, write_policy
+from tests.cpu import tiny_policies
+from tests.cpu.tiny_policies import assert_close, trajectories, weights, write_policy
 from tests.cpu.two_ranks import OneOfTwo, run_two_ranks
 
 pytestmark = pytest.mark.slow
@@ -47,11 +50,17 @@ OTHER_WAY = {
 }
 """Who wrote a checkpoint -> who takes it up, on another number of ranks: another backend or stage."""
 Make = Callable[[TrainingSettings], InProcessPolicy]
+train = partial(tiny_policies.train, is_weighted=True)
+CORRECTIONS = {
+    "tied": {"policy_loss": "ppo_clip", "correction": CorrectionSettings(outlier_mask=(0.03, 8.0))},
+    "": {"policy_loss": "rollout_is", "correction": CorrectionSettings(token_tis=2.0, token_mask=(0.1, 4.0))},
+}
 
 
 def settings_of(way: str, directory: Path) -> TrainingSettings:
     policy = directory / ("tied_policy" if way.endswith("tied") else "policy")
-    settings = TrainingSettings(policy_path=str(policy), lr=1e-3, num_warmup_steps=2)
+    settings = TrainingSettings(policy_path=str(policy), lr=1e-3, num_warmup_steps=2, entropy_coef=0.05)
+    settings = replace(settings, **CORRECTIONS["tied" if way.endswith("tied") else ""])
     if way.startswith("zero"):
         # A few tokens at a time: with ZeRO-3 the head is gathered for each of them, and again in the backward pass.
         settings = replace(settings, deepspeed=DeepSpeedSettings(zero_stage=int(way[4])), logprobs_chunk_size=5)

@@ -1,6 +1,7 @@
 """Random policies of two layers, and rows that they did not quite sample: what tests of training train."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,22 @@ def num_tokens(rows: Sequence[Trajectory]) -> int:
 
 
 async def train(
-    policy: Policy, *, first_step: int, num_steps: int, num_rows: int = 5, has_idle_group: bool = False
+    policy: Policy,
+    *,
+    first_step: int,
+    num_steps: int,
+    num_rows: int = 5,
+    has_idle_group: bool = False,
+    is_weighted: bool = False,
 ) -> list[dict[str, float]]:
-    """Steps of two groups each, streamed; the second has one row, so that one of two ranks idles. The idle group has no advantages."""
+    """Steps of two groups each, streamed; the second has one row, so that one of two ranks idles. The idle group has no advantages.
+    ``is_weighted``: rows count by thirds.
+    """
     figures = []
     for step in range(first_step, first_step + num_steps):
         rows, values = trajectories(num_rows, seed=step), advantages(num_rows, seed=step)
+        if is_weighted:
+            rows = [replace(row, weight=(1 + (index + 1) % 3) / 3) for index, row in enumerate(rows)]
         figures.append(await policy.forward_backward(rows[1:], values[1:], step))
         figures.append(await policy.forward_backward(rows[:1], values[:1], step))
         if has_idle_group:
