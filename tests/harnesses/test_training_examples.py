@@ -24,10 +24,8 @@ from tests.cpu.test_main import run
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENVIRONMENTS = {"gsm8k": "gsm8k", "dapo": "math", "multi_turn_tools": "calculator", "lora": "gsm8k"}
 NUM_STEPS = 2
-CUT = (
+SMALL = (
     "engine=deterministic",
-    "trainer.deterministic=true",
-    "trainer.max_staleness_steps=1",
     f"trainer.num_steps={NUM_STEPS}",
     "trainer.policy_mini_batch_size=2",
     "trainer.eval_interval_steps=0",
@@ -42,14 +40,13 @@ CUT = (
     "logging.trained_tokens=true",
     "trainer.output_dir=out",
 )
+CUT = (*SMALL, "trainer.deterministic=true", "trainer.max_staleness_steps=1")
 
 
-def command_of(name: str) -> list[str]:
-    """The overrides of the first command that trains."""
-    text = (EXAMPLES / name / "README.md").read_text()
-    found = re.search(r"```bash\n(uv run -m skyrl_async\.main .*?)```", text, re.DOTALL)
-    assert found is not None
-    return shlex.split(found[1].replace("\\\n", ""))[4:]
+def commands_of(name: str) -> list[list[str]]:
+    """The overrides of each command that trains."""
+    text = (EXAMPLES / name / "README.md").read_text().replace("\\\n", "")
+    return [shlex.split(found)[4:] for found in re.findall(r"^uv run -m skyrl_async\.main .*$", text, re.MULTILINE)]
 
 
 def turns(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
@@ -71,7 +68,7 @@ def reward_of(row: dict[str, Any], prompt: Prompt, tokenizer: PreTrainedTokenize
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_the_command_of_a_readme_trains_on_its_own_prompts_with_its_own_reward(name: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(EXAMPLES)
-    outcome = run(*command_of(name), *CUT, cwd=tmp_path)
+    outcome = run(*commands_of(name)[0], *CUT, cwd=tmp_path)
     assert outcome.code == 0, outcome.stderr
 
     out = tmp_path / "out"
@@ -94,3 +91,32 @@ def test_the_command_of_a_readme_trains_on_its_own_prompts_with_its_own_reward(n
         if name == "dapo":
             assert len({row["reward"] for row in group["rows"]}) > 1, "dynamic sampling"
             assert all(row["shaped_reward"] <= row["reward"] for row in group["rows"])
+
+
+def trained_by(command: list[str], tmp_path: Path) -> list[dict[str, Any]]:
+    """The steps of a command, cut short."""
+    outcome = run(*command, *SMALL, cwd=tmp_path)
+    assert outcome.code == 0, outcome.stderr
+    steps = [row for row in read_rows(tmp_path / "out" / "metrics.jsonl") if "policy/loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, NUM_STEPS + 1))
+    return steps
+
+
+@pytest.mark.slow
+def test_the_command_of_one_step_off_trains_each_batch_a_step_after_it_was_admitted(tmp_path: Path) -> None:
+    _, one_step_off, _ = commands_of("one_step_off")
+    assert one_step_off[0] == "trainer.schedule=one_step_off"
+    steps = trained_by(one_step_off, tmp_path)
+    assert [step["async/staleness_max"] for step in steps] == [0, 1]
+    assert all(step["async/num_aborts"] == 0 for step in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_commands_of_async_ref_logp_compute_the_reference_in_a_stage_of_its_own(
+    number: int, tmp_path: Path
+) -> None:
+    command = commands_of("async_ref_logp")[number]
+    assert "training.num_ref_workers=1" in command
+    steps = trained_by(command, tmp_path)
+    assert all("policy/ref_kl" in step and step["stage/ref_logp/items"] > 0 for step in steps)
