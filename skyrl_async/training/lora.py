@@ -140,9 +140,8 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> dict[str, LoraLaye
         init_lora_weights="gaussian" if settings.init_method == "gaussian" else True,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(
-            settings.seed
-        )  # the host's alone: dropout on GPUs differs from rank to rank
+        # The host's alone: dropout on GPUs differs from rank to rank.
+        torch.default_generator.manual_seed(settings.seed)
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     if settings.dropout:
         model.register_forward_pre_hook(_drop_only_where_gradients_are_taken)

@@ -178,22 +178,28 @@ async def test_a_resume_comes_after_the_pauses_that_were_cancelled_before_it(eng
         assert (output.finish_reason, output.num_aborts) == (FinishReason.LENGTH, 0)
 
 
+async def pause_after_cancelled(engine: RayEngine, call: Coroutine[Any, Any, Any]) -> None:
+    """Cancel the call in the midst of what its engine does for it, and then pause."""
+    core = psutil.Process((await engine.statistics())["core_process_id"])
+    core.send_signal(signal.SIGSTOP)
+    calling = asyncio.ensure_future(call)
+    await asyncio.wait([calling], timeout=0.1)
+    calling.cancel()
+    await asyncio.wait([calling])
+    pause = asyncio.ensure_future(engine.pause(PauseMode.ABORT))
+    core.send_signal(signal.SIGCONT)
+    await pause
+    assert calling.cancelled()
+
+
 async def test_a_pause_comes_after_a_load_that_was_cancelled_before_it(
     engines: list[RayEngine], policy_dir: Path, tmp_path: Path
 ) -> None:
     """By then the engine says which version it holds."""
     engine = engines[0]
-    core = psutil.Process((await engine.statistics())["core_process_id"])
     await engine.pause(PauseMode.ABORT)
-    core.send_signal(signal.SIGSTOP)
-    load = asyncio.ensure_future(engine.load_weights(make_update(policy_dir, tmp_path, 3)))
-    await asyncio.wait([load], timeout=0.1)
-    load.cancel()
-    await asyncio.wait([load])
-    pause = asyncio.ensure_future(engine.pause(PauseMode.ABORT))
-    core.send_signal(signal.SIGCONT)
-    await pause
-    assert load.cancelled() and await engine.version() == 3
+    await pause_after_cancelled(engine, engine.load_weights(make_update(policy_dir, tmp_path, 3)))
+    assert await engine.version() == 3
     await publish(engine, make_update(policy_dir, tmp_path, 2))
     assert set((await engine.generate(make_request("a", max_tokens=5))).versions) == {2}
 
@@ -202,16 +208,8 @@ async def test_a_switch_whose_caller_was_cancelled_ends_before_the_next_pause(
     engines: list[RayEngine], policy_dir: Path, tmp_path: Path
 ) -> None:
     engine = engines[0]
-    core = psutil.Process((await engine.statistics())["core_process_id"])
-    core.send_signal(signal.SIGSTOP)
-    switch = asyncio.ensure_future(engine.switch_weights(make_update(policy_dir, tmp_path, 5), PauseMode.ABORT))
-    await asyncio.wait([switch], timeout=0.1)
-    switch.cancel()
-    await asyncio.wait([switch])
-    pause = asyncio.ensure_future(engine.pause(PauseMode.ABORT))
-    core.send_signal(signal.SIGCONT)
-    await pause
-    assert switch.cancelled() and await engine.version() == 5
+    await pause_after_cancelled(engine, engine.switch_weights(make_update(policy_dir, tmp_path, 5), PauseMode.ABORT))
+    assert await engine.version() == 5
     await engine.switch_weights(make_update(policy_dir, tmp_path, 2), PauseMode.ABORT)
     await engine.resume()
     assert set((await engine.generate(make_request("a", max_tokens=5))).versions) == {2}
