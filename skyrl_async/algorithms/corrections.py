@@ -3,9 +3,10 @@
 Flows in: log-ratios ``log pi - log mu``, and which row each token is of. Flows out: weights >= 0, or a mask that is true where a token is
 kept. Nothing here reduces over tokens, nor knows what the weights are multiplied with.
 
-The ratio is always ``pi / mu``, the policy over the sampler, and so are all bounds: above 1 are tokens that the policy now likes better
-than their sampler did. Each token has the ``mu`` of the very version that sampled it, so that a row whose first tokens are of one version
-and whose later ones are of another needs nothing special: its ratio is the product over its tokens all the same.
+The ratio is always ``pi / mu``, the policy over the sampler, and so are all bounds, which belong to what is kept: above 1 are tokens that
+the policy now likes better than their sampler did. Each token has the ``mu`` of the very version that sampled it, so that a row whose
+first tokens are of one version and whose later ones are of another needs nothing special: its ratio is the product over its tokens all
+the same. A token whose ratio is not finite has no effect on other rows.
 
 A *sequence* is a row: the tokens of it that are trained. What ``trainer.staleness_policy=mask`` left out is no part of it, nor are the
 turns of a session that another of its rows trains (``inference.sessions.rows``): with these the ratio is not that of the whole answer,
@@ -23,6 +24,9 @@ import torch
 from torch import Tensor
 
 from skyrl_async.algorithms.losses import MAX_LOG_RATIO
+
+_ROUNDING = 1e-6
+"""Nats (squared for M2PO): log-probs are float32, so that a ratio of 2 may be more than 2 by that much. What is at a bound is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +147,7 @@ def opsm_mask(log_ratio: Tensor, advantages: Tensor, rows: Rows, *, delta: float
     Returns:
         (N,) bool, true where kept.
     """
-    is_far = -rows.means(log_ratio.double()) > delta
+    is_far = -rows.means(log_ratio.double()) > delta + _ROUNDING
     return ~((advantages < 0) & rows.each(is_far))
 
 
@@ -170,20 +174,16 @@ def m2_mask(log_ratio: Tensor, advantages: Tensor, rows: Rows, *, threshold: flo
     moments, row_of = ratios[where].square(), rows.indices[where]
     by_size = moments.argsort(stable=True)
     order = by_size[row_of[by_size].argsort(stable=True)]  # rows together, their smallest moments first
-    sums, trusted = _running_sums(moments[order]), Rows(indices=row_of[order], num_rows=rows.num_rows)
-    num_tokens = trusted.sums(torch.ones_like(sums))
-    num_before, sum_before = (_running_sums(of_row) - of_row for of_row in (num_tokens, trusted.sums(moments[order])))
-    ranks = torch.arange(1, len(order) + 1, device=sums.device) - trusted.each(num_before)
+    num_tokens = torch.bincount(row_of.cpu(), minlength=rows.num_rows).tolist()
+    means = torch.cat([_running_means(of_row) for of_row in moments[order].cpu().split(num_tokens)])
     is_kept = torch.ones_like(log_ratio, dtype=torch.bool)
-    is_kept[where[order]] = (
-        sums - trusted.each(sum_before)
-    ) / ranks <= threshold  # these means never fall within a row
+    is_kept[where[order]] = (means <= threshold + _ROUNDING).to(is_kept.device)  # they never fall within a row
     return is_kept
 
 
-def _running_sums(values: Tensor) -> Tensor:
-    """On the host, where additions have an order; on CUDA they have none."""
-    return values.cpu().cumsum(0).to(values.device)
+def _running_means(values: Tensor) -> Tensor:
+    """Of the first one, two, ... values: on the host, where additions have an order; on CUDA they have none."""
+    return values.cumsum(0) / torch.arange(1, len(values) + 1)
 
 
 def _cut(log_weight: Tensor, high: float) -> Weights:
@@ -192,4 +192,5 @@ def _cut(log_weight: Tensor, high: float) -> Weights:
 
 
 def _within(log_ratio: Tensor, low: float, high: float) -> Tensor:
-    return (log_ratio >= (math.log(low) if low > 0 else -math.inf)) & (log_ratio <= math.log(high))
+    least = math.log(low) if low > 0 else -math.inf
+    return (log_ratio >= least - _ROUNDING) & (log_ratio <= math.log(high) + _ROUNDING)

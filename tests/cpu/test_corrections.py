@@ -163,6 +163,40 @@ def test_bounds_are_on_the_policy_over_its_sampler_and_not_on_the_inverse() -> N
     assert sequence_tis(likelier, alone, high=2.0).values.item() == 2.0
 
 
+@pytest.mark.parametrize("behavior", [0.1, 0.3, 0.37])
+@pytest.mark.parametrize(("low", "high"), [(0.5, 2.0), (0.9, 1.1), (0.99, 1.01), (0.3, 3.0)])
+def test_bounds_belong_to_what_is_kept(low: float, high: float, behavior: float) -> None:
+    at_bounds = torch.tensor([behavior * low, behavior * high]).log() - torch.tensor(behavior).log()
+    beyond = at_bounds + torch.tensor([-1e-4, 1e-4])
+    alone = Rows(indices=torch.tensor([0, 1]), num_rows=2)
+    assert kept(token_mask(at_bounds, low=low, high=high)) == [True, True]
+    assert kept(token_mask(beyond, low=low, high=high)) == [False, False]
+    for mask in (product_mask, geometric_mask, outlier_mask):
+        assert kept(mask(at_bounds, alone, low=low, high=high)) == [True, True]
+        assert kept(mask(beyond, alone, low=low, high=high)) == [False, False]
+    less_likely, penalised = at_bounds[:1], torch.tensor([-1.0])
+    first = Rows(indices=torch.tensor([0]), num_rows=1)
+    assert kept(opsm_mask(less_likely, penalised, first, delta=-math.log(low))) == [True]
+    assert kept(m2_mask(less_likely, penalised, first, threshold=math.log(low) ** 2)) == [True]
+
+
+@pytest.mark.parametrize("wild", [math.inf, -math.inf, math.nan, 300.0])
+def test_a_row_without_a_finite_ratio_changes_nothing_in_the_others(wild: float) -> None:
+    healthy = torch.tensor([0.1, 0.1, 0.9, -0.1])
+    ratio, advantages = torch.cat([torch.tensor([wild]), healthy]), torch.tensor([wild, 1.0, 1.0, 1.0, -1.0])
+    alone, rows = (Rows(indices=torch.tensor(of), num_rows=max(of) + 1) for of in ([0, 0, 0, 1], [0, 1, 1, 1, 2]))
+    bounds = {"low": 0.5, "high": 2.0}
+    for mask in (product_mask, geometric_mask, outlier_mask):
+        assert kept(mask(ratio, rows, **bounds))[1:] == kept(mask(healthy, alone, **bounds))
+    assert kept(token_mask(ratio, **bounds))[1:] == kept(token_mask(healthy, **bounds))
+    found = sequence_tis(ratio, rows, high=5.0).values[1:]
+    assert torch.equal(found, sequence_tis(healthy, alone, high=5.0).values)
+    for of_tokens in (advantages, advantages.nan_to_num(-1.0)):
+        assert kept(m2_mask(ratio, of_tokens, rows, threshold=0.04))[1:] == [True, True, False, True]
+        found = kept(opsm_mask(ratio, of_tokens, rows, delta=0.05))[1:]
+        assert found == kept(opsm_mask(healthy, of_tokens[1:], alone, delta=0.05))
+
+
 def test_a_wild_ratio_has_a_finite_weight_and_no_tokens_are_no_trouble() -> None:
     wild = torch.tensor([300.0, -300.0])
     weights = token_tis(wild, high=math.inf).values
