@@ -40,9 +40,10 @@ class KlController:
 class KlPenalty:
     """What divergence takes from rewards: ``r - b sum over tokens of kl(log mu, log ref)``.
 
-    With k1 and samples of the policy itself, advantages of these rewards have the gradient of ``E[r] - b KL(pi, ref)`` as their mean
-    (Ziegler et al., arXiv 1909.08593, equation 2). ``mu`` is the engine's, of the version that sampled each token; where the engine leaves
-    tokens out (top_p, top_k, min_p) it is not of the whole vocabulary, as ``ref`` is, and the sum grows with the length.
+    With k1, samples of the policy itself and no estimate cut (``kl.MAX_ESTIMATE``), advantages of these rewards have the gradient of
+    ``E[r] - b KL(pi, ref)`` as their mean (Ziegler et al., arXiv 1909.08593, equation 2). ``mu`` is the engine's, of the version that
+    sampled each token; where the engine leaves tokens out (top_p, top_k, min_p, a grammar) it is not of the whole vocabulary, as ``ref``
+    is, and the sum grows with the length.
 
     Every token of an answer bears the sum over all of it. REINFORCE++ (arXiv 2501.03262) takes from a token the divergence of those from
     it on: before advantages are normalised the mean is the same, as the mean of a token's score given what came before it is 0, and the

@@ -109,9 +109,10 @@ class AlgorithmConfig:
     kl_estimator_type: KlEstimator | None = doc(
         None,
         "Per token, r the reference's probability over the policy's: k1 is -log r, k2 is (log r)^2 / 2, k3 is r - 1 - log r (GRPO's), abs "
-        "is |log r|. Null: k3 in the loss, k1 in the reward. In the loss k2 pulls as KL(policy, reference) does, k3 as KL(reference, "
-        "policy), and k1 not at all in the mean. In the reward k1 alone pulls as a divergence, KL(policy, reference), does; k2, k3 and abs "
-        "may push away from the reference.",
+        "is |log r|; each token's estimate is cut at 10 nats of either sign, past which it has no gradient (that of k3 is at most 12.6). "
+        "Null: k3 in the loss, k1 in the reward. In the loss k2 pulls as KL(policy, reference) does, k3 as KL(reference, policy), and k1 "
+        "not at all in the mean. In the reward k1 alone pulls as a divergence, KL(policy, reference), does; k2, k3 and abs may push away "
+        "from the reference.",
     )
     ref_logp: RefLogp = doc(
         RefLogp.stage,
