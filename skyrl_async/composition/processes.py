@@ -7,7 +7,6 @@ are used for.
 import asyncio
 import contextlib
 import json
-import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from skyrl_async.composition.logprobs import reference_path
 from skyrl_async.composition.private_files import write_private
 from skyrl_async.config.deepspeed import read_user_config
 from skyrl_async.config.devices import engine_device, training_device
-from skyrl_async.config.schema import Config, Device, SamplingConfig, TrainingBackendName, WeightTransfer
+from skyrl_async.config.schema import Config, Device, TrainingBackendName, WeightTransfer
 from skyrl_async.config.transfer_rules import devices_are_shared
 from skyrl_async.heartbeat import Heartbeat
 from skyrl_async.inference.fleet_news import FrontEndPool
@@ -41,8 +40,6 @@ from skyrl_async.training.settings import LoraSettings, TrainingSettings
 
 if TYPE_CHECKING:
     from skyrl_async.inference.server.process import EndpointSettings
-
-logger = logging.getLogger(__name__)
 
 
 async def start_engines_and_policy(
@@ -128,20 +125,8 @@ async def _start_policy(
     )
 
 
-def _warn_of_truncation(sampling: SamplingConfig) -> None:
-    truncating = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
-    for name in (name for name, is_set in truncating.items() if is_set):
-        logger.warning(
-            "generator.sampling.%s=%g truncates: the engine's log-probs are of the tokens it keeps, the trainer's of all, so "
-            "importance ratios are biased; leave it at its default for exact ones",
-            name,
-            getattr(sampling, name),
-        )
-
-
 def _training_settings(config: Config, policy_path: Path, num_steps: int) -> TrainingSettings:
     training, algorithm = config.training, config.trainer.algorithm
-    _warn_of_truncation(config.generator.sampling)
     return TrainingSettings(
         policy_path=str(policy_path),
         trust_remote_code=config.policy.trust_remote_code,

@@ -66,7 +66,9 @@ class AlgorithmConfig:
         "sides), sapo (a soft gate; goes with loss_reduction=sequence_mean), clip_cov and kl_cov (ppo_clip without, and the plain ratio "
         "with a pull back on, the tokens that take most of the entropy away; chosen over the mini-batch). Anchored on the policy as it "
         "was when the group was finished, which is recomputed for it (training.num_logp_workers): decoupled_ppo, weighted by how far that "
-        "was from the engine's log-probs, and cispo_old, not weighted. Or package.module:function in place of a name.",
+        "was from the engine's log-probs, and cispo_old, not weighted. Or package.module:function in place of a name. Where "
+        "generator.sampling.top_p, top_k or min_p leave tokens out the engine's log-probs are of those left: only rollout_is, cispo and "
+        "losses of recomputed log-probs go with that.",
     )
     eps_clip_low: float = doc(
         0.2, "Lower clip range of ppo_clip, clip_higher, dual_clip, decoupled_ppo, gspo and clip_cov."

@@ -18,7 +18,7 @@ from skyrl_async.config.algorithm_rules import (
     penalties_leave_rewards_that_maxrl_divides_by,
     policy_loss_can_be_computed,
 )
-from skyrl_async.config.correction_rules import sequence_ratios_are_of_the_whole_vocabulary, weights_have_a_place
+from skyrl_async.config.correction_rules import ratios_are_of_the_whole_vocabulary, weights_have_a_place
 from skyrl_async.config.deepspeed_rules import deepspeed_can_train, deepspeed_settings_are_of_deepspeed
 from skyrl_async.config.devices import engine_device, has_distribution, num_gpus, training_device
 from skyrl_async.config.logprob_rules import logprob_workers_have_work
@@ -365,7 +365,7 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     logprob_workers_have_work,
     adapters_can_be_served,
     weights_have_a_place,
-    sequence_ratios_are_of_the_whole_vocabulary,
+    ratios_are_of_the_whole_vocabulary,
     deepspeed_settings_are_of_deepspeed,
     deepspeed_can_train,
     answers_fit_the_context,

@@ -67,14 +67,6 @@ def test_a_falling_learning_rate_reaches_zero_at_the_end_of_a_run_that_epochs_en
     assert factors[0] == 1.0 and factors[-1] == pytest.approx(0.0) and factors == sorted(factors, reverse=True)
 
 
-def test_truncated_sampling_is_warned_of_because_it_biases_the_ratios(caplog: pytest.LogCaptureFixture) -> None:
-    _training_settings(from_overrides("generator.sampling.top_p=0.9"), Path("unused"), 1)
-    assert "generator.sampling.top_p=0.9 truncates" in caplog.text
-    caplog.clear()
-    _training_settings(from_overrides(), Path("unused"), 1)
-    assert caplog.text == ""
-
-
 class TestLogprobs:
     """Who computes which log-probs."""
 

@@ -99,6 +99,23 @@ def test_policy_workers_are_told_of_them() -> None:
             ["trainer.algorithm.use_kl_in_reward=true", DECOUPLED, "generator.sampling.min_p=0.1"],
             "generator.sampling.min_p must be left at its default with trainer.algorithm.use_kl_in_reward=true, got 0.1",
         ),
+        (
+            ["generator.sampling.top_k=20"],
+            "generator.sampling.top_k must be left at its default with trainer.algorithm.policy_loss_type=ppo_clip, got 20: .* set "
+            "policy_loss_type=decoupled_ppo or cispo_old, .* or rollout_is or cispo",
+        ),
+        (
+            [DECOUPLED, "m2_threshold=0.04", "generator.sampling.min_p=0.1"],
+            f"generator.sampling.min_p must be left at its default with {PREFIX}.m2_threshold=0.04, got 0.1: .* leave it null",
+        ),
+        (
+            [ROLLOUT_IS, "token_mask_is_threshold_high=5", "generator.sampling.top_p=0.9"],
+            f"generator.sampling.top_p must be left at its default with {PREFIX}.token_mask_is_threshold_high=5, got 0.9",
+        ),
+        (
+            [ROLLOUT_IS, "outlier_token_is_threshold_low=1e-4", "generator.sampling.top_p=0.9"],
+            f"generator.sampling.top_p must be left at its default with {PREFIX}.outlier_token_is_threshold_low=0.0001, got 0.9",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_what_to_change(overrides: list[str], message: str) -> None:
@@ -108,7 +125,13 @@ def test_what_cannot_be_meant_is_refused_with_what_to_change(overrides: list[str
 
 def test_a_divergence_in_the_loss_goes_with_truncated_sampling() -> None:
     """It is the policy's from the reference, both of the whole vocabulary."""
-    assert config_of("trainer.algorithm.use_kl_loss=true", "generator.sampling.top_p=0.9").trainer.algorithm.use_kl_loss
+    config = config_of("trainer.algorithm.use_kl_loss=true", DECOUPLED, "generator.sampling.top_p=0.9")
+    assert config.trainer.algorithm.use_kl_loss
+
+
+def test_a_weight_goes_with_truncated_sampling_and_held_out_prompts_are_sampled_at_will() -> None:
+    assert config_of(ROLLOUT_IS, "tis_ratio_type=token", "generator.sampling.top_p=0.9").generator.sampling.top_p == 0.9
+    assert config_of("evaluation.sampling.top_p=0.9").evaluation.sampling.top_p == 0.9
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,10 @@ from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import make_policy_loss, merge_figures
 from skyrl_async.algorithms.objective import Objective
 from skyrl_async.algorithms.off_policy import Anchor, OffPolicyCorrection, anchor_of
+from skyrl_async.config.correction_rules import whole_vocabulary_settings
+from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError
+from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.training.assembly import make_objective
 from skyrl_async.training.settings import TrainingSettings
 from skyrl_async.types import Trajectory
@@ -164,6 +167,45 @@ def test_contract_10_uncapped_token_weights_estimate_the_gradient_of_the_first_o
     gradient = mean_gradient(objective(correction=UNCAPPED_TOKENS), num_oldest)
     torch.testing.assert_close(gradient, -expected, atol=1e-9, rtol=0)
     assert (gradient + true_gradient()).abs().max() > 0.01, "for sequences it is biased"
+
+
+LOSSES = [*POLICY_LOSSES.names, "tests.cpu.own_algorithms:recomputed", "tests.cpu.own_algorithms:half_importance"]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_truncated_sampling_goes_with_losses_that_then_train_the_policys_own_tokens_of_either_advantage_alike(
+    loss: str,
+) -> None:
+    """Of two tokens of equal log-prob, sampled by the policy itself from 70 % of its mass."""
+    logprobs = torch.full((2,), math.log(0.6), requires_grad=True)
+    batch = batch_of(
+        logprobs.detach() - math.log(0.7), torch.tensor([1.0, -1.0]), torch.tensor([0, 1]), logprobs.detach()
+    )
+    batch = replace(batch, is_marked=torch.full((2,), loss == "kl_cov"))
+    (gradient,) = torch.autograd.grad(objective(loss)(logprobs, batch, None).total, logprobs)
+    raised, lowered = (-gradient).tolist()
+    if whole_vocabulary_settings(from_overrides(f"trainer.algorithm.policy_loss_type={loss}")):
+        assert ":" in loss or abs(raised + lowered) > 1e-3, "refused for nothing"
+    else:
+        assert raised == pytest.approx(-lowered, abs=1e-6) and raised > 0
+
+
+@pytest.mark.parametrize("loss", ["rollout_is", "cispo", "decoupled_ppo"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_contract_10_under_truncated_sampling_a_weight_gives_the_gradient_of_what_the_kept_tokens_are_worth(
+    loss: str, advantage: float
+) -> None:
+    """Of one token of the policy itself, of which the sampler keeps the likelier two: each is rewarded, or punished, alone."""
+    policy = POLICY[:1].clone().requires_grad_()
+    table = policy.log_softmax(1)[0]
+    kept = table.detach().topk(2).indices
+    behavior = table.detach()[kept] - table.detach()[kept].logsumexp(0)
+    for token in range(2):
+        advantages = torch.zeros(2, dtype=torch.float64).index_fill(0, torch.tensor([token]), advantage)
+        batch = batch_of(behavior, advantages * behavior.exp(), torch.tensor([0, 1]), table[kept].detach())
+        (found,) = torch.autograd.grad(objective(loss)(table[kept], batch, None).total, policy, retain_graph=True)
+        (worth,) = torch.autograd.grad((table[kept].exp() * advantages).sum(), policy, retain_graph=True)
+        torch.testing.assert_close(found, -worth, atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("correction", [UNCAPPED_TOKENS, UNCAPPED_SEQUENCES, CorrectionSettings(token_tis=1.0)])
