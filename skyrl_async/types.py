@@ -76,7 +76,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """> 0; of the prompt's tokens and of sampled ones."""
     structured: StructuredOutput | None = None
-    """Constrains the answer; forced tokens come with log-prob 0.0."""
+    """Constrains the answer; log-probs are of the tokens that the grammar left, 0.0 where it left one."""
     num_top_logprobs: int = 0
     """Likeliest tokens reported beside each sampled one, in [0, 20]."""
     reports_logprobs: bool = True

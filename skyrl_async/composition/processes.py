@@ -20,6 +20,7 @@ from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.composition.engines import is_supervised, start_engines
 from skyrl_async.composition.logprobs import reference_path
 from skyrl_async.composition.private_files import write_private
+from skyrl_async.config.correction_rules import whole_vocabulary_settings
 from skyrl_async.config.deepspeed import read_user_config
 from skyrl_async.config.devices import engine_device, training_device
 from skyrl_async.config.schema import Config, Device, TrainingBackendName, WeightTransfer
@@ -289,6 +290,7 @@ def _endpoint_settings(
                 max_concurrent_requests=server.max_concurrent_requests_per_session,
             ),
             branches=BranchPolicy(server.branch_policy.name),
+            trains_constrained=not whole_vocabulary_settings(config),
             reasoning_policy=ReasoningPolicy(server.reasoning_policy.name),
         ),
     )

@@ -142,7 +142,8 @@ def check_rows(trajectories: Sequence[Trajectory], request: GroupRequest) -> Non
     is_whole = request.sample_indices is None
     if is_whole and not request.is_evaluation and not any(t.num_sampled_tokens for t in trajectories):
         raise GenerationError(
-            f"the generator returned no sampled token for {request.prompt.uid}: every loss mask is empty"
+            f"the generator returned no sampled token for {request.prompt.uid}: every loss mask is empty (as are those of turns sampled "
+            "under a grammar, such as tool_choice=required, unless trainer.algorithm.policy_loss_type is decoupled_ppo or rollout_is)"
         )
     if not all(math.isfinite(t.reward) for t in trajectories):
         raise GenerationError(f"the generator returned a reward that is not a finite number for {request.prompt.uid}")

@@ -8,7 +8,7 @@ import pytest
 from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.algorithms.off_policy import Anchor
 from skyrl_async.composition.corrections import correction_settings
-from skyrl_async.composition.processes import _training_settings
+from skyrl_async.composition.processes import _endpoint_settings, _training_settings
 from skyrl_async.config.correction_rules import _WEIGHABLE
 from skyrl_async.config.idle_rules import idle_settings
 from skyrl_async.config.load import from_overrides
@@ -144,6 +144,25 @@ def test_the_rule_and_the_training_agree_on_which_losses_take_a_weight(loss: str
     else:
         with pytest.raises(ConfigError, match="count it twice"):
             make_objective(settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "are_trained"),
+    [
+        ([], False),
+        ([ROLLOUT_IS], True),
+        ([DECOUPLED], True),
+        ([DECOUPLED, "sequence_mask_metric=product"], False),
+        ([DECOUPLED, "trainer.algorithm.use_kl_in_reward=true"], False),
+        ([DECOUPLED, "trainer.algorithm.use_kl_loss=true"], True),
+    ],
+)
+def test_tokens_sampled_under_a_grammar_are_trained_where_truncated_sampling_is_allowed(
+    overrides: list[str], are_trained: bool
+) -> None:
+    config = config_of(*overrides)
+    assert _endpoint_settings(config, Path("policy"), 100, "k", "c").sessions.trains_constrained == are_trained
 
 
 @pytest.mark.slow

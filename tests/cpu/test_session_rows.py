@@ -95,11 +95,18 @@ def test_choices_of_one_request_are_rows_of_one_prompt(policy: Policy) -> None:
     assert len({row.prompt_token_ids for row in found}) == 1
 
 
-def test_forced_tokens_of_constrained_turns_are_context(policy: Policy) -> None:
+def test_turns_that_a_grammar_constrained_are_context_or_where_they_may_be_trained_their_forced_tokens_are(
+    policy: Policy,
+) -> None:
     policy.answer([user("a")], assistant("b"), num_tokens=3, logprobs=(0.0, -0.5, -0.0), is_constrained=True, version=7)
+    policy.answer([user("a"), assistant("b"), user("c")], assistant("d"), num_tokens=1, version=7)
+    unknown = ENVIRONMENT_VERSION
     row = only(rows(policy.tree, reward=1.0))
-    assert row.loss_mask == (0, 1, 0)
-    assert row.versions == (ENVIRONMENT_VERSION, 7, ENVIRONMENT_VERSION)
+    assert row.loss_mask == (0, 0, 0, 0, 1)
+    assert row.versions == (unknown, unknown, unknown, unknown, 7)
+    row = only(rows(policy.tree, reward=1.0, trains_constrained=True))
+    assert row.loss_mask == (0, 1, 0, 0, 1)
+    assert row.versions == (unknown, 7, unknown, unknown, 7)
 
 
 def test_certain_tokens_of_free_turns_are_trained(policy: Policy) -> None:
@@ -166,16 +173,26 @@ def trees(draw: st.DrawFn) -> TurnTree:
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
-@given(tree=trees(), branches=st.sampled_from(BranchPolicy), is_abandoned=st.booleans(), is_truncated=st.booleans())
+@given(
+    tree=trees(),
+    branches=st.sampled_from(BranchPolicy),
+    is_abandoned=st.booleans(),
+    is_truncated=st.booleans(),
+    trains_constrained=st.booleans(),
+)
 def test_each_sampled_token_is_trained_once_as_it_was_sampled(
-    tree: TurnTree, branches: BranchPolicy, is_abandoned: bool, is_truncated: bool
+    tree: TurnTree, branches: BranchPolicy, is_abandoned: bool, is_truncated: bool, trains_constrained: bool
 ) -> None:
-    how: dict[str, Any] = {"is_abandoned": is_abandoned, "is_truncated": is_truncated}
+    how: dict[str, Any] = {
+        "is_abandoned": is_abandoned,
+        "is_truncated": is_truncated,
+        "trains_constrained": trains_constrained,
+    }
     found = rows(tree, reward=0.25, branches=branches, **how)
     assert bool(found) == bool(tree.turns)
     if found:
         assert sum(row.weight for row in found) == pytest.approx(1)
-    sampled = {i: sample for turn in tree.turns for i, *sample in samples(turn)}
+    sampled = {i: sample for turn in tree.turns for i, *sample in samples(turn, trains_constrained)}
     trained = Counter(i for row in found for i, mask in zip(row.response_token_ids, row.loss_mask, strict=True) if mask)
     assert max(trained.values(), default=1) == 1
     assert trained.keys() <= sampled.keys()
@@ -188,8 +205,10 @@ def test_each_sampled_token_is_trained_once_as_it_was_sampled(
         assert row.is_abandoned == is_abandoned and (row.is_truncated or not is_truncated)
 
 
-def samples(turn: Turn) -> list[tuple[int, float, int]]:
-    """Id, log-prob and version of the tokens that the policy chose freely."""
+def samples(turn: Turn, trains_constrained: bool) -> list[tuple[int, float, int]]:
+    """Id, log-prob and version of the tokens that are to be trained."""
+    if turn.is_constrained and not trains_constrained:
+        return []
     added = turn.addition
     together = zip(added.token_ids, added.logprobs, added.versions, strict=True)
     return [sample for sample in together if not (turn.is_constrained and sample[1] == 0.0)]

@@ -24,6 +24,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.ray_engine import RayEngine, start_ray_engines
 from skyrl_async.inference.server.front_ends import FrontEnd, endpoint_processes
 from skyrl_async.inference.server.process import EndpointSettings
+from skyrl_async.inference.sessions.settings import SessionSettings
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.sessions import SessionPool
@@ -138,6 +139,7 @@ async def system(tmp_path_factory: pytest.TempPathFactory, ray_session: None) ->
             model_name="policy",
             max_body_bytes=1 << 20,
             keep_alive_timeout_s=75,
+            sessions=SessionSettings(trains_constrained=True),
         )
         front_ends = await stack.enter_async_context(endpoint_processes(settings, engines, num_front_ends=2))
         client = InferenceEngineClient(

@@ -203,11 +203,12 @@ FORCED = (
 
 @pytest.mark.parametrize(("tool_choice", "text"), FORCED)
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_call_that_is_demanded_is_constrained_and_its_forced_tokens_are_context(
-    tool_choice: Any, text: str, is_streamed: bool
+@pytest.mark.parametrize("trains_constrained", [False, True])
+async def test_a_call_that_is_demanded_is_constrained_and_context_or_its_forced_tokens_are(
+    tool_choice: Any, text: str, is_streamed: bool, trains_constrained: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     sampler = HeldSampler(scripts=((text[:5], text[5:]), ("done",)))
-    async with endpoint(sampler) as served:
+    async with endpoint(sampler, session_settings=SessionSettings(trains_constrained=trains_constrained)) as served:
         session = await served.begin()
         reply = await session.reply([user()], is_streamed=is_streamed, tools=[TOOL], tool_choice=tool_choice)
         await session.reply([user(), reply, result(reply)], tools=[TOOL])
@@ -219,7 +220,8 @@ async def test_a_call_that_is_demanded_is_constrained_and_its_forced_tokens_are_
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {"a": 1})
     assert tuple(row["prompt_token_ids"] + row["response_token_ids"]) == sampler.prompts[1] + sampler.completions[1]
     first = row["logprobs"][: len(sampler.completions[0])]
-    assert 0.0 in first and -0.5 in first
+    assert 0.0 in first and (-0.5 in first) == trains_constrained
+    assert ("sampled under a grammar are not trained" in caplog.text) != trains_constrained
     assert [bool(mask) for mask in row["loss_mask"]] == [logprob != 0.0 for logprob in row["logprobs"]]
 
 

@@ -71,7 +71,13 @@ def create_app(
             sampler, renderer, reader, session=session, reasoning_policy=settings.reasoning_policy, slot=slots
         )
 
-    store = SessionStore(limits=settings.limits, branches=settings.branches, clock=clock, front_end=settings.front_end)
+    store = SessionStore(
+        limits=settings.limits,
+        branches=settings.branches,
+        trains_constrained=settings.trains_constrained,
+        clock=clock,
+        front_end=settings.front_end,
+    )
     exchange = Exchange(
         make_planner,
         clock=clock,

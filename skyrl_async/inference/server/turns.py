@@ -31,7 +31,7 @@ class SampledTurn:
     """What ended it and is missing in the reply's text; some clients put it back."""
     completion: Completion
     is_constrained: bool
-    """A grammar forced some of its tokens."""
+    """It was sampled under a grammar."""
 
 
 class PendingTurns:

@@ -56,6 +56,7 @@ def rows(
     *,
     reward: float,
     branches: BranchPolicy = BranchPolicy.ALL,
+    trains_constrained: bool = False,
     metrics: Mapping[str, float] | None = None,
     is_truncated: bool = False,
     is_abandoned: bool = False,
@@ -63,14 +64,15 @@ def rows(
 ) -> tuple[Trajectory, ...]:
     """One trajectory per kept branch, with weights that add up to 1.
 
-    A turn is trained in the first row that contains it and context in the others, whose importance ratios are without it. In turns that a
-    grammar constrained, tokens with a log-prob of exactly 0.0 were forced and are context too. A row in which nothing is left to train is
+    A turn is trained in the first row that contains it and context in the others, whose importance ratios are without it. A turn that a
+    grammar constrained is context too, because its log-probs are of the tokens that the grammar left, the trainer's of all; with
+    ``trains_constrained`` only its tokens with a log-prob of exactly 0.0, which were forced. A row in which nothing is left to train is
     dropped, unless it would be the only one; an abandoned session's rows are all kept and train nothing. ``num_turns`` and ``num_aborts``
     are of the turns that the row trains, so that their sums are the session's. ``is_truncated`` also where a row's last turn ran out of
     tokens. A tree without turns has no rows.
     """
     kept = _branches(tree.turns, branches)
-    masks = [[_mask(turn, is_abandoned) for turn in branch.trained] for branch in kept]
+    masks = [[_mask(turn, is_abandoned, trains_constrained) for turn in branch.trained] for branch in kept]
     alive = [i for i, turns in enumerate(masks) if is_abandoned or any(map(any, turns))] or list(
         range(min(1, len(kept)))
     )
@@ -104,9 +106,9 @@ def _branches(turns: Sequence[Turn], policy: BranchPolicy) -> list[_Branch]:
     return kept
 
 
-def _mask(turn: Turn, is_abandoned: bool) -> tuple[int, ...]:
+def _mask(turn: Turn, is_abandoned: bool, trains_constrained: bool) -> tuple[int, ...]:
     """(T,) 1 for the tokens of the turn that are trained."""
-    if is_abandoned:
+    if is_abandoned or (turn.is_constrained and not trains_constrained):
         return (0,) * len(turn.addition.token_ids)
     if turn.is_constrained:
         return tuple(int(logprob != 0.0) for logprob in turn.addition.logprobs)

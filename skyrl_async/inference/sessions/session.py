@@ -156,6 +156,11 @@ class Session:
         return self._tree.num_sampled_tokens
 
     @property
+    def has_constrained_turns(self) -> bool:
+        """Whether a grammar constrained a turn; False once the turns are let go of."""
+        return any(turn.is_constrained for turn in self._tree.turns)
+
+    @property
     def num_requests_open(self) -> int:
         return self._num_requests_open
 
@@ -214,6 +219,7 @@ class Session:
         *,
         reward: float,
         branches: BranchPolicy = BranchPolicy.ALL,
+        trains_constrained: bool = False,
         metrics: Mapping[str, float] | None = None,
         is_truncated: bool = False,
         is_abandoned: bool = False,
@@ -233,6 +239,7 @@ class Session:
             self._tree,
             reward=reward,
             branches=branches,
+            trains_constrained=trains_constrained,
             metrics=metrics,
             is_truncated=is_truncated or self.was_cut_short,
             is_abandoned=is_abandoned or self._state is SessionState.EXPIRED,

@@ -24,6 +24,8 @@ class SessionSettings:
     """Of sessions that bring none of their own."""
     branches: BranchPolicy = BranchPolicy.ALL
     """Which branches of a session are trained."""
+    trains_constrained: bool = False
+    """Train tokens that were sampled under a grammar, where it left a choice: of losses for which its log-probs will do."""
     reasoning_policy: ReasoningPolicy = ReasoningPolicy.KEEP
     front_end: int = 0
     """Index of the process among those that serve; part of every session's key."""

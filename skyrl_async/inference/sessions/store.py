@@ -5,6 +5,7 @@ of a key is kept, and what is finished or expired is kept only so long: memory i
 HTTP, engines or what is in a turn.
 """
 
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,6 +17,12 @@ from skyrl_async.inference.sessions.rows import BranchPolicy
 from skyrl_async.inference.sessions.session import Session, SessionLimits, SessionSampling, SessionState
 from skyrl_async.types import Trajectory
 
+logger = logging.getLogger(__name__)
+
+_NOT_TRAINED = (
+    "session %s: tokens sampled under a grammar are not trained: their log-probs are of the tokens that it left, the trainer's of all; "
+    "trainer.algorithm.policy_loss_type=decoupled_ppo or rollout_is trains them (said once)"
+)
 _NO_DIGEST = bytes(32)
 """Compared with where there is no session, so that a wrong id takes as long as a wrong secret."""
 
@@ -26,6 +33,7 @@ class SessionStore:
     Args:
         limits: of sessions that bring none of their own.
         branches: which branches become rows.
+        trains_constrained: whether tokens sampled under a grammar are trained, where it left a choice.
         clock: seconds, never going back.
         key_prefix: what keys begin with.
         front_end: which front end this is, >= 0; it is part of every key.
@@ -38,6 +46,7 @@ class SessionStore:
         limits: SessionLimits,
         branches: BranchPolicy,
         clock: Callable[[], float],
+        trains_constrained: bool = False,
         key_prefix: str = "sk",
         front_end: int = 0,
         max_finished: int = 1000,
@@ -46,6 +55,8 @@ class SessionStore:
             raise ValueError(f"max_finished must be >= 1, got {max_finished}")
         self.limits = limits
         self._branches = branches
+        self._trains_constrained = trains_constrained
+        self._has_warned = False
         self._clock = clock
         self._key_start = f"{key_prefix}-{front_end}"
         self._max_finished = max_finished
@@ -109,9 +120,13 @@ class SessionStore:
         if session.expire(self._clock()):
             self._totals["expired"] += 1
         is_first = session.state is not SessionState.FINISHED
+        if session.has_constrained_turns and not (self._trains_constrained or self._has_warned):
+            self._has_warned = True
+            logger.warning(_NOT_TRAINED, session_id)
         rows = session.finish(
             reward=reward,
             branches=self._branches,
+            trains_constrained=self._trains_constrained,
             metrics=metrics,
             is_truncated=is_truncated,
             is_abandoned=is_abandoned,

@@ -34,7 +34,7 @@ class Turn:
     num_messages: int
     """Messages of the conversation through this reply."""
     is_constrained: bool
-    """A grammar forced some of its tokens."""
+    """It was sampled under a grammar."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -162,7 +162,7 @@ class TurnTree:
             reply: as it went out.
             completion: with its whole prompt.
             tools: the request's.
-            is_constrained: a grammar forced some of its tokens.
+            is_constrained: it was sampled under a grammar.
             echoes: other forms in which the reply may come back, such as with the stop string that its text lacks.
 
         Raises ``StateError`` when ``match`` is not of this tree and these messages, when the prompt does not begin with the matched turn's
