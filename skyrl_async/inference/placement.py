@@ -72,8 +72,8 @@ class Placement:
         return float(self._settings.oldest_weight**age)
 
     def load(self, engine: str) -> float:
-        """Weight of the requests in an engine."""
-        return self._weights.get(engine, 0.0)
+        """Weight of the requests in an engine; sums that differ by rounding alone are equal."""
+        return round(self._weights.get(engine, 0.0), 6)
 
     def wanted_engine(self, generation_id: str) -> str | None:
         """Where it is to go on after it was moved; None leaves that to the router."""
@@ -84,7 +84,7 @@ class Placement:
         self._newest = max(self._newest, call.priority)
         running = _Running(call, engine, self.weight_of(call.priority))
         self._running[generation_id] = running
-        self._weights[engine] = self.load(engine) + running.weight
+        self._weights[engine] = self._weights.get(engine, 0.0) + running.weight
         self._num_started += call.num_sampled_tokens == 0
 
     def end(self, generation_id: str) -> None:

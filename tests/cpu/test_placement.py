@@ -86,6 +86,16 @@ def test_without_settings_requests_count_alike_and_none_moves() -> None:
     assert state.load("e0") == 5.0
 
 
+def test_engines_that_are_empty_again_weigh_the_same() -> None:
+    state = Placement(PlacementSettings(oldest_weight=7.0, oldest_age=60))
+    for number in range(30):
+        state.start(f"g{number}", call(number, number, presence_penalty=1.0), ENGINES[number % 3])
+    state.rearrange(ENGINES)
+    for number in range(30):
+        state.end(f"g{number}")
+    assert [state.load(engine) for engine in ENGINES] == [0.0, 0.0, 0.0]
+
+
 def test_a_request_that_cannot_be_continued_stays() -> None:
     state = Placement(PlacementSettings(oldest_weight=4.0, oldest_age=10))
     for number in range(6):
