@@ -153,7 +153,8 @@ class EnginePool:
         """
         await self.wait_for_engine()
         wanted = self._placement.wanted_engine(generation_id)
-        name = self._router.start(session_id, load=self._placement.load, wanted=wanted)
+        now = asyncio.get_running_loop().time()
+        name = self._router.start(session_id, now=now, load=self._placement.load, wanted=wanted)
         self._placement.start(generation_id, request, name)
         seat = self._seats[name]
         try:
@@ -163,6 +164,10 @@ class EnginePool:
             self._placement.end(generation_id)
             self._router.end(name)
             self._forget(name)
+
+    def end_session(self, session_id: str) -> None:
+        """A session sends nothing more: the next one may have its place. Idempotent."""
+        self._router.end_session(session_id)
 
     def rearrange(self) -> Mapping[str, Sequence[str]]:
         """Engine -> requests in it that are to be evicted, for they go on in another then. For every weight update, while engines

@@ -10,19 +10,26 @@ from skyrl_async.errors import NoEngineError, StateError
 
 
 class Router:
-    """Least loaded first; a session stays with its engine while that lives, so that its prefix stays cached there.
+    """Least loaded first, then fewest sessions; a session stays with its engine while that lives, so that its prefix stays cached there.
 
     Args:
         engine_names: the engines there are at first, in order of preference between equals.
         max_sessions: sessions remembered; the least recently used is forgotten first and routed anew.
+        max_idle_s: a session whose last request began longer ago is forgotten too, since labels of requests never say that they end. An
+            hour: longer than a turn takes.
     """
 
-    def __init__(self, engine_names: tuple[str, ...], *, max_sessions: int = 100_000) -> None:
+    def __init__(
+        self, engine_names: tuple[str, ...], *, max_sessions: int = 100_000, max_idle_s: float = 3600.0
+    ) -> None:
         self._num_running: dict[str, int] = dict.fromkeys(engine_names, 0)
         self._num_leaving: dict[str, int] = {}
         """Requests that have yet to end, of engines that were removed."""
-        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        """Engine and time of the last request, the least recently used first; only of engines that requests may go to."""
+        self._num_sessions: dict[str, int] = dict.fromkeys(engine_names, 0)
         self._max_sessions = max_sessions
+        self._max_idle_s = max_idle_s
 
     @property
     def engine_names(self) -> tuple[str, ...]:
@@ -33,25 +40,29 @@ class Router:
         self,
         session_id: str | None = None,
         *,
+        now: float = 0.0,
         load: Callable[[str], float] | None = None,
         wanted: str | None = None,
     ) -> str:
         """Count one more request on the engine this returns. Raises ``NoEngineError`` when there is none.
 
-        ``load`` says how full an engine is, by default the number of its requests. The engine that is ``wanted`` is taken while
-        it lives, and the session's from then on.
+        ``now`` is in seconds and never goes back. ``load`` says how full an engine is, by default the number of its requests. Equally full
+        ones are told apart by their sessions, which come back when engines are idle. The engine that is ``wanted`` is taken while it
+        lives, and the session's from then on.
         """
         if not self._num_running:
             raise NoEngineError(
                 "no inference engine is left: every one has died; see the run's log for the first failure"
             )
+        self._forget_idle(now)
         name = wanted
         if name not in self._num_running and session_id is not None:
-            name = self._sessions.get(session_id)
+            name, _ = self._sessions.get(session_id, (None, now))
         if name is None or name not in self._num_running:
-            name = min(self._num_running, key=load or self._num_running.__getitem__)
+            fullness = load or self._num_running.__getitem__
+            name = min(self._num_running, key=lambda one: (fullness(one), self._num_sessions[one]))
         if session_id is not None:
-            self._remember(session_id, name)
+            self._remember(session_id, name, now)
         self._num_running[name] += 1
         return name
 
@@ -64,6 +75,12 @@ class Router:
         if counts is self._num_leaving and not counts[name]:
             del counts[name]
 
+    def end_session(self, session_id: str) -> None:
+        """It sends nothing more. Idempotent; unknown ones are fine."""
+        name, _ = self._sessions.pop(session_id, (None, 0.0))
+        if name is not None:
+            self._num_sessions[name] -= 1
+
     def is_free(self, name: str) -> bool:
         """Whether an engine of that name can be added: none has it, nor a request of one that had it."""
         return name not in self._num_running and name not in self._num_leaving
@@ -72,29 +89,41 @@ class Router:
         """Send requests to ``name`` too. Raises ``StateError`` for a name that is not free."""
         if not self.is_free(name):
             raise StateError(f"the name {name} is taken, by an engine or by requests that have yet to leave it")
-        self._num_running[name] = 0
+        self._num_running[name] = self._num_sessions[name] = 0
 
     def remove(self, name: str) -> None:
-        """Send nothing more to ``name``; what runs there may end later. Idempotent."""
+        """Send nothing more to ``name``; what runs there may end later, and its sessions are routed anew. Idempotent."""
         if num_leaving := self._num_running.pop(name, 0):
             self._num_leaving[name] = num_leaving
+        if self._num_sessions.pop(name, 0):
+            for session_id in [one for one, (engine, _) in self._sessions.items() if engine == name]:
+                del self._sessions[session_id]
 
     def num_running(self, name: str) -> int:
         """Requests now running on ``name``."""
         return self._num_running[name]
 
     def statistics(self) -> dict[str, float]:
-        """Engines alive, requests running in all, and on the emptiest and the fullest."""
+        """Engines alive, sessions that stay with one, requests running in all, and on the emptiest and the fullest."""
         loads = list(self._num_running.values()) or [0]
         return {
             "engines": float(len(self._num_running)),
+            "routed_sessions": float(len(self._sessions)),
             "running_requests": float(sum(loads)),
             "min_running_requests": float(min(loads)),
             "max_running_requests": float(max(loads)),
         }
 
-    def _remember(self, session_id: str, name: str) -> None:
-        self._sessions[session_id] = name
-        self._sessions.move_to_end(session_id)
+    def _remember(self, session_id: str, name: str, now: float) -> None:
+        self.end_session(session_id)
+        self._sessions[session_id] = (name, now)
+        self._num_sessions[name] += 1
         if len(self._sessions) > self._max_sessions:
-            self._sessions.popitem(last=False)
+            self.end_session(next(iter(self._sessions)))
+
+    def _forget_idle(self, now: float) -> None:
+        while self._sessions:
+            session_id, (_, used) = next(iter(self._sessions.items()))
+            if now - used <= self._max_idle_s:
+                return
+            self.end_session(session_id)

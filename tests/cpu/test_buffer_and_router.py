@@ -187,35 +187,50 @@ TestBufferMachine.settings = settings(max_examples=40, stateful_step_count=40, d
 
 
 class RouterMachine(RuleBasedStateMachine):
-    """Requests, sessions and deaths in any order: loads add up, sessions stay, the dead get nothing."""
+    """Requests, sessions and deaths in any order: loads add up, sessions stay until they end, and ties go where the fewest stay."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = Router(("e0", "e1", "e2"), max_sessions=4)
+        self.router = Router(("e0", "e1", "e2"), max_sessions=4, max_idle_s=10.0)
         self.open: list[str] = []
-        self.homes: dict[str, str] = {}
+        self.homes: dict[str, tuple[str, float]] = {}
+        """Engine and last use of a session, the least recently used first."""
+        self.now = 0.0
+
+    @property
+    def awake(self) -> dict[str, str]:
+        return {session: name for session, (name, used) in self.homes.items() if self.now - used <= 10.0}
 
     @precondition(lambda self: self.router.engine_names)
-    @rule()
-    def start(self) -> None:
-        loads = {name: self.router.num_running(name) for name in self.router.engine_names}
-        name = self.router.start()
-        assert loads[name] == min(loads.values())
-        self.open.append(name)
-
-    @precondition(lambda self: self.router.engine_names)
-    @rule(session=st.sampled_from(["s", "t", "u"]))
-    def start_in_session(self, session: str) -> None:
-        name = self.router.start(session)
-        if self.homes.get(session) in self.router.engine_names:
-            assert name == self.homes[session]
-        self.homes[session] = name
+    @rule(session=st.sampled_from([None, *"stuvwx"]))
+    def start(self, session: str | None) -> None:
+        fullness = {
+            name: (self.router.num_running(name), list(self.awake.values()).count(name))
+            for name in self.router.engine_names
+        }
+        name = self.router.start(session, now=self.now)
+        if session in self.awake:
+            assert name == self.awake[session]
+        else:
+            assert fullness[name] == min(fullness.values())
+        if session is not None:
+            others = {one: home for one, home in self.homes.items() if one in self.awake and one != session}
+            self.homes = dict([*others.items(), (session, (name, self.now))][-4:])
         self.open.append(name)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         self.router.end(self.open.pop(data.draw(st.integers(0, len(self.open) - 1))))
+
+    @rule(session=st.sampled_from("stuvwx"))
+    def end_session(self, session: str) -> None:
+        self.router.end_session(session)
+        self.homes.pop(session, None)
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
     @rule(name=st.sampled_from(["e0", "e1", "e2", "e3"]))
     def add(self, name: str) -> None:
@@ -230,13 +245,15 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["e0", "e1", "e2", "e3"]))
     def remove(self, name: str) -> None:
-        """Requests on the dead engine end later, as they notice."""
+        """Requests on the dead engine end later, as they notice; a namesake started anew knows nothing of its sessions."""
         self.router.remove(name)
+        self.homes = {session: home for session, home in self.homes.items() if home[0] != name}
 
     @invariant()
     def loads_add_up(self) -> None:
         for name in self.router.engine_names:
             assert self.router.num_running(name) == self.open.count(name)
+        assert len(self.awake) <= self.router.statistics()["routed_sessions"] <= 4
 
 
 TestRouterMachine = RouterMachine.TestCase

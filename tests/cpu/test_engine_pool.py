@@ -128,6 +128,39 @@ def test_an_engine_that_does_not_hand_its_requests_back_in_time_loses_them() -> 
     run_in_virtual_time(main())
 
 
+def test_sessions_that_begin_one_by_one_on_idle_engines_share_them_evenly() -> None:
+    async def main() -> None:
+        engines = [engine(f"e{i}") for i in range(4)]
+        client = client_of(*engines)
+
+        async def turns(session: str, num: int) -> None:
+            for _ in range(num):
+                await client.generate_tokens((1,), SAMPLING, session_id=session)
+                await asyncio.sleep(100)
+
+        for i in range(8):
+            await turns(f"s{i}", 1)
+        await answers(client, 8)
+        for i in range(8):
+            await turns(f"s{i}", 5)
+        assert [num_sampled(one) for one in engines] == [2 * 7 * 200] * 4
+
+    run_in_virtual_time(main())
+
+
+def test_a_session_that_has_ended_makes_room_for_the_next_one() -> None:
+    async def main() -> None:
+        first, second = engine("e0"), engine("e1")
+        client = client_of(first, second)
+        for session in ("s0", "s1"):
+            await client.generate_tokens((1,), SAMPLING, session_id=session)
+        client.pool.end_session("s1")
+        await client.generate_tokens((1,), SAMPLING, session_id="s2")
+        assert (num_sampled(first), num_sampled(second)) == (200, 400)
+
+    run_in_virtual_time(main())
+
+
 def test_the_only_engine_and_an_unknown_one_cannot_be_removed() -> None:
     async def main() -> None:
         client = client_of(engine("e0"))

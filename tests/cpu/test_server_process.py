@@ -1,6 +1,7 @@
 """The endpoint in a Ray actor: real Ray, real uvicorn, the real client and openai; only the engine is scripted."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from skyrl_async.inference.server.process import EndpointServer, EndpointSetting
 from skyrl_async.rollout.attempts import Attempts
 from skyrl_async.rollout.deadlines import Deadlines
 from skyrl_async.rollout.outages import Outages
+from skyrl_async.rollout.sessions import SessionPool
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, GroupRequest, Prompt, SamplingParams
 from skyrl_gym_http import SkyRLGymHTTPGenerator
 from tests.cpu.test_gym_http_generator import Chat
@@ -38,8 +40,10 @@ class OneAnswerEngine:
 
     def __init__(self, name: str = "engine-0") -> None:
         self.name = name
+        self.num_calls = 0
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
+        self.num_calls += 1
         rest = ANSWER[request.num_sampled_tokens :]
         is_aborted = request.num_sampled_tokens == 0
         ids = rest[:1] if is_aborted else rest
@@ -245,6 +249,24 @@ async def test_a_front_end_may_be_told_of_engines_before_it_serves(tmp_path: Pat
     host, port = await server.start()
     assert (await ask(f"http://{host}:{port}/v1")).choices[0].message.content == "hé"
     await server.stop()
+
+
+async def test_sessions_of_several_front_ends_share_idle_engines_and_make_room_when_they_end(tmp_path: Path) -> None:
+    engines: list[Any] = [OneAnswerEngine(f"engine-{i}") for i in range(4)]
+    servers = [EndpointServer(settings(tmp_path), engines, front_end) for front_end in range(4)]
+    roots = [f"http://{host}:{port}" for host, port in [await server.start() for server in servers]]
+    async with SessionPool(roots, "c") as pool:
+        for _ in range(8):
+            async with pool.session() as session:
+                await ask(session.base_url, session.api_key)
+        assert [engine.num_calls for engine in engines] == [4] * 4, "two calls make an answer"
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(8):
+                session = await stack.enter_async_context(pool.session())
+                await ask(session.base_url, session.api_key)
+    assert [engine.num_calls for engine in engines] == [8] * 4
+    for server in servers:
+        await server.stop()
 
 
 async def test_a_front_end_that_dies_too_often_ends_the_run(tmp_path: Path, engine: Any) -> None:

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from skyrl_async.errors import NoEngineError, RequestRefusedError
 from skyrl_async.inference.server.app import create_app
 from skyrl_async.inference.server.serving import Serving
+from skyrl_async.inference.server.sweeping import sweep_sessions
 from skyrl_async.inference.sessions.session import SessionLimits
 from skyrl_async.inference.sessions.settings import SessionSettings
 from tests.cpu.scripted_sampler import CONTROLLER_KEY, RENDERER, RUN_KEY
@@ -65,6 +66,22 @@ async def test_a_sessions_key_opens_its_own_v1_and_nothing_else(sampler: HeldSam
     assert {error_of(response)["code"] for response in forbidden} == {"forbidden"}
     assert (foreign.status_code, error_of(foreign)["code"]) == (401, "invalid_api_key")
     assert turns == [1, 0]
+
+
+async def test_the_sampler_hears_of_every_session_that_ends(sampler: HeldSampler) -> None:
+    now, ended = 0.0, list[str]()
+    async with endpoint(sampler, clock=lambda: now, on_session_end=ended.append) as served:
+        finished, deleted, expired = await served.begin(), await served.begin(), await served.begin()
+        await finished.finish()
+        await served.controller.delete(f"/sessions/{deleted.id}")
+        assert ended == [finished.id, deleted.id]
+        now = 1e6
+        async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+            sweeping = tasks.create_task(sweep_sessions(served.serving, interval_s=0.01))
+            while len(ended) < 3:  # noqa: ASYNC110 - nobody is told but the sampler
+                await asyncio.sleep(0.01)
+            sweeping.cancel()
+    assert ended == [finished.id, deleted.id, expired.id]
 
 
 async def test_the_controllers_key_opens_sessions_and_the_runs_does_not(sampler: HeldSampler) -> None:

@@ -49,6 +49,7 @@ def create_app(
     statistics: Statistics = dict,
     keepalive_interval_s: float = 4.0,
     clock: Callable[[], float] = time.monotonic,
+    on_session_end: Callable[[str], None] = lambda _: None,
 ) -> FastAPI:
     """Make the application; its ``state.serving`` holds the sessions.
 
@@ -62,6 +63,7 @@ def create_app(
         statistics: Figures for ``/metrics``.
         keepalive_interval_s: Silence after which a stream sends a comment, > 0.
         clock: Seconds, for the lifetimes of sessions.
+        on_session_end: Told the id of a session that is closed, by which the sampler knew its requests; more than once, maybe.
     """
     settings = session_settings or SessionSettings()
     reader = parser or AnswerParser.of(renderer.tokenizer)
@@ -83,6 +85,7 @@ def create_app(
         clock=clock,
         max_concurrent_requests=max_concurrent_requests,
         keepalive_interval_s=keepalive_interval_s,
+        on_session_end=on_session_end,
     )
     serving = Serving(sampler=sampler, renderer=renderer, model_name=model_name, sessions=store, exchange=exchange)
 

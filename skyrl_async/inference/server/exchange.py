@@ -81,6 +81,7 @@ class Exchange:
         clock: seconds, the session store's.
         max_concurrent_requests: generations at once, >= 1.
         keepalive_interval_s: silence after which a stream sends a comment, > 0.
+        on_session_end: told the id of a session that is closed; more than once, maybe.
     """
 
     def __init__(
@@ -90,11 +91,13 @@ class Exchange:
         clock: Callable[[], float],
         max_concurrent_requests: int,
         keepalive_interval_s: float,
+        on_session_end: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._make_planner = make_planner
         self._clock = clock
         self._limit = asyncio.Semaphore(max_concurrent_requests)
         self._keepalive_interval_s = keepalive_interval_s
+        self._on_session_end = on_session_end
         self._desks: WeakKeyDictionary[Session, _Desk] = WeakKeyDictionary()
         self._counts = {"replays": 0, "joined_requests": 0}
 
@@ -135,6 +138,7 @@ class Exchange:
         reason = SessionClosedError(f"session {session.id} was closed while this request was open; begin a new session")
         for work in list(desk.in_flight.values()) if desk else ():
             work.end(reason)
+        self._on_session_end(session.id)
 
     def statistics(self) -> dict[str, float]:
         """Resends answered with the reply before, and requests that joined an equal one in flight."""

@@ -132,8 +132,10 @@ class EndpointServer:
             settings.policy_path, trust_remote_code=settings.trust_remote_code, local_files_only=True
         )
         renderer = ChatRenderer(tokenizer)
+        # Front ends do not know of each other's requests: each prefers another engine where all are idle.
+        first = self._front_end % max(1, len(self._engines))
         client = self._client = InferenceEngineClient(
-            self._engines,
+            (*self._engines[first:], *self._engines[:first]),
             tokenizer=tokenizer,
             max_model_len=settings.max_model_len,
             renderer=renderer,
@@ -155,4 +157,5 @@ class EndpointServer:
             model_name=settings.model_name,
             max_body_bytes=settings.max_body_bytes,
             statistics=client.statistics,
+            on_session_end=client.pool.end_session,
         )
