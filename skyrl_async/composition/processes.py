@@ -291,6 +291,7 @@ def _endpoint_settings(
             ),
             branches=BranchPolicy(server.branch_policy.name),
             trains_constrained=not whole_vocabulary_settings(config),
+            trains_side_requests=server.train_side_requests,
             reasoning_policy=ReasoningPolicy(server.reasoning_policy.name),
         ),
     )

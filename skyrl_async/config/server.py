@@ -58,6 +58,12 @@ class ServerConfig:
         BranchPolicyName.all,
         "Which branches of a session whose history was rewritten are trained: all, the longest, or that of the last turn.",
     )
+    train_side_requests: bool = doc(
+        False,
+        "Train also what a harness asked beside its task, such as a title: what was answered once, without tools, under another system "
+        "prompt than the agent's, quoting no reply and quoted by no other request. Such an answer cannot have changed the reward. false "
+        "leaves it out: agent/side_requests and agent/side_tokens count it.",
+    )
     session_idle_timeout_s: float = doc(600.0, "A session without a request for so long has expired.")
     session_lifetime_s: float = doc(7200.0, "A session older than this has expired.")
     session_max_turns: int = doc(1000, "Turns sampled in one session; the next is refused with 401.")

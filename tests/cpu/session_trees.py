@@ -38,6 +38,10 @@ def user(content: Any) -> Message:
     return {"role": "user", "content": content}
 
 
+def system(content: Any) -> Message:
+    return {"role": "system", "content": content}
+
+
 def assistant(content: Any, **rest: Any) -> Message:
     return {"role": "assistant", "content": content, **rest}
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from skyrl_async.inference.sessions.rows import BranchPolicy, rows
 from skyrl_async.inference.sessions.tree import Match, Turn, TurnTree
 from skyrl_async.types import ENVIRONMENT_VERSION, FinishReason, Message, Trajectory
-from tests.cpu.session_trees import FIRST_SAMPLED_ID, Policy, assistant, completion, user
+from tests.cpu.session_trees import FIRST_SAMPLED_ID, Policy, assistant, call, completion, system, tool, user
 
 
 @pytest.fixture
@@ -87,6 +87,138 @@ def test_one_branch_may_stand_for_the_session(forked: Policy) -> None:
     assert last.prompt_token_ids + last.response_token_ids == rewritten.token_ids
 
 
+AGENT, TITLE = system("You repair programs."), system("You write titles.")
+TASK, RUN_TESTS = user("repair the function median in stats.py"), call("run", {"command": "pytest"})
+TOOLS = [{"type": "function", "function": {"name": "run"}}]
+
+
+def repair(policy: Policy, num_turns: int, *, tools: list[dict[str, Any]] | None = TOOLS) -> list[Message]:
+    """An agent's conversation, as it stands after its last turn."""
+    messages = [AGENT, TASK]
+    for i in range(num_turns):
+        reply = assistant(f"I run the tests for time number {i}.", tool_calls=[RUN_TESTS] if tools else [])
+        policy.answer(messages, reply, tools=tools, num_tokens=40)
+        messages += [reply, tool("1 failed") if tools else user("1 failed")]
+    return messages
+
+
+def ask_title(policy: Policy, **how: Any) -> Turn:
+    return policy.answer([TITLE, TASK], assistant("The median of stats"), num_tokens=5, **how)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("tools", [TOOLS, None])
+def test_a_title_asked_beside_a_task_is_no_row_and_takes_no_weight(
+    policy: Policy, position: int, tools: list[dict[str, Any]] | None
+) -> None:
+    messages = [AGENT, TASK]
+    for i in range(3):
+        if i == position:
+            title = ask_title(policy, finish_reason=FinishReason.LENGTH)
+        reply = assistant("I look at it.")
+        policy.answer(messages, reply, tools=tools, num_tokens=2)
+        messages += [reply, user("go on")]
+    row = only(rows(policy.tree, reward=1.0))
+    assert (row.num_turns, row.num_sampled_tokens, row.weight, row.is_truncated) == (3, 6, 1.0, False)
+    assert policy.tree.side_requests == (title,)
+    assert policy.tree.newest_messages == tuple(messages[:-1])
+    for branches in (BranchPolicy.LONGEST, BranchPolicy.LAST):
+        assert only(rows(policy.tree, reward=1.0, branches=branches)).num_turns == 3
+    trained = rows(policy.tree, reward=1.0, trains_side_requests=True)
+    assert [row.weight for row in trained] == [0.5, 0.5] and sum(row.num_sampled_tokens for row in trained) == 11
+
+
+def test_beside_an_answer_of_one_turn_only_what_is_much_shorter_is_a_side_request(policy: Policy) -> None:
+    title = ask_title(policy)
+    policy.answer([AGENT, TASK], assistant("It is right as it is."), num_tokens=19)
+    assert policy.tree.side_requests == ()
+    policy.answer([AGENT, user("and the mean?")], assistant("So is that."), num_tokens=20)
+    assert policy.tree.side_requests == (title,)
+    assert [row.weight for row in rows(policy.tree, reward=1.0)] == [0.5, 0.5]
+
+
+def summarised_by_another(policy: Policy) -> None:
+    """A compaction that keeps the messages under a system prompt of its own, and a history that begins with what it said."""
+    messages = [*repair(policy, 2), user("Summarise.")]
+    policy.answer([system("You summarise."), *messages[1:]], assistant("The tests were run twice."), num_tokens=5)
+    policy.answer([AGENT, TASK, user("So far: The tests were run twice.")], assistant("Done."), tools=TOOLS)
+
+
+def summarised_in_a_text(policy: Policy) -> None:
+    said = "\n".join(str(message.get("content")) for message in repair(policy, 2))
+    summary = assistant("Summary:\nThe tests were run twice.")
+    policy.answer([system("You summarise."), user(f"Summarise this:\n{said}")], summary, num_tokens=5)
+
+
+def handed_to_a_specialist(policy: Policy) -> None:
+    """The OpenAI Agents SDK's handoff: the history goes on under the instructions of another agent."""
+    handing_over = assistant("", tool_calls=[call("transfer_to_specialist", {})])
+    policy.answer([system("You are the triage."), TASK], handing_over, tools=TOOLS, num_tokens=5)
+    policy.answer([AGENT, TASK, handing_over, tool("done")], assistant("It is repaired."), num_tokens=90)
+
+
+def helped_by_an_agent_that_is_a_tool(policy: Policy) -> None:
+    messages = repair(policy, 1)
+    policy.answer([system("You find causes."), TASK], assistant("The list is not sorted."), num_tokens=5)
+    messages[-1] = tool("The list is not sorted.")
+    policy.answer(messages, assistant("I sort it."), tools=TOOLS)
+
+
+def helped_by_an_agent_with_tools(policy: Policy) -> None:
+    repair(policy, 2)
+    policy.answer(
+        [system("You write documents."), user("document it")], assistant("", tool_calls=[RUN_TESTS]), tools=TOOLS
+    )
+
+
+def planned_written_and_reviewed(policy: Policy) -> None:
+    """Three prompts without tools, each with part of what the one before said."""
+    plan = "1. Sort the list.\n2. Take the middle."
+    code = "def median(values):\n    return sorted(values)[len(values) // 2]"
+    policy.answer([system("You plan."), TASK], assistant(f"The plan:\n{plan}"), num_tokens=5)
+    policy.answer([AGENT, user(f"Do this: {plan}")], assistant(f"Here:\n```\n{code}\n```"), num_tokens=90)
+    policy.answer([system("You review."), user(f"Is it right?\n{code}")], assistant("yes"), num_tokens=2)
+
+
+def asked_by_a_harness_without_system_prompts(policy: Policy) -> None:
+    """Terminus 2: its summary is asked in the history, its handoff begins anew."""
+    policy.answer([TASK], assistant("I run the tests."), num_tokens=90)
+    policy.answer([user("You take over from another agent.")], assistant("What is known?"), num_tokens=5)
+
+
+@pytest.mark.parametrize(
+    "play",
+    [
+        summarised_by_another,
+        summarised_in_a_text,
+        handed_to_a_specialist,
+        helped_by_an_agent_that_is_a_tool,
+        helped_by_an_agent_with_tools,
+        planned_written_and_reviewed,
+        asked_by_a_harness_without_system_prompts,
+    ],
+)
+def test_what_passes_something_on_or_works_with_tools_is_part_of_the_task(policy: Policy, play: Any) -> None:
+    play(policy)
+    assert policy.tree.side_requests == ()
+    trained = sum(row.num_sampled_tokens for row in rows(policy.tree, reward=1.0))
+    assert trained == policy.tree.num_sampled_tokens
+
+
+def test_a_title_that_repeats_its_prompt_is_quoted_by_nobody(policy: Policy) -> None:
+    title = policy.answer([TITLE, TASK], assistant(TASK["content"]), num_tokens=5)
+    repair(policy, 2)
+    assert policy.tree.side_requests == (title,)
+
+
+def test_what_raw_prompts_quote_is_not_known(policy: Policy) -> None:
+    ask_title(policy)
+    policy.tree.commit(
+        Match(turn=None, num_messages=0), (), assistant("b"), completion((1, 2), tuple(range(2000, 2090)))
+    )
+    assert policy.tree.side_requests == ()
+
+
 def test_choices_of_one_request_are_rows_of_one_prompt(policy: Policy) -> None:
     for text in "xyz":
         policy.answer([user("a")], assistant(text))
@@ -150,13 +282,14 @@ def test_a_row_is_truncated_when_its_last_turn_is_or_when_told(policy: Policy) -
 def trees(draw: st.DrawFn) -> TurnTree:
     """Turns that extend any turn before them, or none, with tools and grammars; some rendered anew, some without tokens."""
     policy = Policy(TurnTree())
-    conversations: list[list[Message]] = [[]]
+    conversations: list[list[Message]] = [[], [AGENT], [TITLE]]
     for i in range(draw(st.integers(0, 8))):
         messages = [*draw(st.sampled_from(conversations)), user(draw(st.sampled_from("ab")))]
-        match, prompt = policy.plan(messages)
+        tools = draw(st.sampled_from([None, None, TOOLS]))
+        match, prompt = policy.plan(messages, tools)
         if draw(st.integers(0, 4)) == 0:
             match, prompt = Match(turn=None, num_messages=0), tuple(range(1, 2 + len(messages)))
-        num_tokens = draw(st.integers(0, 3))
+        num_tokens = draw(st.sampled_from([0, 1, 2, 3, 12]))
         reply = assistant(draw(st.sampled_from(["x", f"reply {i}"])))
         done = completion(
             prompt,
@@ -166,7 +299,7 @@ def trees(draw: st.DrawFn) -> TurnTree:
             finish_reason=draw(st.sampled_from([FinishReason.STOP, FinishReason.LENGTH])),
             num_aborts=draw(st.integers(0, 2)),
         )
-        policy.tree.commit(match, messages, reply, done, is_constrained=draw(st.booleans()))
+        policy.tree.commit(match, messages, reply, done, tools=tools, is_constrained=draw(st.booleans()))
         conversations.append([*messages, reply])
     return policy.tree
 
@@ -179,20 +312,28 @@ def trees(draw: st.DrawFn) -> TurnTree:
     is_abandoned=st.booleans(),
     is_truncated=st.booleans(),
     trains_constrained=st.booleans(),
+    trains_all=st.booleans(),
 )
-def test_each_sampled_token_is_trained_once_as_it_was_sampled(
-    tree: TurnTree, branches: BranchPolicy, is_abandoned: bool, is_truncated: bool, trains_constrained: bool
+def test_each_sampled_token_is_trained_once_as_it_was_sampled_or_is_of_a_side_request(
+    tree: TurnTree,
+    branches: BranchPolicy,
+    is_abandoned: bool,
+    is_truncated: bool,
+    trains_constrained: bool,
+    trains_all: bool,
 ) -> None:
     how: dict[str, Any] = {
         "is_abandoned": is_abandoned,
         "is_truncated": is_truncated,
         "trains_constrained": trains_constrained,
+        "trains_side_requests": trains_all,
     }
     found = rows(tree, reward=0.25, branches=branches, **how)
     assert bool(found) == bool(tree.turns)
     if found:
         assert sum(row.weight for row in found) == pytest.approx(1)
-    sampled = {i: sample for turn in tree.turns for i, *sample in samples(turn, trains_constrained)}
+    of_task = [turn for turn in tree.turns if trains_all or turn not in tree.side_requests]
+    sampled = {i: sample for turn in of_task for i, *sample in samples(turn, trains_constrained)}
     trained = Counter(i for row in found for i, mask in zip(row.response_token_ids, row.loss_mask, strict=True) if mask)
     assert max(trained.values(), default=1) == 1
     assert trained.keys() <= sampled.keys()
@@ -229,7 +370,11 @@ def check_row(row: Trajectory, tree: TurnTree, sampled: dict[int, list[float]]) 
 
 @settings(max_examples=100, deadline=None)
 @given(tree=trees())
-def test_turns_and_aborts_of_the_rows_add_up_to_the_session_s(tree: TurnTree) -> None:
+def test_turns_and_aborts_of_the_rows_add_up_to_the_session_s_without_its_side_requests(tree: TurnTree) -> None:
     found = rows(tree, reward=1.0, is_abandoned=True)
-    assert sum(row.num_turns for row in found) == tree.num_turns
-    assert sum(row.num_aborts for row in found) == sum(turn.addition.num_aborts for turn in tree.turns)
+    of_task = [turn for turn in tree.turns if turn not in tree.side_requests]
+    assert sum(row.num_turns for row in found) == len(of_task) and bool(of_task) == bool(tree.turns)
+    assert sum(row.num_aborts for row in found) == sum(turn.addition.num_aborts for turn in of_task)
+    assert tree.newest_turn in of_task or not tree.turns
+    for turn in tree.side_requests:
+        assert turn.parent is None and all(other.parent is not turn for other in tree.turns)

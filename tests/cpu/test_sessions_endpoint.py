@@ -38,6 +38,29 @@ async def test_a_chat_of_four_turns_with_tools_is_one_exact_row(is_streamed: lis
     assert (status["messages"][-1]["content"], status["last_text"]) == ("bye", "bye")
 
 
+@pytest.mark.parametrize("trains", [False, True])
+async def test_a_title_asked_after_the_answer_is_neither_judged_nor_trained_unless_it_is_to_be(trains: bool) -> None:
+    sampler = HeldSampler(scripts=(("let me ",), ("It is 3 in all.",), ("Counting",)))
+    async with endpoint(sampler, session_settings=SessionSettings(trains_side_requests=trains)) as served:
+        session = await served.begin()
+        messages: list[Any] = [{"role": "system", "content": "count"}, user()]
+        messages += [await session.reply(messages), user("go on")]
+        await session.reply(messages)
+        await session.reply([{"role": "developer", "content": "write a title"}, user()])
+        status = await session.status()
+        rows = await session.finish()
+        finished = await session.status()
+    assert (status["last_text"], status["last_finish_reason"]) == ("It is 3 in all.", "stop")
+    assert [message["content"] for message in status["messages"]][-1] == "It is 3 in all."
+    assert status["num_turns"] == 3 and status["num_sampled_tokens"] == sum(map(len, sampler.completions))
+    figures = [0, 0] if trains else [1, len(sampler.completions[2])]
+    for shown in (status, finished):
+        assert [shown["num_side_requests"], shown["num_side_tokens"]] == figures
+    num_trained = sum(map(len, sampler.completions)) - figures[1]
+    assert sum(sum(row["loss_mask"]) for row in rows) == num_trained
+    assert [row["weight"] for row in rows] == ([0.5, 0.5] if trains else [1.0])
+
+
 def without_reasoning(reply: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in reply.items() if not key.startswith("reasoning")}
 

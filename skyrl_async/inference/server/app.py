@@ -77,6 +77,7 @@ def create_app(
         limits=settings.limits,
         branches=settings.branches,
         trains_constrained=settings.trains_constrained,
+        trains_side_requests=settings.trains_side_requests,
         clock=clock,
         front_end=settings.front_end,
     )

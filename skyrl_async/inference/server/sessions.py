@@ -78,7 +78,7 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.get("/sessions/{session_id}")
     async def show_session(session_id: str) -> Response:
-        return StrictJSONResponse(_shown(store.get(session_id)))
+        return StrictJSONResponse(_shown(store.get(session_id), has_left_out=not store.trains_side_requests))
 
     @router.post("/sessions/{session_id}/finish")
     async def finish_session(session_id: str, body: FinishSession) -> Response:
@@ -102,18 +102,22 @@ def make_router(serving: Serving) -> APIRouter:
     return router
 
 
-def _shown(session: Session) -> dict[str, Any]:
+def _shown(session: Session, *, has_left_out: bool) -> dict[str, Any]:
+    num_side_requests, num_side_tokens = session.side_figures if has_left_out else (0, 0)
     return {
         "id": session.id,
         "state": str(session.state),
         "label": session.label,
         "num_turns": session.num_turns,
         "num_sampled_tokens": session.num_sampled_tokens,
+        "num_side_requests": num_side_requests,
+        "num_side_tokens": num_side_tokens,
         "num_requests_open": session.num_requests_open,
         "num_overflows": session.num_overflows,
         "was_cut_short": session.was_cut_short,
         "messages": session.newest_messages,
         "last_text": session.last_text,
+        "last_finish_reason": session.last_finish_reason,
     }
 
 

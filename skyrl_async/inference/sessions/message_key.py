@@ -31,7 +31,7 @@ def message_key(message: Message) -> MessageKey:
     """
     role = str(message.get("role"))
     role = "system" if role == "developer" else role
-    content = _text(message.get("content")).strip()
+    content = text_of(message.get("content")).strip()
     if role != "assistant":
         return MessageKey(_digest((role, content, str(message.get("name") or ""))))
     return MessageKey(_digest((role, content, *(field for call in _calls(message) for field in _spoken(call)))))
@@ -53,7 +53,8 @@ def reasoning_of(message: Message) -> str:
     return next((text.strip() for text in found if isinstance(text, str) and text.strip()), "")
 
 
-def _text(content: Any) -> str:
+def text_of(content: Any) -> str:
+    """The text of a message's content, parts joined by line breaks."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):

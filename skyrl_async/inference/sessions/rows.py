@@ -3,6 +3,7 @@
     turn 0 ── turn 1 ── turn 2          row 0: 0 1 2 trained
                  └───── turn 3          row 1: 0 1 context, 3 trained
     turn 4                              row 2: 4 trained (its history was rewritten)
+    turn 5                              no row: a side request
 
 Flows in: a turn tree and how the session ended. Flows out: trajectories whose ids, log-probs and versions are those sampled, each
 sampled token trained in exactly one of them. Does not know how turns are matched, nor advantages.
@@ -57,12 +58,13 @@ def rows(
     reward: float,
     branches: BranchPolicy = BranchPolicy.ALL,
     trains_constrained: bool = False,
+    trains_side_requests: bool = False,
     metrics: Mapping[str, float] | None = None,
     is_truncated: bool = False,
     is_abandoned: bool = False,
     sample_index: int | None = None,
 ) -> tuple[Trajectory, ...]:
-    """One trajectory per kept branch, with weights that add up to 1.
+    """One trajectory per kept branch, with weights that add up to 1. Side requests are no branches, unless they are trained.
 
     A turn is trained in the first row that contains it and context in the others, whose importance ratios are without it. A turn that a
     grammar constrained is context too, because its log-probs are of the tokens that the grammar left, the trainer's of all; with
@@ -71,7 +73,8 @@ def rows(
     are of the turns that the row trains, so that their sums are the session's. ``is_truncated`` also where a row's last turn ran out of
     tokens. A tree without turns has no rows.
     """
-    kept = _branches(tree.turns, branches)
+    left_out = set() if trains_side_requests else set(tree.side_requests)
+    kept = _branches([turn for turn in tree.turns if turn not in left_out], branches)
     masks = [[_mask(turn, is_abandoned, trains_constrained) for turn in branch.trained] for branch in kept]
     alive = [i for i, turns in enumerate(masks) if is_abandoned or any(map(any, turns))] or list(
         range(min(1, len(kept)))

@@ -15,7 +15,7 @@ from enum import StrEnum
 from skyrl_async.errors import SessionClosedError, StateError
 from skyrl_async.inference.sessions.rows import BranchPolicy, rows
 from skyrl_async.inference.sessions.tree import TurnTree
-from skyrl_async.types import Message, SamplingParams, Trajectory
+from skyrl_async.types import FinishReason, Message, SamplingParams, Trajectory
 
 
 class SessionState(StrEnum):
@@ -124,6 +124,7 @@ class Session:
         self._expired_because = ""
         self._tree = TurnTree()
         self._rows: tuple[Trajectory, ...] = ()
+        self._side_figures = (0, 0)
         self._created_at = self._active_at = now
         self._num_requests_open = 0
         self._num_overflows = 0
@@ -174,8 +175,16 @@ class Session:
         return self._was_refused or self._num_turns_at_overflow == self.num_turns
 
     @property
+    def side_figures(self) -> tuple[int, int]:
+        """Side requests among the turns, and the tokens sampled in them."""
+        if not self._tree.is_closed:
+            turns = self._tree.side_requests
+            self._side_figures = len(turns), sum(len(turn.addition.token_ids) for turn in turns)
+        return self._side_figures
+
+    @property
     def newest_messages(self) -> tuple[Message, ...]:
-        """The conversation of the newest turn, its reply included; empty without turns."""
+        """The conversation of the newest turn, its reply included; empty without turns. Side requests are none here and below."""
         return self._tree.newest_messages
 
     @property
@@ -183,6 +192,12 @@ class Session:
         """What the policy wrote in the newest turn, as it was sampled; None without turns."""
         newest = self._tree.newest_turn
         return None if newest is None else newest.addition.text
+
+    @property
+    def last_finish_reason(self) -> FinishReason | None:
+        """What ended the newest turn; None without turns."""
+        newest = self._tree.newest_turn
+        return None if newest is None else newest.addition.finish_reason
 
     def begin_request(self, now: float) -> None:
         """A request arrives. ``SessionClosedError`` when the session is closed, past a deadline or at a cap; then it did not begin."""
@@ -220,6 +235,7 @@ class Session:
         reward: float,
         branches: BranchPolicy = BranchPolicy.ALL,
         trains_constrained: bool = False,
+        trains_side_requests: bool = False,
         metrics: Mapping[str, float] | None = None,
         is_truncated: bool = False,
         is_abandoned: bool = False,
@@ -235,11 +251,13 @@ class Session:
             self._check_open()
         if not math.isfinite(reward):
             raise ValueError(f"reward must be a finite number, got {reward!r}")
+        self._side_figures = self.side_figures
         self._rows = rows(
             self._tree,
             reward=reward,
             branches=branches,
             trains_constrained=trains_constrained,
+            trains_side_requests=trains_side_requests,
             metrics=metrics,
             is_truncated=is_truncated or self.was_cut_short,
             is_abandoned=is_abandoned or self._state is SessionState.EXPIRED,

@@ -26,6 +26,7 @@ class SessionSettings:
     """Which branches of a session are trained."""
     trains_constrained: bool = False
     """Train tokens that were sampled under a grammar, where it left a choice: of losses for which its log-probs will do."""
+    trains_side_requests: bool = False
     reasoning_policy: ReasoningPolicy = ReasoningPolicy.KEEP
     front_end: int = 0
     """Index of the process among those that serve; part of every session's key."""

@@ -34,6 +34,7 @@ class SessionStore:
         limits: of sessions that bring none of their own.
         branches: which branches become rows.
         trains_constrained: whether tokens sampled under a grammar are trained, where it left a choice.
+        trains_side_requests: whether side requests are among them.
         clock: seconds, never going back.
         key_prefix: what keys begin with.
         front_end: which front end this is, >= 0; it is part of every key.
@@ -45,6 +46,7 @@ class SessionStore:
         *,
         limits: SessionLimits,
         branches: BranchPolicy,
+        trains_side_requests: bool = False,
         clock: Callable[[], float],
         trains_constrained: bool = False,
         key_prefix: str = "sk",
@@ -57,6 +59,7 @@ class SessionStore:
         self._branches = branches
         self._trains_constrained = trains_constrained
         self._has_warned = False
+        self.trains_side_requests = trains_side_requests
         self._clock = clock
         self._key_start = f"{key_prefix}-{front_end}"
         self._max_finished = max_finished
@@ -127,6 +130,7 @@ class SessionStore:
             reward=reward,
             branches=self._branches,
             trains_constrained=self._trains_constrained,
+            trains_side_requests=self.trains_side_requests,
             metrics=metrics,
             is_truncated=is_truncated,
             is_abandoned=is_abandoned,

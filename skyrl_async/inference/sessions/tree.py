@@ -16,6 +16,7 @@ from typing import Any
 
 from skyrl_async.errors import StateError
 from skyrl_async.inference.sessions.message_key import MessageKey, call_ids, message_key, reasoning_of, tools_key
+from skyrl_async.inference.sessions.side_requests import SideRequests, SystemKey, system_key
 from skyrl_async.types import Completion, Message
 
 
@@ -97,7 +98,9 @@ class TurnTree:
         self._num_turns = 0
         self._num_sampled_tokens = 0
         self._is_closed = False
-        self._newest_messages: tuple[Message, ...] = ()
+        self._side_requests = SideRequests()
+        self._newest: dict[SystemKey, tuple[Turn, tuple[Message, ...]]] = {}
+        """The newest turn under each system prompt with its conversation, the newest last."""
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -114,13 +117,24 @@ class TurnTree:
         return self._num_sampled_tokens
 
     @property
+    def side_requests(self) -> tuple[Turn, ...]:
+        """The turns that were asked beside the task; see ``SideRequests``."""
+        found = self._side_requests.found()
+        return tuple(turn for turn in self._turns if turn.index in found)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
     def newest_turn(self) -> Turn | None:
-        return self._turns[-1] if self._turns else None
+        """No side request, unless there is nothing else."""
+        return self._newest_of_task()[0]
 
     @property
     def newest_messages(self) -> tuple[Message, ...]:
         """The conversation of the newest turn: its request's messages and its reply."""
-        return self._newest_messages
+        return self._newest_of_task()[1]
 
     def match(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] | None = None) -> Match:
         """The deepest sampled turn whose whole conversation equals a prefix of ``messages``, asked with the same ``tools``.
@@ -183,8 +197,25 @@ class TurnTree:
         )
         self._place(turn, self._roots.setdefault(tools_key(tools), _Node()), keys, (reply, *echoes))
         self._num_sampled_tokens += len(completion.token_ids)
-        self._newest_messages = (*messages, reply)
+        self._side_requests.add(
+            None if turn.parent is None else turn.parent.index,
+            messages,
+            keys,
+            match.num_messages,
+            reply,
+            frozenset(message_key(form) for form in (reply, *echoes)),
+            has_tools=bool(tools),
+            num_tokens=len(completion.token_ids),
+        )
+        system = system_key(messages, keys)
+        self._newest.pop(system, None)
+        self._newest[system] = (turn, (*messages, reply))
         return turn
+
+    def _newest_of_task(self) -> tuple[Turn | None, tuple[Message, ...]]:
+        side_requests = self._side_requests.found()
+        newest_first = list(self._newest.values())[::-1]
+        return next((one for one in newest_first if one[0].index not in side_requests), (None, ()))
 
     def _place(self, turn: Turn, node: _Node, keys: Sequence[MessageKey], forms: Sequence[Message]) -> None:
         for key in keys:
@@ -197,7 +228,7 @@ class TurnTree:
     def close(self) -> None:
         """Let go of all turns and accept no more; ``num_turns`` and ``num_sampled_tokens`` remain."""
         self._is_closed = True
-        self._roots, self._turns, self._newest_messages = {}, [], ()
+        self._roots, self._turns, self._newest, self._side_requests = {}, [], {}, SideRequests()
 
     def statistics(self) -> dict[str, float]:
         parents = {turn.parent for turn in self._turns if turn.parent is not None}
