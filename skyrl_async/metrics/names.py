@@ -190,6 +190,15 @@ METRICS: dict[str, Metric] = {
     ),
     "agent/failed": Metric("share", "Of the step's samples, those whose harness failed, timed out or sampled nothing."),
     "agent/timeouts": Metric("share", "Of them, those whose harness took longer than generator.agent_timeout_s."),
+    "agent/cut_short": Metric(
+        "share",
+        "Of the step's samples, those whose harness failed when a cap of its session, the model's context or a cut answer let it go no "
+        "further: rewarded for what it did, and truncated.",
+    ),
+    "agent/side_requests": Metric(
+        "requests", "Of a sample, asked beside its task and left out of training (server.train_side_requests), mean."
+    ),
+    "agent/side_tokens": Metric("tokens", "Sampled in them, mean over samples."),
     "agent/seconds": Metric("s", "Mean duration of a harness's run."),
     "checkpoint/failures": Metric(
         "checkpoints", "Not written because of the disk, since this process began the run or took it up."

@@ -194,6 +194,10 @@ class RunTotals:
     restarted_trajectories: int = 0
     """Running ones of a checkpoint that began anew."""
     evaluation_tokens: int = 0
+    side_tokens: int = 0
+    """Of agents' side requests, which are not among the generated ones that lengths are means of."""
+    cut_short_samples: int = 0
+    """Whose harness failed of a cap or a cut answer."""
     staleness_sum: int = 0
     staleness_max: int = 0
     groups_over_bound: int = 0
@@ -251,6 +255,8 @@ class RunTotals:
         self.generated_trajectories += new["trajectories"]
         self.failed_groups += new["failed_groups"]
         self.lost_samples += new["lost_samples"]
+        self.side_tokens += new["side_tokens"]
+        self.cut_short_samples += new["cut_short_samples"]
         self.retries += new["retries"]
         self.wasted_tokens += new["abandoned_tokens"] + new["lost_tokens"] + new["filtered_tokens"]
         self.redrawn_groups += new["redrawn_groups"]
@@ -286,7 +292,7 @@ class RunTotals:
     def summary(self) -> dict[str, float | str | None]:
         """The figures of ``summary.json`` that come from the steps."""
         return {
-            "tokens_generated": self.generated_tokens + self.evaluation_tokens,
+            "tokens_generated": self.generated_tokens + self.evaluation_tokens + self.side_tokens,
             "tokens_trained": self.trained_tokens,
             "trained_groups": self.trained_groups,
             "staleness_mean": self.staleness_sum / max(1, self.trained_groups),
@@ -303,6 +309,8 @@ class RunTotals:
             "length_ratio": self.length_ratio,
             "failed_groups": self.failed_groups,
             "lost_samples": self.lost_samples,
+            "cut_short_samples": self.cut_short_samples,
+            "side_tokens": self.side_tokens,
             "retries": self.retries,
             "resumed_trajectories": self.resumed_trajectories,
             "restarted_trajectories": self.restarted_trajectories,

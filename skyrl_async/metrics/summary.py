@@ -39,6 +39,8 @@ _LABELS = {
     "wasted_tokens": ("tokens thrown away", "{:,.0f}"),
     "failed_groups": ("groups failed", "{:,.0f}"),
     "lost_samples": ("samples lost from other groups", "{:,.0f}"),
+    "cut_short_samples": ("agents that failed of a cap or a cut answer, trained as truncated", "{:,.0f}"),
+    "side_tokens": ("tokens of agents' side requests", "{:,.0f}"),
     "retries": ("rollouts tried again", "{:,.0f}"),
     "policy_restarts": ("policy workers restarted", "{:,.0f} times"),
     "resumed_trajectories": ("running trajectories resumed", "{:,.0f}"),

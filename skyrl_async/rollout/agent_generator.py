@@ -28,7 +28,7 @@ from skyrl_async.rollout.generator import keeps_samples
 from skyrl_async.rollout.harness import AgentResult, AgentTask, Harness, shown_extras
 from skyrl_async.rollout.members import play_members
 from skyrl_async.rollout.sessions import AgentSession, SessionPool
-from skyrl_async.types import GroupRequest, Prompt, Trajectory
+from skyrl_async.types import FinishReason, GroupRequest, Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,9 @@ class AgentGenerator:
     A sample whose harness fails (an exception, an exit status, a timeout, no turn at all) is an abandoned member of its group:
     its rows are masked, the others are trained. At least two samples of a group must finish (one, where only one is asked),
     else ``GenerationError`` is raised with the first failure, and whoever asked may play those that failed again. Where the
-    endpoint says that a cap ended the session, the harness did not fail: it is truncated, and rewarded for what it did. Nor did it
-    where it met an outage: ``OutageError`` is raised once the others are played, so that the sample is played again.
+    endpoint says that a cap ended the session, or that its last answer was cut at a length limit, the harness did not fail: it is
+    truncated, and rewarded for what it did. Nor did it where it met an outage: ``OutageError`` is raised once the others are played,
+    so that the sample is played again.
 
     In an evaluation a failed sample earns 0 and nothing is abandoned, so that a policy gains nothing by breaking its harness.
 
@@ -173,16 +174,24 @@ class AgentGenerator:
         """Run the harness, then reward what it did or abandon it."""
         started = asyncio.get_running_loop().time()
         report("in its agent")
-        outcome = await self._run_harness(_task(session, request, index, working_dir))
+        task = _task(session, request, index, working_dir)
+        outcome = await self._run_harness(task)
         metrics = {"agent/seconds": asyncio.get_running_loop().time() - started}
         result, failure = (AgentResult(), outcome) if isinstance(outcome, _Failure) else (outcome, None)
         report("rewarding")
         status = await session.status()
         episode = _episode(status, result, working_dir, failure)
         failure = _settled(failure, status, episode)
+        if episode.failure and not failure:
+            logger.info(
+                "agent %s-%d was cut short, and is rewarded for what it did: %s", task.uid, index, episode.failure
+            )
         metrics |= {
             "agent/failed": float(failure is not None),
             "agent/timeouts": float(failure is not None and failure.is_timeout),
+            "agent/cut_short": float(episode.failure is not None and failure is None),
+            "agent/side_requests": float(status.get("num_side_requests", 0)),
+            "agent/side_tokens": float(status.get("num_side_tokens", 0)),
             **result.metrics,
         }
         judgement = Judgement(reward=0.0) if failure else await self._judged(request.prompt, episode, result)
@@ -262,7 +271,7 @@ def _episode(
             output=result.output,
             working_dir=working_dir,
             num_turns=status["num_turns"],
-            is_truncated=bool(status["was_cut_short"]),
+            is_truncated=bool(status["was_cut_short"]) or (failure is not None and _was_cut(status)),
             failure=failure.message if failure else None,
         )
     except (KeyError, TypeError) as error:
@@ -270,7 +279,10 @@ def _episode(
 
 
 def _settled(failure: _Failure | None, status: Mapping[str, Any], episode: AgentEpisode) -> _Failure | None:
-    """Whether the harness failed after all: not where the endpoint let it go no further, but where it never got going."""
+    """Whether the harness failed after all: not where the endpoint let it go no further, but where it never got going.
+
+    What fails right after an answer that a length limit cut fails of that: the OpenAI Agents SDK, for one, raises on ``incomplete``.
+    """
     if status.get("state") == "expired":
         return _Failure(message="its session expired; see server.session_idle_timeout_s and session_lifetime_s")
     if not episode.num_turns:
@@ -278,6 +290,11 @@ def _settled(failure: _Failure | None, status: Mapping[str, Any], episode: Agent
     if failure and episode.is_truncated and not failure.is_timeout:
         return None
     return failure
+
+
+def _was_cut(status: Mapping[str, Any]) -> bool:
+    """Whether the last answer was."""
+    return status.get("last_finish_reason") == FinishReason.LENGTH
 
 
 def _unsampled(index: int, reward: float) -> Trajectory:

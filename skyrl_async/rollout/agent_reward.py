@@ -34,7 +34,7 @@ class AgentEpisode:
     num_turns: int
     """Sampled in all branches."""
     is_truncated: bool
-    """A cap of the session, or the model's context, ended it."""
+    """A cap of the session, the model's context, or a cut answer that its harness could do nothing with ended it."""
     failure: str | None = None
     """Why the harness failed, where a truncation made it fail: it is rewarded for what it did until then."""
 

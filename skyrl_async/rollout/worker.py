@@ -27,7 +27,7 @@ from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff, OnLostSamples,
 from skyrl_async.rollout.metering import charged_to
 from skyrl_async.rollout.saved import RunningGroup, admission_of
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
-from skyrl_async.samples import live_samples_of
+from skyrl_async.samples import live_samples_of, samples_of
 from skyrl_async.stage_board import StageBoard
 from skyrl_async.stages import Lane
 from skyrl_async.types import Group, GroupRequest, Prompt, SamplingParams, Trajectory
@@ -122,7 +122,7 @@ class GenerationWorkers:
         self._drawing: set[asyncio.Task[None]] = set()
         self._is_drawing = False
         self._counts = {"groups": 0, "trajectories": 0, "tokens": 0, "aborts": 0, "failed_groups": 0, "lost_samples": 0}
-        self._counts |= {"redrawn_groups": 0, "redrawn_tokens": 0}
+        self._counts |= {"redrawn_groups": 0, "redrawn_tokens": 0, "side_tokens": 0, "cut_short_samples": 0}
 
     @property
     def counts(self) -> dict[str, int]:
@@ -324,6 +324,10 @@ class GenerationWorkers:
         self._counts["tokens"] += sum(t.num_sampled_tokens for t in trajectories)
         self._counts["aborts"] += sum(t.num_aborts for t in trajectories)
         self._counts["lost_samples"] += played.num_lost
+        for sample in samples_of(trajectories):
+            figures = sample.rows[0].metrics
+            self._counts["side_tokens"] += int(figures.get("agent/side_tokens", 0))
+            self._counts["cut_short_samples"] += int(figures.get("agent/cut_short", 0))
         await self.hand_over.put(finished)
         if played.failure is not None and played.num_lost:
             self._lose(group, played.num_lost, played.failure)

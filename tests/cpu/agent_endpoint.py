@@ -32,15 +32,17 @@ class StandInSession:
     cap_reached: str | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     replies: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
     finish: dict[str, Any] = field(default_factory=dict)
 
 
 class StandIn:
-    """The endpoint: ``sessions`` in the order of their creation; ``max_turns`` is the cap of each."""
+    """The endpoint: ``sessions`` in the order of their creation; ``max_turns`` is the cap of each, ``max_chars`` of each reply."""
 
-    def __init__(self, say: Say, *, max_turns: int = 100) -> None:
+    def __init__(self, say: Say, *, max_turns: int = 100, max_chars: int = 1000) -> None:
         self.say = say
         self.max_turns = max_turns
+        self.max_chars = max_chars
         self.root = ""
         self.sessions: dict[str, StandInSession] = {}
         self.asked = asyncio.Event()
@@ -81,6 +83,9 @@ class StandIn:
                 "was_cut_short": bool(session.cap_reached),
                 "messages": session.messages,
                 "last_text": session.replies[-1] if session.replies else None,
+                "last_finish_reason": session.finish_reason,
+                "num_side_requests": 1,
+                "num_side_tokens": 14,
             }
         )
 
@@ -107,19 +112,21 @@ class StandIn:
         self.asked.set()
         if self.held is not None:
             await self.held.wait()
-        reply = {"role": "assistant", "content": self.say(body["messages"])}
+        said = self.say(body["messages"])
+        session.finish_reason = "length" if len(said) > self.max_chars else "stop"
+        reply = {"role": "assistant", "content": said[: self.max_chars]}
         session.replies.append(reply["content"])
         session.messages = [*body["messages"], reply]
-        choice = {"index": 0, "message": reply, "finish_reason": "stop"}
+        choice = {"index": 0, "message": reply, "finish_reason": session.finish_reason}
         return JSONResponse(
             {"id": "x", "object": "chat.completion", "created": 1, "model": "policy", "choices": [choice]}
         )
 
 
 @asynccontextmanager
-async def stand_in(say: Say, *, max_turns: int = 100) -> AsyncIterator[StandIn]:
+async def stand_in(say: Say, **limits: int) -> AsyncIterator[StandIn]:
     """The endpoint on a socket."""
-    endpoint = StandIn(say, max_turns=max_turns)
+    endpoint = StandIn(say, **limits)
     async with start_server(endpoint.app) as (host, port):
         endpoint.root = f"http://{host}:{port}"
         yield endpoint

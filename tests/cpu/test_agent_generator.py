@@ -332,6 +332,27 @@ async def test_an_agent_stopped_by_a_cap_is_rewarded_for_what_it_did() -> None:
     assert (seen[0].last_text, seen[0].num_turns, len(seen[0].messages)) == ("hello!", 4, 8)
 
 
+async def test_an_agent_that_fails_of_a_cut_answer_is_rewarded_as_truncated_and_one_that_went_on_is_not() -> None:
+    """As the OpenAI Agents SDK fails of an incomplete response."""
+
+    async def fail_after(task: AgentTask) -> None:
+        await ask(task, *(["hi"] if task.sample_index == 1 else []))
+        raise RuntimeError("response.incomplete")
+
+    def say(messages: list[dict[str, Any]]) -> str:
+        return "ok" if messages[-1]["content"] == "hi" else "a long answer"
+
+    async with stand_in(say, max_chars=6) as endpoint, agents(endpoint, fail_after, lambda *_: 0.25) as generator:
+        rows = by_sample(await generator.generate(request(3)))
+        assert (generator.statistics()["failed"], generator.statistics()["truncated"]) == (1.0, 2.0)
+    assert [rows[i].is_truncated for i in range(3)] == [True, False, True]
+    assert [rows[i].is_abandoned for i in range(3)] == [False, True, False]
+    assert [rows[i].reward for i in range(3)] == [0.25, 0.0, 0.25]
+    assert [rows[i].metrics["agent/cut_short"] for i in range(3)] == [1.0, 0.0, 1.0]
+    assert [rows[i].metrics["agent/failed"] for i in range(3)] == [0.0, 1.0, 0.0]
+    assert {row.metrics["agent/side_tokens"] for row in rows.values()} == {14.0}
+
+
 async def test_a_reward_function_sees_the_episode_and_its_files_before_the_session_is_finished() -> None:
     async with stand_in(echo) as endpoint:
 

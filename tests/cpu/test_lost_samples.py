@@ -429,6 +429,24 @@ def test_groups_with_fewer_members_are_trained_and_counted_each_prompt_once() ->
     assert last["generate/lost_samples"] == len(lost) and last["generate/retries"] == len(lost)
 
 
+class AsksForTitles(ModelledGenerator):
+    """An agent that asks for a title of 14 tokens beside every sample; every second one fails of a cut answer."""
+
+    async def _one(self, request: GroupRequest, index: int, seed: int) -> Trajectory:
+        row = await super()._one(request, index, seed)
+        return replace(row, metrics={"agent/side_tokens": 14.0, "agent/cut_short": float(index % 2)})
+
+
+def test_tokens_of_side_requests_and_agents_that_were_cut_short_are_said_in_the_summary() -> None:
+    plain, titled = (
+        simulate(replace(RUN, group_size=4), generator) for generator in (ModelledGenerator, AsksForTitles)
+    )
+    before, after = (simulation.trainer.totals.summary() for simulation in (plain, titled))
+    assert after["side_tokens"] == 14 * 4 * 32 and after["cut_short_samples"] == 2 * 32
+    assert after["tokens_generated"] == before["tokens_generated"] + after["side_tokens"]
+    assert after["tokens_trained"] == before["tokens_trained"] and after["length_ratio"] == before["length_ratio"]
+
+
 def test_contract_8_lost_samples_count_by_their_share_towards_the_limit_of_failures() -> None:
     with pytest.raises(
         GenerationError, match=r"more than generator.max_failed_fraction=0.05; .* this sample never works"

@@ -23,7 +23,7 @@ from examples.mini_swe_agent import script as mini_swe_agent_script
 from examples.mini_swe_agent import task as mini_swe_agent
 from examples.openai_agents import script as openai_agents_script
 from examples.openai_agents import task as openai_agents
-from examples.scripted_policy import Script, load_example, make_app, play
+from examples.scripted_policy import MAX_ANSWER_TOKENS, Script, in_turn, load_example, make_app, play, tool_call
 from examples.terminus import script as terminus_script
 from examples.terminus import task as terminus
 from examples.verifiers_env import script as verifiers_env_script
@@ -183,6 +183,26 @@ async def test_an_agent_of_the_openai_sdk_calls_function_tools_over_either_api(i
         assert [row.reward for row in rows] == [1.0]
         assert_one_exact_row(rows[0], num_turns=3)
         assert [(e.path, e.status) for e in exchanges] == [(path, 200)] * 3
+
+
+@pytest.mark.slow
+async def test_an_agent_of_the_openai_sdk_whose_answer_is_cut_is_trained_as_truncated_over_either_api(
+    installed: Callable[[str], str],
+) -> None:
+    """Over responses the SDK raises, over chat completions it takes what there is."""
+    command = installed("openai_agents")
+    script = in_turn("I look it up.\n" + tool_call("price", item="lamp"), "and " * (MAX_ANSWER_TOKENS + 1))
+    async with asyncio.TaskGroup() as tasks:
+        played = {
+            api: tasks.create_task(play_first("openai_agents", script, f"env AGENT_API={api} {command}"), name=api)
+            for api in ("responses", "chat_completions")
+        }
+    for api, task in played.items():
+        ((row,), exchanges) = task.result()
+        assert (row.reward, row.num_turns, row.is_truncated, row.is_abandoned) == (0.0, 2, True, False)
+        assert row.num_sampled_tokens > MAX_ANSWER_TOKENS
+        assert (row.metrics["agent/failed"], row.metrics["agent/cut_short"]) == (0.0, float(api == "responses"))
+        assert [e.status for e in exchanges] == [200] * 2
 
 
 @pytest.mark.slow
