@@ -25,14 +25,9 @@ from typing import Any, TypeVar
 
 from skyrl_async.checkpoint_files import attest, read_json, sync, verify, write_json
 from skyrl_async.errors import CheckpointError
+from skyrl_async.metrics.step import RunTotals
 from skyrl_async.rollout.daemon_threads import DaemonThreads
-from skyrl_async.rollout.saved import (
-    RunningGroup,
-    group_from_json,
-    group_to_json,
-    running_from_json,
-    running_to_json,
-)
+from skyrl_async.rollout.saved import RunningGroup, from_json, group_to_json, running_to_json
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Group
 
@@ -303,31 +298,44 @@ class Checkpointer:
 def read_state(path: Path) -> TrainerState:
     """Read a checkpoint's trainer state, after checking that every file is there as it was written.
 
-    Raises ``CheckpointError`` naming what is missing or differs, or the format when it is not this one.
+    Raises ``CheckpointError`` naming what is missing, unknown or differs, or the format when it is not this one.
     """
-    format_, state = _known_format_and_state(path)
+    format_, fields = _known_format_and_fields(path)
     verify(path)
-    groups = tuple(group_from_json(row) for row in read_json(path, "groups.json"))
+    state: TrainerState = _as(TrainerState, path, "trainer_state.json", {**fields, "groups": [], "running": []})
+    _as(RunTotals, path, "trainer_state.json", state.totals, "totals")  # refused before anything boots
+    groups = _as(tuple[Group, ...], path, "groups.json", read_json(path, "groups.json"))
     if format_ == _FORMAT_WITHOUT_RUNNING_GROUPS:
         logger.warning(
             "checkpoint %s is of an older version of skyrl_async, which kept no groups that were being generated: their prompts are "
             "drawn again",
             path,
         )
-    saved = [] if format_ == _FORMAT_WITHOUT_RUNNING_GROUPS else read_json(path, "running_groups.json")
-    return TrainerState(groups=groups, running=tuple(running_from_json(row) for row in saved), **state)
+        return dataclasses.replace(state, groups=groups)
+    running = _as(tuple[RunningGroup, ...], path, "running_groups.json", read_json(path, "running_groups.json"))
+    return dataclasses.replace(state, groups=groups, running=running)
 
 
-def _known_format_and_state(path: Path) -> tuple[int, dict[str, Any]]:
+def _as(kind: Any, path: Path, file: str, saved: Any, name: str = "") -> Any:
+    try:
+        return from_json(kind, saved, name)
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint {path} cannot be used: in {file} {error}; resume from another one, or with the version of skyrl_async that "
+            "wrote it"
+        ) from error
+
+
+def _known_format_and_fields(path: Path) -> tuple[int, dict[str, Any]]:
     """The format comes first: another one's files may be listed otherwise."""
     try:
-        state = read_json(path, "trainer_state.json")
-        found = state.pop("format", None)
-    except (CheckpointError, AttributeError):
+        fields = _as(dict[str, Any], path, "trainer_state.json", read_json(path, "trainer_state.json"))
+    except CheckpointError:
         verify(path)
         raise
+    found = fields.pop("format", None)
     if found not in (FORMAT, _FORMAT_WITHOUT_RUNNING_GROUPS):
         raise CheckpointError(
             f"checkpoint {path} has format {found}, expected {FORMAT}: it was written by another version of skyrl_async"
         )
-    return found, dict(state)
+    return found, fields

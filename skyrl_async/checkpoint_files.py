@@ -50,7 +50,11 @@ def verify(directory: Path) -> None:
                 f"checkpoint {directory} is damaged: {name} has {file.stat().st_size} bytes, expected {num_bytes}"
             )
     for name, (_, crc32) in expected.items():
-        if crc32 is not None and (found := _crc32(directory / name)) != crc32:
+        try:
+            found = None if crc32 is None else _crc32(directory / name)
+        except OSError as error:
+            raise _unreadable(directory, name, error) from error
+        if found != crc32:
             raise CheckpointError(
                 f"checkpoint {directory} is damaged: {name} has the checksum {found}, expected {crc32}"
             )
@@ -70,9 +74,17 @@ def read_json(directory: Path, name: str) -> Any:
             f"checkpoint {directory} is incomplete: {name} is missing; resume from another one"
         ) from error
     except OSError as error:
-        raise CheckpointError(f"checkpoint {directory} cannot be read: {name}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"checkpoint {directory} is damaged: {name} is not JSON ({error})") from error
+        raise _unreadable(directory, name, error) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"checkpoint {directory} is damaged: {name} is not JSON ({error}); resume from another one"
+        ) from error
+
+
+def _unreadable(directory: Path, name: str, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {directory} cannot be read: {name}: {error.strerror}; see to the disk, or resume from another one"
+    )
 
 
 def write_json(path: Path, value: Any) -> None:

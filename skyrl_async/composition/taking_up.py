@@ -133,7 +133,7 @@ def _has_checkpoints(run_dir: Path) -> bool:
 def _has_steps(run_dir: Path) -> bool:
     try:
         return any(row["step"] > 0 for row in read_rows(run_dir / "metrics.jsonl"))
-    except ValueError:
+    except CheckpointError:
         return True  # damaged; it is kept all the same
 
 

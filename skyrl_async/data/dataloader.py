@@ -115,6 +115,15 @@ class _AsyncDataloader:
 
         Checkpoints of older versions have no digest of what rows hold: of them only the uids are compared.
         """
+        try:
+            self._load_state(saved)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"in the checkpoint's trainer_state.json, dataloader holds no ledger of this version ({error!r}); resume from another "
+                "one, or with the version of skyrl_async that wrote it"
+            ) from error
+
+    def _load_state(self, saved: dict[str, Any]) -> None:
         if saved["dataset_digest"] != self._digest():
             raise CheckpointError(
                 f"the checkpoint was made with {saved['num_prompts']} other prompts (this run has {len(self._prompts)}): "

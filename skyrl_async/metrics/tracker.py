@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.record_file import RecordFile
 
 logger = logging.getLogger(__name__)
@@ -98,11 +99,22 @@ class Tracker:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl`` as written; an incomplete last line (a killed run's) is left out."""
+    """The lines of a ``metrics.jsonl`` as written; an incomplete last line (a killed run's) is left out.
+
+    Raises ``CheckpointError`` for another line that is not JSON: a run that goes on keeps the lines before.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows += [json.loads(line)] if line.endswith("\n") else []
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} is damaged: line {number} is not JSON ({error}); take the line out, or resume with another trainer.output_dir"
+            ) from error
+    return rows
 
 
 def read_steps(path: Path) -> list[dict[str, float]]:

@@ -4,9 +4,12 @@ Flows in: groups, and JSON read from a file. Flows out: JSON, and groups. Does n
 """
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import cache
+from types import NoneType
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from skyrl_async.resumption import ResumeCounts, SampleState, SavedSamples, fields_of
 from skyrl_async.rollout.staleness import Admission
@@ -121,8 +124,9 @@ def group_to_json(group: Group) -> dict[str, Any]:
 
 
 def group_from_json(row: Mapping[str, Any]) -> Group:
-    """What ``group_to_json`` was made of."""
-    return Group(**{**row, "trajectories": _rows(row["trajectories"])})
+    """What ``group_to_json`` was made of. Raises what ``from_json`` raises."""
+    group: Group = from_json(Group, row, "")
+    return group
 
 
 def running_to_json(group: RunningGroup) -> dict[str, Any]:
@@ -130,25 +134,75 @@ def running_to_json(group: RunningGroup) -> dict[str, Any]:
     return {**fields_of(group), "samples": {i: _sample_to_json(sample) for i, sample in group.samples.items()}}
 
 
-def running_from_json(row: Mapping[str, Any]) -> RunningGroup:
-    """What ``running_to_json`` was made of."""
-    samples = {int(i): _sample(sample) for i, sample in row["samples"].items()}
-    return RunningGroup(**{**row, "samples": samples})
-
-
 def _sample_to_json(sample: SampleState) -> dict[str, Any]:
     return {**fields_of(sample), "rows": None if sample.rows is None else [fields_of(row) for row in sample.rows]}
 
 
-def _sample(saved: Mapping[str, Any]) -> SampleState:
-    return SampleState(**{**saved, "rows": None if saved["rows"] is None else _rows(saved["rows"])})
+def from_json(kind: Any, saved: Any, name: str) -> Any:
+    """What a file holds, as a value of the annotation ``kind``, such as ``tuple[Group, ...]``.
+
+    Numbers may be of any kind, since generators and environments are somebody else's. Fields with a default may be missing.
+
+    Args:
+        kind: of dataclasses, tuples, lists, dictionaries, numbers, text, ``Any`` and ``None``.
+        saved: as ``json.loads`` has it.
+        name: where it is in its file.
+
+    Raises ``ValueError`` with the path of the first field that is missing, unknown or of another type.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any or (saved is None and NoneType in inner):
+        return saved
+    if NoneType in inner:
+        (kind,) = (one for one in inner if one is not NoneType)
+        return from_json(kind, saved, name)
+    if dataclasses.is_dataclass(kind):
+        return _dataclass_from_json(kind, saved, name)
+    if origin in (tuple, list):
+        _require(isinstance(saved, list | tuple), saved, "a list", name)
+        if inner[0] in (int, float) and set(map(type, saved)) <= {int, float, bool}:
+            return origin(saved)  # of one value per token
+        return origin(from_json(inner[0], value, f"{name}[{i}]") for i, value in enumerate(saved))
+    if origin is dict:
+        _require(isinstance(saved, dict), saved, "an object", name)
+        return {_key(inner[0], key, name): from_json(inner[1], value, f"{name}.{key}") for key, value in saved.items()}
+    if kind is str:
+        _require(isinstance(saved, str), saved, "text", name)
+    else:
+        is_whole = kind is not int or not isinstance(saved, float) or saved.is_integer()
+        _require(isinstance(saved, int | float) and is_whole, saved, f"a number ({kind.__name__})", name)
+    return saved
 
 
-def _rows(rows: list[dict[str, Any]]) -> tuple[Trajectory, ...]:
-    return tuple(_trajectory(fields) for fields in rows)
+def _dataclass_from_json(kind: Any, saved: Any, name: str) -> Any:
+    _require(isinstance(saved, Mapping), saved, "an object", name)
+    fields, before = {field.name: field for field in dataclasses.fields(kind)}, f"{name}." if name else ""
+    if unknown := sorted(saved.keys() - fields.keys()):
+        raise ValueError(f"{', '.join(f'{before}{field}' for field in unknown)} is not known to this version")
+    for field in fields.values():
+        if field.name not in saved and field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{before}{field.name} is missing")
+    hints = _hints_of(kind)
+    values = {field: from_json(hints[field], value, f"{before}{field}") for field, value in saved.items()}
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
-def _trajectory(fields: Mapping[str, Any]) -> Trajectory:
-    """JSON has no tuples."""
-    values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in fields.items()}
-    return Trajectory(**values)
+@cache
+def _hints_of(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind, localns={"Trajectory": Trajectory})
+
+
+def _key(kind: type, key: str, name: str) -> Any:
+    """JSON has no keys but text."""
+    try:
+        return kind(key)
+    except ValueError as error:
+        raise ValueError(f"{name}.{key} must have a whole number for its name") from error
+
+
+def _require(is_so: bool, saved: Any, expected: str, name: str) -> None:
+    if not is_so:
+        raise ValueError(f"{name or 'all of it'} is {reprlib.repr(saved)}, expected {expected}")

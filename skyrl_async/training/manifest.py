@@ -60,7 +60,7 @@ def read_model(directory: Path) -> CheckpointedModel:
         return CheckpointedModel(
             model_type=content["model_type"],
             shapes={name: tuple(shape) for name, shape in content["parameters"].items()},
-            files=content["files"],
+            files=dict(content["files"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({error!r}); resume from another checkpoint") from error

@@ -12,14 +12,21 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from skyrl_async import checkpoint as checkpoint_module
 from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
+from skyrl_async.checkpoint_files import attest
 from skyrl_async.errors import CheckpointError
+from skyrl_async.metrics.step import RunTotals
+from skyrl_async.resumption import SampleState
+from skyrl_async.rollout.saved import RunningGroup
 from skyrl_async.simulator.models import ModelledPolicy
+from skyrl_async.types import Group, Trajectory
 from tests.patience import PATIENCE_S
 
 
@@ -207,6 +214,117 @@ async def test_a_checkpoint_of_another_format_is_refused_by_both_numbers(tmp_pat
     saved = json.loads((path / "trainer_state.json").read_text())
     (path / "trainer_state.json").write_text(json.dumps({**saved, "format": 0}))
     with pytest.raises(CheckpointError, match=f"has format 0, expected {checkpoint_module.FORMAT}"):
+        read_state(path)
+
+
+def open_groups() -> TrainerState:
+    """A finished group and a running one, with every kind of value that a checkpoint holds."""
+    row = Trajectory(
+        prompt_token_ids=(1,),
+        response_token_ids=(2, 3),
+        loss_mask=(1, 0),
+        logprobs=(-0.5, 0.0),
+        versions=(0, -1),
+        reward=1,
+        metrics={"calls": 2.0},
+        old_logprobs=(-0.25, 0.0),
+        old_version=1,
+    )
+    running = RunningGroup(
+        epoch=0,
+        uid="b",
+        admission_index=1,
+        scheduled_version=0,
+        generation_seconds=0.5,
+        num_samples=2,
+        sampling={"max_tokens": 4},
+        samples={0: SampleState(rows=(row,), num_tokens=1), 1: SampleState(state={"turn": None}, num_tokens=3)},
+    )
+    return TrainerState(
+        step=1,
+        next_admission_index=2,
+        dataloader={},
+        totals=asdict(RunTotals(filtered_by={"0": 1}, pauses=[0.5], reward_before=0.25)),
+        groups=(Group(uid="a", admission_index=0, scheduled_version=0, trajectories=(row,)),),
+        running=(running,),
+        kl_coef=0.1,
+        filtered_in_a_row={"0": 1},
+    )
+
+
+def changed(value: Any) -> Iterator[Any]:
+    """The JSON with something else in one place, or without it, for every place."""
+    yield from ("text", -1, 1.5, None, [], {}, ["text"], {"unknown": 0})
+    if isinstance(value, dict):
+        yield value | {"unknown": 0}
+    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        rest = value.copy()
+        del rest[key]
+        yield rest
+        for inner in changed(value[key]):
+            rest = value.copy()
+            rest[key] = inner
+            yield rest
+
+
+def rewritten(path: Path, name: str, content: str) -> None:
+    """As if it had been written so."""
+    (path / name).write_text(content)
+    (path / "manifest.json").unlink()
+    attest(path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_disk")
+@pytest.mark.parametrize("name", ["trainer_state.json", "groups.json", "running_groups.json"])
+async def test_a_checkpoint_with_anything_else_in_any_place_is_read_or_refused_by_its_file(
+    tmp_path: Path, name: str
+) -> None:
+    path = await checkpointer(tmp_path).write(FilesPolicy(""), open_groups())
+    assert read_state(path) == open_groups()
+    refused = []
+    for content in changed(json.loads((path / name).read_text())):
+        rewritten(path, name, json.dumps(content))
+        try:
+            read_state(path)
+        except CheckpointError as error:
+            refused.append(str(error))
+    assert len(refused) > 100 and all(name in reason or "has format" in reason for reason in refused)
+
+
+@pytest.mark.usefixtures("quick_disk")
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("trainer_state.json", {"colour": 1, "size": 2}, "colour, size is not known to this version"),
+        ("trainer_state.json", {"step": "4"}, r"step is '4', expected a number \(int\)"),
+        ("trainer_state.json", {"totals": {"colour": 1}}, "totals.colour is not known to this version"),
+        ("groups.json", {"colour": 1}, r"\[0\].colour is not known to this version"),
+        ("groups.json", {"trajectories": [{"reward": 1.0}]}, r"\[0\].trajectories\[0\].prompt_token_ids is missing"),
+        ("running_groups.json", {"samples": {"0": {"rows": 7}}}, r"\[0\].samples.0.rows is 7, expected a list"),
+        ("running_groups.json", {"samples": {"one": {}}}, r"\[0\].samples.one must have a whole number for its name"),
+    ],
+)
+async def test_a_checkpoint_of_another_version_is_refused_by_field_and_the_one_before_it_is_used(
+    tmp_path: Path, name: str, change: dict[str, Any], said: str
+) -> None:
+    await write(tmp_path, 0)
+    path = await checkpointer(tmp_path).write(FilesPolicy(""), open_groups())
+    content = json.loads((path / name).read_text())
+    (content[0] if isinstance(content, list) else content).update(change)
+    rewritten(path, name, json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"global_step_1 cannot be used: in {name} {said}; resume from another"):
+        read_state(path)
+    used = checkpointer(tmp_path).usable()
+    assert used is not None and used.path.name == "global_step_0"
+
+
+@pytest.mark.usefixtures("quick_disk")
+@pytest.mark.parametrize("content", ["{", "", "[" * 100_000, "no JSON"], ids=["cut off", "empty", "deep", "text"])
+async def test_a_file_that_was_never_json_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    path = await checkpointer(tmp_path).write(FilesPolicy(""), open_groups())
+    rewritten(path, "groups.json", content)
+    with pytest.raises(CheckpointError, match="groups.json is not JSON .*; resume from another one"):
         read_state(path)
 
 

@@ -505,9 +505,10 @@ class TestCheckpoints:
         (tmp_path / "checkpoint" / "policy.json").write_text(json.dumps(manifest))
         with pytest.raises(CheckpointError, match="is of a llama model, the policy is qwen3"):
             await make().load(tmp_path / "checkpoint")
-        (tmp_path / "checkpoint" / "policy.json").write_text("[]")
-        with pytest.raises(CheckpointError, match=r"policy.json is damaged"):
-            await make().load(tmp_path / "checkpoint")
+        for content in ([], manifest | {"files": 1}):
+            (tmp_path / "checkpoint" / "policy.json").write_text(json.dumps(content))
+            with pytest.raises(CheckpointError, match=r"policy.json is damaged"):
+                await make().load(tmp_path / "checkpoint")
 
 
 class TestPolicyDirectory:

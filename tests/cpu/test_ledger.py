@@ -2,8 +2,10 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -176,6 +178,28 @@ async def test_a_checkpoint_of_another_seed_is_refused() -> None:
     saved = _AsyncDataloader(prompts(UIDS), seed=0).state_for_checkpoint()
     with pytest.raises(CheckpointError, match="trainer.seed=0, this run has 1"):
         await _AsyncDataloader(prompts(UIDS), seed=1).load_state_from_checkpoint(saved)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda saved: saved.pop("ledger"),
+        lambda saved: saved.update(ledger=[]),
+        lambda saved: saved["ledger"].update(epochs={"first": {}}),
+        lambda saved: saved["ledger"]["totals"].update(skipped=1),
+        lambda saved: saved.update(dataset_digest="another") or saved.pop("num_prompts"),
+    ],
+    ids=["missing", "of another type", "an epoch without a number", "an unknown state", "a missing count"],
+)
+async def test_a_dataloader_s_state_of_another_version_is_refused_by_its_file_and_field(
+    damage: Callable[[dict[str, Any]], object],
+) -> None:
+    saved = _AsyncDataloader(prompts(UIDS), seed=0).state_for_checkpoint()
+    damage(saved)
+    with pytest.raises(
+        CheckpointError, match=r"trainer_state.json, dataloader holds no ledger .*; resume from another"
+    ):
+        await _AsyncDataloader(prompts(UIDS), seed=0).load_state_from_checkpoint(saved)
 
 
 async def test_consumed_uids_are_listed_as_skyrl_does() -> None:

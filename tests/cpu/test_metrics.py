@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from skyrl_async.errors import ConfigError
+from skyrl_async.errors import CheckpointError, ConfigError
 from skyrl_async.metrics.curves import draw_curves
 from skyrl_async.metrics.logs import run_logging
 from skyrl_async.metrics.names import METRICS, markdown
@@ -105,6 +105,13 @@ def test_a_new_run_begins_a_new_log(tmp_path: Path) -> None:
         log.log(1, {"reward/mean": 1.0})
         log.close()
     assert len(read_rows(path)) == 1
+
+
+def test_a_damaged_line_of_a_log_that_goes_on_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "time_s": 0.5}\n{"step": 2, "ti\n')
+    with pytest.raises(CheckpointError, match=r"metrics.jsonl is damaged: line 2 is not JSON .*; take the line out"):
+        MetricsLog(path, resume_step=2)
 
 
 def test_lines_of_one_step_are_read_as_one_row(tmp_path: Path) -> None:
