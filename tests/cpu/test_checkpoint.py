@@ -12,15 +12,17 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from skyrl_async import checkpoint as checkpoint_module
 from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
-from skyrl_async.checkpoint_files import attest
+from skyrl_async.checkpoint_files import attest, write_json
 from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.step import RunTotals
 from skyrl_async.resumption import SampleState
@@ -384,6 +386,44 @@ async def test_contract_7_a_checkpoint_cut_off_at_any_file_boundary_is_refused(
         read_state(copy)
     with pytest.raises(CheckpointError, match="no checkpoint in .* can be used: .*global_step_4 is incomplete"):
         checkpointer(copy.parent).usable()
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers(), max_size=1100),
+    lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text() | st.integers(), inner),
+)
+
+
+@given(value=values)
+@settings(max_examples=40, deadline=None)
+def test_what_is_written_in_pieces_is_the_json_it_was_to_the_last_byte(
+    tmp_path_factory: pytest.TempPathFactory, value: Any
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "value.json"
+    write_json(path, value)
+    assert path.read_text() == json.dumps(value)
+
+
+async def test_no_call_of_a_checkpoint_s_holds_the_interpreter_for_more_than_a_piece_of_a_long_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumps, sizes = json.dumps, list[int]()
+
+    def noting(value: Any) -> str:
+        text = dumps(value)
+        sizes.append(len(text))
+        return text
+
+    finished = open_groups()
+    tokens = tuple(range(20_000))
+    (group,) = finished.groups
+    (row,) = group.trajectories
+    columns = dict.fromkeys(("response_token_ids", "loss_mask", "logprobs", "versions", "old_logprobs"), tokens)
+    long = replace(group, trajectories=(replace(row, **columns),))
+    monkeypatch.setattr(json, "dumps", noting)
+    path = await checkpointer(tmp_path).write(FilesPolicy(""), replace(finished, groups=(long, long)))
+    assert (path / "groups.json").stat().st_size > 1_000_000 and max(sizes) < 10_000
+    assert read_state(path).groups == (long, long)
 
 
 async def test_when_no_checkpoint_is_whole_all_are_named(tmp_path: Path) -> None:
