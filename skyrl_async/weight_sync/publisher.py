@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ from skyrl_async.errors import EngineDeadError, PublishError, WeightsLostError, 
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.rollout.daemon_threads import DaemonThreads
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import PauseMode, WeightUpdate
 from skyrl_async.weight_sync.broadcast import WeightBroadcast
@@ -31,7 +33,7 @@ from skyrl_async.weight_sync.proof import EngineProof
 from skyrl_async.weight_sync.room import require_room
 from skyrl_async.weight_sync.sharing import ShareWeights, files_alone
 from skyrl_async.weight_sync.shelf import SentUpdate, VersionShelf
-from skyrl_async.weight_sync.switch import EngineSwitch, discard, what_serves
+from skyrl_async.weight_sync.switch import EngineSwitch, discard, files_of, what_serves
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +134,9 @@ class WeightPublisher:
         self._staging_turn = asyncio.Lock()
         self._has_room = False
         self._send_numbers = itertools.count()
+        self._threads = DaemonThreads("weight-files")
+        self._deletions: dict[asyncio.Future[None], Callable[[], None]] = {}
+        """Begun in a thread, and what each does: the kernel frees memory about as fast as it is written."""
         self._switch = EngineSwitch(client, pause_mode=pause_mode, trace=trace, clock=clock)
         self._proof = EngineProof(
             client=client,
@@ -191,7 +196,7 @@ class WeightPublisher:
     async def send(self, version: int) -> bool:
         """Send what was gathered, for ``load`` to take up: versions are sent one after the other, beside training and generation.
 
-        Without a dual buffer it first waits until the version before is loaded, and its buckets are deleted. Returns False where
+        Without a dual buffer it first waits until the version before is loaded, and deletes its buckets. Returns False where
         policy workers died with the copy after a further step, or where another version was gathered since, which a run never does: a
         newer one is to come then.
         Raises ``PublishError`` when there is no room, after the retries; whatever fails, none of its buckets is left.
@@ -202,7 +207,7 @@ class WeightPublisher:
             if not self._dual_buffer:
                 await self._until(lambda: self._shelf.is_settled)
                 async with self._engines_change:
-                    discard(self._shelf.let_go())
+                    self._delete(self._shelf.let_go())
             started = self._clock()
             try:
                 with self._trace.span("send", track="publish", version=version):
@@ -212,7 +217,7 @@ class WeightPublisher:
                 return False
             send_seconds = self._clock() - started
             gather_seconds = self._gathered[1]
-            discard(
+            self._delete(
                 self._shelf.arrived(SentUpdate(update=update, gather_seconds=gather_seconds, send_seconds=send_seconds))
             )
             return True
@@ -298,10 +303,10 @@ class WeightPublisher:
                     return await self._switch_to(sent)
             except PublishError:
                 if not is_last_try:
-                    discard(self._shelf.put_back())
+                    self._delete(self._shelf.put_back())
                 raise
             finally:
-                discard(self._shelf.given_up())
+                self._delete(self._shelf.given_up())
                 self._shelf_changed.set()
 
     async def _switch_to(self, sent: SentUpdate) -> PublishTimes:
@@ -328,7 +333,7 @@ class WeightPublisher:
             paused = begun + switched.acknowledge
             self._trace.past_span("pause", "publish/pause", paused, resumed, version=sent.version)
         finally:
-            discard(replaced)  # not in the pause: it takes as long as the load
+            self._delete(replaced)  # not in the pause
         self.lag.serves([engine.name for engine in engines], sent.version, resumed)
         return PublishTimes(
             version=sent.version,
@@ -351,12 +356,16 @@ class WeightPublisher:
         return self._clock() - started
 
     async def _send(self, version: int) -> WeightUpdate:
-        """Write the buckets. Raises ``PublishError`` where there is no room for them; whatever fails, none is left."""
+        """Write the buckets, in the room of those that are being deleted.
+
+        Raises ``PublishError`` where there is no room for them; whatever fails, none is left.
+        """
+        await self._deleted()
         directory = self._directory / f"{version:06d}-{next(self._send_numbers)}"
         try:
             update = await self._policy.send_weights(version, directory, self._bucket_bytes)
         except BaseException as error:
-            shutil.rmtree(directory, ignore_errors=True)
+            self._begin_deletion(partial(shutil.rmtree, directory, ignore_errors=True))
             if isinstance(error, WeightsWriteError | OSError):
                 raise PublishError(
                     f"version {version} cannot be sent ({error}); {what_serves(self._shelf.serving_version)}"
@@ -364,6 +373,23 @@ class WeightPublisher:
             raise
         limit = {"load_bucket_bytes": self._load_bucket_bytes}
         return replace(update, chunks=tuple(chunk | limit if "path" in chunk else chunk for chunk in update.chunks))
+
+    def _delete(self, update: WeightUpdate | None) -> None:
+        """Begin to delete the files of an update: whoever is cancelled meanwhile, it goes on, and ``close`` leaves nothing of it."""
+        if update is not None and files_of(update):
+            self._begin_deletion(partial(discard, update))
+
+    def _begin_deletion(self, delete: Callable[[], None]) -> None:
+        future = asyncio.get_running_loop().run_in_executor(self._threads, delete)
+        self._deletions[future] = delete
+
+    async def _deleted(self) -> None:
+        """Wait until the room of what is being deleted is free."""
+        if self._deletions:
+            done, _ = await asyncio.wait(self._deletions)
+            for deletion in done:
+                self._deletions.pop(deletion, None)
+                deletion.result()
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
@@ -379,9 +405,11 @@ class WeightPublisher:
         return await self._proof.attest(version)
 
     def close(self) -> None:
-        """Delete the buckets. Idempotent."""
+        """Delete the buckets, here and now, those too that a thread has begun to delete. Idempotent."""
         for update in self._shelf.clear():
             discard(update)
+        for delete in self._deletions.values():
+            delete()
 
 
 async def _raise(engine: InferenceEngine, death: EngineDeadError) -> None:

@@ -251,10 +251,14 @@ def what_serves(version: int | None) -> str:
     return "the run cannot begin" if version is None else f"every engine still serves version {version}"
 
 
-def discard(update: WeightUpdate | None) -> None:
+def files_of(update: WeightUpdate) -> list[Path]:
+    """Those that were written for it."""
+    return [Path(chunk[key]) for chunk in update.chunks for key in ("path", "config_path") if key in chunk]
+
+
+def discard(update: WeightUpdate) -> None:
     """Delete the files of an update, and the directory that was made for them."""
-    chunks = update.chunks if update is not None else ()
-    paths = [Path(chunk[key]) for chunk in chunks for key in ("path", "config_path") if key in chunk]
+    paths = files_of(update)
     for path in paths:
         path.unlink(missing_ok=True)
     for directory in {path.parent for path in paths}:

@@ -1,7 +1,8 @@
 """Weight publishes over modelled engines that refuse, die and are slow, in virtual time (contracts 5 and 6)."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
 from skyrl_async.stopping import GRACE_S
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, SamplingParams, WeightUpdate
 from skyrl_async.weight_sync.publisher import PublishTimes, WeightPublisher
+from tests.patience import PATIENCE_S
 
 
 class Letters:
@@ -367,6 +369,81 @@ def test_the_files_of_the_version_before_are_deleted_after_the_pause(tmp_path: P
         assert before <= engine.seen and not before & files(tmp_path)
 
     run_in_virtual_time(main())
+
+
+class Instant(Troubled):
+    """Loads and pauses in no time, for a real loop."""
+
+    def __init__(self, name: str) -> None:
+        ModelledEngine.__init__(self, name, num_tokens_of=lambda prompt, seed: 8)
+        self.plan = {}
+
+    async def _follow(self, call: str) -> None:
+        pass
+
+
+class InstantlyWritten(Full):
+    def __init__(self) -> None:
+        ModelledPolicy.__init__(self)
+        self.failures = []
+
+
+@pytest.fixture
+def freeing(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[threading.Thread]]]:
+    """Until the event is set, no thread but the main one gets to the end of a deletion; and who has begun one."""
+    ended, threads, unlink = threading.Event(), list[threading.Thread](), Path.unlink
+
+    def slow(path: Path, missing_ok: bool = False) -> None:
+        threads.append(threading.current_thread())
+        if threading.current_thread() is not threading.main_thread():
+            ended.wait(timeout=PATIENCE_S)
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", slow)
+    yield ended, threads
+    ended.set()
+
+
+@pytest.mark.parametrize("dual_buffer", [True, False])
+async def test_the_loop_runs_while_files_are_deleted_and_the_next_version_waits_for_their_room(
+    tmp_path: Path, freeing: tuple[threading.Event, list[threading.Thread]], dual_buffer: bool
+) -> None:
+    ended, threads = freeing
+    setting = Setting(1, InstantlyWritten(), make=Instant, dual_buffer=dual_buffer, directory=tmp_path)
+    publisher = setting.publisher
+    await publisher.publish(0)
+    before = files(tmp_path)
+    if dual_buffer:
+        await publisher.publish(1)
+        assert await setting.versions_served() == {1} and before < files(tmp_path)
+    there = files(tmp_path)
+    await publisher.gather(2)
+    sending = asyncio.ensure_future(publisher.send(2))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not sending.done() and files(tmp_path) == there
+    ended.set()
+    assert await sending
+    assert not before & files(tmp_path) and threading.main_thread() not in threads
+    await publisher.load()
+    publisher.close()
+    assert files(tmp_path) == set()
+
+
+async def test_a_run_that_ends_while_files_are_deleted_waits_for_no_deletion_and_leaves_none_of_them(
+    tmp_path: Path, freeing: tuple[threading.Event, list[threading.Thread]]
+) -> None:
+    setting = Setting(1, InstantlyWritten(), make=Instant, directory=tmp_path)
+    for version in range(2):
+        await setting.publisher.publish(version)
+    publishing = asyncio.ensure_future(setting.publisher.publish(2))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    publishing.cancel()
+    await asyncio.wait([publishing], timeout=PATIENCE_S)
+    assert publishing.cancelled() and len(files(tmp_path)) == 4, "two versions, each in its directory"
+    setting.publisher.close()
+    assert files(tmp_path) == set()
 
 
 def test_a_publish_that_fails_is_tried_again_as_often_as_was_said() -> None:
