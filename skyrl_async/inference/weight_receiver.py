@@ -3,7 +3,7 @@
 Flows in: buckets from rank 0 of the policy. Flows out: paths of complete files in this process's memory. Knows neither vLLM nor models.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,12 +50,14 @@ class WeightReceiver:
         self._membership = _Membership(place, rank)
 
     def prepare(self, source: str, keep: Collection[str]) -> "Receiving":
-        """Let go of all files but those of the names in ``keep``, and make an empty one for ``source``; returns who fills it."""
+        """Let go of all files but those of the names in ``keep``, and make an empty one for ``source``; returns who fills it.
+
+        Their memory is given back by who fills it: that takes as long as filling, and here the engine stands still.
+        """
         assert self._membership is not None, "no group was connected"
-        for name in [name for name in self._files if name == source or name not in keep]:
-            self._files.pop(name).close()
+        left = [self._files.pop(name) for name in [*self._files] if name == source or name not in keep]
         file = self._files[source] = MemoryFile()
-        return Receiving(file, self._membership, self._device)
+        return Receiving(file, left, self._membership, self._device)
 
     def close(self) -> None:
         """Leave the group and let go of everything."""
@@ -68,7 +70,10 @@ class WeightReceiver:
 class Receiving:
     """One file on its way; may be called in any thread, for it blocks until all is there."""
 
-    def __init__(self, file: MemoryFile, membership: _Membership, device: torch.device) -> None:
+    def __init__(
+        self, file: MemoryFile, left: Sequence[MemoryFile], membership: _Membership, device: torch.device
+    ) -> None:
+        self._left = left
         self._membership = membership
         self._device = device
         self._file = file
@@ -77,6 +82,8 @@ class Receiving:
 
     def __call__(self) -> None:
         """Raises ``RuntimeError``, ``OSError`` and ``ValueError``; then the group is left, and the file is of no use."""
+        for file in self._left:
+            file.close()
         try:
             self._membership.joined(self._device).receive(self._file.allocate, self._file.reserve)
         except BaseException:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from skyrl_async.errors import WeightsTransferError
+from skyrl_async.inference.weight_receiver import WeightReceiver
 from skyrl_async.training.weight_sender import WeightSender
-from skyrl_async.transfer_group import GLOO, NCCL, _meet
+from skyrl_async.transfer_group import GLOO, NCCL, GroupPlace, _meet
 from tests.patience import PATIENCE_S
 from tests.transfer_checks import Receiver, assert_what_is_sent_arrives, form_group, mixed_tensors, published
 
@@ -50,6 +51,20 @@ def test_every_receiver_holds_the_very_bytes_in_the_dtypes_they_had_whatever_the
     living = receivers[:2]
     form_group(sender, living, backend=GLOO)
     assert_what_is_sent_arrives(sender, living, tmp_path)
+
+
+def test_memory_is_given_back_by_the_thread_that_fills_the_next_file_and_not_where_the_engine_samples() -> None:
+    receiver = WeightReceiver(torch.device("cpu"))
+    nobody = GroupPlace(host="127.0.0.1", port=1, name="n", num_members=2, backend=GLOO, timeout_s=0.01)
+    receiver.connect(nobody, 1)
+    first = Path(receiver.prepare("first", ()).path)
+    receiving = receiver.prepare("second", ())
+    assert first.exists()
+    with pytest.raises(RuntimeError):
+        receiving()
+    assert not first.exists() and Path(receiving.path).exists()
+    receiver.close()
+    assert not Path(receiving.path).exists()
 
 
 def test_a_receiver_keeps_the_files_it_is_told_to_and_lets_go_of_the_others(
