@@ -17,6 +17,7 @@ import logging
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,6 +30,7 @@ from skyrl_async.errors import (
     WeightsTransferError,
     WorkerDiedError,
 )
+from skyrl_async.rollout.daemon_threads import DaemonThreads
 from skyrl_async.training.journal import CallJournal, GradientsCall
 from skyrl_async.training.protocol import WAIT_SECONDS, SendingPolicy, SharedWeights
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
@@ -221,7 +223,7 @@ class RecoveringPolicy:
             if policy is not None:
                 await policy.close()
         finally:
-            self._own.remove()
+            self._own.close()
 
     @property
     def _can_restart(self) -> bool:
@@ -236,8 +238,8 @@ class RecoveringPolicy:
     async def _save(self, directory: Path) -> int:
         """Save; returns the position of the journal up to which ``directory`` holds everything."""
 
-        def forget_the_half_done() -> None:
-            shutil.rmtree(directory, ignore_errors=True)
+        async def forget_the_half_done() -> None:
+            await asyncio.wait([self._own.delete(directory)])
 
         await self._call("save", lambda p: p.save(directory), before_repeating=forget_the_half_done)
         return self._journal.last_step
@@ -285,7 +287,7 @@ class RecoveringPolicy:
         name: str,
         call: Callable[[SendingPolicy], Awaitable[T]],
         *,
-        before_repeating: Callable[[], None] | None = None,
+        before_repeating: Callable[[], Awaitable[None]] | None = None,
     ) -> T:
         """Make a call, with new workers as often as it takes; other calls wait for their turn meanwhile."""
         async with self._in_turn():
@@ -301,7 +303,7 @@ class RecoveringPolicy:
                 except LOST as error:
                     await self._recover(error, name)
                     if before_repeating is not None:
-                        before_repeating()
+                        await before_repeating()
 
     @contextlib.asynccontextmanager
     async def _in_turn(self) -> AsyncIterator[None]:
@@ -344,7 +346,8 @@ class RecoveringPolicy:
         )
         if not self._can_restart:  # nothing will be done again any more
             self._journal.clear()
-            self._own.remove()
+            if deletions := self._own.remove():
+                await asyncio.wait(deletions)
 
     def _given_up(self, lost: SkyRLAsyncError) -> SkyRLAsyncError:
         why = self._why_not or f"trainer.max_restarts={self._max_restarts} are used up"
@@ -389,23 +392,31 @@ class _Gathered:
 
 
 class _OwnCheckpoints:
-    """Directories for what is saved in between; at most one of them is kept."""
+    """Directories for what is saved in between; at most one of them is kept.
+
+    They are as large as the policy and its optimizer, and deleted in a thread: generation goes on.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._count = 0
-        self.remove()
+        self._threads = DaemonThreads("recovery")
+        self.close()
 
     def next(self) -> Path:
         """A path where nothing is."""
         self._count += 1
         return self._directory / f"policy-{self._count}"
 
-    def remove(self, *, but: Path | None = None) -> None:
-        """Delete them all, ``but`` one."""
-        if but is None or but.parent != self._directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            return
-        for path in self._directory.iterdir():
-            if path != but:
-                shutil.rmtree(path, ignore_errors=True)
+    def remove(self, *, but: Path | None = None) -> "list[asyncio.Future[None]]":
+        """Begin to delete them all, ``but`` one."""
+        return [self.delete(path) for path in self._directory.glob("*") if path != but]
+
+    def delete(self, directory: Path) -> "asyncio.Future[None]":
+        """Begin to delete one of them, or what else was begun."""
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._threads, partial(shutil.rmtree, directory, ignore_errors=True))
+
+    def close(self) -> None:
+        """Leave nothing, here and now."""
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from skyrl_async.transfer_group import GroupPlace
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 from tests.cpu.tiny_policies import varied_trajectories as trajectories
 from tests.cpu.tiny_policies import write_policy
+from tests.patience import PATIENCE_S
 
 
 def one_row(number: int) -> list[Trajectory]:
@@ -303,6 +305,30 @@ async def test_what_new_workers_cannot_mend_is_raised_at_once(tmp_path: Path, er
     assert scripted.starts == 1 and policy.num_restarts == 0
 
 
+async def test_the_loop_runs_while_a_saved_policy_that_is_needed_no_more_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, ended, rmtree = list[threading.Thread](), threading.Event(), shutil.rmtree
+
+    def slow(path: Path, ignore_errors: bool = False) -> None:
+        threads.append(threading.current_thread())
+        if threading.current_thread() is not threading.main_thread():
+            ended.wait(timeout=PATIENCE_S)
+        rmtree(path, ignore_errors=ignore_errors)
+
+    policy = await started(Scripted(), tmp_path)
+    own = tmp_path / "recovery" / "policy-1"
+    own.mkdir(parents=True)
+    (own / "weights").write_text("of an earlier step")
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    await policy.save(tmp_path / "saved")
+    policy.checkpoint_written(tmp_path / "saved")
+    assert (own / "weights").exists() and threading.main_thread() not in threads
+    await policy.close()
+    assert not (tmp_path / "recovery").exists(), "at the end it is gone, whatever a thread does"
+    ended.set()
+
+
 async def test_when_no_restart_is_left_nothing_is_kept_for_one(tmp_path: Path) -> None:
     fate = Fate([(5, False)])
 
@@ -323,7 +349,7 @@ async def test_when_no_restart_is_left_nothing_is_kept_for_one(tmp_path: Path) -
     for _ in range(3):
         await train()
     assert len(policy._journal) == policy._journal.num_bytes == 0
-    assert not (tmp_path / "recovery").exists()
+    assert not [*(tmp_path / "recovery").iterdir()]
     await policy.save(tmp_path / "saved")
     policy.checkpoint_written(tmp_path / "saved")
     await train()
