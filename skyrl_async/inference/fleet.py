@@ -7,6 +7,7 @@ come from. Does not know weights: whoever publishes them has told the client's p
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -41,6 +42,8 @@ class _Member:
         self.engine = engine
         self.life = life
         self.fate = _future()
+        self.task: asyncio.Task[None]
+        """Supervises it."""
 
     def meet(self, reason: str | None) -> None:
         """Its engine serves no more, because of ``reason`` or because it was taken out. The first one counts."""
@@ -81,7 +84,7 @@ class Fleet:
         self._lives: dict[str, EngineLife] = {}
         """By place, which is the name of its first engine."""
         self._members: list[_Member] = []
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._group: asyncio.TaskGroup
 
     @asynccontextmanager
@@ -100,7 +103,7 @@ class Fleet:
                 finally:
                     self._client.pool.listener = None
                     self._outage.end()
-                    for task in self._tasks.values():
+                    for task in self._tasks:
                         task.cancel()
         except BaseExceptionGroup as failures:
             root = first_failure(failures)
@@ -110,20 +113,43 @@ class Fleet:
                 await member.engine.close()
 
     async def add_engine(self) -> str:
-        """Start one more engine and let it serve; returns its name. Raises ``EngineStartError``, ``PublishError``, ``EngineDeadError``."""
-        place = next(name for i in range(len(self._lives) + 1) if (name := f"engine-{i}") not in self._lives)
+        """Start one more engine and let it serve; returns its name, that of the first place that is free or was given up.
+
+        Raises ``EngineStartError``, ``PublishError`` and ``EngineDeadError``; the place is free then.
+        """
+        place = next(name for i in itertools.count() if not self._may_serve(name := f"engine-{i}"))
+        for member in [member for member in self._members if member.place == place]:
+            self._forget(member)
         self._lives[place] = EngineLife(self._settings.life)
         try:
             await self._admit(await self._start(place))
-        except BaseException:
+        except BaseException as error:
             del self._lives[place]
+            self._end_wait_if_none_may_serve(str(error))
             raise
         return place
 
     async def remove_engine(self, name: str) -> None:
-        """Have an engine's requests go on elsewhere, and close it. Raises ``InferenceError`` for an unknown one, or the only one."""
-        engine = await self._client.remove_engine(name)
-        await engine.close()
+        """Have an engine's requests go on elsewhere, and close it; free its place.
+
+        Args:
+            name: of the engine, or of its place, which may be empty: one that was given up, or whose next engine comes up.
+
+        Raises ``InferenceError`` for an unknown one, and for the only one that serves or may serve.
+        """
+        member = next((member for member in self._members if name in (member.place, member.engine.name)), None)
+        if member is None:
+            raise InferenceError(f"there is no engine {name!r} to remove; there are {', '.join(self._lives) or 'none'}")
+        if self._may_serve(member.place):
+            if not any(self._may_serve(place) for place in self._lives if place != member.place):
+                raise InferenceError(f"{name} is the only engine; add another one before it is removed")
+            if member.engine not in self._client.engines:
+                member.task.cancel()
+                await asyncio.wait([member.task])
+        if member.engine in self._client.engines:
+            await self._client.remove_engine(member.engine.name)
+        await member.engine.close()
+        self._forget(member)
 
     def states(self) -> dict[str, EngineState]:
         """Of every place."""
@@ -144,7 +170,7 @@ class Fleet:
             life = self._lives.setdefault(engine.name, EngineLife(self._settings.life))
             member = _Member(engine.name, engine, life)
             self._members.append(member)
-            self._spawn(f"supervise-{engine.name}", self._look_after(member))
+            member.task = self._spawn(f"supervise-{engine.name}", self._look_after(member))
         member.life.serve()
         self._look_around()
 
@@ -168,20 +194,21 @@ class Fleet:
         for front_end in self._front_ends:
             front_end.has_news.set()
 
-    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        task = self._tasks[name] = self._group.create_task(work, name=name)
-        task.add_done_callback(lambda _: self._tasks.pop(name))
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._group.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _look_after(self, member: _Member) -> None:
-        """Consumes heartbeats, produces engines in the place of dead ones; ends when the engine is taken out or given up."""
+        """Consumes heartbeats, produces engines in the place of dead ones; ends when the engine is taken out or its place given up."""
         while (reason := await self._fate_of(member)) is not None:
             member.life.die()
             self._client.drop_engine(member.engine, EngineDeadError(reason))
             await member.engine.close()
             if not await self._bring_back(member, reason):
                 return
-        self._members.remove(member)
-        del self._lives[member.place]
+        self._forget(member)
 
     async def _fate_of(self, member: _Member) -> str | None:
         """Wait until the engine serves no more, and return why."""
@@ -224,10 +251,24 @@ class Fleet:
     def _give_up(self, member: _Member, reason: str) -> None:
         max_restarts = self._settings.life.max_restarts
         logger.error("%s stays dead: engine.max_restarts=%d are used up (%s)", member.place, max_restarts, reason)
-        if all(life.state is EngineState.given_up for life in self._lives.values()):
+        self._end_wait_if_none_may_serve(reason)
+
+    def _end_wait_if_none_may_serve(self, reason: str) -> None:
+        if not any(self._may_serve(place) for place in self._lives):
             self._client.pool.give_up(
-                f"no inference engine is left, and engine.max_restarts={max_restarts} are used up; the last failure: {reason}"
+                f"no inference engine is left, and engine.max_restarts={self._settings.life.max_restarts} are used up; the last failure: "
+                f"{reason}"
             )
+
+    def _may_serve(self, place: str) -> bool:
+        """Whether an engine serves in the place, or comes up."""
+        return place in self._lives and self._lives[place].state is not EngineState.given_up
+
+    def _forget(self, member: _Member) -> None:
+        """Free its place. Idempotent."""
+        if member in self._members:
+            self._members.remove(member)
+            del self._lives[member.place]
 
     async def _admit(self, engine: InferenceEngine) -> None:
         try:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from skyrl_async.checkpoint import Checkpointer, TrainerState, read_state
-from skyrl_async.errors import EngineStartError, NoEngineError, PublishError, WeightsWriteError
+from skyrl_async.errors import EngineStartError, InferenceError, NoEngineError, PublishError, WeightsWriteError
 from skyrl_async.inference.engine_life import EngineLife, EngineState, LifeSettings
 from skyrl_async.inference.fleet import Fleet, FleetSettings
 from skyrl_async.inference.protocol import InferenceEngine
@@ -394,6 +394,98 @@ def test_engines_are_added_and_removed_while_training_and_their_places_are_super
         await setting.run(change())
         all_is_trained(setting.simulation)
         assert setting.simulation.client.statistics()["engine_failures_total"] == 1
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("is_removed_first", [True, False])
+def test_a_place_that_was_given_up_can_be_removed_and_holds_an_engine_again(is_removed_first: bool) -> None:
+    async def main() -> None:
+        setting = Setting(RUN, replace(FLEET, life=replace(LIFE, max_restarts=1)))
+        fleet = setting.fleet
+
+        async def change() -> None:
+            await setting.at(10.0, setting["engine-0"].kill)
+            await asyncio.sleep(BOOT_SECONDS + 10.0)
+            setting["engine-0.1"].kill()
+            await asyncio.sleep(5.1)
+            assert fleet.states() == {"engine-0": EngineState.given_up, "engine-1": EngineState.serving}
+            if is_removed_first:
+                await fleet.remove_engine("engine-0")
+                assert fleet.states() == {"engine-1": EngineState.serving}
+            assert await fleet.add_engine() == "engine-0"
+            assert setting.serving == ["engine-1", "engine-0"]
+            setting["engine-0"].kill()
+            await asyncio.sleep(BOOT_SECONDS + 10.0)
+            assert setting.serving == ["engine-1", "engine-0.1"], "it is supervised, with restarts of its own"
+
+        await setting.run(change())
+        all_is_trained(setting.simulation)
+        assert fleet.states() == {"engine-0": EngineState.serving, "engine-1": EngineState.serving}
+
+    run_in_virtual_time(main())
+
+
+def test_a_place_is_removed_by_its_name_or_its_engine_s_also_while_another_engine_comes_up_in_it() -> None:
+    async def main() -> None:
+        setting = Setting(replace(RUN, num_engines=3))
+        fleet = setting.fleet
+
+        async def change() -> None:
+            await setting.at(10.0, setting["engine-0"].kill, setting["engine-1"].kill)
+            await asyncio.sleep(BOOT_SECONDS / 2)
+            assert fleet.states()["engine-0"] is EngineState.restarting
+            await fleet.remove_engine("engine-0")
+            await asyncio.sleep(BOOT_SECONDS)
+            assert setting.serving == ["engine-2", "engine-1.1"] and "engine-0.1" not in setting.engines
+            await fleet.remove_engine("engine-1")
+            assert setting["engine-1.1"].is_dead and fleet.states() == {"engine-2": EngineState.serving}
+            with pytest.raises(InferenceError, match="there is no engine 'engine-0' to remove; there are engine-2"):
+                await fleet.remove_engine("engine-0")
+            with pytest.raises(InferenceError, match="engine-2 is the only engine; add another one"):
+                await fleet.remove_engine("engine-2")
+            setting["engine-2"].kill()
+            await asyncio.sleep(5.1)
+            with pytest.raises(InferenceError, match="engine-2 is the only engine; add another one"):
+                await fleet.remove_engine("engine-2")
+
+        await setting.run(change())
+        all_is_trained(setting.simulation)
+        assert setting.serving == ["engine-2.1"]
+
+    run_in_virtual_time(main())
+
+
+def test_an_engine_that_does_not_come_up_leaves_its_place_free_and_nobody_waiting() -> None:
+    async def main() -> None:
+        setting = Setting(RUN, replace(FLEET, life=replace(LIFE, max_restarts=0)))
+        good = setting.make
+
+        def fails(name: str) -> FaultyEngine:
+            raise EngineStartError(f"{name} has no memory")
+
+        async def change() -> None:
+            await setting.at(10.0, setting["engine-0"].kill)
+            await asyncio.sleep(5.1)
+            setting.make = fails
+            with pytest.raises(EngineStartError, match="engine-0 has no memory"):
+                await setting.fleet.add_engine()
+            assert setting.fleet.states() == {"engine-1": EngineState.serving}
+            setting.make = good
+            assert await setting.fleet.add_engine() == "engine-0"
+            setting.make = fails
+            adding = asyncio.create_task(setting.fleet.add_engine())
+            await asyncio.sleep(1.0)
+            setting["engine-0"].kill()
+            setting["engine-1"].kill()
+            with pytest.raises(EngineStartError, match="engine-2 has no memory"):
+                await adding
+
+        with pytest.raises(
+            NoEngineError, match="no inference engine is left, .*; the last failure: engine-2 has no mem"
+        ):
+            await setting.run(change())
+        assert asyncio.get_running_loop().time() < FLEET.all_gone_timeout_s
 
     run_in_virtual_time(main())
 
