@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,24 @@ _only_in_file = logging.getLogger("run")
 _REFUSED = 2
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Read the command line and run; returns the exit code."""
+def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> int:
+    """Read the command line and run; returns the exit code.
+
+    A thread may be stuck when everything is over: Ray's, which waits for a frozen process, or one that writes a checkpoint to a disk that
+    hangs. An interpreter that ends under Ray's crashes (exit code 139 in place of the run's).
+
+    Args:
+        argv: None is the process's own.
+        owns_process: whether nothing else is in this process, as with ``python -m skyrl_async.main``: where a thread is stuck, every
+            process that this one started is killed then, and this one ended by ``os._exit`` with the exit code, past ``atexit``. Otherwise
+            the exit code is returned, and the thread, a daemon, is left to the caller.
+    """
     correct_wheel_tag()
-    return run_cli(run, argv)
+    return run_cli(partial(run, owns_process=owns_process), argv)
 
 
-def run(config: Config, overrides: list[str]) -> int:
-    """One run in its directory; an expected error is one line, an unexpected one its traceback."""
+def run(config: Config, overrides: list[str], *, owns_process: bool = False) -> int:
+    """One run in its directory; an expected error is one line, an unexpected one its traceback. ``owns_process``: see ``main``."""
     started = time.monotonic()
     with ExitStack() as stack:
         try:
@@ -83,7 +94,7 @@ def run(config: Config, overrides: list[str]) -> int:
             logger.warning("the run goes on with other settings than before: %s", ", ".join(changes))
         left = _Left(run_dir, kept)
         code = _exit_code(_run(config, found, started, interruption, left), interruption, left)
-    if left.ending.has_stuck_thread or left.disk.is_busy:
+    if owns_process and (left.ending.has_stuck_thread or left.disk.is_busy):
         leave_process(code)
     return code
 
@@ -349,4 +360,4 @@ def _run_directory(config: Config) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(owns_process=True))

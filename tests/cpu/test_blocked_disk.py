@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from skyrl_async.checkpoint import Checkpointer, TrainerState
 from skyrl_async.simulator.models import ModelledPolicy
 from tests.patience import PATIENCE_S
@@ -17,7 +19,6 @@ from skyrl_async import main
 from skyrl_async.checkpoint import Checkpointer, TrainerState
 from skyrl_async.composition.interruption import Phase
 from skyrl_async.simulator.models import ModelledPolicy
-from tests.cpu.quick_config import config_of
 
 fsync, leave_process = os.fsync, main.leave_process
 
@@ -40,7 +41,10 @@ def leave(code):
     leave_process(code)
 
 main._run, main.leave_process = write, leave
-sys.exit(main.run(config_of(f"trainer.output_dir={sys.argv[1]}", "trainer.resume_mode=latest"), []))
+overrides = [f"trainer.output_dir={sys.argv[1]}", "trainer.resume_mode=latest"]
+code = main.main(overrides, **({"owns_process": True} if sys.argv[2] == "owns" else {}))
+print("returned", flush=True)
+sys.exit(code)
 """
 
 
@@ -48,11 +52,15 @@ def state(step: int) -> TrainerState:
     return TrainerState(step=step, next_admission_index=0, dataloader={}, totals={}, groups=())
 
 
-def test_a_second_ctrl_c_ends_a_run_at_once_whose_checkpoint_hangs_in_the_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("owns", "said"), [("owns", "left\n"), ("is called", "returned\n")])
+def test_a_second_ctrl_c_ends_a_run_at_once_whose_checkpoint_hangs_in_the_disk(
+    tmp_path: Path, owns: str, said: str
+) -> None:
+    """A process that is the run's alone is left past the thread that hangs; whoever called the run goes on."""
     checkpoints = Checkpointer(tmp_path / "checkpoints", max_to_keep=0)
     asyncio.run(checkpoints.write(ModelledPolicy(), state(1)))
     run = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", RUN, str(tmp_path), owns], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert run.stdout is not None and run.stderr is not None
     try:
@@ -65,7 +73,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once_whose_checkpoint_hangs_in_the_disk(t
     finally:
         run.kill()
         run.communicate()
-    assert output == "left\n"
+    assert output == said
     assert "ended at once" in errors
     assert run.returncode == 130
     usable = checkpoints.usable()
