@@ -9,6 +9,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -94,19 +95,25 @@ def register() -> None:
 
 
 def compose_config(overrides: Sequence[str], file: Path | None = None) -> DictConfig:
-    """Compose groups or ``file``, then overrides. Raises ``ConfigError`` for what is unknown or mistyped."""
+    """Compose groups or ``file``, then overrides. Raises one ``ConfigError`` for all that is unknown or mistyped."""
     register()
     choices, values = {}, []
-    for override in map(_parse_override, overrides):
-        if override.key_or_group in GROUPS and not isinstance(override.value(), dict):
-            choices[override.key_or_group] = _checked_choice(override, file)
-        else:
-            values.append(_checked_value(override))
+    mistakes: list[str] = []
+    for text in overrides:
+        with _noted(mistakes):
+            override = _parse_override(text)
+            if override.key_or_group in GROUPS and not isinstance(override.value(), dict):
+                choices[override.key_or_group] = _checked_choice(override, file)
+            else:
+                values.append(_checked_value(override, mistakes))
     name = "skyrl_async"
     if file is not None:
         name = "skyrl_async_file"
-        store = ConfigStore.instance()
-        store.store(name=name, node={"defaults": ["skyrl_async_schema", "_self_"], **_read_file(file)})
+        tree = _read_file(file, mistakes)
+        ConfigStore.instance().store(name=name, node={"defaults": ["skyrl_async_schema", "_self_"], **tree})
+    if mistakes:
+        lines = [f"{len(mistakes)} settings are wrong:", *mistakes]
+        raise ConfigError(mistakes[0] if len(mistakes) == 1 else "\n  ".join(lines))
     try:
         # `initialize` would read the source of every caller, for a path that there is not.
         with initialize_config_module("skyrl_async.config", version_base="1.3"):
@@ -116,6 +123,15 @@ def compose_config(overrides: Sequence[str], file: Path | None = None) -> DictCo
     for group, choice in choices.items():
         _check_required(composed, group, choice)
     return composed
+
+
+@contextmanager
+def _noted(mistakes: list[str], prefix: str = "") -> Iterator[None]:
+    """Add what is refused inside to ``mistakes``, so that the others are found too."""
+    try:
+        yield
+    except ConfigError as error:
+        mistakes.append(f"{prefix}{error}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -140,6 +156,8 @@ def _parse_override(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
+        if key not in GROUPS:
+            _check_key(key.lstrip("+~"))
         raise ConfigError(f"cannot read {text!r}: {_first_line(error)}; {_quoting(key, value)}") from error
     if override.is_delete():
         raise ConfigError(f"{text!r}: keys cannot be removed; set {key.lstrip('~')} to another value")
@@ -169,15 +187,20 @@ def _checked_choice(override: Override, file: Path | None) -> str:
     return name
 
 
-def _checked_value(override: Override) -> str:
-    """The override as hydra should get it, once its keys are known and its value fits."""
+def _checked_value(override: Override, mistakes: list[str]) -> str:
+    """The override as hydra should get it; what is wrong with its keys and their values goes to ``mistakes``."""
     key = str(override.key_or_group)
-    for name, value in _leaves(key, override.value()):
-        _check_key(name)
-        _check_type(name, value)
+    _check_leaves(key, override.value(), mistakes)
     # Keys of an open dictionary are not in the schema, whether they are written one by one or as {name: value}.
     may_add = isinstance(override.value(), dict) or (key not in all_keys() and _open_parent(key) is not None)
     return f"{'++' if may_add else ''}{key}={override.get_value_element_as_str()}"
+
+
+def _check_leaves(key: str, tree: Any, mistakes: list[str], prefix: str = "") -> None:
+    for name, value in _leaves(key, tree):
+        with _noted(mistakes, prefix):
+            _check_key(name)
+            _check_type(name, value)
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -254,8 +277,8 @@ def _check_required(composed: DictConfig, group: str, name: str) -> None:
             raise ConfigError(f"{group}.{key} must be set with {group}={name}: add {group}.{key}=...")
 
 
-def _read_file(file: Path) -> dict[str, Any]:
-    """The values of a yaml file, their keys and types checked like those of the command line."""
+def _read_file(file: Path, mistakes: list[str]) -> dict[str, Any]:
+    """The values of a yaml file; what is wrong with its keys and their values goes to ``mistakes``."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(file))
     except OSError as error:
@@ -264,14 +287,10 @@ def _read_file(file: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {file} is no yaml: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"--config {file} must hold a mapping of sections, got {type(tree).__name__}")
-    for section, below in tree.items():
-        for key, value in _leaves(str(section), below):
-            try:
-                _check_key(key)
-                _check_type(key, value)
-            except ConfigError as error:
-                raise ConfigError(f"--config {file}: {error}") from error
-    return {str(section): below for section, below in tree.items()}
+    sections = {str(section): below for section, below in tree.items()}
+    for section, below in sections.items():
+        _check_leaves(section, below, mistakes, f"--config {file}: ")
+    return sections
 
 
 def _to_object(cfg: DictConfig) -> Config:

@@ -169,6 +169,30 @@ def test_a_wrong_argument_is_refused_in_one_line(
     assert expected in error_of(capsys, argument)
 
 
+def test_every_mistake_of_a_command_line_and_a_file_is_told_at_once_with_its_own_hint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("trainer: {num_stepz: 3, seed: x}\ncheese: 1\n")
+    wrong = ["trainer.lr=1", "trainer={max_stalness_steps: 1, num_epochs: 2.5}", "engine.num_engine=a=b", "oops"]
+    assert run_cli(never, ["server.port=0", *wrong, f"--config={file}"]) == 2
+    head, *mistakes = capsys.readouterr().err.splitlines()
+    assert head == "error: 8 settings are wrong:"
+    expected = [
+        "unknown key 'trainer.lr'; did you mean training.lr?",
+        "unknown key 'trainer.max_stalness_steps'; did you mean trainer.max_staleness_steps?",
+        "trainer.num_epochs must be integer, got 2.5",
+        "unknown key 'engine.num_engine'; did you mean engine.num_engines?",
+        "cannot read 'oops'; write key=value",
+        f"--config {file}: unknown key 'trainer.num_stepz'; did you mean trainer.num_steps?",
+        f"--config {file}: trainer.seed must be integer, got 'x'",
+        f"--config {file}: unknown key 'cheese'",
+    ]
+    assert len(mistakes) == len(expected)
+    for mistake, words in zip(mistakes, expected, strict=True):
+        assert mistake.strip().startswith(words)
+
+
 def test_the_quoting_that_an_error_suggests_works() -> None:
     assert from_overrides('trainer.output_dir="a=b,c"').trainer.output_dir == "a=b,c"
 
