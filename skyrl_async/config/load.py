@@ -7,9 +7,13 @@ afterwards.
 
 import argparse
 import difflib
+import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,11 +21,14 @@ from typing import Any, NoReturn
 import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.overrides_parser import OverridesParser, create_functions
+from hydra.core.override_parser.overrides_visitor import HydraOverrideVisitor
+from hydra.core.override_parser.types import Override, Quote, QuotedString, Transformer
 from hydra.errors import HydraException
+from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, OverrideLexer
+from hydra.grammar.gen.OverrideParser import OverrideParser
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
 from skyrl_async.config import rules
 from skyrl_async.config.groups import GROUPS, default_option
@@ -31,6 +38,7 @@ from skyrl_async.errors import ConfigError, SkyRLAsyncError
 
 _USAGE_EXIT_CODE = 2
 _SEE_HELP = "--help lists every key"
+_ESCAPING = "; ${...} stands for another key's value: write \\${...} for the text"
 
 
 def run_cli(task_function: Callable[[Config, list[str]], int], argv: Sequence[str] | None = None) -> int:
@@ -69,17 +77,21 @@ def from_overrides(*overrides: str) -> Config:
 
 def to_yaml(config: Config) -> str:
     """Every key with its value, enums by name; ``--config`` reads it back."""
-    tree = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    return yaml.safe_dump(tree, sort_keys=False)
+    return yaml.safe_dump(_mapped(_plain(config), _without_interpolations), sort_keys=False)
 
 
 def without_secrets(config: Config) -> dict[str, Any]:
     """The configuration as plain values, for trackers that leave the machine: keys are left out, and the staleness bound is a number."""
-    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    assert isinstance(plain, dict)
+    plain = _plain(config)
     plain["server"]["api_key"] = None
     plain["trainer"]["max_staleness_steps"] = config.trainer.staleness_bound
-    return {str(name): value for name, value in plain.items()}
+    return plain
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    """Plain values, enums by name. Not by omegaconf, which would look for other keys in a text with ``${``."""
+    plain: dict[str, Any] = _mapped(asdict(config), lambda leaf: leaf.name if isinstance(leaf, Enum) else leaf)
+    return plain
 
 
 @cache
@@ -162,16 +174,25 @@ def _parse_override(text: str) -> Override:
     if override.is_delete():
         raise ConfigError(f"{text!r}: keys cannot be removed; set {key.lstrip('~')} to another value")
     if override.is_sweep_override():
-        raise ConfigError(
-            f"{text!r} holds several values and a run takes one; {_quoting(key, value)}, or a list as [a,b]"
-        )
+        raise ConfigError(f"{text!r} holds several values and a run takes one; {_quoting(key, value)}")
     return override
 
 
 def _quoting(key: str, value: str) -> str:
-    """How to write a value that has characters special to hydra, in a shell."""
-    bare = value.strip("'\"")
-    return f"""write text with special characters in double quotes inside single ones: '{key}="{bare}"'"""
+    """How to write ``value`` in a shell, so that hydra reads it as it is."""
+    if key in all_keys() and "list" in all_keys()[key].type_text:
+        texts = ",".join(_quoted(text.strip(" '\"")) for text in value.strip("[]").split(","))
+        return f"write each text in double quotes, in a list: {shlex.quote(f'{key}=[{texts}]')}"
+    return f"write text with special characters in double quotes: {shlex.quote(f'{key}={_quoted(value)}')}"
+
+
+def _quoted(text: str) -> str:
+    return str(QuotedString(_without_interpolations(text), Quote.double).with_quotes())
+
+
+def _without_interpolations(leaf: Any) -> Any:
+    """A text such that omegaconf takes its ``${...}`` for what they are; any other value as it is."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", leaf) if isinstance(leaf, str) else leaf
 
 
 def _checked_choice(override: Override, file: Path | None) -> str:
@@ -190,10 +211,48 @@ def _checked_choice(override: Override, file: Path | None) -> str:
 def _checked_value(override: Override, mistakes: list[str]) -> str:
     """The override as hydra should get it; what is wrong with its keys and their values goes to ``mistakes``."""
     key = str(override.key_or_group)
-    _check_leaves(key, override.value(), mistakes)
+    tree = _with_text(key, override.value(), _as_written(str(override.input_line)))
+    _check_leaves(key, tree, mistakes)
     # Keys of an open dictionary are not in the schema, whether they are written one by one or as {name: value}.
-    may_add = isinstance(override.value(), dict) or (key not in all_keys() and _open_parent(key) is not None)
-    return f"{'++' if may_add else ''}{key}={override.get_value_element_as_str()}"
+    may_add = isinstance(tree, dict) or (key not in all_keys() and _open_parent(key) is not None)
+    quoted = _mapped(tree, lambda leaf: QuotedString(leaf, Quote.double) if isinstance(leaf, str) else leaf)
+    return f"{'++' if may_add else ''}{key}={Transformer.str(quoted)}"
+
+
+class _AsWritten(HydraOverrideVisitor):
+    """Takes numbers, true and false for the text that they are."""
+
+    def visitPrimitive(self, ctx: OverrideParser.PrimitiveContext) -> Any:
+        value = super().visitPrimitive(ctx)
+        return ctx.getText().strip() if isinstance(value, int | float) else value
+
+    def visitFunction(self, ctx: OverrideParser.FunctionContext) -> Any:
+        return HydraOverrideVisitor(self.functions).visitFunction(ctx)
+
+
+def _as_written(text: str) -> Any:
+    """The value of an override that can be read, all of it text."""
+    parser = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(text))))
+    return _AsWritten(create_functions()).visit(parser.override()).value()
+
+
+def _with_text(key: str, value: Any, written: Any) -> Any:
+    """``value``, but below keys that hold text as it is ``written``: 1e3 is not 1000.0, nor true True."""
+    if isinstance(value, dict) and isinstance(written, dict):
+        return {name: _with_text(f"{key}.{name}", below, written.get(name)) for name, below in value.items()}
+    if isinstance(value, list) and isinstance(written, list):
+        return [_with_text(key, below, text) for below, text in zip(value, written, strict=True)]
+    is_text = key in all_keys() and "text" in all_keys()[key].type_text
+    return written if is_text and isinstance(value, int | float) and isinstance(written, str) else value
+
+
+def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """``tree`` with every value in it changed that is no list and no dictionary."""
+    if isinstance(tree, dict):
+        return {name: _mapped(below, change) for name, below in tree.items()}
+    if isinstance(tree, list):
+        return [_mapped(below, change) for below in tree]
+    return change(tree)
 
 
 def _check_leaves(key: str, tree: Any, mistakes: list[str], prefix: str = "") -> None:
@@ -265,6 +324,8 @@ def _check_type(key: str, value: Any) -> None:
         return
     try:
         OmegaConf.update(_scratch(), key, value, merge=True)
+    except GrammarParseError as error:
+        raise ConfigError(f"{key}: {_first_line(error)}{_ESCAPING}") from error
     except OmegaConfBaseException as error:
         known = all_keys()[key]
         hint = _did_you_mean(str(value), known.type_text.split(" or ")) if isinstance(value, str) else ""
@@ -281,13 +342,14 @@ def _read_file(file: Path, mistakes: list[str]) -> dict[str, Any]:
     """The values of a yaml file; what is wrong with its keys and their values goes to ``mistakes``."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(file))
+        written = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader)  # which takes all for text
     except OSError as error:
         raise ConfigError(f"--config {file} cannot be read: {error.strerror}; give a yaml file") from error
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise ConfigError(f"--config {file} is no yaml: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"--config {file} must hold a mapping of sections, got {type(tree).__name__}")
-    sections = {str(section): below for section, below in tree.items()}
+    sections = {str(name): _with_text(str(name), below, written.get(name)) for name, below in tree.items()}
     for section, below in sections.items():
         _check_leaves(section, below, mistakes, f"--config {file}: ")
     return sections
@@ -300,7 +362,8 @@ def _to_object(cfg: DictConfig) -> Config:
         built = OmegaConf.to_object(OmegaConf.merge(_schema(), cfg))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
-        raise ConfigError(f"{key or 'configuration'}: {_first_line(error)}") from error
+        hint = _ESCAPING if isinstance(error, InterpolationResolutionError) else ""
+        raise ConfigError(f"{key or 'configuration'}: {_first_line(error)}{hint}") from error
     assert isinstance(built, Config)
     return built
 

@@ -2,11 +2,13 @@
 
 import json
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from skyrl_async.config import help as config_help
 from skyrl_async.config.devices import num_gpus
@@ -193,8 +195,76 @@ def test_every_mistake_of_a_command_line_and_a_file_is_told_at_once_with_its_own
         assert mistake.strip().startswith(words)
 
 
-def test_the_quoting_that_an_error_suggests_works() -> None:
-    assert from_overrides('trainer.output_dir="a=b,c"').trainer.output_dir == "a=b,c"
+@pytest.mark.parametrize(
+    "command",
+    [
+        'bash -c "my agent"',
+        """sh -c 'echo "it'\\''s"' """,
+        "python agent.py --lr=1 a,b #c ~/d (e) [f] {g}",
+        'echo "${MODEL:-none}" \\${X} "\\"',
+        '"my agent" "a"',
+    ],
+)
+def test_what_an_error_suggests_works_in_a_shell_and_gives_the_text_that_was_typed(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suggested = error_of(capsys, f"generator.command={command}").partition("double quotes: ")[2]
+    pasted = subprocess.run(["sh", "-c", f"printf %s {suggested}"], capture_output=True, text=True, check=True).stdout
+    assert from_overrides("generator=agent", pasted).generator.command == command
+
+
+@pytest.mark.parametrize(("value", "expected"), [("a,b", ["a", "b"]), ("[a=b, ~]", ["a=b", "~"])])
+def test_a_list_is_suggested_where_a_key_holds_one(
+    value: str, expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    suggested = error_of(capsys, f"generator.sampling.stop={value}").partition("a list: ")[2]
+    pasted = subprocess.run(["sh", "-c", f"printf %s {suggested}"], capture_output=True, text=True, check=True).stdout
+    assert from_overrides(pasted).generator.sampling.stop == expected
+
+
+def test_braces_after_a_dollar_that_name_no_key_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    error = error_of(capsys, "generator=agent", "generator.command=agent ${MODEL}")
+    assert "Interpolation key 'MODEL' not found" in error and r"write \${...}" in error
+    assert from_overrides("generator=agent", r"generator.command=echo \${MODEL}").generator.command == "echo ${MODEL}"
+
+
+WORDS = ("true", "False", "yes", "1e3", "1_000", "+5", ".5", "0x10", "007", "2024-01-02", "12:30", "none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_file", [False, True], ids=["command line", "file"])
+def test_every_key_that_holds_text_keeps_it_as_it_was_typed(as_file: bool, tmp_path: Path) -> None:
+    keys = [key for key in config_help.all_keys().values() if "text" in key.type_text]
+    assert {"generator.command", "cache_dir", "task.train_files", "placement.groups"} <= {key.name for key in keys}
+    for word in WORDS:
+        depth = {key.name: key.type_text.count("list") for key in keys}
+        typed = {name: f"{'[' * lists}{word}{']' * lists}" for name, lists in depth.items()}
+        file = None
+        if as_file:
+            file = tmp_path / "config.yaml"
+            text = OmegaConf.to_yaml(OmegaConf.from_dotlist([f"{name}=of {name}" for name in typed]))
+            for name, value in typed.items():
+                text = text.replace(f"of {name}\n", f"{value}\n")
+            file.write_text(text)
+        composed = compose_config([] if as_file else [f"{name}={value}" for name, value in typed.items()], file)
+        for name, lists in depth.items():
+            found = OmegaConf.select(composed, name)
+            for _ in range(lists):
+                (found,) = found
+            assert (name, found) == (name, word)
+
+
+def test_text_in_a_dictionary_stays_as_it_was_typed_and_numbers_are_numbers() -> None:
+    nested = compose_config(['generator={command: 1e3, sampling: {stop: [007, "8", 1.50], top_k: 1_0}}']).generator
+    assert (nested.command, nested.sampling.stop, nested.sampling.top_k) == ("1e3", ["007", "8", "1.50"], 10)
+    assert compose_config(["trainer.seed=int(3.0)"]).trainer.seed == 3
+
+
+def test_null_is_no_text_unless_it_is_in_quotes() -> None:
+    assert compose_config(["generator.command=null"]).generator.command is None
+    assert compose_config(['generator.command="null"']).generator.command == "null"
+    with pytest.raises(ConfigError, match="cache_dir must be text, got None"):
+        compose_config(["cache_dir=null"])
 
 
 @pytest.mark.slow
@@ -211,7 +281,7 @@ def test_cfg_job_prints_a_file_that_config_loads_again(tmp_path: Path, capsys: p
 
 @pytest.mark.slow
 @settings(max_examples=8)
-@given(stop=st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="$"))))
+@given(stop=st.lists(st.text(alphabet=st.characters(codec="utf-8")) | st.text(alphabet="${}\\a:\"'")))
 def test_any_text_survives_the_way_through_a_config_file(
     stop: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -228,6 +298,7 @@ def test_any_text_survives_the_way_through_a_config_file(
         ("trainer:\n  num_stepz: 3\n", "unknown key 'trainer.num_stepz'; did you mean trainer.num_steps?"),
         ("trainer:\n  num_steps: x\n", "trainer.num_steps must be integer or null, got 'x'"),
         ("trainer: [", "is no yaml"),
+        ("\udcff", "is no yaml: 'utf-8' codec"),
         ("- 1\n", "must hold a mapping of sections, got list"),
     ],
 )
@@ -235,7 +306,7 @@ def test_a_wrong_config_file_is_refused_by_name(
     text: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text(text)
+    file.write_text(text, errors="surrogateescape")
     error = error_of(capsys, f"--config={file}")
     assert str(file) in error
     assert expected in error
