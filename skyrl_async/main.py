@@ -27,6 +27,7 @@ from skyrl_async.composition.parts import Listeners, LogGroups
 from skyrl_async.composition.run import Parts, started_parts, trainer_of
 from skyrl_async.composition.taking_up import checkpoint_to_resume, make_room
 from skyrl_async.concurrency import first_failure
+from skyrl_async.config.help import value_text
 from skyrl_async.config.load import run_cli, without_secrets
 from skyrl_async.config.schema import Config
 from skyrl_async.config.wheel_tag import correct_wheel_tag
@@ -77,10 +78,18 @@ def run(config: Config, overrides: list[str], *, owns_process: bool = False) -> 
             stack.enter_context(only_run_in(run_dir))
             found = checkpoint_to_resume(config, run_dir)
             set_aside = make_room(config, run_dir, found)
+            log_path, has_console = run_dir / "run.log", config.logging.console
+            stack.enter_context(run_logging(log_path, config.logging.level, has_console=has_console))
+            kept = KeptConfig(run_dir, config, found.state.step if found is not None else None)
         except SkyRLAsyncError as error:
             sys.stderr.write(f"error: {error}\n")
             return _REFUSED
-        stack.enter_context(run_logging(run_dir / "run.log", config.logging.level, has_console=config.logging.console))
+        except OSError as error:
+            found_dir = value_text(config.trainer.output_dir)
+            sys.stderr.write(
+                f"error: trainer.output_dir must be a directory that can be written to, got {found_dir!r}: {error}\n"
+            )
+            return _REFUSED
         interruption = stack.enter_context(Interruption(config.trainer.shutdown_timeout_s))
         logger.info("overrides: %s", " ".join(overrides))
         if set_aside is not None:
@@ -89,7 +98,6 @@ def run(config: Config, overrides: list[str], *, owns_process: bool = False) -> 
             logger.warning("%d processes of agents that the run had left behind when it was killed are ended", num_left)
         for reason in found.refused if found is not None else ():
             logger.warning("%s; %s is resumed instead", reason, found.path.name if found else None)
-        kept = KeptConfig(run_dir, config, found.state.step if found is not None else None)
         if changes := kept.changes():
             logger.warning("the run goes on with other settings than before: %s", ", ".join(changes))
         left = _Left(run_dir, kept)

@@ -9,10 +9,13 @@ import math
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.composition.rewards import environment_factory
@@ -22,7 +25,7 @@ from skyrl_async.config.task import DATASET_TASK, REASONING_GYM_TASK
 from skyrl_async.data.dataset import filter_long_prompts, load_sources
 from skyrl_async.data.mixing import EpochPlan, Rotation, weighted
 from skyrl_async.data.sources import rows_of
-from skyrl_async.errors import DatasetError
+from skyrl_async.errors import ConfigError, DatasetError
 from skyrl_async.inference.policy_files import read_config, read_manifest, text_config
 from skyrl_async.tasks.imitation import ImitationTask
 from skyrl_async.tasks.registry import BuiltInTask, get_task, make_environment
@@ -128,7 +131,8 @@ class PolicyFiles:
             return Path(self._config.policy.path).expanduser()
         from skyrl_async.tasks.policy_cache import prepare_initial_policy
 
-        return prepare_initial_policy(**self._cache_arguments())
+        with self._writing_to_the_cache():
+            return prepare_initial_policy(**self._cache_arguments())
 
     async def served(self) -> Path:
         """The policy that engines boot from: with adapters published alone, what these are trained over, for no publish brings it."""
@@ -141,19 +145,29 @@ class PolicyFiles:
             return self.initial()
         from skyrl_async.tasks.policy_cache import prepare_tiny_policy
 
+        prepare = functools.partial(
+            prepare_tiny_policy,
+            **self._cache_arguments(),
+            plan=self._plan(),
+            held_out=frozenset(prompt.uid for prompt in self._prompts.held_out),
+            should_stop=self._stopped.is_set,
+            on_progress=self._report,
+        )
         try:
-            return await asyncio.to_thread(
-                functools.partial(
-                    prepare_tiny_policy,
-                    **self._cache_arguments(),
-                    plan=self._plan(),
-                    held_out=frozenset(prompt.uid for prompt in self._prompts.held_out),
-                    should_stop=self._stopped.is_set,
-                    on_progress=self._report,
-                )
-            )
+            with self._writing_to_the_cache():
+                return await asyncio.to_thread(prepare)
         finally:
             self._stopped.set()
+
+    @contextmanager
+    def _writing_to_the_cache(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            found = self._config.cache_dir
+            raise ConfigError(
+                f"cache_dir must be a directory that can be written to, got {found!r}: {error}"
+            ) from error
 
     def _report(self, progress: "WarmStartProgress") -> None:
         plan = self._plan()

@@ -4,6 +4,7 @@ Flows in: a built ``Config``. Flows out: nothing, or ``PolicyError`` naming the 
 """
 
 import json
+import os
 from pathlib import Path
 
 from skyrl_async.config.schema import Config
@@ -16,7 +17,7 @@ def policy_directory_is_complete(config: Config) -> None:
     """Model and tokenizer."""
     if config.policy.path is None:
         return
-    path, found = Path(config.policy.path).expanduser(), f"policy.path={config.policy.path}"
+    path, found = Path(os.path.expanduser(config.policy.path)), f"policy.path={config.policy.path}"
     _check_model(path, found)
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise PolicyError(f"{found} has no tokenizer (such as tokenizer.json); copy it beside its config.json")
@@ -25,12 +26,12 @@ def policy_directory_is_complete(config: Config) -> None:
 def reference_directory_is_complete(config: Config) -> None:
     """The model; its tokens are the policy's."""
     if config.trainer.ref.path is not None:
-        _check_model(Path(config.trainer.ref.path).expanduser(), f"trainer.ref.path={config.trainer.ref.path}")
+        _check_model(Path(os.path.expanduser(config.trainer.ref.path)), f"trainer.ref.path={config.trainer.ref.path}")
 
 
 def _check_model(path: Path, found: str) -> None:
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
+    if not os.path.isdir(path):
+        what = "is a file" if os.path.exists(path) else "does not exist"
         raise PolicyError(
             f"{found} {what}; give a local Hugging Face directory (a model of the hub has to be downloaded first)"
         )

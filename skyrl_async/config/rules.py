@@ -6,6 +6,7 @@ the key, the value and what to change. Rules within one class are in ``schema``.
 """
 
 import importlib.util
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -240,16 +241,24 @@ def resume_says_what_to_continue(config: Config) -> None:
             f"trainer.resume_mode must be from_path when trainer.resume_path is set, got {trainer.resume_mode.name}"
         )
     path = trainer.resume_path if trainer.resume_mode is ResumeMode.from_path else None
-    if path is not None and not Path(path).expanduser().is_dir():
+    if path is not None and not os.path.isdir(os.path.expanduser(path)):
         raise ConfigError(f"trainer.resume_path must be a checkpoint directory, got {path!r}, which is none")
 
 
 def directories_can_be_made(config: Config) -> None:
-    for key, value in (("trainer.output_dir", config.trainer.output_dir), ("cache_dir", config.cache_dir)):
-        path = Path(value or ".").expanduser().absolute()
-        blocker = next((p for p in (path, *path.parents) if p.exists()), path)
+    """As far as can be told without making them. By ``os.path``, to which a name that is too long is one of nothing."""
+    directories = {
+        "trainer.output_dir": config.trainer.output_dir,
+        "cache_dir": config.cache_dir,
+        "generator.working_dir": config.generator.working_dir,
+    }
+    for key, value in directories.items():
+        path = Path(os.path.expanduser(value or ".")).absolute()
+        blocker = next((p for p in (path, *path.parents) if os.path.exists(p)), path)
         if not blocker.is_dir():
             raise ConfigError(f"{key} must be a directory, got {value!r}: {blocker} is a file")
+        if value is not None and os.path.expanduser(value).startswith("~"):
+            raise ConfigError(f"{key} must be a directory, got {value!r}: there is no user of that name")
 
 
 def logging_level_exists(config: Config) -> None:
@@ -271,10 +280,10 @@ def dataset_files_exist(config: Config) -> None:
         files_of_key |= {"task.train_files": config.task.train_files, "task.eval_files": config.task.eval_files}
     for key, names in files_of_key.items():
         for name in names:
-            path = Path(name).expanduser()
+            path = Path(os.path.expanduser(name))
             # DIR/train stands for DIR/train-*.parquet; the loader says what is wrong with what is there.
             shards = (f"{path.name}-*", f"data/{path.name}-*")
-            if not path.exists() and not any(any(path.parent.glob(pattern)) for pattern in shards):
+            if not os.path.exists(path) and not any(any(path.parent.glob(pattern)) for pattern in shards):
                 raise ConfigError(f"{key} must name files that exist, got {name!r} (in {Path.cwd()})")
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from skyrl_async.composition import processes
-from skyrl_async.composition.data import Prompts, num_planned_steps
+from skyrl_async.composition.data import PolicyFiles, Prompts, num_planned_steps
 from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, stage_works
 from skyrl_async.composition.private_files import write_private
 from skyrl_async.composition.processes import _training_settings, start_engines_and_policy
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema import Config, Device, EngineConfig, PlacementConfig, TrainingConfig
-from skyrl_async.errors import PolicyError
+from skyrl_async.errors import ConfigError, PolicyError
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.training.optimizer import lr_factor
@@ -115,6 +115,13 @@ class TestLogprobs:
         check_logprobs(from_overrides(kl, f"trainer.ref.path={tmp_path / 'policy'}"), tmp_path / "policy")
         with pytest.raises(PolicyError, match=r"trainer.ref.path=.*other has 64 tokens and the policy 48"):
             check_logprobs(from_overrides(kl, f"trainer.ref.path={tmp_path / 'other'}"), tmp_path / "policy")
+
+
+@pytest.mark.parametrize("cache", ["/proc/nope", "x" * 300])
+def test_a_cache_that_cannot_be_written_to_is_named_by_its_key(cache: str) -> None:
+    files = PolicyFiles(config_of(f"cache_dir={cache}"), prompts(1), lambda line: None)
+    with pytest.raises(ConfigError, match=f"cache_dir must be a directory that can be written to, got '{cache}"):
+        files.initial()
 
 
 def test_a_private_file_is_its_owner_s_whatever_was_there(tmp_path: Path) -> None:

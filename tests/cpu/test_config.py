@@ -1,6 +1,7 @@
 """The command line, the rules, and the pages written from the schema."""
 
 import json
+import re
 import socket
 import subprocess
 from pathlib import Path
@@ -501,6 +502,28 @@ def test_a_policy_path_that_is_no_directory_is_refused(tmp_path: Path, capsys: p
     assert "does not exist; give a local" in error_of(capsys, "policy=hf", "policy.path=Qwen/Qwen3-0.6B")
     (tmp_path / "file").write_text("")
     assert "is a file; give a local" in error_of(capsys, f"policy.path={tmp_path / 'file'}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["trainer.output_dir=DIR/a"], "trainer.output_dir"),
+        (["cache_dir=DIR/a"], "cache_dir"),
+        (["generator=agent", "generator.command=x", "generator.working_dir=DIR/a"], "generator.working_dir"),
+        (["policy.path=LONG"], "policy.path"),
+        (["trainer.ref.path=LONG"], "trainer.ref.path"),
+        (["trainer.resume_mode=from_path", "trainer.resume_path=LONG"], "trainer.resume_path"),
+        (["task=dataset", "task.train_files=[LONG]", "policy.path=DIR"], "task.train_files"),
+    ],
+)
+def test_a_path_that_cannot_be_is_refused_by_its_key(overrides: list[str], key: str, tmp_path: Path) -> None:
+    """A file where a directory is asked for, and a name longer than a file may have."""
+    (tmp_path / "file").touch()
+    names = {"DIR": str(tmp_path / "file"), "LONG": "x" * 300}
+    if key == "task.train_files":
+        names["DIR"] = str(policy_directory(tmp_path / "policy"))
+    with pytest.raises((ConfigError, PolicyError), match=key):
+        from_overrides(*(re.sub("DIR|LONG", lambda name: names[name[0]], override) for override in overrides))
 
 
 def test_an_incomplete_reference_is_refused_by_its_key_and_needs_no_tokenizer(tmp_path: Path) -> None:

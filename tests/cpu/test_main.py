@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skyrl_async.main import main
 from skyrl_async.metrics.stage_picture import read_stages
 from skyrl_async.metrics.tracker import read_rows
+from tests.cpu.test_metrics import files_of_at_most
 from tests.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
@@ -472,6 +473,31 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(tmp_path: Path) ->
     outcome = run("trainer.max_stalenes_steps=4", cwd=tmp_path)
     assert_refused(outcome, "unknown key 'trainer.max_stalenes_steps'; did you mean trainer.max_staleness_steps?")
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("directory", "why"),
+    [
+        ("/proc/nope", "'/proc/nope'"),
+        ("/proc", "'/proc/run.lock'"),
+        ("x" * 300, "File name too long"),
+        ("file/run", "file is a file"),
+        ("~no-such-user/run", "~no-such-user"),
+    ],
+)
+def test_an_output_directory_that_takes_no_run_is_refused_by_its_key(
+    tmp_path: Path, run_here: Here, directory: str, why: str
+) -> None:
+    (tmp_path / "file").touch()
+    assert_refused(run_here(f'trainer.output_dir="{directory}"'), "trainer.output_dir must be a directory", why)
+
+
+@pytest.mark.slow
+def test_an_output_directory_on_a_full_disk_is_refused_by_its_key(tmp_path: Path, run_here: Here) -> None:
+    with files_of_at_most(1000):
+        outcome = run_here("trainer.output_dir=out")
+    assert_refused(outcome, "trainer.output_dir must be a directory that can be written to, got 'out': ")
 
 
 @pytest.fixture(scope="module")
