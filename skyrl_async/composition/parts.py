@@ -82,7 +82,12 @@ def check_generator(config: Config) -> None:
     check_reward_shaping(config)
     generator = config.generator
     if generator.kind is GeneratorKind.agent:
-        check_agent_settings(command=generator.command, entrypoint=generator.entrypoint, reward=generator.reward)
+        check_agent_settings(
+            command=generator.command,
+            entrypoint=generator.entrypoint,
+            reward=generator.reward,
+            working_dir=None if generator.working_dir is None else Path(generator.working_dir),
+        )
     elif generator.entrypoint is not None:
         import_function("generator.entrypoint", generator.entrypoint)
 
@@ -111,7 +116,7 @@ def make_generator(
             deadlines=client.pool.deadlines,
             outage_timeout_s=config.engine.all_gone_timeout_s,
             max_concurrent_agents=generator.max_concurrent_agents,
-            working_dir=None if generator.working_dir is None else Path(generator.working_dir).expanduser(),
+            working_dir=None if generator.working_dir is None else Path(generator.working_dir),
             run_dir=run_dir,
         )
         stack.push_async_callback(agents.close)

@@ -174,15 +174,9 @@ def with_absolute_files(command: str, launch_dir: Path) -> str:
 
 
 def agent_environment(task: AgentTask, task_file: Path, result_file: Path) -> dict[str, str]:
-    """All that a program's environment holds: an allow-list, because this process's holds keys that are not for agents."""
-    passed = {name: value for name, value in os.environ.items() if name in PASSED or name.startswith(_PASSED_PREFIXES)}
-    for name in _PATH_LISTS:
-        if name in passed:  # its working directory is another one
-            passed[name] = os.pathsep.join(os.path.abspath(part) for part in passed[name].split(os.pathsep) if part)
-    # A command's "python" is the one that trains, as it would be in a shell where its environment is active.
-    passed["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), *filter(None, [passed.get("PATH")])])
+    """All that a program's environment holds."""
     return {
-        **passed,
+        **passed_environment(),
         "OPENAI_BASE_URL": task.base_url,
         "OPENAI_API_BASE": task.base_url,
         "OPENAI_API_KEY": task.api_key,
@@ -193,6 +187,17 @@ def agent_environment(task: AgentTask, task_file: Path, result_file: Path) -> di
         "SKYRL_TASK_FILE": str(task_file),
         "SKYRL_RESULT_FILE": str(result_file),
     }
+
+
+def passed_environment() -> dict[str, str]:
+    """What programs get of this process's environment: an allow-list, because that holds keys that are not for agents."""
+    passed = {name: value for name, value in os.environ.items() if name in PASSED or name.startswith(_PASSED_PREFIXES)}
+    for name in _PATH_LISTS:
+        if name in passed:  # its working directory is another one
+            passed[name] = os.pathsep.join(os.path.abspath(part) for part in passed[name].split(os.pathsep) if part)
+    # A command's "python" is the one that trains, as it would be in a shell where its environment is active.
+    passed["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), *filter(None, [passed.get("PATH")])])
+    return passed
 
 
 def _prepare(task: AgentTask) -> _Files:

@@ -6,16 +6,20 @@ was found and what to change. Does not know the configuration's classes.
 
 import asyncio
 import inspect
+import os
+import re
 import shlex
+import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import import_function
-from skyrl_async.rollout.agent_command import SHELL, CommandHarness
+from skyrl_async.rollout.agent_command import SHELL, CommandHarness, passed_environment, with_absolute_files
 from skyrl_async.rollout.agent_generator import AgentGenerator
 from skyrl_async.rollout.agent_reward import EnvironmentJudge, FunctionJudge
 from skyrl_async.rollout.daemon_threads import DaemonThreads
@@ -26,10 +30,23 @@ from skyrl_async.rollout.sessions import SessionPool
 
 _MAX_THREADS = 32
 _CHECK_TIMEOUT_S = 10.0
+_PYTHON = r"(?:[\w./@%+:,-]*/)?(?:python|pypy)[\d.]*\s+(?:-[bBdEiIOPqsSuvx]+\s+)*"
+_SCRIPT = re.compile(
+    rf"""\s*(?:env\s+)?(?:\w+=\S*\s+)*
+    (?: uv\s+run\s+(?: --script\s+ | (?=\S+\.py\b) )
+      | (?:uv\s+run\s+)? (?: {_PYTHON} | (?:\S*/)?(?:ba|da|k|z)?sh\s+(?:-[aefuvx]+\s+)* | (?:\S*/)?(?:perl|ruby)\s+ )
+    )
+    (?P<quote>["']?) (?P<file>[\w./~@%+,][\w./~@%+,-]*) (?P=quote) (?=[\s;&|<>]|$)""",
+    re.VERBOSE,
+)
+"""The file that the first program of a command reads as a script, where that is plain to see: behind flags that take no value."""
+_MODULE = re.compile(rf"\s*(?P<python>{_PYTHON})-m\s+(?P<name>[\w.]+)(?=[\s;&|<>]|$)")
 
 
-def check_agent_settings(*, command: str | None, entrypoint: str | None, reward: str | None) -> None:
-    """See that there is one harness, that it can be found, and that the reward can; imports the functions.
+def check_agent_settings(
+    *, command: str | None, entrypoint: str | None, reward: str | None, working_dir: Path | None = None
+) -> None:
+    """See that there is one harness, that it can be found, and that the reward can; imports the functions, makes ``working_dir``.
 
     Raises ``ConfigError``.
     """
@@ -44,6 +61,8 @@ def check_agent_settings(*, command: str | None, entrypoint: str | None, reward:
         _harness_function(entrypoint)
     if reward is not None:
         import_function("generator.reward", reward)
+    if working_dir is not None:
+        _make_directory(working_dir)
 
 
 def make_agent_generator(
@@ -80,11 +99,9 @@ def make_agent_generator(
         run_dir: of the run that agents belong to; None: of none.
 
     Raises:
-        ConfigError: see ``check_agent_settings``; or ``working_dir`` cannot be made.
+        ConfigError: see ``check_agent_settings``.
     """
-    check_agent_settings(command=command, entrypoint=entrypoint, reward=reward)
-    if working_dir is not None:
-        working_dir = _made_directory(working_dir)
+    check_agent_settings(command=command, entrypoint=entrypoint, reward=reward, working_dir=working_dir)
     judging, places = DaemonThreads("reward"), asyncio.Semaphore(_MAX_THREADS)
     return AgentGenerator(
         SessionPool(
@@ -101,12 +118,12 @@ def make_agent_generator(
         deadlines=deadlines,
         executor=ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="agent"),
         max_concurrent_agents=max_concurrent_agents,
-        working_dir=working_dir,
+        working_dir=None if working_dir is None else working_dir.expanduser().absolute(),
     )
 
 
 def _check_command(command: str) -> None:
-    """The shell can read it, and finds its first program, where that is plain to see."""
+    """The shell can read it, and finds its first program, and what that is to run, where these are plain to see."""
     if not command.strip():
         raise ConfigError(f"generator.command must be a command line, got {command!r}")
     read = subprocess.run([SHELL, "-n", "-c", command], capture_output=True, text=True, timeout=_CHECK_TIMEOUT_S)
@@ -114,11 +131,52 @@ def _check_command(command: str) -> None:
         raise ConfigError(
             f"generator.command must be a command line for {SHELL}, got {command!r}: {read.stderr.strip()}"
         )
-    program = shlex.split(command)[0]
-    is_plain = not set(program) & set("=$`(){}*?<>|;&#!~")
-    asked = [SHELL, "-c", 'command -v "$1"', SHELL, program]
-    if is_plain and subprocess.run(asked, capture_output=True, timeout=_CHECK_TIMEOUT_S).returncode != 0:
+    launch_dir, environment = Path.cwd(), passed_environment()
+    try:
+        program = shlex.split(command)[0]
+    except ValueError:  # a quote in a here-document
+        program = "<<"
+    if not set(program) & set("=$`(){}*?<>|;&#!~"):
+        _check_program(program, launch_dir, environment)
+    if (script := _SCRIPT.match(command)) is not None:
+        _check_script(script["file"], bool(script["quote"]), launch_dir, environment["PATH"])
+    if (module := _MODULE.match(command)) is not None:
+        _check_module(module["python"], module["name"].partition(".")[0], launch_dir, environment)
+
+
+def _check_program(program: str, launch_dir: Path, environment: Mapping[str, str]) -> None:
+    file = with_absolute_files(program, launch_dir)
+    if file.startswith("/") and os.path.isfile(file) and not os.access(file, os.X_OK):
+        raise ConfigError(
+            f"generator.command must begin with a program that may be executed, got {program!r}: chmod +x it, or name what runs it"
+        )
+    asked = [SHELL, "-c", 'command -v "$1"', SHELL, file]
+    found = subprocess.run(asked, capture_output=True, env=environment, timeout=_CHECK_TIMEOUT_S)
+    if found.returncode != 0 or os.path.isdir(file):
         raise ConfigError(f"generator.command must begin with a program that can be found, got {program!r}; see PATH")
+
+
+def _check_script(script: str, is_quoted: bool, launch_dir: Path, path: str) -> None:
+    """A relative name that the command has kept is looked for in the agent's directory, which is empty; by shells, on PATH too."""
+    file = launch_dir / (script if is_quoted else os.path.expanduser(script))
+    if not os.path.exists(file) and shutil.which(script, os.F_OK, path) is None:
+        raise ConfigError(f"generator.command must name a script that exists, got {script!r} (in {launch_dir})")
+    is_kept = is_quoted or with_absolute_files(script, launch_dir) == script
+    if os.path.exists(file) and is_kept and not script.startswith(("/", "~")):
+        raise ConfigError(
+            f"generator.command must name a script where agents find it, got {script!r}: they run in directories of their own; "
+            f"give its absolute path, {file}"
+        )
+
+
+def _check_module(python: str, module: str, launch_dir: Path, environment: Mapping[str, str]) -> None:
+    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    asked = [*shlex.split(with_absolute_files(python, launch_dir)), "-c", program, module]
+    if subprocess.run(asked, capture_output=True, cwd="/", env=environment, timeout=_CHECK_TIMEOUT_S).returncode == 1:
+        raise ConfigError(
+            f"generator.command must name a module that python finds, got {module!r}: agents run in directories of their own; "
+            "install it, or set PYTHONPATH where the run is started"
+        )
 
 
 def _harness_function(entrypoint: str) -> Callable[..., Any]:
@@ -131,10 +189,12 @@ def _harness_function(entrypoint: str) -> Callable[..., Any]:
     return function
 
 
-def _made_directory(directory: Path) -> Path:
-    directory = directory.expanduser().absolute()
+def _make_directory(directory: Path) -> None:
+    """And one in it, as every agent gets."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.expanduser().mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=directory.expanduser()).cleanup()
     except OSError as error:
-        raise ConfigError(f"generator.working_dir must be a directory, got {directory}: {error.strerror}") from error
-    return directory
+        raise ConfigError(
+            f"generator.working_dir must be a directory that can be written to, got '{directory}': {error}"
+        ) from error

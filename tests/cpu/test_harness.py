@@ -19,7 +19,7 @@ import pytest
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.rollout.agent_command import CommandHarness, with_absolute_files
 from skyrl_async.rollout.agent_processes import marked_processes
-from skyrl_async.rollout.agent_settings import check_agent_settings, make_agent_generator
+from skyrl_async.rollout.agent_settings import check_agent_settings
 from skyrl_async.rollout.harness import AgentFunction, AgentResult, AgentTask, FunctionHarness, shown_extras
 from skyrl_async.types import SamplingParams
 
@@ -313,20 +313,79 @@ def test_settings_that_may_work_pass(settings: dict[str, str]) -> None:
     check_agent_settings(**{"command": None, "entrypoint": None, "reward": None, **settings})
 
 
-def test_a_working_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="generator.working_dir must be a directory, got .*file/agents: Not a dir"):
-        make_agent_generator(
-            urls=["http://endpoint"],
-            controller_key="key",
-            command="true",
-            entrypoint=None,
-            reward=None,
-            make_environment=lambda env_class, extras: pytest.fail("not asked"),
-            max_turns=1,
-            agent_timeout_s=1.0,
-            working_dir=tmp_path / "file" / "agents",
-        )
+@pytest.fixture
+def launch_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the run is started: with a script, a program, and a file that nobody may execute."""
+    monkeypatch.chdir(tmp_path)
+    for name, mode in (("agent.py", 0o755), ("agent", 0o755), ("bin/plain.sh", 0o644)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch(mode=mode)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("python missing.py", "a script that exists, got 'missing.py' (in LAUNCH_DIR)"),
+        ("A=1 B='2' python3 -u bin/missing.py --x=1", "got 'bin/missing.py' (in"),
+        ("uv run --script missing.py", "got 'missing.py' (in"),
+        ("uv run missing.py", "got 'missing.py' (in"),
+        ("env A=1 bash -e ./missing.sh|tee log", "got './missing.sh' (in"),
+        ("python /nowhere/agent.py; true", "got '/nowhere/agent.py'"),
+        ("python ~/no-such-agent.py", "got '~/no-such-agent.py'"),
+        ("python 'agent.py'", "a script where agents find it, got 'agent.py': they run in directories of their own"),
+        ("python agent", "give its absolute path, LAUNCH_DIR/agent"),
+        ("./missing --now", "begin with a program that can be found, got './missing'"),
+        ("bin/plain.sh", "begin with a program that may be executed, got 'bin/plain.sh': chmod +x"),
+        ("./bin", "begin with a program that can be found, got './bin'"),
+        ("python -u -m no_such_agent.cli --now", "a module that python finds, got 'no_such_agent'"),
+    ],
+)
+def test_a_script_that_no_agent_would_find_is_refused_by_the_path_that_was_typed(
+    launch_dir: Path, command: str, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match="^generator.command must ") as refused:
+        check_agent_settings(command=command, entrypoint=None, reward=None)
+    assert complaint.replace("LAUNCH_DIR", str(launch_dir)) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python agent.py --out missing.json",
+        "./agent.py missing.py",
+        "agent.py",
+        "bash bin/plain.sh",
+        "cd bin && python missing.py",
+        "true || python missing.py",
+        "python -c 'import this' missing.py",
+        "python $AGENT/missing.py",
+        "uv run https://example.org/agent.py",
+        "bash -c 'python missing.py'",
+        "python -m json.tool missing.py",
+        "cat <<END\nit's\nEND",
+    ],
+)
+def test_a_command_whose_files_are_there_or_may_be_passes(launch_dir: Path, command: str) -> None:
+    check_agent_settings(command=command, entrypoint=None, reward=None)
+
+
+def test_programs_are_looked_for_where_agents_find_them(launch_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(launch_dir / "bin"))
+    check_agent_settings(command=f"{Path(sys.executable).name} agent.py", entrypoint=None, reward=None)
+    (launch_dir / "lib" / "my_agent").mkdir(parents=True)
+    (launch_dir / "lib" / "my_agent" / "__main__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", "lib")
+    check_agent_settings(command="python -m my_agent", entrypoint=None, reward=None)
+
+
+@pytest.mark.parametrize(
+    ("directory", "complaint"), [("file/agents", "Not a directory"), ("/proc/nope", "No such file"), ("/proc", "/proc")]
+)
+def test_a_working_directory_that_cannot_be_used_is_refused(launch_dir: Path, directory: str, complaint: str) -> None:
+    (launch_dir / "file").touch()
+    with pytest.raises(ConfigError, match=f"generator.working_dir must be a directory .*, got .*: .*{complaint}"):
+        check_agent_settings(command="true", entrypoint=None, reward=None, working_dir=Path(directory))
 
 
 async def test_functions_run_on_a_loop_of_their_own_that_they_share(tmp_path: Path) -> None:
