@@ -21,6 +21,7 @@ from skyrl_async.types import Message, Prompt
 logger = logging.getLogger(__name__)
 
 _NO_ENVIRONMENT = "none"
+_JUDGED_WITHOUT = "a function that judges without environments: generator.reward with generator=agent, else task.reward"
 _OWN_COLUMNS = frozenset({"uid", "prompt", "env_class"})
 
 
@@ -111,7 +112,7 @@ def _prompts_of(
         except Exception as error:
             raise DatasetError(
                 f"{place} cannot be played by env_class {prompt.env_class!r}: {error}; "
-                "mend the row, or name another env_class"
+                f"mend the row, name another env_class, or set {_JUDGED_WITHOUT}"
             ) from error
         yield prompt
 
@@ -119,7 +120,9 @@ def _prompts_of(
 def _prompt_of(row: Mapping[str, Any], place: str, default_env_class: str | None) -> Prompt:
     env_class = row.get("env_class") or default_env_class
     if not isinstance(env_class, str) or not env_class:
-        raise DatasetError(f"{place} needs env_class, a non-empty string, got {env_class!r}; or set task.env_class")
+        raise DatasetError(
+            f"{place} needs env_class, a non-empty string, got {env_class!r}; or set task.env_class, or {_JUDGED_WITHOUT}"
+        )
     uid = row.get("uid")
     if uid is not None and not isinstance(uid, str | int):
         raise DatasetError(f"{place} has the uid {uid!r}; a uid must be a string or an integer")
