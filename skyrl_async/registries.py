@@ -115,7 +115,7 @@ def import_function(key: str, path: str) -> Callable[..., Any]:
         raise ConfigError(f"{key} must be package.module:function, got {path!r}")
     try:
         function = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # a module of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a module of the user's may raise anything, and end as a program
         raise ConfigError(f"{key}={path!r} cannot be imported: {error}") from error
     if not callable(function):
         raise ConfigError(f"{key}={path!r} must be a function, got {type(function).__name__}")

@@ -379,6 +379,15 @@ def test_programs_are_looked_for_where_agents_find_them(launch_dir: Path, monkey
     check_agent_settings(command="python -m my_agent", entrypoint=None, reward=None)
 
 
+def test_a_program_given_as_a_module_is_named_where_it_exits_while_it_is_imported(
+    launch_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (launch_dir / "exiting_agent.py").write_text("import sys; sys.exit('usage: exiting_agent TASK')")
+    monkeypatch.syspath_prepend(launch_dir)
+    with pytest.raises(ConfigError, match="generator.entrypoint='exiting_agent:run' cannot be imported: usage"):
+        check_agent_settings(command=None, entrypoint="exiting_agent:run", reward=None)
+
+
 @pytest.mark.parametrize(
     ("directory", "complaint"), [("file/agents", "Not a directory"), ("/proc/nope", "No such file"), ("/proc", "/proc")]
 )
