@@ -32,7 +32,8 @@ from omegaconf.errors import GrammarParseError, InterpolationResolutionError, Om
 
 from skyrl_async.config import rules
 from skyrl_async.config.groups import GROUPS, default_option
-from skyrl_async.config.help import all_keys, help_text, sections
+from skyrl_async.config.help import all_keys, help_text
+from skyrl_async.config.key_hints import hint_for, hint_for_value
 from skyrl_async.config.schema import Config
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
 
@@ -283,22 +284,7 @@ def _check_key(key: str) -> None:
     if any(name.startswith(prefix) for name in all_keys()):
         known = [name.removeprefix(prefix) for name in all_keys() if name.startswith(prefix)]
         raise ConfigError(f"{key} is a section; set one of its keys ({', '.join(known[:4])}, ...). {_SEE_HELP}")
-    raise ConfigError(f"unknown key {key!r}{_nearest_key(key)} ({_SEE_HELP})")
-
-
-def _nearest_key(key: str) -> str:
-    last = key.rpartition(".")[2]
-    same_name = [name for name in all_keys() if name.rpartition(".")[2] == last]
-    if same_name:
-        return f"; did you mean {' or '.join(same_name)}?"
-    by_last_part = {name.rpartition(".")[2]: name for name in all_keys()}
-    section = key.partition(".")[0]
-    within = [name for name in all_keys() if name.startswith(f"{section}.")] if section in sections() else []
-    for candidates, wanted in ((within, key), (list(by_last_part), last), (list(all_keys()), key)):
-        close = difflib.get_close_matches(wanted, candidates, n=1, cutoff=0.75)
-        if close:
-            return f"; did you mean {by_last_part.get(close[0], close[0])}?"
-    return ""
+    raise ConfigError(f"unknown key {key!r}{hint_for(key)} ({_SEE_HELP})")
 
 
 def _did_you_mean(word: str, known: Sequence[str] | dict[str, Any]) -> str:
@@ -328,7 +314,8 @@ def _check_type(key: str, value: Any) -> None:
         raise ConfigError(f"{key}: {_first_line(error)}{_ESCAPING}") from error
     except OmegaConfBaseException as error:
         known = all_keys()[key]
-        hint = _did_you_mean(str(value), known.type_text.split(" or ")) if isinstance(value, str) else ""
+        words = known.type_text.split(" or ")
+        hint = hint_for_value(key, value) or (_did_you_mean(value, words) if isinstance(value, str) else "")
         raise ConfigError(f"{key} must be {known.type_text}, got {value!r}{hint}") from error
 
 
