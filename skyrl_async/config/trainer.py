@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 
 from skyrl_async.config.algorithm import AlgorithmConfig
 from skyrl_async.config.fields import doc, require
@@ -20,6 +21,7 @@ class Schedule(Enum):
     fully_async = "fully_async"
 
 
+_NAMES_OF_THE_BOUND = ("max_staleness_steps", "generate_ahead_steps", "fully_async.max_staleness_steps")
 _OWN_BOUNDS = {Schedule.sync: 0, Schedule.one_step_off: 1}
 
 
@@ -38,6 +40,8 @@ class ResumeMode(Enum):
 
 @dataclass
 class FullyAsyncConfig:
+    max_staleness_steps: int | None = doc(None, "SkyRL's name for trainer.max_staleness_steps.")
+    num_parallel_generation_workers: int | None = doc(None, "SkyRL's name for trainer.num_parallel_generation_workers.")
     sample_full_batch: bool = doc(
         False,
         "Dynamic sampling (DAPO): groups whose rewards do not differ are filtered as soon as they are finished, and other prompts take "
@@ -72,7 +76,7 @@ class TrainerConfig:
     max_staleness_steps: int | None = doc(
         None,
         "Most optimizer steps between a group's admission and its training. Null: 4; 0 with schedule=sync, 1 with one_step_off, and "
-        "generate_ahead_steps where that is given. 0 is synchronous training, which may still stream.",
+        "generate_ahead_steps or fully_async.max_staleness_steps where one is given. 0 is synchronous training, which may still stream.",
     )
     generate_ahead_steps: int | None = doc(
         None,
@@ -116,7 +120,7 @@ class TrainerConfig:
     )
     seed: int = doc(0, "Of everything that is drawn: shuffling, the warm start, sampling where the engine allows.")
     algorithm: AlgorithmConfig = doc(AlgorithmConfig, "Advantages and loss.")
-    fully_async: FullyAsyncConfig = doc(FullyAsyncConfig, "Dynamic sampling.")
+    fully_async: FullyAsyncConfig = doc(FullyAsyncConfig, "Dynamic sampling, and SkyRL's names of two keys.")
     ref: RefConfig = doc(RefConfig, "The frozen reference of trainer.algorithm.use_kl_loss and use_kl_in_reward.")
     resume_mode: ResumeMode = doc(
         ResumeMode.none,
@@ -201,25 +205,18 @@ class TrainerConfig:
                 self.resume_path,
             )
         least, most = self.policy_mini_batch_size, self.policy_mini_batch_size * (self.staleness_bound + 1)
-        workers = self.num_parallel_generation_workers
+        key, workers = self._asked("num_parallel_generation_workers", "fully_async.num_parallel_generation_workers")
         require(
             workers is None or least <= workers <= most,
-            "trainer.num_parallel_generation_workers",
+            key,
             f"between policy_mini_batch_size ({least}) and policy_mini_batch_size * (max_staleness_steps + 1) ({most})",
             workers,
         )
 
     def _check_the_schedule(self) -> None:
-        """Raise ``ConfigError`` for a bound that contradicts the schedule or its other name, and for streams that it has not."""
-        bound, ahead = self.max_staleness_steps, self.generate_ahead_steps
-        require(ahead is None or ahead >= 0, "trainer.generate_ahead_steps", ">= 0 or null", ahead)
-        require(bound is None or bound >= 0, "trainer.max_staleness_steps", ">= 0", bound)
-        require(
-            None in (bound, ahead) or bound == ahead,
-            "trainer.generate_ahead_steps",
-            f"left out, or equal to trainer.max_staleness_steps ({bound}), whose other name it is",
-            ahead,
-        )
+        """Raise ``ConfigError`` for a bound that contradicts the schedule or its other names, and for streams that it has not."""
+        key, asked = self._asked(*_NAMES_OF_THE_BOUND)
+        require(asked is None or asked >= 0, key, ">= 0 or null", asked)
         require(
             self.schedule is Schedule.fully_async or not self.stream_mini_batch,
             "trainer.stream_mini_batch",
@@ -227,24 +224,27 @@ class TrainerConfig:
             "max_staleness_steps=0)",
             self.stream_mini_batch,
         )
-        asked, own = self._asked_bound, _OWN_BOUNDS.get(self.schedule)
-        name = "generate_ahead_steps" if bound is None else "max_staleness_steps"
+        own = _OWN_BOUNDS.get(self.schedule)
         require(
             None in (asked, own) or asked == own,
-            f"trainer.{name}",
+            key,
             f"left out, or {own}, when trainer.schedule={self.schedule.name} (fully_async takes any)",
             asked,
         )
 
-    @property
-    def _asked_bound(self) -> int | None:
-        return self.generate_ahead_steps if self.max_staleness_steps is None else self.max_staleness_steps
+    def _asked(self, *names: str) -> tuple[str, int | None]:
+        """The first of several names of a key that is given, and its value. Raises ``ConfigError`` for values that differ."""
+        given = {f"trainer.{name}": value for name in names if (value := attrgetter(name)(self)) is not None}
+        key, asked = next(iter(given.items()), (f"trainer.{names[0]}", None))
+        for other, value in given.items():
+            require(value == asked, other, f"left out, or equal to {key} ({asked}), whose other name it is", value)
+        return key, asked
 
     @property
     def staleness_bound(self) -> int:
         """``max_staleness_steps``, or what follows from the schedule where it is null."""
-        default = _OWN_BOUNDS.get(self.schedule, _DEFAULT_BOUND)
-        return default if self._asked_bound is None else self._asked_bound
+        _, asked = self._asked(*_NAMES_OF_THE_BOUND)
+        return _OWN_BOUNDS.get(self.schedule, _DEFAULT_BOUND) if asked is None else asked
 
     @property
     def max_filtered_in_a_row(self) -> int:
@@ -255,4 +255,5 @@ class TrainerConfig:
     def max_concurrent_generation_groups(self, num_places: int) -> int:
         """Groups in flight at once, on engines that run so many of them."""
         most = self.policy_mini_batch_size * (self.staleness_bound + 1)
-        return self.num_parallel_generation_workers or min(most, max(2 * self.policy_mini_batch_size, num_places))
+        _, asked = self._asked("num_parallel_generation_workers", "fully_async.num_parallel_generation_workers")
+        return asked or min(most, max(2 * self.policy_mini_batch_size, num_places))

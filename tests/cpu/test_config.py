@@ -137,7 +137,7 @@ def test_a_dictionary_sets_several_keys_of_a_section() -> None:
             "task=relya",
             "task must be one of lagged_fibonacci, relay, trail, dataset, reasoning_gym, got 'relya'; did you mean relay?",
         ),
-        ("trainer.max_staleness_steps=-1", "trainer.max_staleness_steps must be >= 0, got -1"),
+        ("trainer.max_staleness_steps=-1", "trainer.max_staleness_steps must be >= 0 or null, got -1"),
         (
             "engine.heartbeat_timeout_s=1",
             "engine.heartbeat_timeout_s must be >= engine.heartbeat_interval_s (5), got 1.0",
@@ -259,6 +259,20 @@ def test_text_in_a_dictionary_stays_as_it_was_typed_and_numbers_are_numbers() ->
     nested = compose_config(['generator={command: 1e3, sampling: {stop: [007, "8", 1.50], top_k: 1_0}}']).generator
     assert (nested.command, nested.sampling.stop, nested.sampling.top_k) == ("1e3", ["007", "8", "1.50"], 10)
     assert compose_config(["trainer.seed=int(3.0)"]).trainer.seed == 3
+
+
+def test_skyrls_names_of_the_bound_and_of_the_workers_are_taken() -> None:
+    overrides = ["trainer.fully_async.max_staleness_steps=1", "trainer.fully_async.num_parallel_generation_workers=16"]
+    trainer = from_overrides(*overrides).trainer
+    assert (trainer.staleness_bound, trainer.max_concurrent_generation_groups(999)) == (1, 16)
+
+
+@pytest.mark.parametrize("name", ["max_staleness_steps", "num_parallel_generation_workers"])
+def test_two_names_of_a_key_with_different_values_are_refused_by_both(name: str) -> None:
+    expected = rf"trainer.fully_async.{name} must be left out, or equal to trainer.{name} \(9\), whose other name it is, got 10"
+    with pytest.raises(ConfigError, match=expected):
+        from_overrides(f"trainer.{name}=9", f"trainer.fully_async.{name}=10")
+    assert from_overrides(f"trainer.{name}=9", f"trainer.fully_async.{name}=9").trainer.policy_mini_batch_size == 8
 
 
 def test_null_is_no_text_unless_it_is_in_quotes() -> None:
