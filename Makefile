@@ -19,4 +19,5 @@ format:
 
 reference: ## the pages that are written from the code
 	uv run python -m skyrl_async.config.help > docs/reference/config.md
+	uv run python -m skyrl_async.config.coming_from_page > docs/coming_from.md
 	uv run python -m skyrl_async.metrics.names > docs/reference/metrics.md

@@ -114,6 +114,7 @@ def help_text(width: int = 100) -> str:
         "",
         "  --config FILE  start from a yaml file, such as a run's config.yaml, instead of the groups' defaults",
         "  --cfg job      print the whole configuration as yaml and stop",
+        "  --from-skyrl SCRIPT  print our command for a launch script of SkyRL's and stop",
         "  --help         print this and stop",
         "",
         "examples:",

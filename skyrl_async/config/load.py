@@ -7,6 +7,7 @@ afterwards.
 
 import argparse
 import difflib
+import os
 import re
 import shlex
 import sys
@@ -31,6 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
 from skyrl_async.config import rules
+from skyrl_async.config.from_skyrl import command_for
 from skyrl_async.config.groups import GROUPS, default_option
 from skyrl_async.config.help import all_keys, help_text
 from skyrl_async.config.key_hints import hint_for, hint_for_value
@@ -45,13 +47,20 @@ _ESCAPING = "; ${...} stands for another key's value: write \\${...} for the tex
 def run_cli(task_function: Callable[[Config, list[str]], int], argv: Sequence[str] | None = None) -> int:
     """Read the command line, and call ``task_function`` with the checked config and the overrides that made it.
 
-    Returns the exit code: the function's own, 0 after ``--help`` and ``--cfg job``, 2 after one line on standard error
+    Returns the exit code: the function's own, 0 after ``--help``, ``--cfg job`` and ``--from-skyrl``, 2 after one line on standard error
     when the command line is wrong (then nothing was started).
     """
     try:
         arguments, overrides = _parse_arguments(sys.argv[1:] if argv is None else argv)
         if arguments.help:
             sys.stdout.write(help_text())
+            return 0
+        if arguments.from_skyrl is not None:
+            if overrides:
+                raise ConfigError(
+                    f"--from-skyrl takes a script alone, got {overrides[0]!r} too; give keys to the command it prints"
+                )
+            sys.stdout.write(command_for(arguments.from_skyrl, os.environ))
             return 0
         composed = compose_config(overrides, arguments.config)
         if arguments.cfg:
@@ -157,6 +166,7 @@ def _parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--config", type=Path)
+    parser.add_argument("--from-skyrl", type=Path)
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args(argv)
     return arguments, arguments.overrides

@@ -81,7 +81,9 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "outputs/dapo/dapo-math-17k-cleaned.parquet": str(examples / "dapo" / "train.jsonl"),
         "outputs/dapo/aime-2024-cleaned.parquet": str(examples / "dapo" / "eval.jsonl"),
     }
-    return {"DIR": str(run_dir / "policy"), "KEY": "secret", **runs, **full_sets}
+    script = run_dir / "skyrl.sh"
+    script.write_text("python -m skyrl.train.entrypoints.main_base trainer.epochs=1\n")
+    return {"DIR": str(run_dir / "policy"), "KEY": "secret", "SCRIPT": str(script), **runs, **full_sets}
 
 
 @pytest.fixture

@@ -1,0 +1,315 @@
+"""Our command for a launch script of SkyRL's, for ``--from-skyrl script.sh``: the script is read, not run.
+
+Flows in: a script and the environment it would see. Flows out: a bash script that sets our keys and names each of theirs that it does not
+take. SkyRL's defaults are set where ours differ. Knows what several of their keys mean together; single keys are in ``coming_from``.
+"""
+
+import copy
+import difflib
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from skyrl_async.config import rules
+from skyrl_async.config.bash_words import Command, commands_of
+from skyrl_async.config.coming_from import Foreign, find, foreign_keys, yaml_value
+from skyrl_async.config.groups import GROUPS
+from skyrl_async.config.help import all_keys, value_text
+from skyrl_async.config.idle_rules import idle_settings
+from skyrl_async.config.schema import Config
+from skyrl_async.errors import ConfigError, SkyRLAsyncError
+
+_SYSTEM = "SkyRL"
+_CHOICES = {"task": "dataset", "policy": "hf"}
+_ARGUMENT = re.compile(r"[+~]*([A-Za-z_]\w*(?:\.[\w@/-]+)+)=(.*)", re.DOTALL)
+_BARE = re.compile(r"[A-Za-z_./][\w./@+-]*")
+_WORDS_OF_YAML = frozenset({"true", "false", "null", "none", "yes", "no", "on", "off", "nan", "inf"})
+_OTHERS = {"verl": "verl", "areal": "AReaL"}
+
+
+@dataclass(slots=True)
+class Translation:
+    """What became of the keys of a script; values are as yaml reads them."""
+
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Our key -> value, and what it is of."""
+    defaults: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """The same of what the script leaves at a default that is not ours."""
+    num_set: int = 0
+    """Of their keys."""
+    needless: list[str] = field(default_factory=list)
+    """A line for each of their keys that needs no setting here."""
+    missing: list[str] = field(default_factory=list)
+    """For each without a counterpart."""
+    unresolved: list[str] = field(default_factory=list)
+    """For each argument whose value only a run of the script would tell."""
+    unknown: list[str] = field(default_factory=list)
+    """For each that neither SkyRL nor we have."""
+
+
+def command_for(script: Path, environment: Mapping[str, str]) -> str:
+    """The text of a bash script with our command. Raises ``ConfigError`` for a script that cannot be read or starts no training."""
+    try:
+        text = script.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"--from-skyrl {script} cannot be read: {reason}; give a launch script of SkyRL's") from error
+    command = _training_command(script, commands_of(text, environment))
+    translation, tree = translated(command)
+    return _written(script, translation, tree)
+
+
+def _training_command(script: Path, commands: list[Command]) -> Command:
+    """The one command that runs Python with keys of a configuration."""
+    found = []
+    for command in commands:
+        words = [word.text for word in command.words]
+        runs_python = any(word == "-m" or word.endswith(".py") for word in words)
+        if runs_python and any(_ARGUMENT.fullmatch(word) for word in words):
+            found.append(command)
+    if not found:
+        raise ConfigError(
+            f"--from-skyrl {script} holds no command that runs a Python module with key=value arguments; give the script that "
+            "starts training, such as SkyRL's examples/train/fully_async/fully_async_run_gsm8k.sh"
+        )
+    if len(found) > 1:
+        lines = ", ".join(str(command.line) for command in found)
+        raise ConfigError(
+            f"--from-skyrl {script} starts training {len(found)} times (lines {lines}); leave one in a copy"
+        )
+    packages = {word.text.partition(".")[0] for word in found[0].words}
+    for package, name in _OTHERS.items():
+        if package in packages:
+            raise ConfigError(f"--from-skyrl {script} is a script of {name}'s, whose keys are in docs/coming_from.md")
+    return found[0]
+
+
+def translated(command: Command) -> tuple[Translation, DictConfig]:
+    """What becomes of each of the command's keys, and our configuration with them."""
+    result = Translation()
+    tree = _starting_point()
+    theirs: dict[str, str] = {}
+    unresolved: set[str] = set()
+    for word in command.words:
+        found = _ARGUMENT.fullmatch(word.text)
+        if word.unknown:  # without a key it may hold several
+            result.unresolved.append(f"{word.text}: {'; '.join(word.unknown)}")
+            unresolved |= {found[1]} if found else set()
+        elif found:
+            theirs[found[1]] = found[2]
+    for key, value in theirs.items():
+        _take(key, value, result, tree)
+    _take_schedule(command, theirs, result, tree)
+    _take_together(theirs, result, tree)
+    _take_defaults({*theirs, *unresolved}, result, tree)
+    return result, tree
+
+
+def _starting_point() -> DictConfig:
+    tree = OmegaConf.structured(Config)
+    for group, option in _CHOICES.items():
+        tree[group] = OmegaConf.merge(tree[group], GROUPS[group][option].values)
+    return tree
+
+
+def _take(key: str, written: str, result: Translation, tree: DictConfig) -> None:
+    """Put one of their keys where it belongs."""
+    row, shown = find(_SYSTEM, key), f"{key}={written}"
+    if row is None and key in all_keys():
+        row = Foreign(system=_SYSTEM, name=key, default="", ours=(key,), values={}, note="")
+    if row is None:
+        close = difflib.get_close_matches(key, [*foreign_keys(_SYSTEM), *all_keys()], n=1, cutoff=0.85)
+        result.unknown.append(
+            shown + (f": did you mean {close[0]}?" if close else ": in neither SkyRL's keys nor ours")
+        )
+        return
+    settings = list(_settings_of(row, written))
+    if not settings:
+        is_needless = row.value_of(_plain(written)) == ""
+        (result.needless if is_needless else result.missing).append(f"{shown}: {row.note}")
+        return
+    about = ": ".join(part for part in (key if row.ours != (key,) else "", row.note) if part)
+    taken = [_set(ours, value, about, result, tree) for ours, value in settings]
+    if all(taken):
+        result.num_set += 1
+    else:
+        result.missing.append(f"{shown}: {row.answer}")
+
+
+def _settings_of(row: Foreign, written: str) -> Iterator[tuple[str, Any]]:
+    """Our keys and values for one of theirs; none where nothing can or need be set."""
+    meant = row.value_of(_plain(written))
+    if meant == "":
+        return
+    if meant is not None and "=" in meant:
+        for setting in meant.split():
+            key, _, value = setting.partition("=")
+            yield key, yaml.safe_load(value)
+        return
+    value = yaml_value(written if meant is None else meant)
+    values = value if len(row.ours) > 1 and isinstance(value, list) else [value] * len(row.ours)
+    yield from zip(row.ours, values, strict=False)
+
+
+def _plain(written: str) -> str:
+    """As the table writes values."""
+    return value_text(yaml_value(written))
+
+
+def _set(key: str, value: Any, about: str, result: Translation, tree: DictConfig) -> bool:
+    """Set one of our keys, unless it cannot hold the value."""
+    known = all_keys().get(key)
+    if known is not None and known.type_text.startswith("list of ") and not isinstance(value, list):
+        value = [] if value is None else [value]
+    try:
+        OmegaConf.update(tree, key, value, merge=True, force_add=known is None)
+    except OmegaConfBaseException:
+        return False
+    result.settings[key] = (value, about)
+    return True
+
+
+def _take_schedule(command: Command, theirs: Mapping[str, str], result: Translation, tree: DictConfig) -> None:
+    """Which trainer it is: the module says so, or else a key does."""
+    module = next((word.text for word in command.words if re.search(r"async", word.text) and "=" not in word.text), "")
+    if "fully_async" in module or yaml_value(theirs.get("trainer.fully_async.enabled", "false")):
+        _set("trainer.schedule", "fully_async", module or "trainer.fully_async.enabled", result, tree)
+        return
+    schedule = "one_step_off" if module else "sync"
+    _set("trainer.schedule", schedule, module or "SkyRL's trainer without trainer.fully_async.enabled", result, tree)
+    for key in ("trainer.max_staleness_steps", "trainer.num_parallel_generation_workers"):
+        if result.settings.pop(key, None):
+            _set(key, None, f"of fully_async, not of {schedule}", result, tree)
+
+
+def _take_together(theirs: Mapping[str, str], result: Translation, tree: DictConfig) -> None:
+    """What several of their keys mean together."""
+
+    def value(key: str, default: Any) -> Any:
+        found = yaml_value(theirs[key]) if key in theirs else default
+        kinds = (int, float) if isinstance(default, float) else (object if default is None else type(default))
+        return found if isinstance(found, kinds) else default
+
+    placement, algorithm = "trainer.placement.policy_num_", "trainer.algorithm."
+    if f"{placement}gpus_per_node" in theirs or f"{placement}nodes" in theirs:
+        ranks = value(f"{placement}gpus_per_node", 1) * value(f"{placement}nodes", 1)
+        _set("training.num_workers", ranks, f"{placement}gpus_per_node times policy_num_nodes", result, tree)
+    answer = value("generator.sampling_params.max_generate_length", 1024)
+    if "generator.eval_sampling_params.max_generate_length" not in theirs:
+        _set("evaluation.sampling.max_tokens", answer, "as in training, SkyRL's default", result, tree)
+    micro, longest = "trainer.micro_train_batch_size_per_gpu", value("trainer.max_prompt_length", 512) + answer
+    if value("trainer.max_tokens_per_microbatch", -1) > 0:
+        pass
+    elif micro in theirs:
+        tokens = value(micro, 1) * longest
+        _set(
+            "training.micro_batch_tokens",
+            tokens,
+            f"{micro} times the longest prompt plus answer, {longest}",
+            result,
+            tree,
+        )
+    else:
+        result.settings.pop("training.micro_batch_tokens", None)
+    batches = value(f"{algorithm}dynamic_sampling.max_sample_batches", 30)
+    if batches > 0 and f"{algorithm}dynamic_sampling.max_sample_batches" in theirs:
+        groups = batches * value("trainer.policy_mini_batch_size", 256)
+        _set(
+            "trainer.fully_async.max_filtered_in_a_row", groups, "in groups: times policy_mini_batch_size", result, tree
+        )
+    loss, key = value(f"{algorithm}policy_loss_type", "regular"), f"{algorithm}policy_loss_type"
+    correction = f"{algorithm}off_policy_correction."
+    weighs = value(f"{correction}tis_ratio_type", None) is not None or value(f"{algorithm}use_tis", False)
+    if loss == "cispo":
+        is_rollout = value(f"{algorithm}cispo.cispo_anchor", "old") == "rollout"
+        _set(key, "cispo" if is_rollout else "cispo_old", f"{key}, and cispo.cispo_anchor", result, tree)
+    elif loss in ("regular", "dual_clip") and weighs:
+        _set(key, "decoupled_ppo", f"{loss} with importance weights, around recomputed log-probs", result, tree)
+    elif loss == "rollout_is":
+        about = "SkyRL's rollout_is drops tokens whose ratio is out of eps_clip_low and eps_clip_high"
+        low, high = (value(f"{algorithm}eps_clip_{end}", 0.2) for end in ("low", "high"))
+        _set(f"{correction}token_mask_is_threshold_low", round(1 - low, 6), about, result, tree)
+        _set(f"{correction}token_mask_is_threshold_high", round(1 + high, 6), about, result, tree)
+        _set(f"{algorithm}tis_cap", round(1 + high, 6), "as that bound, so that it caps nothing", result, tree)
+
+
+def _take_defaults(given: set[str], result: Translation, tree: DictConfig) -> None:
+    """Set what the script leaves at a default that is not ours, and that something reads."""
+    left = Translation()
+    for name, row in foreign_keys(_SYSTEM).items():
+        if name in given or not row.default:
+            continue
+        for key, value in _settings_of(row, row.default):
+            before = copy.deepcopy(OmegaConf.select(tree, key))
+            if key in result.settings or key in left.settings:
+                continue
+            if _set(key, value, name, left, tree) and OmegaConf.select(tree, key) == before:
+                del left.settings[key]
+    try:
+        idle = idle_settings(_built(tree))
+    except SkyRLAsyncError:
+        idle = []
+    result.defaults = {
+        key: setting
+        for key, setting in left.settings.items()
+        if not any(sentence.startswith(f"{key}=") for sentence in idle)
+    }
+
+
+def _built(tree: DictConfig) -> Config:
+    config = OmegaConf.to_object(tree)
+    assert isinstance(config, Config)
+    return config
+
+
+def _written(script: Path, result: Translation, tree: DictConfig) -> str:
+    num_keys = result.num_set + sum(map(len, (result.needless, result.missing, result.unresolved, result.unknown)))
+    lines = [
+        f"# skyrl_async's command for {script.name}, which was read, not run.",
+        f"# Of its {num_keys} keys {result.num_set} are set here, {len(result.needless)} need nothing, {len(result.missing)} have no "
+        f"counterpart, {len(result.unresolved)} are known only when it runs, {len(result.unknown)} are unknown.",
+        "settings=(",
+        *(f"  {group}={option}" for group, option in _CHOICES.items()),
+    ]
+    lines += [_line(key, *setting) for key, setting in result.settings.items()]
+    lines += ["  # SkyRL's defaults where ours differ:", *(_line(key, *each) for key, each in result.defaults.items())]
+    lines += [")", 'uv run -m skyrl_async.main "${settings[@]}" "$@"']
+    headings = {
+        "Nothing to set:": result.needless,
+        "No counterpart:": result.missing,
+        "Known only when the script runs; add these:": result.unresolved,
+        "Unknown:": result.unknown,
+    }
+    for heading, entries in headings.items():
+        if entries:
+            lines += ["", f"# {heading}", *(f"#   {' '.join(entry.split())}" for entry in entries)]
+    try:
+        rules.check(_built(tree))
+    except (SkyRLAsyncError, OmegaConfBaseException) as error:
+        lines += ["", "# What this machine says of it:", f"#   {' '.join(str(error).split())}"]
+    return "\n".join(lines) + "\n"
+
+
+def _line(key: str, value: Any, about: str) -> str:
+    return f"  {shlex.quote(f'{key}={override_text(value)}')}" + (f"  # {about}" if about else "")
+
+
+def override_text(value: Any) -> str:
+    """A value in the grammar of overrides."""
+    if isinstance(value, str):
+        if _BARE.fullmatch(value) and value.lower() not in _WORDS_OF_YAML:
+            return value
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("${", "\\${")
+        return f'"{escaped}"'
+    if isinstance(value, list):
+        return f"[{','.join(map(override_text, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{override_text(below)}" for name, below in value.items()) + "}"
+    return value_text(value)
