@@ -47,6 +47,7 @@ def _told(rows: list[Foreign]) -> str:
     """What a key is elsewhere, and what to do instead; systems that agree in one breath."""
     systems: dict[str, list[str]] = {}
     for row in rows:
-        meaning = f"here {row.answer}" if row.has_counterpart else f"without a counterpart: {row.answer}"
+        without = "needs no setting here" if "*" in row.values else "without a counterpart"
+        meaning = f"here {row.answer}" if row.has_counterpart else f"{without}: {row.answer}"
         systems.setdefault(meaning, []).append(f"{row.system}'s")
     return "".join(f"; {' and '.join(names)}, {meaning}" for meaning, names in systems.items())

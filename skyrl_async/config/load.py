@@ -294,7 +294,7 @@ def _check_key(key: str) -> None:
     if any(name.startswith(prefix) for name in all_keys()):
         known = [name.removeprefix(prefix) for name in all_keys() if name.startswith(prefix)]
         raise ConfigError(f"{key} is a section; set one of its keys ({', '.join(known[:4])}, ...). {_SEE_HELP}")
-    raise ConfigError(f"unknown key {key!r}{hint_for(key)} ({_SEE_HELP})")
+    raise ConfigError(f"unknown key {key!r}{hint_for(key) or f' ({_SEE_HELP})'}")
 
 
 def _did_you_mean(word: str, known: Sequence[str] | dict[str, Any]) -> str:

@@ -110,6 +110,7 @@ def arguments_of(printed: str) -> list[str]:
 
 @pytest.mark.parametrize("system", [system.name for system in SYSTEMS])
 def test_every_answer_names_keys_that_exist_and_values_that_they_take(system: str) -> None:
+    tree = OmegaConf.structured(Config)
     for name, row in foreign_keys(system).items():
         assert row.ours or row.note or row.values, name
         assert name not in all_keys() or row.ours == (name,) or "both names are taken" in row.note, name
@@ -125,7 +126,7 @@ def test_every_answer_names_keys_that_exist_and_values_that_they_take(system: st
             if len(row.ours) == 1 and not key.startswith("engine.extra_args."):
                 parsed = yaml_value(value)
                 is_list = "list" in all_keys()[key].type_text and not isinstance(parsed, list)
-                OmegaConf.update(OmegaConf.structured(Config), key, ([parsed] if parsed else []) if is_list else parsed)
+                OmegaConf.update(tree, key, ([parsed] if parsed else []) if is_list else parsed)
         assert all(key in all_keys() or key.startswith("engine.extra_args.") for key in row.ours), name
 
 
@@ -144,11 +145,15 @@ def test_no_key_of_another_system_is_in_its_table_twice(system: object) -> None:
         ("trainer.epochs", "; SkyRL's, here trainer.num_epochs (with trainer.num_steps=null)"),
         ("use_tis", "; SkyRL's, here trainer.algorithm.off_policy_correction.tis_ratio_type (token for true, "),
         ("trainer.use_tis", "; SkyRL's, here trainer.algorithm.off_policy_correction.tis_ratio_type (token for true, "),
-        ("gamma", "; SkyRL's and verl's, without a counterpart: there is no critic"),
-        ("trainer.algorithm.gamma", "; SkyRL's, without a counterpart: there is no critic"),
+        ("gamma", "; SkyRL's and verl's, needs no setting here: there is no critic"),
+        ("trainer.algorithm.gamma", "; SkyRL's, needs no setting here: there is no critic"),
         ("trainer.project_name", "; SkyRL's and verl's, here logging.wandb_project"),
         ("trainer.logger", "; SkyRL's, here logging.wandb=true for wandb, "),
-        ("trainer.critic.optimizer_config.lr", "; SkyRL's, without a counterpart: there is no critic"),
+        ("trainer.critic.optimizer_config.lr", "; SkyRL's, needs no setting here: there is no critic"),
+        (
+            "trainer.max_prompt_length",
+            "; SkyRL's, without a counterpart: prompts that leave no room in engine.max_model_len",
+        ),
         ("generator.num_inference_engines", "; SkyRL's, here engine.num_engines"),
         ("generator.engine_init_kwargs.swap_space", "; SkyRL's, here engine.extra_args.swap_space"),
         ("actor_rollout_ref.actor.clip_ratio_high", "; verl's, here trainer.algorithm.eps_clip_high"),
