@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from skyrl_async.errors import NoEngineError, PublishError
+from skyrl_async.errors import PublishError
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.mini_batches import MiniBatches
@@ -125,7 +125,7 @@ class ParamUpdate:
         self._owes_version = False
         """Whether a version was lost on its way, and the next one has to be published."""
         self.stepping = asyncio.Lock()
-        """Held while the policy is between two versions. Kept by a publish that has failed: no step follows it."""
+        """Held while the policy is between two versions. Kept by who ends the run: no step follows."""
         self.is_cut = False
         """Whether a stop has cut a publish short."""
 
@@ -187,11 +187,6 @@ class ParamUpdate:
             is_published, self.is_cut = False, True
             logger.warning("step %d is trained and not published", version)
             log()
-        except (NoEngineError, PublishError):
-            await self._saver.collect_open_tokens()  # for the last checkpoint, while engines still hold them
-            log()
-            await self.stepping.acquire()  # an optimizer step that is cut off would leave nothing to save
-            raise
         except BaseException:
             log()
             raise

@@ -33,8 +33,8 @@ class StopRequest:
         self._patience_s = 0.0
         self._waits: dict[asyncio.Timeout, Callable[[], float | None]] = {}
         """When each ends, in seconds on the loop's clock; None: not before a stop is asked for."""
-        self.failure: SkyRLAsyncError | None = None
-        """Why the run is to end, where that is an error."""
+        self.failure: Exception | None = None
+        """What the run failed of first; whatever fails later does not replace it."""
 
     @property
     def is_asked(self) -> bool:
@@ -49,6 +49,13 @@ class StopRequest:
         for wait, end in self._waits.items():
             wait.reschedule(end())
 
+    def remember(self, error: Exception) -> None:
+        """The run fails of ``error``. Ignored where it has failed before, or where that comes of a stop or of a cancellation."""
+        task = asyncio.current_task()
+        is_cancelled = task is not None and task.cancelling() > 0
+        if self.failure is None and not self.is_asked and not is_cancelled:
+            self.failure = error
+
     def fail(self, error: SkyRLAsyncError) -> None:
         """The run cannot go on, and nothing that it waits for is to be waited for; what there is can be saved.
 
@@ -58,7 +65,7 @@ class StopRequest:
             logger.warning("while the run was being stopped: %s", error)
             return
         logger.error("the run is to be saved and to end: %s", error)
-        self.failure = error
+        self.remember(error)
         self.ask(0.0)
 
     @asynccontextmanager

@@ -20,7 +20,7 @@ from skyrl_async.checkpoint import Checkpointer
 from skyrl_async.concurrency import first_failure
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.device_turns import Sitting
-from skyrl_async.errors import CheckpointError, GenerationError, NoEngineError, PublishError, SkyRLAsyncError
+from skyrl_async.errors import CheckpointError, GenerationError, InferenceError, PublishError
 from skyrl_async.evaluation import EvaluationResult, Evaluator
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import RunTotals, StepFigures
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["FullyAsyncTrainer", "TrainerSettings"]
 
-_NOT_OF_TRAINING = (GenerationError, NoEngineError, PublishError)
+_NOT_OF_TRAINING = (GenerationError, InferenceError, PublishError)
 """Failures that leave what is trained as it is."""
 
 
@@ -171,7 +171,7 @@ class FullyAsyncTrainer:
         self.reward_after: float | None = None
         self.is_complete = False
         """Whether training has come to its end, and only the last evaluation may follow."""
-        self.evaluation_failure: SkyRLAsyncError | None = None
+        self.evaluation_failure: Exception | None = None
         """Of the last evaluation; it leaves the run complete."""
 
     @property
@@ -222,8 +222,8 @@ class FullyAsyncTrainer:
     async def run(self) -> None:
         """Publish, evaluate, train to the end, evaluate again.
 
-        Consumes finished groups; produces versions; waits for groups; unblocked by the workers. Whatever fails ends the run
-        with that error, every task with it.
+        Consumes finished groups; produces versions; waits for groups; unblocked by the workers. Whatever fails first ends the run
+        with that error, every task with it; what fails after that is logged.
 
         Once ``stop`` is asked for, the step in progress is finished if its groups come in time, a checkpoint is written, and
         nothing new begins; a step that is left keeps its groups, finished and untrained, in the checkpoint. What it was asked for
@@ -234,10 +234,11 @@ class FullyAsyncTrainer:
                 await self._run()
                 if self.evaluation_failure is None:
                     self._board.stage("validation").finish()
-        except SkyRLAsyncError as error:
-            if self._stop.failure is None:
+        except Exception as error:
+            self._stop.remember(error)
+            if self._stop.failure in (None, error):
                 raise
-            logger.warning("after that: %s", error)
+            logger.warning("after that: %r", error)
         if self._stop.failure is not None:
             if not self.is_complete:
                 raise self._stop.failure
@@ -256,28 +257,31 @@ class FullyAsyncTrainer:
             async with asyncio.TaskGroup() as tasks:
                 self._recorder.start()
                 trained = Channel[TrainedStep](1)
-                generating = tasks.create_task(self._failing_between_steps(self._workers.run()), name="generation")
-                preparing = tasks.create_task(self._preparation.run(), name="preparation")
-                updating = tasks.create_task(
-                    self._param_update.run(self._board.stage("param_update"), trained), name="param_update"
-                )
-                validating = self._validation.run(validation_stage)
-                tasks.create_task(self._failing_between_steps(validating), name="validation")
-                await self._train_stage.run(self._board.stage("train"), trained)
+
+                def start(name: str, running: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+                    return tasks.create_task(self._failing_between_steps(running), name=name)
+
+                generating = start("generation", self._workers.run(on_failure=self._stop.remember))
+                preparing = start("preparation", self._preparation.run())
+                updating = start("param_update", self._param_update.run(self._board.stage("param_update"), trained))
+                start("validation", self._validation.run(validation_stage))
+                await self._failing_between_steps(self._train_stage.run(self._board.stage("train"), trained))
                 await updating
                 await self._param_update.publish_the_rest()
                 await self._save_at_the_end()
                 generating.cancel()
                 preparing.cancel()
         except BaseExceptionGroup as failures:
-            failure = first_failure(failures)
+            last = first_failure(failures)
+            failure = self._stop.failure or last
+            if last is not failure:
+                logger.warning("after that: %r", last)
             if isinstance(failure, _NOT_OF_TRAINING):
-                self._param_update.log_the_rest()
                 await self._save_what_is_trained()
             raise failure from failure.__cause__
         finally:
             await self._workers.give_back()
-        if self._stop.is_asked:
+        if self._stop.is_asked or self._stop.failure is not None:
             return
         self.is_complete = True
         self._recorder.count_generation()
@@ -290,11 +294,15 @@ class FullyAsyncTrainer:
             self.evaluation_failure = error
 
     async def _failing_between_steps(self, running: Coroutine[Any, Any, None]) -> None:
-        """What fails elsewhere waits for an optimizer step in progress: one that is cut off would leave nothing to save."""
+        """What fails is remembered at once. What fails elsewhere waits then for an optimizer step in progress: one that is cut off would
+        leave nothing to save.
+        """
         try:
             await running
         except Exception as failure:
             root = first_failure(failure) if isinstance(failure, BaseExceptionGroup) else failure
+            assert isinstance(root, Exception)
+            self._stop.remember(root)
             if isinstance(root, _NOT_OF_TRAINING):
                 await self._saver.collect_open_tokens()
                 await self._param_update.stepping.acquire()
@@ -311,15 +319,15 @@ class FullyAsyncTrainer:
     async def _save_what_is_trained(self) -> None:
         """Write a checkpoint where engines or rollouts failed and not the training, unless an optimizer step was cut off by that.
 
-        It holds what is in flight, where engines left it.
+        It holds what is in flight, where engines left it. What fails here is logged: the run ends with what it failed of before.
         """
         step = self._train_stage.policy_step
-        if not self._settings.checkpoint_interval_steps or step is None:
-            return
         try:
-            await self._saver.write(self._policy, step, self._mini_batches.taken, unless_known=True)
-        except SkyRLAsyncError:
-            logger.exception("no checkpoint was written of step %d", step)
+            self._param_update.log_the_rest()
+            if self._settings.checkpoint_interval_steps and step is not None:
+                await self._saver.write(self._policy, step, self._mini_batches.taken, unless_known=True)
+        except Exception:
+            logger.exception("no checkpoint was written of step %s", step)
 
     def _state_values(self, figures: StepFigures) -> dict[str, float]:
         return {

@@ -7,7 +7,8 @@ samples. A rollout that fails is tried again, then counted; too many failures, a
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from skyrl_async.data.dataloader import _AsyncDataloader
@@ -119,6 +120,8 @@ class GenerationWorkers:
         self._in_flight: dict[int, GroupInFlight] = {}
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
+        """Takes more tasks; None before ``run``, and from its end or first failure on."""
+        self._on_failure: Callable[[Exception], None] = lambda error: None
         self._drawing: set[asyncio.Task[None]] = set()
         self._is_drawing = False
         self._counts = {"groups": 0, "trajectories": 0, "tokens": 0, "aborts": 0, "failed_groups": 0, "lost_samples": 0}
@@ -139,20 +142,24 @@ class GenerationWorkers:
             + self._attempts.num_wasted_tokens,
         }
 
-    async def run(self) -> None:
+    async def run(self, on_failure: Callable[[Exception], None] = lambda error: None) -> None:
         """Consumes prompts, produces finished groups, waits for admission; unblocked by versions and ending groups.
 
         Returns when the data has ended and every group with it; the buffer is closed then: where groups may be redrawn, not before
         all of them are taken. What a cancellation or a failure leaves
         in flight stays as it stands, for a checkpoint, until ``give_back``. Raises ``GenerationError`` when too many rollouts failed,
-        or too many groups were filtered.
+        or too many groups were filtered; ``on_failure`` is told at once, before the other groups have ended.
         """
-        async with asyncio.TaskGroup() as self._tasks:
-            for taken_up in self._in_flight.values():
-                self._start(taken_up, self._tasks)
-            await self._start_groups(self._tasks)
-            if self._settings.redraws_groups:
-                await self._until_none_can_come_back()
+        self._on_failure = on_failure
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                for taken_up in self._in_flight.values():
+                    self._start(taken_up, self._tasks)
+                await self._start_groups(self._tasks)
+                if self._settings.redraws_groups:
+                    await self._until_none_can_come_back()
+        finally:
+            self._tasks = None
         self._failures.raise_if_too_many(has_ended=True)
         self.hand_over.raise_if_nothing_is_left()
         for name in ("dataloader", "generate", "rollout"):
@@ -253,7 +260,7 @@ class GenerationWorkers:
         """Until the data has ended."""
         self._is_drawing = True
         try:
-            with self._board.stage("dataloader").lane() as lane:
+            with self._ending_all_on_failure(), self._board.stage("dataloader").lane() as lane:
                 lane.wait_for_input()
                 while group := await self._start_next(lane):
                     self._start(group, tasks)
@@ -283,9 +290,13 @@ class GenerationWorkers:
 
     async def _play(self, group: GroupInFlight) -> None:
         """Generate one group and say what became of it; a cancelled one stays in flight. The stages' items are groups that did not fail."""
-        uid = group.prompt.uid
+        uid, board = group.prompt.uid, self._board
         try:
-            with self._board.stage("generate").lane() as generate, self._board.stage("rollout").lane() as rollout:
+            with (
+                self._ending_all_on_failure(),
+                board.stage("generate").lane() as generate,
+                board.stage("rollout").lane() as rollout,
+            ):
                 rollout.wait_for_input()
                 generate.wait_for_input()
                 generate.process(uid)
@@ -304,6 +315,16 @@ class GenerationWorkers:
                     rollout.wait_for_input()
         finally:
             self._playing.pop(group.admission.index, None)
+
+    @contextmanager
+    def _ending_all_on_failure(self) -> Iterator[None]:
+        """What fails inside ends every group: from then on none is started."""
+        try:
+            yield
+        except Exception as error:
+            self._tasks = None
+            self._on_failure(error)
+            raise
 
     async def _finish(self, group: GroupInFlight, played: PlayedGroup) -> None:
         trajectories = played.trajectories
