@@ -111,15 +111,18 @@ def _exit_code(running: Coroutine[Any, Any, None], interruption: Interruption, l
     """Run to the end, and explain on standard error what that is."""
     try:
         asyncio.run(running)
-    except (KeyboardInterrupt, asyncio.CancelledError, _Stopped) as end:
-        if isinstance(end, asyncio.CancelledError) and interruption.signal is None:
-            return _fail(end, left.run_dir)
-        return _last_words(interruption, left, is_saved=isinstance(end, _Stopped))
     except BaseExceptionGroup as failures:
-        return _fail(first_failure(failures), left.run_dir)
-    except (Exception, SystemExit) as error:
-        return _fail(error, left.run_dir)
-    return left.exit_code()
+        error = first_failure(failures)
+    except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as end:
+        error = end
+    else:
+        return left.exit_code()
+    if (failure := interruption.stop.failure) is not None:
+        return _fail(failure, left.run_dir)
+    is_cancelled = isinstance(error, asyncio.CancelledError) and interruption.signal is not None
+    if is_cancelled or isinstance(error, KeyboardInterrupt | _Stopped):
+        return _last_words(interruption, left, is_saved=isinstance(error, _Stopped))
+    return _fail(error, left.run_dir)
 
 
 class _Stopped(Exception):

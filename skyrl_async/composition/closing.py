@@ -10,9 +10,12 @@ import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Collection
+from types import TracebackType
 from typing import Any
 
 import psutil
+
+from skyrl_async.concurrency import first_failure
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +23,8 @@ CLOSE_TIMEOUT_S = 15.0
 
 
 class ClosingStack(contextlib.AsyncExitStack):
-    """An exit stack whose callbacks cannot hide what ended the run: their errors and hangs are collected, not raised.
+    """An exit stack that cannot hide what ended the run: errors and hangs of its callbacks are collected, not raised, and so are errors of
+    its contexts where the run has failed before.
 
     Args:
         timeout_s: for each asynchronous callback.
@@ -46,6 +50,19 @@ class ClosingStack(contextlib.AsyncExitStack):
     def callback_in_thread(self, name: str, callback: Callable[[], None]) -> None:
         """The same for a call that blocks; one that hangs stays behind in a thread that ends with the process."""
         self._push(name, lambda: self._in_daemon_thread(name, callback))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        """What ended the block is raised, unless it is the cancellation by which a context's failure ended it."""
+        try:
+            return await super().__aexit__(kind, error, trace)
+        except Exception as later:
+            if error is None or first_failure(BaseExceptionGroup("", [error, later])) is later:
+                raise
+            if later is not error:
+                self._fail(f"{type(later).__name__}: {later}")
+            raise error from error.__cause__
 
     def _push(self, name: str, end: Callable[[], Awaitable[Any]]) -> None:
         async def end_in_time() -> None:

@@ -1,18 +1,23 @@
 """The end of a run: what failed is what is raised, what hangs is named, and nobody waits for ever."""
 
 import asyncio
+import contextlib
 import signal
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
+from skyrl_async import main
 from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.interruption import Interruption, Phase
 from skyrl_async.concurrency import first_failure, run_together
+from skyrl_async.errors import GenerationError
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.stopping import StopAsked
+from tests.cpu.quick_config import config_of
 from tests.patience import PATIENCE_S
 
 
@@ -35,6 +40,43 @@ async def test_a_part_that_cannot_be_ended_hides_no_error_and_keeps_no_other_fro
     assert ended == ["policy"]
     (failure,) = stack.failures
     assert failure.endswith("Engine.close failed: ConnectionError: it is gone")
+
+
+class Gone(contextlib.AbstractAsyncContextManager[None]):
+    async def __aexit__(self, *error: object) -> None:
+        raise ConnectionError("it is gone")
+
+
+@contextlib.asynccontextmanager
+async def failing_beside_the_block() -> AsyncIterator[None]:
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(fail_now())
+            yield
+    except BaseExceptionGroup as failures:
+        raise first_failure(failures) from None
+
+
+async def end_of(
+    context: contextlib.AbstractAsyncContextManager[None], body: Callable[[], Awaitable[None]], stack: ClosingStack
+) -> None:
+    async with stack:
+        await stack.enter_async_context(context)
+        await body()
+
+
+async def test_a_context_that_fails_at_its_end_hides_no_error() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await end_of(Gone(), fail_now, stack := ClosingStack())
+    assert stack.failures == ["ConnectionError: it is gone"]
+    with pytest.raises(ConnectionError):
+        await end_of(Gone(), lambda: asyncio.sleep(0), ClosingStack())
+
+
+async def test_a_context_whose_failure_ends_the_block_is_what_the_block_fails_of() -> None:
+    for consequence in (wait, fail_while_cancelled):
+        with pytest.raises(ZeroDivisionError, match="root"):
+            await end_of(failing_beside_the_block(), consequence, ClosingStack())
 
 
 def test_a_part_that_hangs_is_named_when_its_time_is_up() -> None:
@@ -220,3 +262,16 @@ def test_two_signals_end_a_call_that_blocks_the_loop() -> None:
             return "never"
 
     assert Blocked().run() == ("cancelled", 0.0)
+
+
+@pytest.mark.parametrize("later", [RuntimeError("consequence"), asyncio.CancelledError(), KeyboardInterrupt()])
+def test_a_run_says_what_it_failed_of_first_whatever_ended_it_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], later: BaseException
+) -> None:
+    async def fail(config: object, found: object, started: float, interruption: Interruption, left: object) -> None:
+        interruption.stop.remember(GenerationError("the tool is broken"))
+        raise later
+
+    monkeypatch.setattr(main, "_run", fail)
+    assert main.run(config_of(f"trainer.output_dir={tmp_path}"), []) == 1
+    assert "error: the tool is broken" in capsys.readouterr().err
