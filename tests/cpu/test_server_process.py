@@ -58,6 +58,21 @@ class OneAnswerEngine:
         yield await self.generate(request)
 
 
+class DeadlyEngine(OneAnswerEngine):
+    """Kills the first processes that look at it, as many as there are ``deaths``; not the one that made it."""
+
+    def __init__(self, directory: Path, deaths: int) -> None:
+        self.directory, self.deaths, self.maker = directory, deaths, os.getpid()
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        marks = list(self.directory.glob("death-*"))
+        if os.getpid() != self.maker and len(marks) < self.deaths:
+            (self.directory / f"death-{len(marks)}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "engine-0"
+
+
 @pytest.fixture
 def engine() -> Any:
     from ray import cloudpickle
@@ -217,6 +232,12 @@ async def test_a_front_end_that_is_killed_or_frozen_is_replaced_on_its_port(tmp_
                     await ask(f"{front_end.url}/v1", made["api_key"])
             again = (await controller.post(f"{struck.url}/sessions")).json()
             assert (await ask(f"{other.url}/v1", again["api_key"])).choices[0].message.content == "hé"
+
+
+@pytest.mark.usefixtures("engine")
+async def test_a_front_end_that_is_killed_while_it_comes_up_at_first_is_replaced(tmp_path: Path) -> None:
+    async with endpoint_processes(settings(tmp_path, max_restarts=2), [DeadlyEngine(tmp_path, 2)]) as (front_end,):
+        assert (await ask(f"{front_end.url}/v1")).choices[0].message.content == "hé"
 
 
 async def test_a_rollout_over_http_outlives_its_front_end_and_costs_no_retry(tmp_path: Path, engine: Any) -> None:

@@ -1,7 +1,7 @@
 """The front ends of the endpoint: each a process of its own, replaced on its port when it dies or does not answer.
 
     start ──> serves ──death, silence──> killed ──> another one on the same port, with the same keys and today's engines
-                                           └──restarts used up──> given up
+      └────────────────────death───────────┘  └──restarts used up──> given up
 
 Flows in: settings and engines. Flows out: addresses that stay. A session lives in its front end's process and is lost with it: who
 plays it is told so (404), and plays its sample again. Does not know what is served.
@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from skyrl_async.concurrency import first_failure, run_together
 from skyrl_async.errors import ConfigError, DeadlineError, InferenceError, SkyRLAsyncError
@@ -67,7 +67,7 @@ class FrontEnd:
         self._on_given_up = on_given_up
         self._num_restarts = 0
         self.host = settings.host
-        self.port = settings.port
+        self.port = settings.port + index if settings.port else 0
         self.actor: Any = None
 
     @property
@@ -81,14 +81,22 @@ class FrontEnd:
         return f"front end {self._index} of the endpoint"
 
     async def start_in_time(self) -> None:
-        """``start`` for the first time. Raises ``DeadlineError``, too."""
+        """``start`` for the first time, again where the process dies meanwhile. Raises ``DeadlineError`` and ``InferenceError``, too."""
         async with self._coming_up("start"):
-            await self.start()
+            while True:
+                try:
+                    return await self.start()
+                except RayActorError as error:
+                    if error.actor_init_failed:
+                        raise
+                    self._take_restart(f"did not come up ({_first_line(error)})")
+                    self.kill()
 
     async def connect_in_time(self, peers: tuple[str, ...]) -> None:
-        """``connect`` for the first time. Raises ``DeadlineError``, too."""
+        """``connect`` for the first time; a process that is dead by now is left to ``keep_up``. Raises ``DeadlineError``, too."""
         async with self._coming_up("answer"):
-            await self.connect(peers)
+            with contextlib.suppress(RayActorError):
+                await self.connect(peers)
 
     @asynccontextmanager
     async def _coming_up(self, what: str) -> AsyncIterator[None]:
@@ -144,13 +152,7 @@ class FrontEnd:
     async def _keep_up(self, peers: tuple[str, ...]) -> None:
         reason = await self._fate()
         while reason is not None:
-            if self._num_restarts == self._settings.max_restarts:
-                raise InferenceError(
-                    f"the front end on port {self.port} {reason}, and server.max_restarts={self._num_restarts} are used up. Mend what "
-                    "ends it, or raise server.max_restarts, and continue with trainer.resume_mode=latest"
-                )
-            self._num_restarts += 1
-            logger.warning("the front end on port %d %s: another takes its place", self.port, reason)
+            self._take_restart(reason)
             self._outages.begin(self._name)
             self.kill()
             reason = await self._replace(peers)
@@ -158,14 +160,27 @@ class FrontEnd:
                 self._outages.end(self._name)
                 reason = await self._fate()
 
+    def _take_restart(self, reason: str) -> None:
+        """Say why another process is started. Raises ``InferenceError`` when that may not be."""
+        who = f"the front end on port {self.port}" if self.port else self._name
+        if self._num_restarts == self._settings.max_restarts:
+            raise InferenceError(
+                f"{who} {reason}, and server.max_restarts={self._num_restarts} are used up. Mend what "
+                "ends it, or raise server.max_restarts, and continue with trainer.resume_mode=latest"
+            )
+        self._num_restarts += 1
+        logger.warning("%s %s: another takes its place", who, reason)
+
     async def _replace(self, peers: tuple[str, ...]) -> str | None:
         """Start another process; why it does not serve, None when it does."""
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await self._start_again()
                 await self.connect(peers)
-        except (RayError, TimeoutError) as error:
-            return f"did not come up ({type(error).__name__})"
+        except SkyRLAsyncError:
+            raise
+        except Exception as error:  # its death, its silence, or whatever it failed of
+            return f"did not come up ({_first_line(error)})"
         logger.info("a front end serves on port %d again", self.port)
         return None
 
@@ -183,7 +198,7 @@ class FrontEnd:
         try:
             await _own_errors(self.actor.wait.remote())
         except Exception as error:  # whatever ended the server: another one is started
-            return f"has ended ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+            return f"has ended ({_first_line(error)})"
         return None
 
     async def _silence(self) -> str:
@@ -225,7 +240,7 @@ async def endpoint_processes(
 
     What dies or wedges is replaced, which is one of the ``outages``. Where that fails ``on_given_up`` is told, once per front end, and the
     outage stays; without it, the block is cancelled and the reason raised.
-    One that does not come up at first raises ``DeadlineError``. When the block ends well open requests are finished first.
+    One that hangs before it serves for the first time raises ``DeadlineError``. When the block ends well open requests are finished first.
     """
     outages = outages or Outages()
     front_ends = tuple(
@@ -252,6 +267,10 @@ async def endpoint_processes(
     finally:
         for one in front_ends:
             one.kill()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
 
 
 async def _own_errors(call: Awaitable[Any]) -> Any:
