@@ -4,14 +4,15 @@ Flows in: the configuration and the directory of the policy that engines boot fr
 the place of dead ones. Knows neither the policy workers nor the endpoint.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from skyrl_async.composition.bundles import Bundles, engine_seats
 from skyrl_async.config.devices import engine_device
 from skyrl_async.config.schema import Config, EngineBackend
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.engine_life import LifeSettings
+from skyrl_async.inference.engine_life import EngineLife, LifeSettings
 from skyrl_async.inference.fleet import Fleet, FleetSettings
 from skyrl_async.inference.fleet_news import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
@@ -19,19 +20,25 @@ from skyrl_async.inference.vllm_boot import VLLMEngineConfig
 
 
 async def start_engines(
-    config: Config, policy_dir: Path, run_dir: Path, bundles: Bundles | None = None
+    config: Config, policy_dir: Path, run_dir: Path, bundles: Bundles | None, lives: dict[str, EngineLife]
 ) -> Sequence[InferenceEngine]:
+    """Boot the engines of a run, which begin the ``lives`` that the fleet goes on with."""
     if config.engine.backend is EngineBackend.deterministic:
         from skyrl_async.inference.deterministic_engine import DeterministicEngine
 
         rank, longest = config.policy.lora.served_rank, config.engine.max_model_len
         return [DeterministicEngine("engine-0", policy_dir, adapter_rank=rank, max_model_len=longest)]
-    names = [f"engine-{i}" for i in range(config.engine.num_engines)]
-    return await _start_vllm_engines(config, policy_dir, run_dir, names, bundles)
+    lives |= {f"engine-{i}": EngineLife(_life(config)) for i in range(config.engine.num_engines)}
+    return await _start_vllm_engines(config, policy_dir, run_dir, list(lives), bundles, lives)
 
 
 async def _start_vllm_engines(
-    config: Config, policy_dir: Path, run_dir: Path, names: Sequence[str], bundles: Bundles | None
+    config: Config,
+    policy_dir: Path,
+    run_dir: Path,
+    names: Sequence[str],
+    bundles: Bundles | None,
+    lives: Mapping[str, EngineLife] = MappingProxyType({}),
 ) -> Sequence[InferenceEngine]:
     from skyrl_async.inference.ray_engine import start_ray_engines
 
@@ -66,6 +73,17 @@ async def _start_vllm_engines(
         scheduling_strategies=seats.strategies,
         start_timeout_s=engine.start_timeout_s,
         log_dir=run_dir / "logs",
+        lives=lives,
+    )
+
+
+def _life(config: Config) -> LifeSettings:
+    engine = config.engine
+    return LifeSettings(
+        heartbeat_interval_s=engine.heartbeat_interval_s,
+        heartbeat_timeout_s=engine.heartbeat_timeout_s,
+        max_restarts=engine.max_restarts,
+        restart_backoff_s=engine.restart_backoff_s,
     )
 
 
@@ -83,9 +101,9 @@ def make_fleet(
     front_ends: Sequence[FrontEndPool],
     say: Callable[[str], None],
     bundles: Bundles | None = None,
+    lives: dict[str, EngineLife] | None = None,
 ) -> Fleet:
     """What keeps the client's engines alive; new ones boot from ``policy_dir`` and load what is served."""
-    engine = config.engine
 
     async def start(name: str) -> InferenceEngine:
         return (await _start_vllm_engines(config, policy_dir, run_dir, [name], bundles))[0]
@@ -94,14 +112,10 @@ def make_fleet(
         client,
         start=start,
         settings=FleetSettings(
-            life=LifeSettings(
-                heartbeat_interval_s=engine.heartbeat_interval_s,
-                heartbeat_timeout_s=engine.heartbeat_timeout_s,
-                max_restarts=engine.max_restarts,
-                restart_backoff_s=engine.restart_backoff_s,
-            ),
-            all_gone_timeout_s=engine.all_gone_timeout_s,
+            life=_life(config),
+            all_gone_timeout_s=config.engine.all_gone_timeout_s,
         ),
         say=say,
         front_ends=front_ends,
+        lives=lives,
     )

@@ -26,6 +26,7 @@ from skyrl_async.config.devices import engine_device, training_device
 from skyrl_async.config.schema import Config, Device, TrainingBackendName, WeightTransfer
 from skyrl_async.config.transfer_rules import devices_are_shared
 from skyrl_async.heartbeat import Heartbeat
+from skyrl_async.inference.engine_life import EngineLife
 from skyrl_async.inference.fleet_news import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.sessions.rows import BranchPolicy
@@ -52,8 +53,10 @@ async def start_engines_and_policy(
     run_dir: Path,
     num_steps: int,
     bundles: Bundles | None = None,
+    lives: dict[str, EngineLife] | None = None,
 ) -> tuple[Sequence[InferenceEngine], RecoveringPolicy]:
-    """Boot engines from ``served`` while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run.
+    """Boot engines from ``served`` while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run,
+    ``lives`` are begun for engines that may die.
 
     On GPUs that they share the workers load it when the engines have booted: what a GPU loses of its memory while vLLM looks how much of it
     is left for keys and values, vLLM takes for its own.
@@ -68,7 +71,7 @@ async def start_engines_and_policy(
         return path
 
     async def engines() -> Sequence[InferenceEngine]:
-        started = await start_engines(config, served, run_dir, bundles)
+        started = await start_engines(config, served, run_dir, bundles, {} if lives is None else lives)
         are_up.set()
         for engine in started:
             stack.push_async_callback(engine.close)

@@ -44,6 +44,7 @@ from skyrl_async.config.rules import BUILT_IN_TASKS
 from skyrl_async.config.schema import Config
 from skyrl_async.device_turns import DeviceGroup
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.engine_life import EngineLife
 from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
@@ -108,8 +109,9 @@ async def started_parts(
         say("booting engines, preparing the policy")
         num_steps = num_planned_steps(config, plan.prompts)
         served = await plan.files.served()
+        lives: dict[str, EngineLife] = {}
         engines, policy = await start_engines_and_policy(
-            config, stack, plan.files, plan.initial, served, run_dir, num_steps, bundles
+            config, stack, plan.files, plan.initial, served, run_dir, num_steps, bundles, lives
         )
         groups = device_groups(bundles.plan if bundles else None)
         logprobs = await start_logprob_workers(config, stack, plan.files, plan.initial, bundles, groups)
@@ -140,7 +142,9 @@ async def started_parts(
         fleet = None
         if is_supervised(config):
             front_ends = endpoint.front_ends if endpoint else ()
-            fleet = make_fleet(config, client, served, run_dir, front_ends=front_ends, say=announce, bundles=bundles)
+            fleet = make_fleet(
+                config, client, served, run_dir, front_ends=front_ends, say=announce, bundles=bundles, lives=lives
+            )
             await stack.enter_async_context(fleet.supervising())
         if turns is not None:
             await stack.enter_async_context(turns.running())

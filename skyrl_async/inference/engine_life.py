@@ -1,7 +1,7 @@
 """One engine's life in a fleet: a state machine without I/O and without a clock.
 
     starting ──> serving <──> suspect ──silent for too long──> dead ──> restarting ──> serving
-                    └───────────────its death is seen───────────┘ └──restarts used up──> given_up
+       └────────────┴───────────────its death is seen───────────┘ └──restarts used up──> given_up
 
 Flows in: heartbeats asked for and answered, deaths, times. Flows out: a state, and when a restart is due. Knows neither engines nor how
 they are started.
@@ -80,7 +80,7 @@ class EngineLife:
 
     def die(self) -> None:
         """It is dead."""
-        self._move({EngineState.serving, EngineState.suspect}, EngineState.dead)
+        self._move(set(EngineState) - {EngineState.dead, EngineState.given_up}, EngineState.dead)
         self._num_deaths_in_a_row += 1
 
     def restart(self) -> float | None:

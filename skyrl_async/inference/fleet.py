@@ -65,6 +65,7 @@ class Fleet:
         settings: see ``FleetSettings``.
         say: takes a line for the people who watch.
         front_ends: told which engines there are, at every change and every heartbeat interval.
+        lives: of engines that had one before they served, by name.
     """
 
     def __init__(
@@ -75,13 +76,14 @@ class Fleet:
         settings: FleetSettings,
         say: Callable[[str], None],
         front_ends: Sequence[FrontEndPool] = (),
+        lives: dict[str, EngineLife] | None = None,
     ) -> None:
         self._client = client
         self._start = start
         self._settings = settings
         self._outage = Outage(client.pool, settings.all_gone_timeout_s, say)
         self._front_ends = [InformedFrontEnd(front_end) for front_end in front_ends]
-        self._lives: dict[str, EngineLife] = {}
+        self._lives = {} if lives is None else lives
         """By place, which is the name of its first engine."""
         self._members: list[_Member] = []
         self._tasks: set[asyncio.Task[None]] = set()

@@ -11,22 +11,27 @@ or weights.
 import asyncio
 import contextlib
 import itertools
+import logging
 import uuid
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_async.errors import EngineDeadError, EngineStartError
+from skyrl_async.inference.engine_life import EngineLife
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.ray_engine_actor import EngineActor, StartedEngine
 from skyrl_async.inference.vllm_boot import VLLMEngineConfig
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
+
+logger = logging.getLogger(__name__)
 
 _MAX_CONCURRENT_CALLS = 1_000_000
 """More than there will be: Ray lets further calls wait in line, and what a paused engine holds would keep its resumption there."""
@@ -211,6 +216,7 @@ async def start_ray_engines(
     scheduling_strategies: Sequence[PlacementGroupSchedulingStrategy] | None = None,
     start_timeout_s: float = 300.0,
     log_dir: Path,
+    lives: Mapping[str, EngineLife] = MappingProxyType({}),
 ) -> list[RayEngine]:
     """Start one engine per config, all at the same time, but one after another where several may be on one GPU: each measures there what
     memory is left. Ray must be initialised.
@@ -221,30 +227,37 @@ async def start_ray_engines(
         scheduling_strategies: where Ray puts each engine; None leaves that to Ray.
         start_timeout_s: for those that start at the same time, in seconds.
         log_dir: each engine writes ``<name>.log`` there; made when missing.
+        lives: by name; one whose process is killed while it boots takes a restart of its life, and boots again under its name.
 
     Raises ``EngineStartError`` with the engine's last log lines when one does not come up; then none is left.
     """
     _require_resources(configs, {"CPU": num_cpus, "GPU": num_gpus})
     log_paths = _log_paths(configs, log_dir)
+    are_apart = scheduling_strategies is not None or not 0 < num_gpus <= 0.5
+    turn = contextlib.nullcontext() if are_apart else asyncio.Lock()
+    boots = {}
     with contextlib.ExitStack() as on_failure:
-        actors = []
-        strategies = scheduling_strategies or [None] * len(configs)
-        for config, log_path, strategy in zip(configs, log_paths, strategies, strict=True):
-            actor = _make_actor(config, log_path, num_cpus, num_gpus, strategy)
-            on_failure.callback(ray.kill, actor)
-            actors.append(actor)
-        are_apart = scheduling_strategies is not None or not 0 < num_gpus <= 0.5
-        turn = contextlib.nullcontext() if are_apart else asyncio.Lock()
-        boots = {
-            config.name: _boot(actor, config.name, log_path, start_timeout_s, turn)
-            for actor, config, log_path in zip(actors, configs, log_paths, strict=True)
-        }
-        started = await _all(boots)
+        for config, log_path, strategy in zip(
+            configs, log_paths, scheduling_strategies or [None] * len(configs), strict=True
+        ):
+
+            def make_actor(
+                config: VLLMEngineConfig = config,
+                log_path: Path = log_path,
+                strategy: PlacementGroupSchedulingStrategy | None = strategy,
+            ) -> ActorHandle:
+                actor = _make_actor(config, log_path, num_cpus, num_gpus, strategy)
+                on_failure.callback(ray.kill, actor)
+                return actor
+
+            life = lives.get(config.name)
+            boots[config.name] = _boot(make_actor, config.name, log_path, start_timeout_s, turn, life)
+        engines = await _all(boots)
         on_failure.pop_all()
-    return [RayEngine(config.name, actor, one) for config, actor, one in zip(configs, actors, started, strict=True)]
+    return engines
 
 
-async def _all(boots: dict[str, Coroutine[Any, Any, StartedEngine]]) -> list[StartedEngine]:
+async def _all(boots: dict[str, Coroutine[Any, Any, RayEngine]]) -> list[RayEngine]:
     """All results in order, or the first error."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -294,24 +307,40 @@ def _make_actor(
 
 
 async def _boot(
-    actor: ActorHandle,
+    make_actor: Callable[[], ActorHandle],
     name: str,
     log_path: Path,
     timeout_s: float,
     turn: contextlib.AbstractAsyncContextManager[None],
-) -> StartedEngine:
-    """Start one engine, in ``turn``."""
-    try:
-        async with turn, asyncio.timeout(timeout_s):
-            started: StartedEngine = await actor.start.remote()
-    except TimeoutError:
-        reason = f"engine {name} was not up within {timeout_s:g} s (engine.start_timeout_s)"
-        raise EngineStartError(f"{reason}\n{_log_tail(log_path)}") from None
-    except RayTaskError as error:
-        raise EngineStartError(f"{error.cause}\n{_log_tail(log_path)}") from None
-    except RayError as error:
-        raise EngineStartError(f"engine {name} did not come up: {error}\n{_log_tail(log_path)}") from error
-    return started
+    life: EngineLife | None,
+) -> RayEngine:
+    """Start one engine, in ``turn``; again where it is killed meanwhile and its ``life`` has restarts left."""
+    while True:
+        actor = make_actor()
+        try:
+            async with turn, asyncio.timeout(timeout_s):
+                return RayEngine(name, actor, await actor.start.remote())
+        except TimeoutError:
+            reason = f"engine {name} was not up within {timeout_s:g} s (engine.start_timeout_s)"
+            raise EngineStartError(f"{reason}\n{_log_tail(log_path)}") from None
+        except RayError as error:
+            reason = str(error.cause if isinstance(error, RayTaskError) else f"engine {name} did not come up: {error}")
+            if life is None or not _was_killed(error):
+                raise EngineStartError(f"{reason}\n{_log_tail(log_path)}") from error
+        life.die()
+        if (wait_s := life.restart()) is None:
+            raise EngineStartError(
+                f"{reason}; engine.max_restarts={life.num_restarts} are used up\n{_log_tail(log_path)}"
+            )
+        logger.warning("%s; it is started again", reason)
+        await asyncio.sleep(wait_s)
+
+
+def _was_killed(error: RayError) -> bool:
+    """Whether a process of the engine was ended from outside: another may come up."""
+    if isinstance(error, RayTaskError):
+        return isinstance(error.cause, EngineDeadError)
+    return isinstance(error, RayActorError) and not error.actor_init_failed
 
 
 def _log_tail(log_path: Path) -> str:

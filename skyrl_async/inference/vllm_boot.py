@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkContext, ForkProcess, SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from skyrl_async.inference.policy_files import has_tokenizer, num_weight_bytes, read_config
@@ -29,6 +30,10 @@ TRANSFER_BACKEND = "shm"
 """Of vLLM's weight transfer: files in shared memory, mapped or received."""
 _WORKER_EXTENSION = "skyrl_async.inference.vllm_weight_transfer.WorkerExtension"
 _PR_SET_PDEATHSIG = 1
+_CORE_END_S = 5.0
+"""A core is seen to end a moment before its exit code is there."""
+_cores: list[BaseProcess] = []
+"""Of the engine that this process booted last."""
 _HASHED_PER_SECOND = 128 << 20
 """Bytes that any core hashes: a tenth of what was measured of one."""
 
@@ -100,6 +105,7 @@ def boot(config: VLLMEngineConfig) -> "AsyncLLM":
             if config.device == "cpu":
                 _register_architectures(config)
             vllm_config = _vllm_config(config)
+        _cores.clear()
         with _core_processes("fork" if config.device == "cpu" else "spawn"):
             return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
 
@@ -160,6 +166,18 @@ def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
     return AsyncEngineArgs(**(arguments | config.extra_args)).create_engine_config()
 
 
+def is_core_killed(error: Exception) -> bool:
+    """Whether the engine that was booted last failed of that with ``error``: it was short of memory, say, and may come up next time.
+
+    vLLM kills cores, too, where something else went wrong. That this one ended first only its message says.
+    """
+    if "Engine core initialization failed" not in str(error):
+        return False
+    for core in _cores:
+        core.join(_CORE_END_S)
+    return any(core.exitcode == -signal.SIGKILL for core in _cores)
+
+
 def _die_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends, however it ends."""
     if sys.platform == "linux":
@@ -170,6 +188,10 @@ def _die_with_parent() -> None:
 
 
 class _BoundForkProcess(ForkProcess):
+    def start(self) -> None:
+        super().start()
+        _cores.append(self)
+
     def run(self) -> None:
         # What is garbage in the parent is not this process's to collect: a process group would wait for threads that a fork
         # leaves behind.
@@ -179,6 +201,10 @@ class _BoundForkProcess(ForkProcess):
 
 
 class _BoundSpawnProcess(SpawnProcess):
+    def start(self) -> None:
+        super().start()
+        _cores.append(self)
+
     def run(self) -> None:
         _die_with_parent()
         super().run()

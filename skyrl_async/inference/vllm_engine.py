@@ -32,7 +32,7 @@ from skyrl_async.inference.joined import merged
 from skyrl_async.inference.outcome_fifo import OutcomeFifo
 from skyrl_async.inference.policy_files import TOKENIZER_FILES, eos_token_ids, require_as_sent
 from skyrl_async.inference.vllm_adapter import AdapterSlot
-from skyrl_async.inference.vllm_boot import VLLMEngineConfig, boot
+from skyrl_async.inference.vllm_boot import VLLMEngineConfig, boot, is_core_killed
 from skyrl_async.inference.vllm_requests import engine_output, partial_output, versions_of, vllm_sampling_params
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
 
@@ -73,13 +73,14 @@ class VLLMEngine:
     async def start(cls, config: VLLMEngineConfig) -> Self:
         """Boot the engine. Blocks the event loop while it boots, and leaves vLLM's environment variables set.
 
-        Raises ``EngineStartError``; then no process is left.
+        Raises ``EngineStartError``, or ``EngineDeadError`` where its core was killed; then no process is left.
         """
         # No local variable holds the AsyncLLM: vLLM's imports keep tracebacks, and thereby this frame, for ever.
         try:
             return await cls(config, boot(config))._started()
         except Exception as error:
-            raise EngineStartError(f"engine {config.name} did not come up: {type(error).__name__}: {error}") from error
+            failure = EngineDeadError if is_core_killed(error) else EngineStartError
+            raise failure(f"engine {config.name} did not come up: {type(error).__name__}: {error}") from error
 
     async def _started(self) -> Self:
         """Notice the core's death at once, whether or not a request waits for it; label the weights."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from skyrl_async.device_turns import Sitting
-from skyrl_async.errors import SkyRLAsyncError, TrainingError
+from skyrl_async.errors import SkyRLAsyncError, TrainingError, WorkerDiedError
 from skyrl_async.training.recovering import LOST
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
@@ -51,13 +51,13 @@ class LogprobWorkers:
 
     def __init__(
         self,
-        workers: ForwardWorkers,
+        workers: ForwardWorkers | None,
         start: Callable[[], Awaitable[ForwardWorkers]],
         *,
         max_restarts: int,
         device_turn: Sitting,
     ) -> None:
-        self._workers: ForwardWorkers | None = workers
+        self._workers = workers
         self._start = start
         self._device_turn = device_turn
         self._calls = asyncio.Lock()
@@ -76,14 +76,20 @@ class LogprobWorkers:
         max_restarts: int,
         device_turn: Sitting | None = None,
     ) -> "LogprobWorkers":
-        """Start the first workers; whatever keeps these from coming up is raised as it is.
+        """Start the first workers, again where one dies meanwhile; whatever else keeps these from coming up is raised as it is.
 
         Args:
             start: starts workers with the weights of version 0. Called again for each restart, when the ones before are closed.
             max_restarts: >= 0; over all calls.
             device_turn: held while workers compute or load, by these workers alone; None where they have their devices for themselves.
         """
-        return cls(await start(), start, max_restarts=max_restarts, device_turn=device_turn or Sitting())
+        workers = cls(None, start, max_restarts=max_restarts, device_turn=device_turn or Sitting())
+        while workers._workers is None:
+            try:
+                workers._workers = await start()
+            except WorkerDiedError as error:
+                await workers._bury(error)
+        return workers
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

@@ -51,14 +51,14 @@ class RecoveringPolicy:
 
     def __init__(
         self,
-        policy: SendingPolicy,
+        policy: SendingPolicy | None,
         start: Callable[[], Awaitable[SendingPolicy]],
         *,
         max_restarts: int,
         directory: Path,
         max_journal_bytes: int,
     ) -> None:
-        self._policy: SendingPolicy | None = policy
+        self._policy = policy
         self._start = start
         self._turn = asyncio.Lock()
         self._num_calls = 0
@@ -82,7 +82,7 @@ class RecoveringPolicy:
         directory: Path,
         max_journal_bytes: int = 1 << 30,
     ) -> "RecoveringPolicy":
-        """Start the first workers; whatever keeps these from coming up is raised as it is.
+        """Start the first workers, again where one dies meanwhile; whatever else keeps these from coming up is raised as it is.
 
         Args:
             start: starts workers with the initial policy. Called again for each restart, when the ones before are closed.
@@ -91,8 +91,12 @@ class RecoveringPolicy:
                 another; removed by ``close``.
             max_journal_bytes: about 20 per token trained.
         """
-        policy = await start()
-        return cls(policy, start, max_restarts=max_restarts, directory=directory, max_journal_bytes=max_journal_bytes)
+        policy = cls(None, start, max_restarts=max_restarts, directory=directory, max_journal_bytes=max_journal_bytes)
+        try:
+            policy._policy = await start()
+        except WorkerDiedError as error:
+            await policy._recover(error, "start")
+        return policy
 
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int

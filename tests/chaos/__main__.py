@@ -6,6 +6,7 @@ With ``--virtual`` in virtual time, over modelled engines; with ``--machine`` so
 import argparse
 import json
 import logging
+import shutil
 import sys
 import tempfile
 import traceback
@@ -53,21 +54,30 @@ def main() -> int:
     parser.add_argument(
         "--roles", nargs="*", choices=[role.name for role in Role], default=[role.name for role in Role]
     )
-    parser.add_argument("--dir", type=Path, help="keep the run here, a directory that is made; else a temporary one")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        help="keep the run here, a directory that is made; else it is kept, and said where, when something was not survived",
+    )
     parser.add_argument("--json", type=Path, help="write the table with its conditions here")
     parser.add_argument("overrides", nargs="*", help="further overrides for the run")
     arguments = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
-    if arguments.dir is not None:
-        arguments.dir.mkdir(parents=True)
-        figures = _attack(arguments.dir, arguments)
-    else:
-        with tempfile.TemporaryDirectory(prefix="skyrl_async-chaos-") as directory:
-            figures = _attack(Path(directory), arguments)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
-    is_broken = any(figures.get(name) for name in (*_COUNTS, *_LEFT))
-    return 0 if figures["survived"] == figures["kills"] and not is_broken else 1
+    directory = arguments.dir or Path(tempfile.mkdtemp(prefix="skyrl_async-chaos-"))
+    directory.mkdir(parents=True, exist_ok=arguments.dir is None)
+    is_survived = False
+    try:
+        figures = _attack(directory, arguments)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+        is_broken = any(figures.get(name) for name in (*_COUNTS, *_LEFT))
+        is_survived = figures["survived"] == figures["kills"] and not is_broken
+    finally:
+        if not is_survived:
+            sys.stderr.write(f"not everything was survived: see {directory}\n")
+        elif arguments.dir is None:
+            shutil.rmtree(directory)
+    return 0 if is_survived else 1
 
 
 def _attack(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -34,6 +34,8 @@ GENERATORS = (*DRAWN_GENERATORS, "agent")
 """The last one has a process per sample, over the endpoint."""
 INTERRUPT_EVERY = 3
 NUM_PROMPTS = 24
+_BOOTING = (Role.engine, Role.worker, Role.server)
+"""Come up at the start of a run."""
 _AGENT = Path(__file__).with_name("agent.py")
 _BOOT_TIMEOUT_S = 600.0
 _RECOVERY_TIMEOUT_S = 600.0
@@ -57,6 +59,8 @@ class Fault:
     """Until ``_STEPS_AFTER`` more steps were complete."""
     is_interrupted: bool
     """Ctrl-C came upon it, and the run was taken up."""
+    killed_coming_up: Role | None
+    """What was killed then while the run came up again."""
     problems: dict[str, int]
     """What the audit found afterwards, and what processes and shared memory it left."""
 
@@ -70,8 +74,8 @@ class Attack:
         roles: to choose from.
         kinds: of faults: killed, frozen, or both.
         generator: one of ``GENERATORS``; None: of ``DRAWN_GENERATORS``, by the seed.
-        interrupt_every: one of so many faults in a row, drawn by the seed, is followed by Ctrl-C; 0: none. A trainer that was killed
-            cannot be interrupted.
+        interrupt_every: one of so many faults in a row, drawn by the seed, is followed by Ctrl-C, and by another kill while the run comes
+            up again; 0: none. A trainer that was killed cannot be interrupted.
         overrides: further ones for the run.
     """
 
@@ -88,6 +92,8 @@ class Attack:
     ) -> None:
         self._rng = random.Random(seed)
         self._interrupts = random.Random(f"interrupts-{seed}")
+        self._boots = random.Random(f"boots-{seed}")
+        self._boot_roles = [role for role in roles if role in _BOOTING and "killed" in kinds]
         self._interrupt_every = interrupt_every
         self.generator = generator or random.Random(f"generator-{seed}").choice(DRAWN_GENERATORS)
         self.ending: Ending | None = None
@@ -148,6 +154,7 @@ class Attack:
             time.sleep(self._interrupts.uniform(0, _MAX_DELAY_S))
             self._run.interrupt()
         problems: dict[str, int] = {}
+        target, coming_up = step + _STEPS_AFTER, None
         if role is Role.trainer and is_freeze:
             time.sleep(_TRAINER_FROZEN_S)
             self._run.find(role, self._rng).send_signal(signal.SIGCONT)  # type: ignore[union-attr]
@@ -159,10 +166,10 @@ class Attack:
             ending = self._run.ending()
             logger.info("Ctrl-C: %s", ending)
             problems = ending.problems()
+            target = self._run.step + _STEPS_AFTER
             self._run.resume()
-        survived = victim is not None and self._run.wait(
-            lambda: self._run.step >= step + _STEPS_AFTER, _RECOVERY_TIMEOUT_S
-        )
+            coming_up = self._kill_coming_up()
+        survived = victim is not None and self._run.wait(lambda: self._run.step >= target, _RECOVERY_TIMEOUT_S)
         seconds = time.monotonic() - started
         problems |= self.audit().problems()
         if not survived:
@@ -174,16 +181,27 @@ class Attack:
             survived=survived,
             seconds=seconds,
             is_interrupted=is_interrupted,
+            killed_coming_up=coming_up,
             problems=problems,
         )
 
-    def _strike(self, role: Role, sign: signal.Signals) -> int | None:
-        """Send a signal to one of the processes of a role, once there is one; its id, None when none appears."""
+    def _kill_coming_up(self) -> Role | None:
+        """Kill a process of a run that boots, soon after it appears; its role, None where none may be killed."""
+        if not self._boot_roles:
+            return None
+        role = self._boots.choice(self._boot_roles)
+        victim = self._strike(role, signal.SIGKILL, delay_s=self._boots.uniform(0, _MAX_DELAY_S))
+        logger.info("coming up: kill %s %s", role, victim)
+        return role
+
+    def _strike(self, role: Role, sign: signal.Signals, *, delay_s: float = 0.0) -> int | None:
+        """Send a signal to one of the processes of a role, ``delay_s`` after there is one; its id, None when none appears."""
         struck: list[int] = []
 
         def try_once() -> bool:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if (victim := self._run.find(role, self._rng)) is not None:
+                    time.sleep(delay_s)
                     victim.send_signal(sign)
                     struck.append(victim.pid)
             return bool(struck)

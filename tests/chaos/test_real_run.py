@@ -1,11 +1,13 @@
 """A real run whose processes are killed one after the other, or frozen and interrupted: contracts 1, 2, 6, 7 and 8 hold all the same."""
 
+import random
 from pathlib import Path
 
 import pytest
 
-from tests.chaos.attack import Attack
-from tests.chaos.attacked_run import Role
+from tests.chaos.attack import Attack, overrides_of, write_workplace
+from tests.chaos.attacked_run import AttackedRun, Role
+from tests.patience import PATIENCE_S
 
 
 @pytest.mark.slow
@@ -19,6 +21,23 @@ def test_a_real_run_survives_the_death_of_its_policy_worker_and_of_its_endpoint(
     assert all(fault.survived for fault in faults)
     assert attack.audit().problems() == {}
     assert attack.ending is not None and attack.ending.problems() == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("role", [Role.engine, Role.worker, Role.server])
+def test_a_real_run_begins_although_a_process_is_killed_while_it_comes_up(tmp_path: Path, role: Role) -> None:
+    write_workplace(tmp_path)
+    run, rng = AttackedRun(overrides_of(tmp_path, "gym"), tmp_path / "run"), random.Random(0)
+    run.start()
+    try:
+        assert run.wait(lambda: run.find(role, rng) is not None, PATIENCE_S)
+        run.find(role, rng).kill()  # type: ignore[union-attr]
+        assert run.wait(lambda: run.step >= 2, 4 * PATIENCE_S), run.output_path.read_text()
+        run.interrupt()
+        assert run.ending().problems() == {}
+    finally:
+        run.close()
 
 
 @pytest.mark.slow

@@ -1,12 +1,17 @@
 """Contracts 1, 2, 6, 7 and 8 under faults and Ctrl-C: a state machine in virtual time, and a short attack on a real run."""
 
+import sys
+import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from skyrl_async.metrics.tracker import read_rows
+from tests.chaos import __main__ as command
 from tests.chaos.attack import Attack
 from tests.chaos.attacked_run import AttackedRun, Role
 from tests.chaos.audit import RECORD, audit
@@ -49,6 +54,31 @@ def test_the_state_machine_counts_its_faults_and_plays_the_same_for_a_seed() -> 
     assert tally == played()
     assert tally.histories == 2 and tally.survived == tally.faults >= 2 * 4
     assert tally.interrupted > 0 and tally.found["lost"] == 0
+
+
+@pytest.mark.parametrize(("survived", "lost", "is_kept"), [(3, 0, False), (2, 0, True), (3, 1, True), (None, 0, True)])
+def test_an_attack_keeps_its_directory_and_says_where_unless_everything_was_survived(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    survived: int | None,
+    lost: int,
+    is_kept: bool,
+) -> None:
+    def attack(directory: Path, arguments: object) -> dict[str, Any]:
+        (directory / "run.log").touch()
+        if survived is None:
+            raise RuntimeError("the run cannot be taken up")
+        return {"kills": 3, "survived": survived, "lost": lost}
+
+    monkeypatch.setattr(command, "_attack", attack)
+    monkeypatch.setattr(sys, "argv", ["chaos", "--kills", "3"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(RuntimeError) if survived is None else nullcontext():
+        assert command.main() == int(is_kept)
+    kept = list(tmp_path.glob("*/run.log"))
+    assert bool(kept) == is_kept
+    assert [str(path.parent) in capsys.readouterr().err for path in kept] == [True] * is_kept
 
 
 def test_the_audit_sees_what_is_wrong(tmp_path: Path) -> None:

@@ -637,7 +637,7 @@ class LifeMachine(RuleBasedStateMachine):
         assert self.life.state is EngineState.serving
         self.asked = None
 
-    @precondition(lambda self: self.life.state in (EngineState.serving, EngineState.suspect))
+    @precondition(lambda self: self.life.state not in (EngineState.dead, EngineState.given_up))
     @rule()
     def die(self) -> None:
         self.life.die()

@@ -115,6 +115,22 @@ async def test_dead_workers_are_replaced_by_some_at_the_version_they_had(error: 
     assert log.count("start") == log.count("close") == 3
 
 
+async def test_workers_that_die_while_they_come_up_at_first_are_replaced_and_that_counts() -> None:
+    async def started_after(num_deaths: int) -> LogprobWorkers:
+        deaths = iter(range(num_deaths))
+
+        async def start() -> ModelledForward:
+            if next(deaths, None) is not None:
+                raise WorkerDiedError("logp-worker-0 died in boot")
+            return ModelledForward([], [])
+
+        return await LogprobWorkers.start(start, max_restarts=2)
+
+    assert (await started_after(2)).num_restarts == 2
+    with pytest.raises(WorkerDiedError, match=r"died in boot; not restarted: trainer.max_restarts=2 are used up"):
+        await started_after(3)
+
+
 async def test_workers_that_die_more_often_than_allowed_end_the_call_by_name() -> None:
     log: list[str] = []
     workers = await started(range(2, 99), log, max_restarts=2)

@@ -1,6 +1,7 @@
 """Engines in Ray actors: real Ray, real vLLM, real processes."""
 
 import asyncio
+import contextlib
 import pickle
 import signal
 import time
@@ -14,6 +15,7 @@ import pytest_asyncio
 
 from skyrl_async.errors import EngineDeadError, EngineStartError, PromptTooLongError, PublishError
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.engine_life import EngineLife, LifeSettings
 from skyrl_async.inference.ray_engine import RayEngine, start_ray_engines
 from skyrl_async.inference.vllm_engine import VLLMEngineConfig
 from skyrl_async.metrics.trace import Trace
@@ -28,6 +30,9 @@ from tests.engine_checks import MAX_MODEL_LEN, make_policy, make_request, make_u
 from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+
+LIFE = LifeSettings(heartbeat_interval_s=1.0, heartbeat_timeout_s=5.0, max_restarts=1, restart_backoff_s=0.0)
 
 
 def engine_processes(log_dir: Path) -> set[psutil.Process]:
@@ -280,6 +285,38 @@ async def test_an_engine_that_does_not_come_up_shows_its_last_log_lines_and_leav
         await start_ray_engines([good, bad], log_dir=tmp_path)
     _, alive = psutil.wait_procs(engine_processes(tmp_path), timeout=PATIENCE_S)
     assert not alive
+
+
+@pytest.mark.parametrize("is_core", [False, True], ids=["actor", "core"])
+async def test_an_engine_that_is_killed_while_it_comes_up_boots_again_as_often_as_its_life_allows(
+    ray_session: None, policy_dir: Path, tmp_path: Path, is_core: bool
+) -> None:
+    async def kill(times: int) -> None:
+        killed: set[int] = set()
+        while len(killed) < times:
+            await asyncio.sleep(0.02)
+            processes = {process.pid: process for process in engine_processes(tmp_path)}
+            for process in processes.values():
+                with contextlib.suppress(psutil.Error):
+                    if process.pid not in killed and (process.ppid() in processes) is is_core:
+                        process.kill()
+                        killed.add(process.pid)
+
+    async def boot(deaths: int) -> list[RayEngine]:
+        config = VLLMEngineConfig(name="engine-0", policy_dir=str(policy_dir))
+        async with asyncio.TaskGroup() as tasks:
+            killing = tasks.create_task(kill(deaths))
+            engines = await start_ray_engines([config], log_dir=tmp_path, lives={"engine-0": EngineLife(LIFE)})
+            await killing
+        return engines
+
+    (engine,) = await boot(1)
+    assert (await engine.generate(make_request("a"))).token_ids
+    await engine.close()
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(EngineStartError, match="(?s)come up.*; engine.max_restarts=1 are used up")
+    ):
+        await boot(2)
 
 
 async def test_an_engine_that_is_late_is_named_and_killed(ray_session: None, policy_dir: Path, tmp_path: Path) -> None:

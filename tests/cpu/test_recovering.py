@@ -22,7 +22,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from skyrl_async.checkpoint import Checkpointer, TrainerState
-from skyrl_async.errors import CheckpointError, DeadlineError, TrainingError, WeightsTransferError, WorkerDiedError
+from skyrl_async.errors import (
+    CheckpointError,
+    DeadlineError,
+    PolicyError,
+    TrainingError,
+    WeightsTransferError,
+    WorkerDiedError,
+)
 from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.journal import CallJournal
 from skyrl_async.training.protocol import Policy, SharedWeights, export_weights
@@ -359,16 +366,35 @@ async def test_when_no_restart_is_left_nothing_is_kept_for_one(tmp_path: Path) -
         await train()
 
 
-async def test_a_first_start_that_fails_is_not_tried_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [TrainingError, DeadlineError, PolicyError])
+async def test_a_first_start_that_fails_of_anything_but_a_death_is_not_tried_again(
+    tmp_path: Path, error: type[Exception]
+) -> None:
     calls = []
 
     async def start() -> Policy:
         calls.append("start")
-        raise WorkerDiedError("policy-worker-0 died in start")
+        raise error("policy-worker-0 cannot start")
 
-    with pytest.raises(WorkerDiedError, match="^policy-worker-0 died in start$"):
+    with pytest.raises(error, match="^policy-worker-0 cannot start$"):
         await RecoveringPolicy.start(start, max_restarts=3, directory=tmp_path / "recovery")
     assert calls == ["start"]
+
+
+async def test_workers_that_die_while_they_come_up_at_first_are_replaced_and_that_counts(tmp_path: Path) -> None:
+    async def started_after(num_deaths: int) -> RecoveringPolicy:
+        deaths = iter(range(num_deaths))
+
+        async def start() -> ModelledWorkers:
+            if next(deaths, None) is not None:
+                raise WorkerDiedError("policy-worker-0 died in boot")
+            return ModelledWorkers(Fate())
+
+        return await RecoveringPolicy.start(start, max_restarts=3, directory=tmp_path / "recovery")
+
+    assert (await started_after(3)).num_restarts == 3
+    with pytest.raises(WorkerDiedError, match="died in boot; not restarted: trainer.max_restarts=3 are used up"):
+        await started_after(4)
 
 
 async def test_a_checkpoint_that_is_gone_is_named(tmp_path: Path) -> None:
