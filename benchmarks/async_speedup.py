@@ -22,7 +22,7 @@ from benchmarks.report import arguments, conditions, report
 from skyrl_async.composition.parts import Listeners
 from skyrl_async.composition.run import Parts, started_parts, trainer_of
 from skyrl_async.config.load import from_overrides
-from skyrl_async.config.schema import Config
+from skyrl_async.config.schema.run import Config
 from skyrl_async.metrics.trace import Trace
 
 

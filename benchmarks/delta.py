@@ -21,8 +21,8 @@ from skyrl_async.inference.policy_files import read_config
 from skyrl_async.tasks.policy_cache import prepare_initial_policy
 from skyrl_async.tasks.registry import get_task
 from skyrl_async.tasks.tiny_policy import PolicySizes
-from skyrl_async.training.in_process import InProcessPolicy
-from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import Trajectory
 
 LEARNING_RATES = (5e-4, 1e-5, 1e-6)

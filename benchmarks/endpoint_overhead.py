@@ -27,7 +27,7 @@ import httpx
 from benchmarks.report import arguments, conditions, report
 from skyrl_async.composition.run import Parts, started_parts
 from skyrl_async.config.load import from_overrides
-from skyrl_async.config.schema import Config
+from skyrl_async.config.schema.run import Config
 from skyrl_async.metrics.trace import Trace
 
 CONCURRENCIES = {1: 24, 16: 192, 64: 384, 256: 768}

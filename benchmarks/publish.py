@@ -27,8 +27,8 @@ from benchmarks.report import arguments, conditions, report
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.training.backends.settings import LoraSettings, TrainingSettings
 from skyrl_async.training.protocol import SendingPolicy
-from skyrl_async.training.settings import LoraSettings, TrainingSettings
 from skyrl_async.types import EngineRequest, PauseMode, SamplingParams
 from skyrl_async.weight_sync.broadcast import WeightBroadcast
 from skyrl_async.weight_sync.publisher import PublishTimes, WeightPublisher
@@ -132,9 +132,9 @@ async def publisher_of(
     size: Size, lora: LoraSettings | None, policy_dir: Path, root: Path, transfer: str
 ) -> AsyncIterator[tuple[WeightPublisher, InferenceEngine]]:
     """A publisher over a policy worker and an engine that run."""
-    from skyrl_async.inference.ray_engine import start_ray_engines
-    from skyrl_async.inference.vllm_boot import VLLMEngineConfig
-    from skyrl_async.training.policy_workers import PolicyWorkers
+    from skyrl_async.inference.engines.ray import start_ray_engines
+    from skyrl_async.inference.vllm.boot import VLLMEngineConfig
+    from skyrl_async.training.workers.policy_workers import PolicyWorkers
 
     settings = TrainingSettings(policy_path=str(policy_dir), serve_dtype=size.dtype, lora=lora)
     adapter = settings.published_adapter

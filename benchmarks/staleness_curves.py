@@ -30,7 +30,7 @@ from benchmarks.staleness_picture import draw_staleness_curves
 from skyrl_async.composition.parts import Listeners
 from skyrl_async.composition.run import Parts, started_parts, trainer_of
 from skyrl_async.config.load import from_overrides
-from skyrl_async.config.schema import Config
+from skyrl_async.config.schema.run import Config
 from skyrl_async.metrics.trace import Trace
 
 _PREFIX = "trainer.algorithm.off_policy_correction"

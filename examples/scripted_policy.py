@@ -22,11 +22,11 @@ from transformers import PreTrainedTokenizerFast
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.data.dataset import load_prompts
-from skyrl_async.inference.server.app import create_app
-from skyrl_async.inference.server.parsing import AnswerParser
-from skyrl_async.inference.server.serve import start_server
-from skyrl_async.inference.sessions.settings import SessionSettings
-from skyrl_async.rollout.agent_settings import make_agent_generator
+from skyrl_async.endpoint.parsing.parsing import AnswerParser
+from skyrl_async.endpoint.server.app import create_app
+from skyrl_async.endpoint.server.serve import start_server
+from skyrl_async.endpoint.sessions.settings import SessionSettings
+from skyrl_async.generators.agent.settings import make_agent_generator
 from skyrl_async.tasks.registry import make_environment
 from skyrl_async.tasks.tokenizer import CALL_END, CALL_START, START_TOKEN, train_tokenizer
 from skyrl_async.types import (

@@ -19,19 +19,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_async.checkpoint import Usable
+from skyrl_async.checkpoint.checkpointer import Usable
+from skyrl_async.checkpoint.run_lock import only_run_in
 from skyrl_async.composition.closing import ClosingStack, leave_process
 from skyrl_async.composition.interruption import Interruption, Phase
 from skyrl_async.composition.kept_config import KeptConfig
 from skyrl_async.composition.parts import Listeners, LogGroups
+from skyrl_async.composition.restoring import checkpoint_to_resume, make_room
 from skyrl_async.composition.run import Parts, started_parts, trainer_of
-from skyrl_async.composition.taking_up import checkpoint_to_resume, make_room
-from skyrl_async.concurrency import first_failure
 from skyrl_async.config.help import value_text
 from skyrl_async.config.load import run_cli, without_secrets
-from skyrl_async.config.schema import Config
+from skyrl_async.config.schema.run import Config
 from skyrl_async.config.wheel_tag import correct_wheel_tag
 from skyrl_async.errors import SkyRLAsyncError
+from skyrl_async.generators.agent.command import end_agents_of
 from skyrl_async.metrics.console import Console
 from skyrl_async.metrics.logs import run_logging
 from skyrl_async.metrics.record_file import free_path
@@ -40,10 +41,9 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.metrics.tracker import MetricsLog, Sink, Tracker, evaluated_steps
 from skyrl_async.metrics.trained_groups import TrainedGroupsLog
 from skyrl_async.metrics.wandb import WandbSink
-from skyrl_async.rollout.agent_command import end_agents_of
-from skyrl_async.rollout.daemon_threads import DaemonThreads
-from skyrl_async.run_lock import only_run_in
-from skyrl_async.trainer import FullyAsyncTrainer
+from skyrl_async.runtime.daemon_threads import DaemonThreads
+from skyrl_async.runtime.tasks import first_failure
+from skyrl_async.trainer.fully_async import FullyAsyncTrainer
 from skyrl_async.weight_sync.lag import Lag
 
 logger = logging.getLogger("skyrl_async.main")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from skyrl_async.progress import GroupProgress
-from skyrl_async.resumption import SavedSamples
+from skyrl_async.rollout.sample_state import SavedSamples
+from skyrl_async.runtime.progress import GroupProgress
 
 Message = dict[str, Any]
 """One chat message in OpenAI form: at least ``role`` and ``content``."""

@@ -19,11 +19,11 @@ from openai import (
 from openai.types.chat import ChatCompletion
 
 from skyrl_async.errors import GenerationError, OutageError, PromptTooLongError
-from skyrl_async.rollout.environment import EnvironmentFactory
-from skyrl_async.rollout.episode import EpisodePlayer
+from skyrl_async.generators.gym.environment import EnvironmentFactory
+from skyrl_async.generators.gym.episode import EpisodePlayer
+from skyrl_async.generators.gym.turn import Turn, TurnRequest
 from skyrl_async.rollout.generator import keeps_samples
-from skyrl_async.rollout.outages import Outages, Resending
-from skyrl_async.rollout.turn import Turn, TurnRequest
+from skyrl_async.runtime.outages import Outages, Resending
 from skyrl_async.types import Completion, FinishReason, GroupRequest, SamplingParams, Trajectory
 from skyrl_async.version_spans import versions_of
 

@@ -10,9 +10,8 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from skyrl_async.adapters import tensor_names
-from skyrl_async.inference.ray_engine import RayEngine
-from skyrl_async.inference.vllm_engine import VLLMEngine
+from skyrl_async.inference.engines.ray import RayEngine
+from skyrl_async.inference.vllm.engine import VLLMEngine
 from skyrl_async.types import (
     Adapter,
     EngineOutput,
@@ -22,6 +21,7 @@ from skyrl_async.types import (
     SamplingParams,
     WeightUpdate,
 )
+from skyrl_async.weights.adapters import tensor_names
 
 EOS = 1
 MAX_MODEL_LEN = 512

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from skyrl_async.inference.weight_receiver import WeightReceiver
-from skyrl_async.training.staging import Staging
-from skyrl_async.training.weight_sender import WeightSender
-from skyrl_async.transfer_group import GroupPlace, TransferGroup
+from skyrl_async.inference.vllm.weight_receiver import WeightReceiver
+from skyrl_async.training.export.staging import Staging
+from skyrl_async.training.export.weight_sender import WeightSender
+from skyrl_async.weights.transfer_group import GroupPlace, TransferGroup
 from tests.patience import PATIENCE_S
 
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 
-from skyrl_async.rollout.agent_reward import AgentEpisode
+from skyrl_async.generators.agent.reward import AgentEpisode
 from skyrl_async.types import Prompt
 
 COMMAND = "uv run --script examples/mini_swe_agent/harness.py"

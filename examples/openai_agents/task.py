@@ -5,7 +5,7 @@ Flows in: a prompt and what the agent answered. Flows out: a reward. Does not kn
 
 import re
 
-from skyrl_async.rollout.agent_reward import AgentEpisode
+from skyrl_async.generators.agent.reward import AgentEpisode
 from skyrl_async.types import Prompt
 
 COMMAND = "uv run --script examples/openai_agents/harness.py"

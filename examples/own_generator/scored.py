@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import replace
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.config.schema import Config
+from skyrl_async.config.schema.run import Config
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.types import FinishReason, GroupRequest, Prompt, Trajectory
 

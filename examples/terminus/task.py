@@ -3,7 +3,7 @@
 Flows in: a prompt and a working directory. Flows out: a reward. Does not know the harness.
 """
 
-from skyrl_async.rollout.agent_reward import AgentEpisode
+from skyrl_async.generators.agent.reward import AgentEpisode
 from skyrl_async.types import Prompt
 
 COMMAND = "outputs/terminus/bin/python examples/terminus/harness.py"

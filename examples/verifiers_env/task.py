@@ -5,7 +5,7 @@ Flows in: a prompt and what the rubric said. Flows out: a reward. Does not know 
 
 import json
 
-from skyrl_async.rollout.agent_reward import AgentEpisode
+from skyrl_async.generators.agent.reward import AgentEpisode
 from skyrl_async.types import Prompt
 
 COMMAND = "uv run --script examples/verifiers_env/harness.py"

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards
 from skyrl_async.algorithms.losses import LossTokens, PolicyLossFn, TokenLoss
+from skyrl_async.algorithms.overlong import Shape
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import LossEntry
-from skyrl_async.rollout.overlong import Shape
 from skyrl_async.samples import Sample
 from skyrl_async.types import Trajectory
 

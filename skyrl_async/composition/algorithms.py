@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from skyrl_async.algorithms.advantages import ComputeAdvantages, make_advantage_estimator
 from skyrl_async.algorithms.covariance import Mark
-from skyrl_async.algorithms.crediting import Credit
 from skyrl_async.algorithms.kl import get_kl_estimator
 from skyrl_async.algorithms.kl_penalty import KlController, KlPenalty
 from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import make_policy_loss
+from skyrl_async.algorithms.step_advantages import Credit
 from skyrl_async.algorithms.trial import try_estimator, try_policy_loss
-from skyrl_async.config.algorithm import AlgorithmConfig
-from skyrl_async.config.kl_control import KlControl
+from skyrl_async.config.schema.algorithm import AlgorithmConfig
+from skyrl_async.config.schema.kl_control import KlControl
 from skyrl_async.registries import POLICY_LOSSES, import_function
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from skyrl_async.concurrency import first_failure
+from skyrl_async.runtime.tasks import first_failure
 
 logger = logging.getLogger(__name__)
 

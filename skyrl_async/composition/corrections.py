@@ -6,7 +6,7 @@ Flows in: the keys under ``trainer.algorithm.off_policy_correction``. Flows out:
 import math
 
 from skyrl_async.algorithms.correction_settings import Bounds, CorrectionSettings
-from skyrl_async.config.corrections import OffPolicyCorrectionConfig, SequenceMaskMetric, TisRatioType
+from skyrl_async.config.schema.corrections import OffPolicyCorrectionConfig, SequenceMaskMetric, TisRatioType
 
 
 def correction_settings(config: OffPolicyCorrectionConfig) -> CorrectionSettings:

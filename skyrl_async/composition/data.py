@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.composition.rewards import environment_factory
-from skyrl_async.config.rules import BUILT_IN_TASKS
-from skyrl_async.config.schema import Config
-from skyrl_async.config.task import DATASET_TASK, REASONING_GYM_TASK
+from skyrl_async.config.rules.all import BUILT_IN_TASKS
+from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.task import DATASET_TASK, REASONING_GYM_TASK
 from skyrl_async.data.dataset import filter_long_prompts, load_sources
 from skyrl_async.data.mixing import EpochPlan, Rotation, weighted
 from skyrl_async.data.sources import rows_of
@@ -29,7 +29,7 @@ from skyrl_async.errors import ConfigError, DatasetError
 from skyrl_async.inference.policy_files import read_config, read_manifest, text_config
 from skyrl_async.tasks.imitation import ImitationTask
 from skyrl_async.tasks.registry import BuiltInTask, get_task, make_environment
-from skyrl_async.training.manifest import check_model, read_model
+from skyrl_async.training.export.manifest import check_model, read_model
 from skyrl_async.types import Prompt
 
 if TYPE_CHECKING:

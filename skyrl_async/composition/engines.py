@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from skyrl_async.composition.bundles import Bundles, engine_seats
-from skyrl_async.config.devices import engine_device
-from skyrl_async.config.schema import Config, EngineBackend
+from skyrl_async.composition.placement_group import Bundles, engine_seats
+from skyrl_async.config.rules.devices import engine_device
+from skyrl_async.config.schema.run import Config, EngineBackend
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engine_life import EngineLife, LifeSettings
 from skyrl_async.inference.fleet import Fleet, FleetSettings
-from skyrl_async.inference.fleet_news import FrontEndPool
+from skyrl_async.inference.front_end_notifier import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
-from skyrl_async.inference.vllm_boot import VLLMEngineConfig
+from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 
 
 async def start_engines(
@@ -24,7 +24,7 @@ async def start_engines(
 ) -> Sequence[InferenceEngine]:
     """Boot the engines of a run, which begin the ``lives`` that the fleet goes on with."""
     if config.engine.backend is EngineBackend.deterministic:
-        from skyrl_async.inference.deterministic_engine import DeterministicEngine
+        from skyrl_async.inference.engines.deterministic import DeterministicEngine
 
         rank, longest = config.policy.lora.served_rank, config.engine.max_model_len
         return [DeterministicEngine("engine-0", policy_dir, adapter_rank=rank, max_model_len=longest)]
@@ -40,7 +40,7 @@ async def _start_vllm_engines(
     bundles: Bundles | None,
     lives: Mapping[str, EngineLife] = MappingProxyType({}),
 ) -> Sequence[InferenceEngine]:
-    from skyrl_async.inference.ray_engine import start_ray_engines
+    from skyrl_async.inference.engines.ray import start_ray_engines
 
     engine, seats = config.engine, engine_seats(config, bundles, names)
     configs = [

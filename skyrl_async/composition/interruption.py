@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Self
 
-from skyrl_async.stopping import StopRequest
+from skyrl_async.runtime.shutdown import StopRequest
 
 logger = logging.getLogger(__name__)
 

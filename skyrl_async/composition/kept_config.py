@@ -11,7 +11,7 @@ import yaml
 
 from skyrl_async.composition.private_files import write_private
 from skyrl_async.config.load import to_yaml
-from skyrl_async.config.schema import Config
+from skyrl_async.config.schema.run import Config
 
 _UNSAID = {"trainer.resume_mode", "trainer.resume_path", "trainer.output_dir", "server.api_key"}
 """How a run is continued, not what it is; and a secret."""

@@ -16,24 +16,24 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from skyrl_async.composition.bundles import Bundles, Seats, worker_seats
 from skyrl_async.composition.data import PolicyFiles
-from skyrl_async.composition.turns import in_turn, turn_of
-from skyrl_async.config.advice import advice
-from skyrl_async.config.algorithm import RefLogp
-from skyrl_async.config.devices import training_device
-from skyrl_async.config.idle_rules import idle_settings
-from skyrl_async.config.schema import Config
-from skyrl_async.device_turns import DeviceGroup
+from skyrl_async.composition.placement_group import Bundles, Seats, worker_seats
+from skyrl_async.composition.time_sharing import in_turn, turn_of
+from skyrl_async.config.rules.advice import advice
+from skyrl_async.config.rules.devices import training_device
+from skyrl_async.config.rules.idle import idle_settings
+from skyrl_async.config.schema.algorithm import RefLogp
+from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import PolicyError
-from skyrl_async.heartbeat import Heartbeat
 from skyrl_async.inference.policy_files import read_config, text_config
 from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.rollout.preparation import Prepare
-from skyrl_async.training.logprob_stage import ComputeLogprobs, LogprobStageWork
-from skyrl_async.training.logprob_workers import ForwardWorkers, LogprobWorkers
+from skyrl_async.runtime.device_leases import DeviceGroup
+from skyrl_async.runtime.heartbeat import Heartbeat
+from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import Policy
-from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.training.workers.logprob_stage import ComputeLogprobs, LogprobStageWork
+from skyrl_async.training.workers.logprob_workers import ForwardWorkers, LogprobWorkers
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory
 from skyrl_async.weight_sync.publisher import PublishTimes, WeightPublisher
 
@@ -115,7 +115,7 @@ def _seats(config: Config, name: str, bundles: Bundles | None) -> Seats:
 async def _start_workers(
     config: Config, files: PolicyFiles, initial: Path, *, name: str, num_workers: int, path: str | None, seats: Seats
 ) -> ForwardWorkers:
-    from skyrl_async.training.policy_workers import PolicyWorkers
+    from skyrl_async.training.workers.policy_workers import PolicyWorkers
 
     training = config.training
     return await PolicyWorkers.start(

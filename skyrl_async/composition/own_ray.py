@@ -10,8 +10,8 @@ import logging
 import signal
 
 from skyrl_async.composition.closing import ClosingStack, descendants, kill_descendants
-from skyrl_async.config.placement_rules import num_cpu_slots
-from skyrl_async.config.schema import PlacementConfig
+from skyrl_async.config.rules.placement import num_cpu_slots
+from skyrl_async.config.schema.run import PlacementConfig
 from skyrl_async.errors import ConfigError, DeadlineError
 
 _MAX_STARTS = 2

@@ -14,38 +14,38 @@ from typing import cast
 
 from skyrl_async.algorithms.aggregation import Aggregation
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.checkpoint import Checkpointer
+from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.composition.algorithms import make_advantages
 from skyrl_async.composition.data import Prompts, epoch_plan
 from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
 from skyrl_async.composition.processes import Endpoint
 from skyrl_async.composition.rewards import check_reward_shaping, environment_factory, reward_shapes
-from skyrl_async.composition.turns import policy_in_turn, training_turn, turn_values
-from skyrl_async.config.schema import Config, GeneratorKind, SamplingConfig, Schedule, TrainerConfig
+from skyrl_async.composition.time_sharing import policy_in_turn, training_turn, turn_values
+from skyrl_async.config.schema.run import Config, GeneratorKind, SamplingConfig, Schedule, TrainerConfig
 from skyrl_async.data.dataloader import _AsyncDataloader
-from skyrl_async.device_turns import DeviceGroup
-from skyrl_async.evaluation import Evaluator
+from skyrl_async.generators.agent.settings import check_agent_settings, make_agent_generator
+from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.registries import import_function
-from skyrl_async.rollout.agent_settings import check_agent_settings, make_agent_generator
 from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.rollout.deadlines import Deadlines
 from skyrl_async.rollout.dynamic_sampling import SignalFilter
+from skyrl_async.rollout.failed_samples import Backoff, OnLostSamples
 from skyrl_async.rollout.generator import Generator
-from skyrl_async.rollout.gym_generator import GymGenerator
-from skyrl_async.rollout.lost_samples import Backoff, OnLostSamples
-from skyrl_async.rollout.policies import staleness_policy
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
+from skyrl_async.rollout.staleness_policies import staleness_policy
 from skyrl_async.rollout.watchdog import Sources, Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
-from skyrl_async.stage_board import StageBoard, trace_stages
-from skyrl_async.stopping import StopRequest
-from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
-from skyrl_async.training.recovering import RecoveringPolicy
+from skyrl_async.runtime.deadlines import Deadlines
+from skyrl_async.runtime.device_leases import DeviceGroup
+from skyrl_async.runtime.shutdown import StopRequest
+from skyrl_async.runtime.stage_board import StageBoard, trace_stages
+from skyrl_async.trainer.evaluator import Evaluator
+from skyrl_async.trainer.fully_async import FullyAsyncTrainer, TrainerSettings
+from skyrl_async.trainer.validation import ValidationSettings
+from skyrl_async.training.workers.recovering import RecoveringPolicy
 from skyrl_async.types import Group, SamplingParams
-from skyrl_async.validation import ValidationSettings
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 Log = Callable[[int, dict[str, float]], None]

@@ -14,34 +14,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_async.composition.algorithms import loss_constants
-from skyrl_async.composition.bundles import Bundles, worker_seats
 from skyrl_async.composition.corrections import correction_settings
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.composition.engines import is_supervised, start_engines
 from skyrl_async.composition.logprobs import reference_path
+from skyrl_async.composition.placement_group import Bundles, worker_seats
 from skyrl_async.composition.private_files import write_private
-from skyrl_async.config.correction_rules import whole_vocabulary_settings
-from skyrl_async.config.deepspeed import read_user_config
-from skyrl_async.config.devices import engine_device, training_device
-from skyrl_async.config.schema import Config, Device, TrainingBackendName, WeightTransfer
-from skyrl_async.config.transfer_rules import devices_are_shared
-from skyrl_async.heartbeat import Heartbeat
+from skyrl_async.config.rules.correction import whole_vocabulary_settings
+from skyrl_async.config.rules.devices import engine_device, training_device
+from skyrl_async.config.rules.transfer import devices_are_shared
+from skyrl_async.config.schema.deepspeed import read_user_config
+from skyrl_async.config.schema.run import Config, Device, TrainingBackendName, WeightTransfer
+from skyrl_async.endpoint.sessions.rows import BranchPolicy
+from skyrl_async.endpoint.sessions.session import SessionLimits
+from skyrl_async.endpoint.sessions.settings import ReasoningPolicy, SessionSettings
 from skyrl_async.inference.engine_life import EngineLife
-from skyrl_async.inference.fleet_news import FrontEndPool
+from skyrl_async.inference.front_end_notifier import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
-from skyrl_async.inference.sessions.rows import BranchPolicy
-from skyrl_async.inference.sessions.session import SessionLimits
-from skyrl_async.inference.sessions.settings import ReasoningPolicy, SessionSettings
 from skyrl_async.registries import POLICY_LOSSES
-from skyrl_async.rollout.outages import Outages
-from skyrl_async.stopping import StopRequest
-from skyrl_async.training.deepspeed_config import DeepSpeedSettings
+from skyrl_async.runtime.heartbeat import Heartbeat
+from skyrl_async.runtime.outages import Outages
+from skyrl_async.runtime.shutdown import StopRequest
+from skyrl_async.training.backends.deepspeed_config import DeepSpeedSettings
+from skyrl_async.training.backends.settings import LoraSettings, TrainingSettings
 from skyrl_async.training.protocol import SendingPolicy
-from skyrl_async.training.recovering import RecoveringPolicy
-from skyrl_async.training.settings import LoraSettings, TrainingSettings
+from skyrl_async.training.workers.recovering import RecoveringPolicy
 
 if TYPE_CHECKING:
-    from skyrl_async.inference.server.process import EndpointSettings
+    from skyrl_async.endpoint.server.process import EndpointSettings
 
 
 async def start_engines_and_policy(
@@ -102,7 +102,7 @@ async def _start_policy(
     bundles: Bundles | None,
 ) -> RecoveringPolicy:
     """Policy workers, and what replaces them when they die."""
-    from skyrl_async.training.policy_workers import PolicyWorkers
+    from skyrl_async.training.workers.policy_workers import PolicyWorkers
 
     seats = worker_seats(config, bundles)
 
@@ -226,7 +226,7 @@ async def serving_endpoint(
     ``outages`` are told when one of them is gone, where rollouts need the endpoint; ``stop`` when it stays gone, which without it is
     raised here.
     """
-    from skyrl_async.inference.server.front_ends import endpoint_processes
+    from skyrl_async.endpoint.server.front_ends import endpoint_processes
 
     api_key = config.server.api_key or f"sk-{secrets.token_urlsafe(24)}"
     controller_key = f"ck-{secrets.token_urlsafe(24)}"
@@ -263,7 +263,7 @@ async def serving_endpoint(
 def _endpoint_settings(
     config: Config, policy_dir: Path, max_model_len: int, api_key: str, controller_key: str
 ) -> "EndpointSettings":
-    from skyrl_async.inference.server.process import EndpointSettings
+    from skyrl_async.endpoint.server.process import EndpointSettings
 
     server = config.server
     return EndpointSettings(

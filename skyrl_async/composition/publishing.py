@@ -12,8 +12,8 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.engines import is_supervised
 from skyrl_async.composition.shared_memory import directory_in_memory, shared_memory
-from skyrl_async.config.schema import Config, WeightTransfer
-from skyrl_async.config.transfer_rules import BROADCASTS, broadcast_backend
+from skyrl_async.config.rules.transfer import BROADCASTS, broadcast_backend
+from skyrl_async.config.schema.run import Config, WeightTransfer
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.policy_files import read_manifest
@@ -21,10 +21,10 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.protocol import Policy, SendingPolicy
 from skyrl_async.types import PauseMode
 from skyrl_async.weight_sync.broadcast import WeightBroadcast
-from skyrl_async.weight_sync.engine_turns import HoldEngines
+from skyrl_async.weight_sync.device_sharing import files_alone, sharing
+from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
 from skyrl_async.weight_sync.publisher import WeightPublisher
-from skyrl_async.weight_sync.room import require_room
-from skyrl_async.weight_sync.sharing import files_alone, sharing
+from skyrl_async.weight_sync.shm_capacity import require_room
 
 
 def make_publisher(
@@ -75,7 +75,7 @@ def _verifies_checksums(config: Config) -> bool | None:
 
 def make_broadcast(config: Config, client: InferenceEngineClient, sender: SendingPolicy) -> WeightBroadcast | None:
     """What reaches engines that cannot map the trainer's files, or are not to; None where all do."""
-    from skyrl_async.inference.ray_engine import is_on_this_machine
+    from skyrl_async.inference.engines.ray import is_on_this_machine
 
     transfer = config.weight_sync.transfer
     if transfer is WeightTransfer.shm:

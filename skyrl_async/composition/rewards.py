@@ -8,11 +8,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, cast
 
+from skyrl_async.algorithms.overlong import Shape, penalise_overlong
 from skyrl_async.algorithms.trial import try_shape
-from skyrl_async.config.schema import Config
+from skyrl_async.config.schema.run import Config
+from skyrl_async.generators.gym.environment import Environment, EnvironmentFactory
 from skyrl_async.registries import import_function
-from skyrl_async.rollout.environment import Environment, EnvironmentFactory
-from skyrl_async.rollout.overlong import Shape, penalise_overlong
 from skyrl_async.tasks.registry import make_environment
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skyrl_async.composition.algorithms import check_algorithm
-from skyrl_async.composition.bundles import reserve_devices
 from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.data import (
     Chat,
@@ -37,22 +36,23 @@ from skyrl_async.composition.parts import (
     make_trainer,
     placement,
 )
+from skyrl_async.composition.placement_group import reserve_devices
 from skyrl_async.composition.processes import serving_endpoint, start_engines_and_policy
 from skyrl_async.composition.publishing import check_shared_memory, make_publisher
-from skyrl_async.composition.turns import device_groups, engine_turns, policy_in_turn
-from skyrl_async.config.rules import BUILT_IN_TASKS
-from skyrl_async.config.schema import Config
-from skyrl_async.device_turns import DeviceGroup
+from skyrl_async.composition.time_sharing import device_groups, engine_turns, policy_in_turn
+from skyrl_async.config.rules.all import BUILT_IN_TASKS
+from skyrl_async.config.schema.run import Config
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engine_life import EngineLife
 from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.generator import Generator
-from skyrl_async.stopping import StopRequest
-from skyrl_async.trainer import FullyAsyncTrainer
-from skyrl_async.training.recovering import RecoveringPolicy
+from skyrl_async.runtime.device_leases import DeviceGroup
+from skyrl_async.runtime.shutdown import StopRequest
+from skyrl_async.trainer.fully_async import FullyAsyncTrainer
 from skyrl_async.training.rng import seed_all
+from skyrl_async.training.workers.recovering import RecoveringPolicy
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 

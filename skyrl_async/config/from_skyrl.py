@@ -17,13 +17,13 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from skyrl_async.config import rules
 from skyrl_async.config.bash_words import Command, commands_of
 from skyrl_async.config.coming_from import Foreign, find, foreign_keys, yaml_value
 from skyrl_async.config.groups import GROUPS
 from skyrl_async.config.help import all_keys, value_text
-from skyrl_async.config.idle_rules import idle_settings
-from skyrl_async.config.schema import Config
+from skyrl_async.config.rules import all as rules
+from skyrl_async.config.rules.idle import idle_settings
+from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
 
 _SYSTEM = "SkyRL"

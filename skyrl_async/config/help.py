@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from skyrl_async.config.groups import GROUPS, default_option
-from skyrl_async.config.schema import Config
+from skyrl_async.config.schema.run import Config
 
 _EXAMPLES = (
     ("the default task and the tiny policy, at most 4 steps stale", "trainer.max_staleness_steps=4"),

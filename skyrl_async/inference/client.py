@@ -19,18 +19,18 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.concurrency import run_together
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError
-from skyrl_async.inference.continuing import blocks_of, continued, whole_of
-from skyrl_async.inference.followed import FollowedGenerations
-from skyrl_async.inference.joined import Joined, head_of
+from skyrl_async.inference.continuation import blocks_of, continued, whole_of
+from skyrl_async.inference.generation_state import Joined, head_of
+from skyrl_async.inference.open_generations import FollowedGenerations
 from skyrl_async.inference.placement import PlacementSettings
 from skyrl_async.inference.pool import EnginePool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.text import CompletionText, Tokenizer
-from skyrl_async.progress import report_engine
-from skyrl_async.rollout.metering import charge, charge_cut_off
 from skyrl_async.rollout.sampler import OpenGeneration
+from skyrl_async.rollout.token_usage import charge, charge_cut_off
+from skyrl_async.runtime.progress import report_engine
+from skyrl_async.runtime.tasks import run_together
 from skyrl_async.types import (
     Completion,
     CompletionDelta,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from skyrl_async.errors import StateError
-from skyrl_async.heartbeat import Heartbeat, Silence
+from skyrl_async.runtime.heartbeat import Heartbeat, Silence
 
 _MAX_BACKOFF_S = 60.0
 

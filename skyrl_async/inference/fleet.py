@@ -14,13 +14,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_async.concurrency import first_failure
 from skyrl_async.errors import EngineDeadError, InferenceError, PublishError
-from skyrl_async.heartbeat import is_answered
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engine_life import EngineLife, EngineState, LifeSettings
-from skyrl_async.inference.fleet_news import FrontEndPool, InformedFrontEnd, Outage
+from skyrl_async.inference.front_end_notifier import FrontEndPool, InformedFrontEnd, Outage
 from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.runtime.heartbeat import is_answered
+from skyrl_async.runtime.tasks import first_failure
 
 logger = logging.getLogger(__name__)
 

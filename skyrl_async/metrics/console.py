@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from skyrl_async.stages import StageStatus
+from skyrl_async.runtime.stages import StageStatus
 
 _STEP_INTERVAL_S = 2.0
 _PHASE_INTERVAL_S = 5.0

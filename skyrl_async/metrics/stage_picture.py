@@ -122,7 +122,7 @@ def _draw(axes: Axes, title: str, spans: Sequence[StageSpan], stages: Sequence[s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; see the module."""
-    from skyrl_async.stage_board import STAGES
+    from skyrl_async.runtime.stage_board import STAGES
 
     parser = argparse.ArgumentParser(description="Draw where each stage of a run was when.")
     parser.add_argument("trace", type=Path, help="trace.json of a run")

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable
 
 from skyrl_async.errors import StateError
-from skyrl_async.stages import Channel
+from skyrl_async.runtime.stages import Channel
 from skyrl_async.types import Group
 
 

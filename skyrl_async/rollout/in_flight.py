@@ -8,10 +8,10 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Self
 
-from skyrl_async.resumption import ResumeCounts, SavedSamples
-from skyrl_async.rollout.metering import TokenAccount
-from skyrl_async.rollout.saved import RunningGroup, admission_of, sampling_to_json
+from skyrl_async.rollout.group_state import RunningGroup, admission_of, sampling_to_json
+from skyrl_async.rollout.sample_state import ResumeCounts, SavedSamples
 from skyrl_async.rollout.staleness import Admission
+from skyrl_async.rollout.token_usage import TokenAccount
 from skyrl_async.types import Prompt, SamplingParams
 
 

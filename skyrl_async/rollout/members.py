@@ -7,9 +7,9 @@ finished, for the next try and for checkpoints. Does not know how a sample is pl
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from skyrl_async.concurrency import run_together
 from skyrl_async.errors import NoEngineError
-from skyrl_async.rollout.metering import charge
+from skyrl_async.rollout.token_usage import charge
+from skyrl_async.runtime.tasks import run_together
 from skyrl_async.types import GroupRequest, Trajectory
 
 T = TypeVar("T")

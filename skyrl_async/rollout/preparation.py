@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from skyrl_async.algorithms.advantages import row_advantages
-from skyrl_async.device_turns import TakeTurn
+from skyrl_async.algorithms.overlong import Shape
+from skyrl_async.algorithms.reward_shaping import shaped
 from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.rollout.overlong import Shape
-from skyrl_async.rollout.shaping import shaped
-from skyrl_async.stage_board import StageBoard
-from skyrl_async.stages import Channel, run_stage
+from skyrl_async.runtime.device_leases import TakeTurn
+from skyrl_async.runtime.stage_board import StageBoard
+from skyrl_async.runtime.stages import Channel, run_stage
 from skyrl_async.types import Group
 
 Prepare = Callable[[Group], Awaitable[Group]]

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from skyrl_async.concurrency import first_failure
 from skyrl_async.metrics.logs import SHOWN
 from skyrl_async.metrics.trace import OpenSpan
-from skyrl_async.progress import RolloutStatus
+from skyrl_async.runtime.progress import RolloutStatus
+from skyrl_async.runtime.tasks import first_failure
 
 logger = logging.getLogger(__name__)
 

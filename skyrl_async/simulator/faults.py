@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from skyrl_async.errors import EngineDeadError
-from skyrl_async.inference.continuing import blocks_of
+from skyrl_async.inference.continuation import blocks_of
 from skyrl_async.inference.protocol import InferenceEngine, paused_and_loaded
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
 

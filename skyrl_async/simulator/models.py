@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from skyrl_async.rollout.episode_state import EpisodeState
+from skyrl_async.generators.gym.episode_state import EpisodeState
 from skyrl_async.rollout.generator import keeps_samples
 from skyrl_async.rollout.members import play_members
 from skyrl_async.rollout.sampler import Sampler

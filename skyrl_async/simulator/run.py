@@ -14,33 +14,33 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_async.algorithms.aggregation import Aggregation
-from skyrl_async.algorithms.crediting import Credit
-from skyrl_async.checkpoint import Checkpointer
-from skyrl_async.composition.turns import engine_turns, in_turn, policy_in_turn, training_turn
+from skyrl_async.algorithms.step_advantages import Credit
+from skyrl_async.checkpoint.checkpointer import Checkpointer
+from skyrl_async.composition.time_sharing import engine_turns, in_turn, policy_in_turn, training_turn
 from skyrl_async.data.dataloader import _AsyncDataloader
-from skyrl_async.device_turns import DeviceGroup, groups_by_member
-from skyrl_async.evaluation import Evaluator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.rollout.deadlines import Deadlines
 from skyrl_async.rollout.dynamic_sampling import SignalFilter
 from skyrl_async.rollout.generator import Generator
-from skyrl_async.rollout.policies import staleness_policy
 from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
+from skyrl_async.rollout.staleness_policies import staleness_policy
 from skyrl_async.rollout.watchdog import Sources, Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
+from skyrl_async.runtime.deadlines import Deadlines
+from skyrl_async.runtime.device_leases import DeviceGroup, groups_by_member
+from skyrl_async.runtime.shutdown import StopRequest
+from skyrl_async.runtime.stage_board import StageBoard, trace_stages
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
 from skyrl_async.simulator.settings import SimulationSettings
-from skyrl_async.stage_board import StageBoard, trace_stages
-from skyrl_async.stopping import StopRequest
-from skyrl_async.trainer import FullyAsyncTrainer, TrainerSettings
+from skyrl_async.trainer.evaluator import Evaluator
+from skyrl_async.trainer.fully_async import FullyAsyncTrainer, TrainerSettings
+from skyrl_async.trainer.validation import ValidationSettings
 from skyrl_async.types import Group, Prompt, SamplingParams
-from skyrl_async.validation import ValidationSettings
-from skyrl_async.weight_sync.engine_turns import EngineTurns
+from skyrl_async.weight_sync.engine_time_sharing import EngineTurns
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 __all__ = ["Simulation", "SimulationSettings", "build_simulation", "lognormal_length"]

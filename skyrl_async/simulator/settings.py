@@ -5,7 +5,7 @@ Flows in: nothing. Flows out: sizes and speeds that ``simulator.run`` builds a r
 
 from dataclasses import dataclass
 
-from skyrl_async.rollout.lost_samples import NO_BACKOFF, Backoff, OnLostSamples
+from skyrl_async.rollout.failed_samples import NO_BACKOFF, Backoff, OnLostSamples
 from skyrl_async.types import PauseMode
 
 

@@ -12,7 +12,7 @@ from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdat
 if TYPE_CHECKING:
     import torch
 
-    from skyrl_async.transfer_group import GroupPlace
+    from skyrl_async.weights.transfer_group import GroupPlace
 
 
 SharedWeights = dict[str, dict[str, Any]]
@@ -165,7 +165,7 @@ class TrainingBackend(Protocol):
         ...
 
     def iter_trained_params(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """The same of the parameters that train, alone: of adapters under peft's names (``skyrl_async.adapters``)."""
+        """The same of the parameters that train, alone: of adapters under peft's names (``skyrl_async.weights.adapters``)."""
         ...
 
     def save(self, directory: Path) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
-from skyrl_async.concurrency import first_failure, run_together
 from skyrl_async.errors import EngineDeadError, PublishError, SkyRLAsyncError, WeightsTransferError
 from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.runtime.tasks import first_failure, run_together
 from skyrl_async.training.protocol import SendingPolicy
 from skyrl_async.types import WeightUpdate
 

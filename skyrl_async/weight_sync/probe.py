@@ -14,7 +14,7 @@ from skyrl_async.errors import DeadlineError, EngineDeadError, NoEngineError, Pu
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, SamplingParams
-from skyrl_async.weight_sync.engine_turns import HoldEngines
+from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
 
 _NUM_TOKENS = 24
 _TIMEOUT_S = 600.0

@@ -23,17 +23,17 @@ from skyrl_async.errors import EngineDeadError, PublishError, WeightsLostError, 
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.rollout.daemon_threads import DaemonThreads
+from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import PauseMode, WeightUpdate
 from skyrl_async.weight_sync.broadcast import WeightBroadcast
-from skyrl_async.weight_sync.engine_turns import HoldEngines
+from skyrl_async.weight_sync.device_sharing import ShareWeights, files_alone
+from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
+from skyrl_async.weight_sync.engine_updater import EngineSwitch, discard, files_of, what_serves
 from skyrl_async.weight_sync.lag import Lag, LagMonitor
-from skyrl_async.weight_sync.proof import EngineProof
-from skyrl_async.weight_sync.room import require_room
-from skyrl_async.weight_sync.sharing import ShareWeights, files_alone
-from skyrl_async.weight_sync.shelf import SentUpdate, VersionShelf
-from skyrl_async.weight_sync.switch import EngineSwitch, discard, files_of, what_serves
+from skyrl_async.weight_sync.shm_capacity import require_room
+from skyrl_async.weight_sync.verifier import EngineProof
+from skyrl_async.weight_sync.version_slots import SentUpdate, VersionShelf
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import signal
 from pathlib import Path
 
-from skyrl_async.inference.vllm_weight_transfer import WorkerExtension
+from skyrl_async.inference.vllm.weight_transfer import WorkerExtension
 
 HALT = "halt"
 """Name of a FIFO beside the updates' directories. Where it is, a load stops after its first chunk, and says so there."""

@@ -11,10 +11,10 @@ import pytest
 
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engine_life import LifeSettings
+from skyrl_async.inference.engines.ray import RayEngine, start_ray_engines
 from skyrl_async.inference.fleet import Fleet, FleetSettings
 from skyrl_async.inference.protocol import InferenceEngine
-from skyrl_async.inference.ray_engine import RayEngine, start_ray_engines
-from skyrl_async.inference.vllm_boot import VLLMEngineConfig
+from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.types import PauseMode, SamplingParams, WeightUpdate

@@ -9,8 +9,8 @@ import pytest
 
 from skyrl_async.errors import EngineDeadError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.ray_engine import start_ray_engines
-from skyrl_async.inference.vllm_boot import VLLMEngineConfig
+from skyrl_async.inference.engines.ray import start_ray_engines
+from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.types import PauseMode, SamplingParams, WeightUpdate

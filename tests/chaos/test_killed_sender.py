@@ -12,12 +12,12 @@ import ray
 
 from skyrl_async.errors import EngineDeadError, PublishError
 from skyrl_async.simulator.models import ModelledEngine
-from skyrl_async.training.policy_workers import PolicyWorkers
-from skyrl_async.training.recovering import RecoveringPolicy
-from skyrl_async.training.settings import TrainingSettings
-from skyrl_async.transfer_group import GLOO, GroupPlace
+from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.workers.policy_workers import PolicyWorkers
+from skyrl_async.training.workers.recovering import RecoveringPolicy
 from skyrl_async.types import WeightUpdate
 from skyrl_async.weight_sync.broadcast import WeightBroadcast
+from skyrl_async.weights.transfer_group import GLOO, GroupPlace
 from tests.engine_checks import make_policy
 from tests.transfer_checks import Receiver
 

@@ -14,14 +14,14 @@ import torch
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from skyrl_async.errors import TrainingError, WorkerDiedError
-from skyrl_async.heartbeat import Heartbeat
 from skyrl_async.metrics.tracker import read_rows
-from skyrl_async.training.policy_workers import PolicyWorkers, _as_our_error
-from skyrl_async.training.recovering import RecoveringPolicy
-from skyrl_async.training.worker_process import ProcessPlace, open_if_here
+from skyrl_async.runtime.heartbeat import Heartbeat
+from skyrl_async.training.workers.policy_workers import PolicyWorkers, _as_our_error
+from skyrl_async.training.workers.recovering import RecoveringPolicy
+from skyrl_async.training.workers.worker_process import ProcessPlace, open_if_here
 from tests.cpu.test_main import FOR_EVER, NO_VLLM, SHARED, SMALL, Command, assert_ledger_is_exact, state
-from tests.cpu.test_policy_workers import settings_with_policy, train
 from tests.cpu.tiny_policies import trajectories, weights
+from tests.cpu.training.test_policy_workers import settings_with_policy, train
 
 HEARTBEAT = Heartbeat(interval_s=1.0, timeout_s=6.0)
 

@@ -12,19 +12,19 @@ import pytest_asyncio
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyrl_async.composition.bundles import Seats
 from skyrl_async.composition.logprobs import start_logprob_workers
+from skyrl_async.composition.placement_group import Seats
 from skyrl_async.composition.publishing import make_broadcast
-from skyrl_async.concurrency import first_failure
 from skyrl_async.config.load import from_overrides
-from skyrl_async.config.schema import Config, WeightSyncConfig, WeightTransfer
+from skyrl_async.config.schema.run import Config, WeightSyncConfig, WeightTransfer
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.ray_engine import RayEngine, is_on_this_machine, start_ray_engines
-from skyrl_async.inference.vllm_boot import VLLMEngineConfig
+from skyrl_async.inference.engines.ray import RayEngine, is_on_this_machine, start_ray_engines
+from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.training.policy_workers import PolicyWorkers
-from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.runtime.tasks import first_failure
+from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.workers.policy_workers import PolicyWorkers
 from skyrl_async.types import PauseMode
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from tests.engine_checks import MAX_MODEL_LEN, make_policy

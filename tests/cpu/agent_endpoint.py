@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from skyrl_async.inference.server.serve import start_server
+from skyrl_async.endpoint.server.serve import start_server
 
 CONTROLLER_KEY = "controller-secret"
 Say = Callable[[list[dict[str, Any]]], str]

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.inference.server.app import create_app
-from skyrl_async.inference.server.parsing import AnswerParser
-from skyrl_async.inference.server.serve import start_server
+from skyrl_async.endpoint.parsing.parsing import AnswerParser
+from skyrl_async.endpoint.server.app import create_app
+from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.types import Completion, CompletionDelta, FinishReason, SamplingParams
 from tests.cpu.chat_templates import qwen3
 from tests.cpu.tiny_chat import END, spelled

@@ -12,10 +12,10 @@ import httpx
 from openai import AsyncOpenAI
 from starlette.types import ASGIApp
 
-from skyrl_async.inference.server.app import create_app
-from skyrl_async.inference.server.parsing import AnswerParser
-from skyrl_async.inference.server.serve import start_server
-from skyrl_async.inference.server.serving import Serving
+from skyrl_async.endpoint.parsing.parsing import AnswerParser
+from skyrl_async.endpoint.requests.context import Serving
+from skyrl_async.endpoint.server.app import create_app
+from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.types import CompletionDelta, SamplingParams
 from tests.cpu.scripted_sampler import CONTROLLER_KEY, RENDERER, RUN_KEY, TOKENIZER, ScriptedSampler
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from skyrl_async.inference.sessions.tree import Match, Turn, TurnTree
+from skyrl_async.endpoint.sessions.tree import Match, Turn, TurnTree
 from skyrl_async.types import Completion, FinishReason, Message
 
 FIRST_SAMPLED_ID = 1000

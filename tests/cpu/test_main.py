@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skyrl_async.main import main
 from skyrl_async.metrics.stage_picture import read_stages
 from skyrl_async.metrics.tracker import read_rows
-from tests.cpu.test_metrics import files_of_at_most
+from tests.cpu.metrics.test_metrics import files_of_at_most
 from tests.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
@@ -70,7 +70,7 @@ SUMMARY_KEYS = {
 
 RECORDING = """
 import json
-from skyrl_async.rollout.gym_generator import GymGenerator
+from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.tasks.registry import make_environment
 
 class Recording:

@@ -13,8 +13,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from skyrl_async.training.in_process import InProcessPolicy
 from skyrl_async.training.protocol import Policy, export_weights
+from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import Trajectory
 
 VOCABULARY = 48

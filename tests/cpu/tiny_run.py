@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.config.load import from_overrides, to_yaml
+from skyrl_async.endpoint.server.app import create_app
+from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.deterministic_engine import DeterministicEngine
-from skyrl_async.inference.server.app import create_app
-from skyrl_async.inference.server.serve import start_server
+from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.metrics.summary import write_summary
 from skyrl_async.metrics.tracker import MetricsLog
 from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from skyrl_async.algorithms.losses import merge_figures
-from skyrl_async.training import process_group
-from skyrl_async.training.dispatch import LogprobDispatch, split_work
-from skyrl_async.training.rank import PolicyRank
-from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.training.backends import process_group
+from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.workers.dispatch import LogprobDispatch, split_work
+from skyrl_async.training.workers.rank import PolicyRank
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 NUM_RANKS = 2

@@ -1,4 +1,4 @@
-"""Weights that engines load where policy workers hold them, on one GPU: what tests/cpu/test_shared_weights.py shows in host memory."""
+"""Weights that engines load where policy workers hold them, on one GPU: what tests/cpu/weight_sync/test_shared_weights.py shows in host memory."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_async.inference.vllm_boot import VLLMEngineConfig
-from skyrl_async.shared_tensor import SharedTensor, opened
-from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.inference.vllm.boot import VLLMEngineConfig
+from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.weight_sync.device_sharing import files_alone, sharing
 from skyrl_async.weight_sync.publisher import WeightPublisher
-from skyrl_async.weight_sync.sharing import files_alone, sharing
+from skyrl_async.weights.shared_tensor import SharedTensor, opened
 from tests.engine_checks import make_policy, make_update, publish
 from tests.transfer_checks import mixed_tensors
 
@@ -64,8 +64,8 @@ async def test_weights_that_are_shared_are_those_of_the_file_and_their_memory_is
 ) -> None:
     import ray
 
-    from skyrl_async.inference.ray_engine import start_ray_engines
-    from skyrl_async.training.policy_workers import PolicyWorkers
+    from skyrl_async.inference.engines.ray import start_ray_engines
+    from skyrl_async.training.workers.policy_workers import PolicyWorkers
 
     old, new = (make_policy(tmp_path / str(seed), seed=seed, is_tied=False) for seed in (0, 1))
     ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from skyrl_async.algorithms.correction_settings import CorrectionSettings
-from skyrl_async.training.deepspeed_config import DeepSpeedSettings
-from skyrl_async.training.in_process import InProcessPolicy
-from skyrl_async.training.packing import row_by_row
-from skyrl_async.training.policy_workers import PolicyWorkers
+from skyrl_async.training.backends.deepspeed_config import DeepSpeedSettings
+from skyrl_async.training.backends.packing import row_by_row
+from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import Policy
-from skyrl_async.training.settings import TrainingSettings
+from skyrl_async.training.workers.in_process import InProcessPolicy
+from skyrl_async.training.workers.policy_workers import PolicyWorkers
 from tests.cpu import tiny_policies
 from tests.cpu.tiny_policies import assert_close, weights, write_policy
 

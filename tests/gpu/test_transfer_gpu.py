@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from skyrl_async.errors import WeightsTransferError
-from skyrl_async.inference.vllm_boot import VLLMEngineConfig
-from skyrl_async.training.settings import TrainingSettings
-from skyrl_async.training.weight_sender import WeightSender
-from skyrl_async.transfer_group import NCCL
+from skyrl_async.inference.vllm.boot import VLLMEngineConfig
+from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.export.weight_sender import WeightSender
 from skyrl_async.weight_sync.broadcast import WeightBroadcast
 from skyrl_async.weight_sync.publisher import WeightPublisher
+from skyrl_async.weights.transfer_group import NCCL
 from tests.engine_checks import make_policy, make_update, publish
 from tests.patience import PATIENCE_S
 from tests.transfer_checks import Receiver, assert_what_is_sent_arrives, form_group, mixed_tensors, published
@@ -80,8 +80,8 @@ async def test_weights_that_are_broadcast_are_those_that_are_mapped(
 ) -> None:
     import ray
 
-    from skyrl_async.inference.ray_engine import start_ray_engines
-    from skyrl_async.training.policy_workers import PolicyWorkers
+    from skyrl_async.inference.engines.ray import start_ray_engines
+    from skyrl_async.training.workers.policy_workers import PolicyWorkers
 
     old, new = (make_policy(tmp_path / str(seed), seed=seed, is_tied=False) for seed in (0, 1))
     ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)

@@ -11,7 +11,7 @@ import pytest_asyncio
 import torch
 
 from skyrl_async.errors import EngineDeadError
-from skyrl_async.inference.vllm_engine import VLLMEngine, VLLMEngineConfig
+from skyrl_async.inference.vllm.engine import VLLMEngine, VLLMEngineConfig
 from skyrl_async.types import FinishReason, PauseMode
 from tests.engine_checks import (
     PROMPTS,

@@ -1,0 +1,341 @@
+"""Writes and reads a run's checkpoints: complete or not there at all (contract 7).
+
+    <run>/checkpoints/global_step_40/{policy/, trainer_state.json, groups.json, running_groups.json,
+                                           manifest.json}
+    <run>/checkpoints/latest_ckpt_global_step.txt        written last
+
+Flows in: the policy and the trainer's state as JSON. Flows out: directories that appear by one rename, after everything in them
+was synced to disk. Does not know what the state means. A kill at any moment leaves every checkpoint that was there: one that is
+written again is moved aside until its successor is in place, and moved back by who looks for it first.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from skyrl_async.checkpoint.files import attest, read_json, sync, verify, write_json
+from skyrl_async.errors import CheckpointError
+from skyrl_async.metrics.step import RunTotals
+from skyrl_async.rollout.group_state import RunningGroup, from_json, group_to_json, running_to_json
+from skyrl_async.runtime.daemon_threads import DaemonThreads
+from skyrl_async.training.protocol import Policy
+from skyrl_async.types import Group
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FORMAT = 3
+_FORMAT_WITHOUT_RUNNING_GROUPS = 2
+"""Its running groups are new prompts."""
+LATEST = "latest_ckpt_global_step.txt"
+_FILES = ("groups", "running")
+"""Fields of the state with a file of their own."""
+_PREFIX = "global_step_"
+_PARTIAL = ".partial-"
+_REPLACED = ".replaced-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """What the trainer needs to go on."""
+
+    step: int
+    """Completed optimizer steps."""
+    next_admission_index: int
+    """Groups admitted so far."""
+    dataloader: dict[str, Any]
+    """State of the dataloader and its ledger."""
+    totals: dict[str, Any]
+    """Running totals that the summary reports over the whole run."""
+    groups: tuple[Group, ...]
+    """Finished groups that are not trained yet, oldest admitted first."""
+    running: tuple[RunningGroup, ...] = ()
+    """Admitted groups that are not finished, oldest first."""
+    kl_coef: float | None = None
+    """Of the divergence in the reward, in the next step; None without one."""
+    filtered_in_a_row: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Groups without a difference in reward since the last one with one, by what they had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usable:
+    """A checkpoint that can be resumed."""
+
+    path: Path
+    state: TrainerState
+    refused: tuple[str, ...]
+    """Of those that should have been used instead: what is wrong with each."""
+
+
+class Checkpointer:
+    """The checkpoints of one run.
+
+    Args:
+        directory: ``<run>/checkpoints``.
+        max_to_keep: older ones are deleted; 0 keeps all.
+        on_written: told where each is, when it is in place and those before it still are.
+        threads: work on the files; None: threads for which no exit waits, because a disk may hang.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        max_to_keep: int,
+        on_written: Callable[[Path], None] = lambda path: None,
+        threads: Executor | None = None,
+    ) -> None:
+        self._directory = directory
+        self._max_to_keep = max_to_keep
+        self._on_written = on_written
+        self._threads = threads or DaemonThreads("checkpoint")
+        self._turn = threading.Lock()
+        """Of threads that work on the files: one that a cancellation has left behind ends first."""
+        self._begun: set[Path] = set()
+        """Partial ones that a policy may be writing into, whether or not anybody waits for it."""
+        self.num_failures = 0
+        self.failure: CheckpointError | None = None
+        """Of the last one; None when it was written."""
+
+    async def try_write(self, policy: Policy, state: TrainerState) -> Path | None:
+        """``write``; where the disk cannot take it, say so, count it and return None: a run goes on without it."""
+        try:
+            path = await self.write(policy, state)
+        except CheckpointError as error:
+            self.num_failures += 1
+            self.failure = error
+            logger.warning("%s; those before it stay", error)
+            return None
+        self.failure = None
+        return path
+
+    async def write(self, policy: Policy, state: TrainerState) -> Path:
+        """Write a checkpoint, move it into place, point ``latest`` at it, and delete what is too old.
+
+        Files are written and synced in a thread: the loop goes on. Raises ``CheckpointError`` when they cannot be (a full disk,
+        say): nothing is left of them, and what was there before stays.
+        """
+        partial = self._directory / f"{_PARTIAL}{_PREFIX}{state.step}-{uuid.uuid4().hex[:8]}"
+        is_given_up = threading.Event()
+        try:
+            await self._in_thread(lambda: self._begin(partial))
+            await policy.save(partial / "policy")
+            final = await self._in_thread(lambda: self._complete(partial, state, is_given_up))
+        except (OSError, CheckpointError) as error:
+            await self._in_thread(lambda: self._discard(partial))
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise CheckpointError(
+                f"the checkpoint of step {state.step} could not be written to {self._directory}: {reason}"
+            ) from error
+        except asyncio.CancelledError:
+            is_given_up.set()  # neither a thread nor a policy ends by that: the next write, or run, removes what they leave
+            raise
+        self._on_written(final)
+        await self._in_thread(lambda: self._delete_old(state.step))
+        return final
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        def work_in_turn() -> T:
+            with self._turn:
+                return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work_in_turn)
+
+    def _begin(self, partial: Path) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        sync(self._directory.parent)
+        self.tidy()
+        self._begun.add(partial)
+        partial.mkdir()
+
+    def _remove_cut_off(self, partial: Path) -> None:
+        """A policy makes one call after the other: with ``partial`` saved, it writes into none that was begun before."""
+        for left in self._begun - {partial}:
+            shutil.rmtree(left, ignore_errors=True)
+        self._begun = {partial}
+
+    def _complete(self, partial: Path, state: TrainerState, is_given_up: threading.Event) -> Path:
+        def check() -> None:
+            if is_given_up.is_set():
+                raise CheckpointError("it was given up")
+
+        self._remove_cut_off(partial)
+        fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in _FILES}
+        write_json(partial / "trainer_state.json", {"format": FORMAT, **fields})
+        write_json(partial / "groups.json", [group_to_json(group) for group in state.groups])
+        write_json(partial / "running_groups.json", [running_to_json(group) for group in state.running])
+        attest(partial, check=check)
+        check()
+        pointer = self._prepare_pointer(state.step)  # all that needs room on the disk comes before the renames
+        final = self._move_into_place(partial, self._path(state.step))
+        os.replace(pointer, self._directory / LATEST)
+        sync(self._directory)
+        return final
+
+    def _discard(self, partial: Path) -> None:
+        """Of one that failed: leave nothing, and give the one it was to replace its name back."""
+        self._begun.discard(partial)
+        shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._pointer_in_work.unlink(missing_ok=True)
+            self._restore_replaced()
+
+    def usable(self) -> Usable | None:
+        """The newest checkpoint that is whole, None where there is none at all.
+
+        One that is damaged is passed over for the one before it. Raises ``CheckpointError``, naming all, when none can be used.
+        """
+        self._restore_replaced()
+        refused = []
+        for path in self._candidates():
+            if not path.is_dir():
+                refused.append(f"{self._directory / LATEST} names {path.name}, which is not there")
+                continue
+            try:
+                return Usable(path=path, state=read_state(path), refused=tuple(refused))
+            except CheckpointError as error:
+                refused.append(str(error))
+        if refused:
+            raise CheckpointError(
+                f"no checkpoint in {self._directory} can be used: {'; '.join(refused)}; start anew with another "
+                "trainer.output_dir"
+            )
+        return None
+
+    def has_newer(self, step: int) -> bool:
+        """Whether there are checkpoints of later steps."""
+        return any(other > step for other in self._steps())
+
+    def go_back(self, step: int, aside: str) -> list[Path]:
+        """Make ``step`` the newest checkpoint: move later ones below the folder ``aside``, and return where they are.
+
+        A kill on the way leaves a run that goes on from one of them, or from ``step``.
+        """
+        self.tidy()
+        folder = self._directory / aside
+        folder.mkdir(exist_ok=True)
+        later = [self._path(other) for other in reversed(self._steps()) if other > step]
+        moved = [path.rename(folder / path.name) for path in later]
+        os.replace(self._prepare_pointer(step), self._directory / LATEST)
+        sync(self._directory)
+        return moved
+
+    def _candidates(self) -> list[Path]:
+        """In the order in which to try them: the one pointed at, then the others, newest first."""
+        paths = [self._path(step) for step in reversed(self._steps())]
+        pointer = self._directory / LATEST
+        if not pointer.exists():
+            return paths
+        pointed_at = self._directory / f"{_PREFIX}{pointer.read_text(errors='replace').strip()}"
+        return [pointed_at, *(path for path in paths if path != pointed_at)]
+
+    def _path(self, step: int) -> Path:
+        return self._directory / f"{_PREFIX}{step}"
+
+    def _steps(self) -> list[int]:
+        """Of the checkpoints there are, ascending."""
+        names = [p.name.removeprefix(_PREFIX) for p in self._directory.glob(f"{_PREFIX}*")]
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def _move_into_place(self, partial: Path, final: Path) -> Path:
+        """Rename to the final name; one of that name is kept aside until then."""
+        replaced = self._directory / f"{_REPLACED}{final.name}"
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
+        self._begun.discard(partial)
+        sync(self._directory)
+        shutil.rmtree(replaced, ignore_errors=True)
+        return final
+
+    def _restore_replaced(self) -> None:
+        """Give back its name to a checkpoint whose successor did not come into place."""
+        for replaced in self._directory.glob(f"{_REPLACED}*"):
+            final = self._directory / replaced.name.removeprefix(_REPLACED)
+            if not final.exists():
+                replaced.rename(final)
+
+    def tidy(self) -> None:
+        """Remove what a killed run left half done; not what may still be written."""
+        self._restore_replaced()
+        self._pointer_in_work.unlink(missing_ok=True)
+        for pattern in (f"{_PARTIAL}{_PREFIX}*", f"{_REPLACED}*"):
+            for left in self._directory.glob(pattern):
+                if left not in self._begun:
+                    shutil.rmtree(left)
+
+    @property
+    def _pointer_in_work(self) -> Path:
+        return self._directory / f"{_PARTIAL}{LATEST}"
+
+    def _prepare_pointer(self, step: int) -> Path:
+        self._pointer_in_work.write_text(str(step))
+        sync(self._pointer_in_work)
+        return self._pointer_in_work
+
+    def _delete_old(self, newest: int) -> None:
+        if not self._max_to_keep:
+            return
+        try:
+            for step in [s for s in self._steps() if s <= newest][: -self._max_to_keep]:
+                doomed = self._path(step)
+                shutil.rmtree(doomed.rename(doomed.with_name(f"{_PARTIAL}{doomed.name}")))
+        except OSError as error:
+            logger.warning("old checkpoints in %s cannot be deleted: %s", self._directory, error)
+
+
+def read_state(path: Path) -> TrainerState:
+    """Read a checkpoint's trainer state, after checking that every file is there as it was written.
+
+    Raises ``CheckpointError`` naming what is missing, unknown or differs, or the format when it is not this one.
+    """
+    format_, fields = _known_format_and_fields(path)
+    verify(path)
+    state: TrainerState = _as(TrainerState, path, "trainer_state.json", {**fields, "groups": [], "running": []})
+    _as(RunTotals, path, "trainer_state.json", state.totals, "totals")  # refused before anything boots
+    groups = _as(tuple[Group, ...], path, "groups.json", read_json(path, "groups.json"))
+    if format_ == _FORMAT_WITHOUT_RUNNING_GROUPS:
+        logger.warning(
+            "checkpoint %s is of an older version of skyrl_async, which kept no groups that were being generated: their prompts are "
+            "drawn again",
+            path,
+        )
+        return dataclasses.replace(state, groups=groups)
+    running = _as(tuple[RunningGroup, ...], path, "running_groups.json", read_json(path, "running_groups.json"))
+    return dataclasses.replace(state, groups=groups, running=running)
+
+
+def _as(kind: Any, path: Path, file: str, saved: Any, name: str = "") -> Any:
+    try:
+        return from_json(kind, saved, name)
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint {path} cannot be used: in {file} {error}; resume from another one, or with the version of skyrl_async that "
+            "wrote it"
+        ) from error
+
+
+def _known_format_and_fields(path: Path) -> tuple[int, dict[str, Any]]:
+    """The format comes first: another one's files may be listed otherwise."""
+    try:
+        fields = _as(dict[str, Any], path, "trainer_state.json", read_json(path, "trainer_state.json"))
+    except CheckpointError:
+        verify(path)
+        raise
+    found = fields.pop("format", None)
+    if found not in (FORMAT, _FORMAT_WITHOUT_RUNNING_GROUPS):
+        raise CheckpointError(
+            f"checkpoint {path} has format {found}, expected {FORMAT}: it was written by another version of skyrl_async"
+        )
+    return found, fields

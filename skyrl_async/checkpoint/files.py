@@ -1,0 +1,131 @@
+"""The files of one checkpoint: listed with their sizes and checksums, synced to disk, and checked before they are believed.
+
+    manifest.json    {"policy/policy.json": {"bytes": 812, "crc32": "7a01c2f4"}, ...}
+
+Flows in: a directory. Flows out: the same directory, attested; or what is wrong with it. Does not know what the files hold.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from skyrl_async.errors import CheckpointError
+from skyrl_async.weights.crc32 import crc32_of_file
+
+MANIFEST = "manifest.json"
+_VALUES_AT_A_TIME = 1024
+"""Of a list: numbers whose JSON takes a millisecond. json holds the interpreter for a whole call, and nothing else runs meanwhile."""
+
+
+def attest(directory: Path, *, check: Callable[[], None] = lambda: None) -> None:
+    """List every file below ``directory`` in its manifest and sync all of it to disk.
+
+    Args:
+        check: called between pieces of work; what it raises ends it.
+    """
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    entries = {}
+    for path in files:
+        check()
+        entries[str(path.relative_to(directory))] = {"bytes": path.stat().st_size, "crc32": _crc32(path, check)}
+    write_json(directory / MANIFEST, entries)
+    for path in (*directory.rglob("*"), directory):
+        check()
+        sync(path)
+
+
+def verify(directory: Path) -> None:
+    """Raise ``CheckpointError``, saying what is wrong, unless every file is there as it was written."""
+    entries = read_json(directory, MANIFEST)
+    try:
+        expected = {str(name): _expected(entry) for name, entry in entries.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {directory} is damaged: {MANIFEST} lists no files ({error!r})") from error
+    for name, (num_bytes, _) in expected.items():
+        file = directory / name
+        if not file.is_file():
+            raise CheckpointError(f"checkpoint {directory} is incomplete: {name} is missing; resume from another one")
+        if file.stat().st_size != num_bytes:
+            raise CheckpointError(
+                f"checkpoint {directory} is damaged: {name} has {file.stat().st_size} bytes, expected {num_bytes}"
+            )
+    for name, (_, crc32) in expected.items():
+        try:
+            found = None if crc32 is None else _crc32(directory / name)
+        except OSError as error:
+            raise _unreadable(directory, name, error) from error
+        if found != crc32:
+            raise CheckpointError(
+                f"checkpoint {directory} is damaged: {name} has the checksum {found}, expected {crc32}"
+            )
+
+
+def _expected(entry: Any) -> tuple[int, str | None]:
+    """Bytes and checksum of a file; manifests of format 2 have the size alone."""
+    return (entry, None) if isinstance(entry, int) else (int(entry["bytes"]), str(entry["crc32"]))
+
+
+def read_json(directory: Path, name: str) -> Any:
+    """The contents of one file. Raises ``CheckpointError`` when it is missing or no JSON."""
+    try:
+        return json.loads((directory / name).read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"checkpoint {directory} is incomplete: {name} is missing; resume from another one"
+        ) from error
+    except OSError as error:
+        raise _unreadable(directory, name, error) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"checkpoint {directory} is damaged: {name} is not JSON ({error}); resume from another one"
+        ) from error
+
+
+def _unreadable(directory: Path, name: str, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {directory} cannot be read: {name}: {error.strerror}; see to the disk, or resume from another one"
+    )
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write without syncing, as ``json.dumps`` has it; other threads run meanwhile, however long ``value`` is."""
+    with path.open("w", encoding="ascii") as file:
+        file.writelines(_json_pieces(value))
+
+
+def _json_pieces(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield "{"
+        for i, (key, inner) in enumerate(value.items()):
+            yield (", " if i else "") + json.dumps({key: 0})[1:-2]
+            yield from _json_pieces(inner)
+        yield "}"
+    elif isinstance(value, list | tuple):
+        yield "["
+        for begin in range(0, len(value), _VALUES_AT_A_TIME):
+            part = value[begin : begin + _VALUES_AT_A_TIME]
+            yield ", " if begin else ""
+            if any(isinstance(inner, dict | list | tuple) for inner in part):
+                for i, inner in enumerate(part):
+                    yield ", " if i else ""
+                    yield from _json_pieces(inner)
+            else:
+                yield json.dumps(part)[1:-1]
+        yield "]"
+    else:
+        yield json.dumps(value)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a directory's list of names, is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _crc32(path: Path, check: Callable[[], None] = lambda: None) -> str:
+    return f"{crc32_of_file(path, check=check):08x}"

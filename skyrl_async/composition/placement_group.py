@@ -1,0 +1,175 @@
+"""What Ray reserves for a run: one placement group with the bundles of every device group, and a seat in them for each actor.
+
+    device plan ──> placement group (all of it or nothing) ──> seats of engines and policy workers
+                                                           └──> removed when the run ends
+
+Flows in: the configuration, a connected Ray. Flows out: what an actor reserves, and where. Knows no actor.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from skyrl_async.composition.closing import ClosingStack
+from skyrl_async.config.rules.device_plan import DevicePlan, Unit
+from skyrl_async.config.rules.devices import engine_device, training_device
+from skyrl_async.config.rules.placement import device_plan, device_unit
+from skyrl_async.config.schema.run import Config, Device
+from skyrl_async.errors import ConfigError, EngineStartError
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+logger = logging.getLogger(__name__)
+
+RESERVE_TIMEOUT_S = 60.0
+"""Ray takes milliseconds where devices are free; a cluster that has to start machines for it, longer than anybody should wait blindly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seats:
+    """What Ray reserves for each actor of a stage, and where."""
+
+    num_cpus: float
+    """CPU slots."""
+    num_gpus: float
+    strategies: "tuple[PlacementGroupSchedulingStrategy, ...] | None" = None
+    """One per actor; None: Ray puts them where it likes."""
+
+
+class Bundles:
+    """A plan whose devices are reserved; made by ``reserve``."""
+
+    def __init__(self, plan: DevicePlan, group: "PlacementGroup", nodes: Sequence[str], here: str) -> None:
+        self.plan = plan
+        self._group = group
+        self._indices = _indices_by_group(plan, nodes, here)
+
+    @classmethod
+    async def reserve(cls, plan: DevicePlan, stack: ClosingStack, *, timeout_s: float = RESERVE_TIMEOUT_S) -> "Bundles":
+        """Reserve all devices of the plan until ``stack`` ends; then Ray ends what still runs on them, too.
+
+        Raises ``ConfigError`` when Ray does not come by them in ``timeout_s``.
+        """
+        import ray
+        from ray.util import placement_group, placement_group_table, remove_placement_group
+
+        bundles = [{plan.unit.value: float(size)} for size in _bundle_sizes(plan)]
+        group = placement_group(bundles, strategy="PACK")
+        stack.callback_in_thread("the placement group", lambda: remove_placement_group(group))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await group.ready()
+        except TimeoutError:
+            free = ray.available_resources().get(plan.unit.value, 0.0)
+            raise ConfigError(_not_free(plan, free, timeout_s)) from None
+        node_of = placement_group_table(group)["bundles_to_node_id"]
+        here = ray.get_runtime_context().get_node_id()
+        return cls(plan, group, [node_of[index] for index in range(len(bundles))], here)
+
+    def seats(self, stage: str) -> Seats:
+        """Of a stage with actors of its own."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        group = self.plan.group_of(stage)
+        indices = self._indices[self.plan.groups.index(group)]
+        strategies = tuple(
+            PlacementGroupSchedulingStrategy(
+                placement_group=self._group,
+                placement_group_bundle_index=indices[group.bundle_of_actor(stage, actor)],
+            )
+            for actor in range(group.sizes[stage].num_actors)
+        )
+        reserved = group.reservation(stage)
+        is_gpu = self.plan.unit is Unit.gpu
+        return Seats(num_cpus=0.0 if is_gpu else reserved, num_gpus=reserved if is_gpu else 0.0, strategies=strategies)
+
+
+async def reserve_devices(config: Config, stack: ClosingStack) -> Bundles | None:
+    """Reserve what ``placement.groups`` says, until ``stack`` ends; None without groups.
+
+    Raises ``ConfigError`` when the cluster that was joined has too few devices, or has not got them free.
+    """
+    import ray
+
+    if config.placement.groups is None:
+        return None
+    total = ray.cluster_resources().get(device_unit(config).value, 0.0)
+    plan = device_plan(config, int(total))
+    assert plan is not None
+    bundles = await Bundles.reserve(plan, stack)
+    for line in plan.table().splitlines():
+        logger.info("%s", line)
+    return bundles
+
+
+def engine_seats(config: Config, bundles: Bundles | None, names: Sequence[str]) -> Seats:
+    """Of the engines of these names: ``engine-2`` has the third seat, and so have those that come after it, ``engine-2.1``.
+
+    Raises ``EngineStartError`` when there is none for one of them.
+    """
+    if bundles is not None:
+        seats = bundles.seats("generate")
+        assert seats.strategies is not None
+        places = [int(name.partition(".")[0].removeprefix("engine-")) for name in names]
+        if max(places) >= len(seats.strategies):
+            raise EngineStartError(
+                f"placement.groups has devices for {len(seats.strategies)} engines, none for {names[places.index(max(places))]}: "
+                "remove an engine first"
+            )
+        strategies = tuple(seats.strategies[place] for place in places)
+        return Seats(num_cpus=seats.num_cpus, num_gpus=seats.num_gpus, strategies=strategies)
+    engine, num_gpus = config.engine, config.placement.num_gpus_per_engine
+    default = engine.tensor_parallel_size if engine_device(engine) is Device.cuda else 0.0
+    return Seats(
+        num_cpus=config.placement.num_cpus_per_engine,
+        num_gpus=default if num_gpus is None else num_gpus,
+    )
+
+
+def worker_seats(config: Config, bundles: Bundles | None) -> Seats:
+    """Of the policy workers, by rank."""
+    if bundles is not None:
+        return bundles.seats("policy")
+    num_gpus = config.placement.num_gpus_per_worker
+    default = 1.0 if training_device(config.training) is Device.cuda else 0.0
+    return Seats(num_cpus=config.placement.num_cpus_per_worker, num_gpus=default if num_gpus is None else num_gpus)
+
+
+def _bundle_sizes(plan: DevicePlan) -> list[int]:
+    """In devices, those of one group after those of another."""
+    return [group.bundle_size for group in plan.groups for _ in range(group.num_bundles)]
+
+
+def _indices_by_group(plan: DevicePlan, nodes: Sequence[str], here: str) -> list[list[int]]:
+    """Which of the placement group's bundles belong to each group of the plan.
+
+    Bundles of a size are alike: they are dealt out machine by machine, so that a group lies on as few of them as can be. This machine's
+    come first. The policy's group chooses first, whose rank 0 publishes weights in the shared memory of the trainer's machine, and then
+    that of ``logp``, whose ranks load them from there.
+
+    Args:
+        nodes: where each bundle is.
+        here: the node that this process is on.
+    """
+    sizes = _bundle_sizes(plan)
+    order = sorted(range(len(sizes)), key=lambda index: (nodes[index] != here, nodes[index], index))
+    free = {size: [index for index in order if sizes[index] == size] for size in set(sizes)}
+    indices: dict[int, list[int]] = {}
+    needs_this = [("policy" not in group.sizes, "logp" not in group.sizes) for group in plan.groups]
+    for place in sorted(range(len(plan.groups)), key=lambda place: needs_this[place]):
+        group = plan.groups[place]
+        indices[place] = [free[group.bundle_size].pop(0) for _ in range(group.num_bundles)]
+    return [indices[place] for place in range(len(plan.groups))]
+
+
+def _not_free(plan: DevicePlan, free: float, timeout_s: float) -> str:
+    needed = sum(group.num_devices for group in plan.groups)
+    largest = max(_bundle_sizes(plan))
+    return (
+        f"placement.groups needs {plan.unit.count(needed)}, {largest} of them on one machine, and Ray has not come by them within "
+        f"{timeout_s:g} s: {free:g} of the cluster's {plan.num_available} are free; wait for other jobs to end, or give groups less"
+    )

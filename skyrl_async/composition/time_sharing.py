@@ -1,0 +1,147 @@
+"""Stages that share devices take turns on them.
+
+    placement.groups ──> a line per group ──> policy, ref, logp, engines: one at a time, first come first served
+
+Flows in: a device plan, a policy, engines. Flows out: the same, each in its turn. Knows nothing of what is done in a turn.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from skyrl_async.config.rules.device_plan import DevicePlan, PlannedGroup
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.rollout.preparation import InTurn, Prepare
+from skyrl_async.runtime.device_leases import DeviceGroup, Sitting, TakeTurn, groups_by_member
+from skyrl_async.training.protocol import Policy
+from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
+from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTurns
+
+_WITH_WORKERS = ("policy", "ref", "logp")
+
+
+def device_groups(plan: DevicePlan | None) -> Mapping[str, DeviceGroup]:
+    """The stages that take turns, and on which devices; a stage that has its devices for itself is left out."""
+    if plan is None:
+        return {}
+    shared = [members for group in plan.groups if len(members := members_of(group)) > 1]
+    return groups_by_member(shared)
+
+
+def members_of(group: PlannedGroup) -> list[str]:
+    """Who computes on its devices: stages with workers of their own, and engines, wherever they run."""
+    members = [stage for stage in _WITH_WORKERS if stage in group.sizes]
+    return members + [GENERATE] * (GENERATE in group.stages)
+
+
+def engine_turns(
+    groups: Mapping[str, DeviceGroup],
+    client: InferenceEngineClient,
+    *,
+    shortest_s: float,
+    is_busy: Callable[[], bool],
+    trace: Trace,
+    clock: Callable[[], float],
+) -> EngineTurns | None:
+    """Generation's turns; None where engines have their devices for themselves. For the arguments see ``EngineTurns``."""
+    if GENERATE not in groups:
+        return None
+    return EngineTurns(client, groups[GENERATE], shortest_s=shortest_s, is_busy=is_busy, trace=trace, clock=clock)
+
+
+def training_turn(groups: Mapping[str, DeviceGroup]) -> Sitting:
+    """What the trainer holds over the groups it has at once and its optimizer step, instead of a turn for each."""
+    return turn_of("policy", groups)
+
+
+def turn_values(groups: Mapping[str, DeviceGroup]) -> dict[str, float]:
+    """What the turns of each stage came to so far, as metrics."""
+    values = {}
+    for member, group in groups.items():
+        turns = group.statistics()
+        values[f"devices/{member}/turns"] = float(turns.num_turns[member])
+        values[f"devices/{member}/held_seconds"] = turns.seconds_held[member]
+        values[f"devices/{member}/waited_seconds"] = turns.seconds_waited[member]
+    return values
+
+
+def turn_of(member: str, groups: Mapping[str, DeviceGroup]) -> Sitting:
+    """A turn over several calls of ``policy``, ``ref`` or ``logp``; nothing is waited for where it has its devices for itself."""
+    return Sitting(groups.get(member), member)
+
+
+def in_turn(
+    work: Prepare, member: str, groups: Mapping[str, DeviceGroup], take_turn: TakeTurn | None = None
+) -> Prepare:
+    """A stage's work that takes one turn for all groups that wait; as it is where the member has its devices for itself.
+
+    Args:
+        work: computes on the member's devices.
+        member: whose workers compute: ``policy``, ``ref`` or ``logp``.
+        groups: member -> its devices.
+        take_turn: the workers' own; None where their calls are parts of any turn that the task holds.
+    """
+    if member not in groups:
+        return work
+    return InTurn(work=work, take_turn=take_turn or partial(groups[member].turn, member))
+
+
+def policy_in_turn(policy: Policy, groups: Mapping[str, DeviceGroup]) -> Policy:
+    """The policy, which computes in its turns; as it is where it has its devices for itself."""
+    return PolicyInTurn(policy, groups["policy"]) if "policy" in groups else policy
+
+
+class PolicyInTurn:
+    """A ``Policy`` that takes a turn for whatever computes; what only reads or writes files goes on beside others'."""
+
+    def __init__(self, policy: Policy, group: DeviceGroup) -> None:
+        self._policy = policy
+        self._group = group
+
+    async def forward_backward(
+        self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
+    ) -> dict[str, float]:
+        """See ``Policy``."""
+        async with self._group.turn_unless_held("policy"):
+            return await self._policy.forward_backward(trajectories, advantages, version)
+
+    async def step(self, denominator: float) -> dict[str, float]:
+        """See ``Policy``."""
+        async with self._group.turn_unless_held("policy"):
+            return await self._policy.step(denominator)
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """See ``Policy``."""
+        async with self._group.turn_unless_held("policy"):
+            return await self._policy.logprobs(token_ids)
+
+    async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
+        """See ``Policy``."""
+        async with self._group.turn_unless_held("policy"):
+            return await self._policy.logprobs_of(trajectories, model)
+
+    async def gather_weights(self, version: int) -> int:
+        """See ``Policy``."""
+        async with self._group.turn_unless_held("policy"):
+            return await self._policy.gather_weights(version)
+
+    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        """See ``Policy``."""
+        return await self._policy.send_weights(version, directory, bucket_bytes)
+
+    async def save(self, directory: Path) -> None:
+        """See ``Policy``."""
+        await self._policy.save(directory)
+
+    async def load(self, directory: Path) -> None:
+        """See ``Policy``."""
+        await self._policy.load(directory)
+
+    async def export_hf(self, directory: Path) -> None:
+        """See ``Policy``."""
+        await self._policy.export_hf(directory)
+
+    async def close(self) -> None:
+        """See ``Policy``."""
+        await self._policy.close()

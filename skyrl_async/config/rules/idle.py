@@ -1,0 +1,144 @@
+"""What is set and does nothing, a sentence each: said aloud when a run starts, since it would show nowhere else.
+
+Flows in: a built ``Config``. Flows out: sentences. Knows which keys are read under which others; what contradicts another key is refused by
+the rules.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from enum import Enum
+from operator import attrgetter
+from typing import Any
+
+from skyrl_async.config.rules.devices import training_device
+from skyrl_async.config.schema.algorithm import AlgorithmConfig, LossReduction
+from skyrl_async.config.schema.corrections import SequenceMaskMetric, TisRatioType
+from skyrl_async.config.schema.kl_control import KlControl
+from skyrl_async.config.schema.policy_losses import LOSSES_THAT_READ
+from skyrl_async.config.schema.run import Config, Device, EngineBackend, GeneratorKind
+from skyrl_async.config.schema.task import DATASET_TASK, REASONING_GYM_TASK
+
+_ALGORITHM = "trainer.algorithm"
+_REFERENCE = f"{_ALGORITHM}.use_kl_loss=true or use_kl_in_reward=true"
+_OF_ALL = "*"
+_Needs = tuple[str, tuple[str, ...], bool, str]
+"""The path of a section (a dot at its end), names of keys in it or all of them, whether they are read, and what would have them read."""
+
+
+def idle_settings(config: Config) -> list[str]:
+    """Of all keys that differ from their defaults."""
+    algorithm = config.trainer.algorithm
+    of_algorithm = (*_of_algorithm(config), *_of_losses(algorithm), *_of_corrections(algorithm))
+    needs = (*of_algorithm, *_of_policy(config), *_of_processes(config))
+    idle = [sentence for each in needs for sentence in _unread(config, *each)]
+    if algorithm.policy_loss_type == "decoupled_ppo" and config.trainer.staleness_bound == 0:
+        idle.append(
+            "trainer.algorithm.policy_loss_type=decoupled_ppo never clips with trainer.max_staleness_steps=0, where groups are "
+            "recomputed under the weights that are trained: it is rollout_is then, which costs one forward less"
+        )
+    return idle
+
+
+def _of_algorithm(config: Config) -> tuple[_Needs, ...]:
+    algorithm, filters = config.trainer.algorithm, config.trainer.fully_async.sample_full_batch
+    is_normed = algorithm.loss_reduction is LossReduction.seq_mean_token_sum_norm
+    of_kl, filtering = ("kl_loss_coef", "kl_estimator_type", "ref_logp"), "trainer.fully_async.sample_full_batch=true"
+    return (
+        (_ALGORITHM, ("grpo_norm_by_std",), algorithm.advantage_estimator == "grpo", "advantage_estimator=grpo"),
+        (_ALGORITHM, ("max_seq_len",), is_normed, "loss_reduction=seq_mean_token_sum_norm"),
+        (_ALGORITHM, of_kl, algorithm.uses_reference, _REFERENCE),
+        ("trainer.ref", ("path",), algorithm.uses_reference, _REFERENCE),
+        (
+            f"{_ALGORITHM}.kl_ctrl",
+            ("kl_target", "horizon"),
+            algorithm.kl_ctrl.type is KlControl.adaptive,
+            "type=adaptive",
+        ),
+        (_ALGORITHM, ("entropy_loss_coef",), algorithm.use_entropy_loss, "use_entropy_loss=true"),
+        (_ALGORITHM, ("overlong_buffer_penalty_factor",), algorithm.overlong_buffer_len > 0, "overlong_buffer_len"),
+        (_ALGORITHM, ("zero_variance_filter_tol",), filters, filtering),
+        ("trainer.fully_async", ("max_filtered_in_a_row",), filters, filtering),
+    )
+
+
+def _of_losses(algorithm: AlgorithmConfig) -> Iterator[_Needs]:
+    """Constants of another loss; a user's own may read any."""
+    loss = algorithm.policy_loss_type
+    if any(loss in losses for losses in LOSSES_THAT_READ.values()):
+        for key, losses in LOSSES_THAT_READ.items():
+            section, _, name = f"{_ALGORITHM}.{key}".rpartition(".")
+            yield section, (name,), loss in losses, f"policy_loss_type={' or '.join(losses)}"
+
+
+def _of_corrections(algorithm: AlgorithmConfig) -> tuple[_Needs, ...]:
+    path, correction = f"{_ALGORITHM}.off_policy_correction", algorithm.off_policy_correction
+    kind, metric = correction.tis_ratio_type, correction.sequence_mask_metric
+    is_product, is_geometric = metric is SequenceMaskMetric.product, metric is SequenceMaskMetric.geometric
+    product, geometric = ("product_mask_low", "product_mask_high"), ("geo_mask_low", "geo_mask_high")
+    has_no_weight = kind is None or algorithm.policy_loss_type not in LOSSES_THAT_READ["tis_cap"]
+    return (
+        (path, ("token_tis_ratio_clip_high",), kind is TisRatioType.token, "tis_ratio_type=token"),
+        (path, ("sequence_tis_ratio_clip_high",), kind is TisRatioType.sequence, "tis_ratio_type=sequence"),
+        (path, product, is_product, "sequence_mask_metric=product"),
+        (path, geometric, is_geometric, "sequence_mask_metric=geometric"),
+        (_ALGORITHM, ("tis_cap",), has_no_weight, f"{path}.tis_ratio_type=null, whose clip_high takes its place"),
+    )
+
+
+def _of_policy(config: Config) -> tuple[_Needs, ...]:
+    task, policy = config.task, config.policy
+    is_dataset, is_on_cpu = task.name == DATASET_TASK, training_device(config.training) is Device.cpu
+    tiny = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "tie_word_embeddings")
+    warm_start = ("target_accuracy", "min_tokens", "max_tokens", "mixture_tokens", "terse_share", "slip_rate")
+    is_warmed_up = policy.path is None and policy.warm_start.enabled
+    evaluates = config.evaluation.num_prompts_while_training > 0
+    lora = ("alpha", "dropout", "target_modules", "exclude_modules", "init_method")
+    files = ("train_files", "train_weights", "eval_files", "env_class")
+    made = ("num_train_prompts", "num_eval_prompts")
+    return (
+        ("policy", tiny, policy.path is None, "policy=tiny"),
+        ("policy.warm_start", warm_start, is_warmed_up, "policy=tiny and policy.warm_start.enabled=true"),
+        ("policy.lora", lora, policy.lora.is_on, "rank >= 1"),
+        ("training", ("cpu_offload",), not is_on_cpu, "policy workers on GPUs (training.device)"),
+        ("task", files, is_dataset, "task=dataset"),
+        ("task", made, not is_dataset, "a task that makes its prompts"),
+        ("trainer", ("eval_interval_steps",), evaluates, "evaluation.num_prompts_while_training >= 1"),
+        ("task.reasoning_gym", (_OF_ALL,), task.name == REASONING_GYM_TASK, "task=reasoning_gym"),
+    )
+
+
+def _of_processes(config: Config) -> tuple[_Needs, ...]:
+    is_vllm, is_agent = config.engine.backend is EngineBackend.vllm, config.generator.kind is GeneratorKind.agent
+    vllm = ("gpu_memory_utilization", "cpu_kv_cache_gb", "enforce_eager", "enable_prefix_caching", "extra_args")
+    logging = config.logging
+    return (
+        ("engine", vllm, is_vllm, "engine=vllm"),
+        ("generator", ("agent_timeout_s",), is_agent, "generator=agent"),
+        (
+            "generator",
+            ("max_trajectory_tokens",),
+            not is_agent,
+            "generator=gym or gym_http; see server.session_max_tokens",
+        ),
+        ("server", (_OF_ALL,), config.serves_endpoint, "server.enabled=true"),
+        ("logging", ("wandb_project",), logging.wandb, "logging.wandb=true"),
+        ("logging", ("trained_tokens",), logging.trained_groups, "logging.trained_groups=true"),
+    )
+
+
+def _unread(config: Config, path: str, names: tuple[str, ...], is_read: bool, without: str) -> Iterator[str]:
+    if is_read:
+        return
+    section: Any = attrgetter(path)(config)
+    defaults = type(section)()
+    for name in names if names != (_OF_ALL,) else [field.name for field in fields(section)]:
+        if (value := getattr(section, name)) != getattr(defaults, name):
+            yield f"{path}.{name}={_shown(value)} does nothing without {without}"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Enum):
+        return value.name
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,214 @@
+"""Every key of a run's configuration, with its default, its unit and what it does: the small sections, and all of them put together.
+
+Flows in: the other sections. Flows out: dataclasses that hydra composes and ``config.load`` turns into checked objects. The text behind
+each key is what ``--help`` and the configuration reference print. Rules that involve one class are in its ``__post_init__``
+(omegaconf runs it when it builds the object); rules across classes are in ``config.rules``.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from skyrl_async.config.schema.choices import Device, DType
+from skyrl_async.config.schema.engine import EngineBackend, EngineConfig, PauseModeName
+from skyrl_async.config.schema.fields import doc, require
+from skyrl_async.config.schema.generator import GeneratorConfig, GeneratorKind, OnLostSamples, SamplingConfig
+from skyrl_async.config.schema.policy import PolicyConfig, WarmStartConfig
+from skyrl_async.config.schema.server import BranchPolicyName, ReasoningPolicy, ServerConfig
+from skyrl_async.config.schema.task import TaskConfig
+from skyrl_async.config.schema.trainer import (
+    FullyAsyncConfig,
+    RefConfig,
+    ResumeMode,
+    Schedule,
+    StalenessPolicy,
+    TrainerConfig,
+)
+from skyrl_async.config.schema.training import LrSchedule, TrainingBackendName, TrainingConfig
+
+__all__ = [
+    "BranchPolicyName",
+    "Config",
+    "DType",
+    "Device",
+    "EngineBackend",
+    "EngineConfig",
+    "EvaluationConfig",
+    "FullyAsyncConfig",
+    "GeneratorConfig",
+    "GeneratorKind",
+    "LoggingConfig",
+    "LrSchedule",
+    "OnLostSamples",
+    "PauseModeName",
+    "PlacementConfig",
+    "PolicyConfig",
+    "ReasoningPolicy",
+    "RefConfig",
+    "ResumeMode",
+    "SamplingConfig",
+    "Schedule",
+    "ServerConfig",
+    "StalenessPolicy",
+    "TrainerConfig",
+    "TrainingBackendName",
+    "TrainingConfig",
+    "WarmStartConfig",
+    "WeightSyncConfig",
+    "WeightTransfer",
+]
+
+
+class WeightTransfer(Enum):
+    auto = "auto"
+    shm = "shm"
+    gloo = "gloo"
+    nccl = "nccl"
+    ipc = "ipc"
+
+
+@dataclass
+class WeightSyncConfig:
+    transfer: WeightTransfer = doc(
+        WeightTransfer.auto,
+        "How engines come by a version that rank 0 of the policy has written to shared memory. shm: they map it, on the same machine. "
+        "gloo, nccl: rank 0 broadcasts it to all of them, from host to host memory or between CUDA devices. auto: shm for engines on the "
+        "machine of the trainer, a broadcast to the others, over NCCL where it can be. ipc: as auto, and engines on a GPU that policy "
+        "workers use too load it from there (CUDA IPC); each worker keeps a set of the weights on its GPU until then.",
+    )
+    transfer_timeout_s: float = doc(
+        60.0,
+        "Longest that a broadcast waits for one of its members, at their meeting and in each bucket; then it has failed, and is made "
+        "anew without engines that are gone.",
+    )
+    send_bucket_mb: int = doc(
+        512, "Most that is sent at a time in a publish, MiB; a larger tensor is sent in several pieces."
+    )
+    load_bucket_mb: int = doc(
+        512,
+        "Most of a publish that an engine hands to its model, or keeps mapped, at a time, MiB; a larger tensor goes alone.",
+    )
+    dual_buffer: bool = doc(
+        True,
+        "Keep the version served until the next one is loaded everywhere, and let engines on CPUs prepare that in memory of their own, so "
+        "that the pause is a swap: up to two versions are in shared memory, and an engine holds its weights twice for a while. false: the "
+        "version served is deleted before the next one is sent, once what is to end under it has ended; longer pauses, and engines that "
+        "come up wait for the version being sent.",
+    )
+    verify_checksums: bool | None = doc(
+        None,
+        "Ask every engine for its checksum after each publish and stop when they differ (after the first publish it is always done). An "
+        "engine that is started anew is held against it, beside the checksum of the file that it loads, which is always compared. Null: "
+        "where the weights are at most 16 MiB and all of them are published.",
+    )
+
+    max_retries: int = doc(
+        2,
+        "Times that a publish which failed (an engine refuses, shared memory is full) is tried again; then the run ends, with a "
+        "checkpoint.",
+    )
+
+    def __post_init__(self) -> None:
+        require(self.send_bucket_mb >= 1, "weight_sync.send_bucket_mb", ">= 1", self.send_bucket_mb)
+        require(self.load_bucket_mb >= 1, "weight_sync.load_bucket_mb", ">= 1", self.load_bucket_mb)
+        require(self.max_retries >= 0, "weight_sync.max_retries", ">= 0", self.max_retries)
+        require(self.transfer_timeout_s > 0, "weight_sync.transfer_timeout_s", "> 0", self.transfer_timeout_s)
+
+
+@dataclass
+class EvaluationConfig:
+    num_prompts: int = doc(256, "Held-out prompts used before and after training.")
+    num_prompts_while_training: int = doc(96, "Held-out prompts used between; 0: no evaluation then.")
+    n_samples_per_prompt: int = doc(1, "Answers per held-out prompt.")
+    max_concurrent: int | None = doc(
+        None, "Held-out prompts played at once, beside training's groups; null: as many as the engines run."
+    )
+    pin_version: bool = doc(
+        True,
+        "While training, play held-out prompts under one version: the next publish waits until they are through, and the trainer with it "
+        "where it is faster. False publishes meanwhile: their tokens are then of several versions.",
+    )
+    sampling: SamplingConfig = doc(SamplingConfig, "How held-out prompts are sampled.")
+
+    def __post_init__(self) -> None:
+        require(self.num_prompts >= 0, "evaluation.num_prompts", ">= 0", self.num_prompts)
+        while_training = self.num_prompts_while_training
+        require(while_training >= 0, "evaluation.num_prompts_while_training", ">= 0", while_training)
+        limit = self.max_concurrent
+        require(limit is None or limit >= 1, "evaluation.max_concurrent", ">= 1 or null", limit)
+        require(self.n_samples_per_prompt >= 1, "evaluation.n_samples_per_prompt", ">= 1", self.n_samples_per_prompt)
+
+
+@dataclass
+class PlacementConfig:
+    ray_address: str = doc("local", "local starts a Ray of the run's own; auto or host:port joins one.")
+    groups: list[list[str]] | None = doc(
+        None,
+        "Stages that share devices, such as [[policy,logp],[ref],[generate]]: policy (training, and what a publish gathers), logp "
+        "(recomputed log-probs), ref (reference log-probs), generate (engines). Those of a group take turns; groups overlap. "
+        "Null: each actor reserves what num_*_per_engine and num_*_per_worker say.",
+    )
+    ratios: list[float] | None = doc(
+        None,
+        "Each group's part of the cluster's devices (GPUs; CPU slots where nothing runs on GPUs), summing to 1; rounded to whole "
+        "devices.",
+    )
+    devices: list[int] | None = doc(None, "Devices of each group, in place of ratios.")
+    num_cpu_slots: int | None = doc(
+        None,
+        "CPU slots of a Ray of the run's own; null: one per core. Slots are counted, not enforced: more of them than cores share these.",
+    )
+    shortest_generate_turn_s: float = doc(
+        1.0,
+        "Seconds that a turn of generation lasts at least, where its engines share devices (placement.groups), have requests, and others "
+        "wait: what bounds how often devices change hands, and how long training waits.",
+    )
+    num_cpus_per_engine: float = doc(0.0, "CPU slots Ray reserves per engine.")
+    num_gpus_per_engine: float | None = doc(None, "GPUs per engine; null: engine.tensor_parallel_size on cuda, else 0.")
+    num_cpus_per_worker: float = doc(0.0, "CPU slots Ray reserves per policy worker.")
+    num_gpus_per_worker: float | None = doc(None, "GPUs per policy worker; null: 1 on cuda, else 0.")
+
+    def __post_init__(self) -> None:
+        slots = self.num_cpu_slots
+        require(slots is None or slots >= 1, "placement.num_cpu_slots", ">= 1 or null", slots)
+        shortest_s = self.shortest_generate_turn_s
+        require(shortest_s >= 0, "placement.shortest_generate_turn_s", ">= 0", shortest_s)
+
+
+@dataclass
+class LoggingConfig:
+    tensorboard: bool = doc(True, "Write TensorBoard events to the run directory.")
+    wandb: bool = doc(False, "Log to Weights & Biases (extra skyrl-async[wandb]).")
+    wandb_project: str = doc("skyrl_async", "Project of the W&B run.")
+    console: bool = doc(True, "Live progress display (plain lines where standard output is no terminal).")
+    trace: bool = doc(True, "Write a Chrome/Perfetto trace of the stages.")
+    trained_groups: bool = doc(
+        True, "Write trained_groups.jsonl: one line per trained group, with its versions, rewards and lengths."
+    )
+    trained_tokens: bool = doc(False, "Have it hold every token with its behavior log-prob too.")
+    level: str = doc("INFO", "Of the run's log file and standard error.")
+
+
+@dataclass
+class Config:
+    task: TaskConfig = doc(TaskConfig, "What is learned.")
+    policy: PolicyConfig = doc(PolicyConfig, "What learns.")
+    engine: EngineConfig = doc(EngineConfig, "What samples.")
+    training: TrainingConfig = doc(TrainingConfig, "What computes gradients.")
+    generator: GeneratorConfig = doc(GeneratorConfig, "How prompts become trajectories.")
+    trainer: TrainerConfig = doc(TrainerConfig, "The asynchronous loop.")
+    evaluation: EvaluationConfig = doc(EvaluationConfig, "Held-out prompts.")
+    weight_sync: WeightSyncConfig = doc(WeightSyncConfig, "How weights reach the engines.")
+    server: ServerConfig = doc(ServerConfig, "The endpoint.")
+    placement: PlacementConfig = doc(PlacementConfig, "What Ray reserves.")
+    logging: LoggingConfig = doc(LoggingConfig, "Where figures go.")
+    cache_dir: str = doc("~/.cache/skyrl_async", "Where warm-started policies are kept between runs.")
+
+    @property
+    def num_group_places(self) -> int:
+        """Groups whose samples all engines together run at once, rounded up."""
+        return -(-self.engine.num_engines * self.engine.max_num_seqs // self.generator.n_samples_per_prompt)
+
+    @property
+    def serves_endpoint(self) -> bool:
+        """Whether this run opens the endpoint."""
+        return self.generator.needs_endpoint if self.server.enabled is None else self.server.enabled

@@ -1,0 +1,75 @@
+"""The keys of ``task``: what is asked, and who judges the answers."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_async.config.schema.fields import doc, require
+
+DATASET_TASK = "dataset"
+REASONING_GYM_TASK = "reasoning_gym"
+
+
+@dataclass
+class ReasoningGymConfig:
+    dataset: str | None = doc(None, "Name in reasoning-gym, such as chain_sum.")
+    config: dict[str, Any] = doc(dict, "The dataset's parameters, such as {min_terms: 2, max_terms: 3}.")
+
+
+@dataclass
+class TaskConfig:
+    name: str = doc(
+        "lagged_fibonacci",
+        "lagged_fibonacci, relay or trail (built in, made on the spot), dataset (files of your own), or reasoning_gym (its tasks by name).",
+    )
+    train_files: list[str] = doc(
+        list,
+        "Training prompts, for name=dataset: jsonl or parquet files, a directory of them, a directory that Hugging Face datasets saved "
+        "(save_to_disk), or DIR/train for DIR/train-*.parquet. Columns as in SkyRL: uid (optional), prompt, env_class, and extras such "
+        "as reward_spec.",
+    )
+    train_weights: list[float] = doc(
+        list,
+        "Passes over each of train_files in an epoch; empty: 1 each. 2 takes every row twice, 0.25 a quarter of the rows, the next "
+        "quarter in the next epoch.",
+    )
+    eval_files: list[str] = doc(list, "The same for held-out prompts; empty evaluates nothing.")
+    env_class: str | None = doc(None, "Environment (skyrl_gym registry name, or module:Class) of rows that name none.")
+    reward: str | None = doc(
+        None,
+        "package.module:function that judges every answer in place of the rows' environments: called with the answer, a text, and the "
+        "row's columns, it returns a number. One turn; it runs in a thread and may block.",
+    )
+    reasoning_gym: ReasoningGymConfig = doc(
+        ReasoningGymConfig, "Which task of reasoning-gym, for name=reasoning_gym (the extra reasoning-gym)."
+    )
+    num_train_prompts: int = doc(2048, "Training prompts made by a built-in task or by reasoning_gym.")
+    num_eval_prompts: int = doc(
+        512, "Held-out prompts made by a built-in task or by reasoning_gym; never trained on, nor warm-started on."
+    )
+    seed: int = doc(
+        0,
+        "Of the prompts that are made (which they are and which are held out), and of the turns of a dataset's fractional weights.",
+    )
+
+    def __post_init__(self) -> None:
+        require(self.num_train_prompts >= 1, "task.num_train_prompts", ">= 1", self.num_train_prompts)
+        require(self.num_eval_prompts >= 0, "task.num_eval_prompts", ">= 0", self.num_eval_prompts)
+        if self.name == DATASET_TASK:
+            require(
+                bool(self.train_files), "task.train_files", "at least one file when task.name=dataset", self.train_files
+            )
+        if self.name == REASONING_GYM_TASK:
+            dataset = self.reasoning_gym.dataset
+            require(bool(dataset), "task.reasoning_gym.dataset", "a name when task.name=reasoning_gym", dataset)
+        module, _, function = (self.reward or "module:function").partition(":")
+        require(bool(module and function), "task.reward", "package.module:function", self.reward)
+        num_files, weights = len(self.train_files), self.train_weights
+        require(
+            not weights or len(weights) == num_files,
+            "task.train_weights",
+            f"empty or as long as task.train_files ({num_files})",
+            weights,
+        )
+        are_positive = all(math.isfinite(weight) and weight > 0 for weight in weights)
+        require(are_positive, "task.train_weights", "numbers > 0 (leave a file out instead of weighing it 0)", weights)

@@ -1,0 +1,259 @@
+"""The ``trainer`` section: the loop, its staleness bound, its checkpoints and its steps."""
+
+from dataclasses import dataclass
+from enum import Enum
+from operator import attrgetter
+
+from skyrl_async.config.schema.algorithm import AlgorithmConfig
+from skyrl_async.config.schema.fields import doc, require
+
+
+class StalenessPolicy(Enum):
+    wait = "wait"
+    mask = "mask"
+    resample = "resample"
+    allow = "allow"
+
+
+class Schedule(Enum):
+    sync = "sync"
+    one_step_off = "one_step_off"
+    fully_async = "fully_async"
+
+
+_NAMES_OF_THE_BOUND = ("max_staleness_steps", "generate_ahead_steps", "fully_async.max_staleness_steps")
+_OWN_BOUNDS = {Schedule.sync: 0, Schedule.one_step_off: 1}
+
+
+_DEFAULT_BOUND = 4
+
+
+_FILTERED_MINI_BATCHES = 30
+"""SkyRL's ``dynamic_sampling.max_sample_batches``."""
+
+
+class ResumeMode(Enum):
+    latest = "latest"
+    none = "none"
+    from_path = "from_path"
+
+
+@dataclass
+class FullyAsyncConfig:
+    max_staleness_steps: int | None = doc(None, "SkyRL's name for trainer.max_staleness_steps.")
+    num_parallel_generation_workers: int | None = doc(None, "SkyRL's name for trainer.num_parallel_generation_workers.")
+    sample_full_batch: bool = doc(
+        False,
+        "Dynamic sampling (DAPO): groups whose rewards do not differ are filtered as soon as they are finished, and other prompts take "
+        "their places, so that every mini-batch is full of groups with a signal. Filtered prompts are done for this epoch.",
+    )
+    max_filtered_in_a_row: int | None = doc(
+        None,
+        "So many groups one after the other without a difference in reward end the run with an error that says what they had instead. "
+        "Null: 30 mini-batches of them; 0: only the data's end does.",
+    )
+
+    def __post_init__(self) -> None:
+        most = self.max_filtered_in_a_row
+        require(most is None or most >= 0, "trainer.fully_async.max_filtered_in_a_row", ">= 0 or null", most)
+
+
+@dataclass
+class RefConfig:
+    path: str | None = doc(
+        None,
+        "Local Hugging Face directory of the reference, with the policy's tokens. Null: the policy that training began with.",
+    )
+
+
+@dataclass
+class TrainerConfig:
+    schedule: Schedule = doc(
+        Schedule.fully_async,
+        "fully_async: generation goes on while training does, weights change in flight. sync: generate a mini-batch, train on it, "
+        "publish. one_step_off: the next whole mini-batch is generated while this one trains, and weights change between the two.",
+    )
+    max_staleness_steps: int | None = doc(
+        None,
+        "Most optimizer steps between a group's admission and its training. Null: 4; 0 with schedule=sync, 1 with one_step_off, and "
+        "generate_ahead_steps or fully_async.max_staleness_steps where one is given. 0 is synchronous training, which may still stream.",
+    )
+    generate_ahead_steps: int | None = doc(
+        None,
+        "Another name for max_staleness_steps, for those who come from async-rl: there it is by how many steps generation may run ahead of "
+        "the last parameter update, which is when a group may be admitted here, too. Here it also bounds the age at which it is trained.",
+    )
+    staleness_policy: StalenessPolicy = doc(
+        StalenessPolicy.wait,
+        "What becomes of groups that training would overtake by more than max_staleness_steps: wait does not end a step that would "
+        "push one past it, mask trains them without their tokens that are past it, resample gives them up and draws their prompts "
+        "again, allow trains and counts.",
+    )
+    policy_mini_batch_size: int = doc(8, "Groups per optimizer step.")
+    num_parallel_generation_workers: int | None = doc(
+        None,
+        "Groups in flight at once, from policy_mini_batch_size to policy_mini_batch_size * (max_staleness_steps + 1). "
+        "Null: as many as that allows, at most twice a mini-batch or what the engines run at once, whichever is more.",
+    )
+    limit_buffered_groups: bool = doc(
+        True,
+        "While the trainer is busy, finished groups count among num_parallel_generation_workers until they are trained, so that "
+        "none is generated earlier than it can be used. False fills the buffer up to the staleness bound.",
+    )
+    num_steps: int | None = doc(100, "Optimizer steps of the run; null: as many as num_epochs hold.")
+    num_epochs: int = doc(1000, "Passes over the training prompts, when num_steps does not end the run first.")
+    publish_every_steps: int = doc(
+        1,
+        "Optimizer steps between publishes, beside those before an evaluation, a comparison of log-probs or a checkpoint, and at the end; "
+        "at most max_staleness_steps + 1.",
+    )
+    stream_mini_batch: bool | None = doc(
+        None,
+        "Accumulate gradients of finished groups while the mini-batch's last ones are still generated. Null: unless "
+        "trainer.algorithm.advantage_estimator or policy_loss_type needs them all at once.",
+    )
+    deterministic: bool = doc(
+        False,
+        "Nothing that is trained depends on how long anything took: groups are trained in the order of admission, weights change when no "
+        "group is in flight, and limit_buffered_groups is off. With engine=deterministic two runs are equal bit for bit; policy workers on "
+        "CUDA take deterministic kernels for that, which has not been run.",
+    )
+    seed: int = doc(0, "Of everything that is drawn: shuffling, the warm start, sampling where the engine allows.")
+    algorithm: AlgorithmConfig = doc(AlgorithmConfig, "Advantages and loss.")
+    fully_async: FullyAsyncConfig = doc(FullyAsyncConfig, "Dynamic sampling, and SkyRL's names of two keys.")
+    ref: RefConfig = doc(RefConfig, "The frozen reference of trainer.algorithm.use_kl_loss and use_kl_in_reward.")
+    resume_mode: ResumeMode = doc(
+        ResumeMode.none,
+        "latest continues trainer.output_dir's newest checkpoint; where there is none yet, it begins with trainer.resume_path or, "
+        "without that, anew. from_path continues trainer.resume_path: in a new directory, or back in the run that it is of.",
+    )
+    resume_path: str | None = doc(None, "Checkpoint directory to go on from; see resume_mode.")
+    checkpoint_interval_steps: int = doc(
+        20, "Steps between checkpoints, and one at the end; 0 writes none, but for that of a run that is asked to stop."
+    )
+    max_checkpoints_to_keep: int = doc(2, "Older checkpoints are deleted; 0 keeps all.")
+    max_restarts: int = doc(
+        3,
+        "How often a run replaces policy workers that died or hung, each time from its last checkpoint, doing again what was trained "
+        "since; 0 ends it with the first. The next one ends the run.",
+    )
+    restart_journal_mb: int = doc(
+        1024,
+        "Memory for what was trained since the last checkpoint, in case policy workers die (about 20 bytes per token, and 9 for each kind "
+        "of log-probs beside the engine's); when it is full the run saves the policy for itself, and deletes that at its end.",
+    )
+    eval_interval_steps: int = doc(
+        20, "Steps between evaluations while training, beside those before and after; 0 leaves them out."
+    )
+    eval_before_train: bool = doc(True, "Evaluate before training, too.")
+    eval_at_end: bool = doc(True, "Evaluate after training, too.")
+    eval_only: bool = doc(
+        False,
+        "Train nothing: evaluate the policy, or with trainer.resume_mode the checkpoint's, write evaluation.json and end. What a run has "
+        "left in the directory stays.",
+    )
+    output_dir: str | None = doc(None, "The run's directory; null makes one under outputs/.")
+    export_hf: bool = doc(True, "Write the final policy as a Hugging Face directory.")
+    logprob_probe_interval_steps: int = doc(
+        20,
+        "Steps between comparisons of the engine's log-probs with the trainer's, beside the one after the first publish; 0: only that one.",
+    )
+    max_engine_logprob_gap: float = doc(
+        0.3,
+        "Largest difference in nats per token between engine and trainer before the run stops. "
+        "float32 agrees to 1e-4, bfloat16 to 0.2; stale weights are off by more than 0.8.",
+    )
+    shutdown_timeout_s: float = doc(
+        60.0,
+        "After Ctrl-C or SIGTERM: half of it for what the step in progress still lacks, a quarter to train and save, the rest to end "
+        "all processes. A second signal ends the run at once.",
+    )
+    stall_warning_s: float = doc(
+        60.0,
+        "What does the same thing for longer than this (a sample that generates or is in its environment, a publish, a checkpoint, a wait "
+        "for groups) is named in the log, in the metrics and on the console, with its seconds.",
+    )
+
+    def __post_init__(self) -> None:
+        self._check_the_schedule()
+        require(self.policy_mini_batch_size >= 1, "trainer.policy_mini_batch_size", ">= 1", self.policy_mini_batch_size)
+        require(self.num_steps is None or self.num_steps >= 1, "trainer.num_steps", ">= 1 or null", self.num_steps)
+        require(self.num_epochs >= 1, "trainer.num_epochs", ">= 1", self.num_epochs)
+        require(
+            1 <= self.publish_every_steps <= self.staleness_bound + 1,
+            "trainer.publish_every_steps",
+            f"between 1 and max_staleness_steps + 1 ({self.staleness_bound + 1}): training would wait for groups that nobody "
+            "may generate",
+            self.publish_every_steps,
+        )
+        require(self.stall_warning_s > 0, "trainer.stall_warning_s", "> 0", self.stall_warning_s)
+        require(self.shutdown_timeout_s > 0, "trainer.shutdown_timeout_s", "> 0", self.shutdown_timeout_s)
+        for key in (
+            "checkpoint_interval_steps",
+            "max_checkpoints_to_keep",
+            "max_restarts",
+            "restart_journal_mb",
+            "eval_interval_steps",
+            "logprob_probe_interval_steps",
+        ):
+            require(getattr(self, key) >= 0, f"trainer.{key}", ">= 0", getattr(self, key))
+        if self.resume_mode is ResumeMode.from_path:
+            require(
+                self.resume_path is not None,
+                "trainer.resume_path",
+                "a checkpoint directory when trainer.resume_mode=from_path",
+                self.resume_path,
+            )
+        least, most = self.policy_mini_batch_size, self.policy_mini_batch_size * (self.staleness_bound + 1)
+        key, workers = self._asked("num_parallel_generation_workers", "fully_async.num_parallel_generation_workers")
+        require(
+            workers is None or least <= workers <= most,
+            key,
+            f"between policy_mini_batch_size ({least}) and policy_mini_batch_size * (max_staleness_steps + 1) ({most})",
+            workers,
+        )
+
+    def _check_the_schedule(self) -> None:
+        """Raise ``ConfigError`` for a bound that contradicts the schedule or its other names, and for streams that it has not."""
+        key, asked = self._asked(*_NAMES_OF_THE_BOUND)
+        require(asked is None or asked >= 0, key, ">= 0 or null", asked)
+        require(
+            self.schedule is Schedule.fully_async or not self.stream_mini_batch,
+            "trainer.stream_mini_batch",
+            f"false or null when trainer.schedule={self.schedule.name}, which trains whole mini-batches (fully_async streams, also with "
+            "max_staleness_steps=0)",
+            self.stream_mini_batch,
+        )
+        own = _OWN_BOUNDS.get(self.schedule)
+        require(
+            None in (asked, own) or asked == own,
+            key,
+            f"left out, or {own}, when trainer.schedule={self.schedule.name} (fully_async takes any)",
+            asked,
+        )
+
+    def _asked(self, *names: str) -> tuple[str, int | None]:
+        """The first of several names of a key that is given, and its value. Raises ``ConfigError`` for values that differ."""
+        given = {f"trainer.{name}": value for name in names if (value := attrgetter(name)(self)) is not None}
+        key, asked = next(iter(given.items()), (f"trainer.{names[0]}", None))
+        for other, value in given.items():
+            require(value == asked, other, f"left out, or equal to {key} ({asked}), whose other name it is", value)
+        return key, asked
+
+    @property
+    def staleness_bound(self) -> int:
+        """``max_staleness_steps``, or what follows from the schedule where it is null."""
+        _, asked = self._asked(*_NAMES_OF_THE_BOUND)
+        return _OWN_BOUNDS.get(self.schedule, _DEFAULT_BOUND) if asked is None else asked
+
+    @property
+    def max_filtered_in_a_row(self) -> int:
+        """Groups; 0 where there is no limit."""
+        most = self.fully_async.max_filtered_in_a_row
+        return _FILTERED_MINI_BATCHES * self.policy_mini_batch_size if most is None else most
+
+    def max_concurrent_generation_groups(self, num_places: int) -> int:
+        """Groups in flight at once, on engines that run so many of them."""
+        most = self.policy_mini_batch_size * (self.staleness_bound + 1)
+        _, asked = self._asked("num_parallel_generation_workers", "fully_async.num_parallel_generation_workers")
+        return asked or min(most, max(2 * self.policy_mini_batch_size, num_places))

@@ -1,0 +1,201 @@
+"""The text of an answer, taken apart into content, reasoning and tool calls.
+
+Flows in: an answer's text, whole or in blocks. Flows out: values without wire format; joined blocks equal the whole. A text is
+never refused: what no parser understands is content, as it was written. Does not know prompts, sampling or HTTP.
+
+``auto`` chooses vLLM's parsers by marks in the chat template (``formats``). Reasoning stands at an answer's beginning, between the
+marks that vLLM's parser names; a tool call begins with a mark of its format. So a stream passes on what is certain, and only
+what follows the beginning of a call waits for vLLM's parser of whole texts. Line breaks around reasoning belong to its marks.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from skyrl_async.chat import Tool
+from skyrl_async.endpoint.parsing.answers import (
+    AnswerDelta,
+    ParsedAnswer,
+    ToolCall,
+    forced_tool_schema,
+    make_tool_call,
+    parse_forced,
+)
+from skyrl_async.endpoint.parsing.formats import format_of, reasoning_parser_for, tool_parser_for
+from skyrl_async.endpoint.parsing.splitting import AnswerStream, Marks
+from skyrl_async.errors import ConfigError
+from skyrl_async.inference.vllm.parsers import (
+    FoundCalls,
+    VLLMReasoningParser,
+    VLLMToolParser,
+    load_reasoning_parser,
+    load_tool_parser,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = [
+    "AnswerDelta",
+    "AnswerParser",
+    "AnswerStream",
+    "ParsedAnswer",
+    "ToolCall",
+    "forced_tool_schema",
+    "parse_forced",
+]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_NUM_LAST_TOKENS = 32
+"""Where a prompt opens reasoning, it does so within so many tokens of its end."""
+
+
+class AnswerParser:
+    """Takes the answers of one model apart; made by ``of``, shared by all requests."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerFast",
+        *,
+        tools: VLLMToolParser | None = None,
+        reasoning: VLLMReasoningParser | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tools = tools
+        self._reasoning = reasoning
+        self._format = format_of(tools.name if tools else None)
+        self._marks = _marks(reasoning, self._format.starts)
+        self._logged: set[str] = set()
+        self.keeps_special_tokens = self._needs_special_tokens()
+        """Whether the parsers need a text that spells special tokens."""
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: "PreTrainedTokenizerFast",
+        *,
+        tool_call_parser: str | None = "auto",
+        reasoning_parser: str | None = "auto",
+    ) -> "AnswerParser":
+        """The parser for a tokenizer's model.
+
+        Args:
+            tool_call_parser: vLLM's name; ``auto`` goes by the chat template; None or ``none`` parses nothing.
+            reasoning_parser: likewise.
+
+        Raises:
+            ConfigError: vLLM has no parser of that name, or it cannot read this tokenizer's text.
+        """
+        template = tokenizer.chat_template or ""
+        text = template if isinstance(template, str) else "\n".join(template.values())
+        tools = _load(load_tool_parser, tool_call_parser, tool_parser_for(text), tokenizer)
+        reasoning = _load(load_reasoning_parser, reasoning_parser, reasoning_parser_for(text), tokenizer)
+        return cls(tokenizer, tools=tools, reasoning=reasoning)
+
+    def starts_in_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends in an open block of reasoning, so that its answer begins inside of one."""
+        start = self._reasoning.start if self._reasoning else None
+        if not start:
+            return False
+        end = self._tokenizer.decode(list(prompt_token_ids[-_NUM_LAST_TOKENS:]), clean_up_tokenization_spaces=False)
+        return str(end).rstrip().endswith(start)
+
+    def parse(self, text: str, *, tools: Sequence[Tool] | None, starts_in_reasoning: bool = False) -> ParsedAnswer:
+        """The answer in a whole text. Never raises: what cannot be parsed is content, as it was written.
+
+        Args:
+            tools: those of the request; without any, a call is content.
+            starts_in_reasoning: the prompt has opened a block of reasoning.
+        """
+        stream = self.stream(tools=tools, starts_in_reasoning=starts_in_reasoning)
+        return (stream.push(text) + stream.finish()).as_whole()
+
+    def stream(self, *, tools: Sequence[Tool] | None, starts_in_reasoning: bool = False) -> AnswerStream:
+        """Takes one answer apart as it grows; arguments as for ``parse``."""
+        offered = tuple(tools or ())
+        return AnswerStream(
+            self._marks if offered and self._tools else self._marks.without_calls(),
+            read_calls=lambda text: self._read_calls(text, offered),
+            read_reasoning=self._read_reasoning if self._reasoning and not self._marks.reasoning else None,
+            starts_in_reasoning=starts_in_reasoning,
+        )
+
+    def _read_calls(self, text: str, tools: Sequence[Tool]) -> AnswerDelta | None:
+        """The calls in a text that begins with one, and the words around them; None where it holds no whole call."""
+        assert self._tools is not None
+        try:
+            found = self._tools.extract(text, tools)
+            if not found.calls or not _are_whole(found, text, self._format.end):
+                self._log_once(logging.INFO, self._tools.name, "it found no whole call")
+                return None
+        except Exception as error:  # whatever a model writes is data
+            self._log_once(logging.WARNING, self._tools.name, f"{type(error).__name__}: {error}")
+            return None
+        calls = tuple(make_tool_call(name, arguments) for name, arguments in found.calls)
+        return AnswerDelta(content=found.content, tool_calls=calls)
+
+    def _read_reasoning(self, text: str) -> tuple[str, str]:
+        """Reasoning and content of a whole text."""
+        assert self._reasoning is not None
+        try:
+            reasoning, content = self._reasoning.extract(text)
+        except Exception as error:  # whatever a model writes is data
+            self._log_once(logging.WARNING, self._reasoning.name, f"{type(error).__name__}: {error}")
+            return "", text
+        return (reasoning, content) if reasoning or content else ("", text)
+
+    def _log_once(self, level: int, name: str, reason: str) -> None:
+        kind = f"{name} {reason.partition(':')[0]}"
+        if kind not in self._logged:
+            self._logged.add(kind)
+            logger.log(level, "an answer is passed on as it was written: parser %s, %.200s (logged once)", name, reason)
+
+    def _needs_special_tokens(self) -> bool:
+        added = self._tokenizer.added_tokens_decoder.values()
+        special = {str(token.content) for token in added if token.special}
+        reasoning = self._reasoning
+        marks = {reasoning.start, reasoning.end} if reasoning else set()
+        if self._tools and self._format.parsers:
+            marks |= {*self._format.starts, self._format.end}
+        is_unknown = self._tools is not None and not self._format.parsers
+        return bool(special & marks) or (is_unknown and self._tools is not None and self._tools.wants_special_tokens)
+
+
+def _load(
+    load: Callable[[str, "PreTrainedTokenizerFast"], T],
+    name: str | None,
+    for_template: str | None,
+    tokenizer: "PreTrainedTokenizerFast",
+) -> T | None:
+    if name is None or name == "none":
+        return None
+    if name != "auto":
+        return load(name, tokenizer)
+    try:
+        return load(for_template, tokenizer) if for_template else None
+    except ConfigError as error:
+        logger.warning("answers are not parsed as the chat template suggests: %s", error)
+        return None
+
+
+def _marks(reasoning: VLLMReasoningParser | None, call_starts: tuple[str, ...]) -> Marks:
+    """The marks at which answers are split here. Reasoning's count only if they alone say what vLLM's parser does."""
+    if reasoning is None or not reasoning.start or not reasoning.end:
+        return Marks(calls=call_starts)
+    if reasoning.extract(f"{reasoning.start}a{reasoning.end}b") != ("a", "b"):
+        return Marks(calls=call_starts)
+    ending = tuple(start for start in call_starts if reasoning.extract(f"a{start}b") == ("a", f"{start}b"))
+    return Marks(reasoning=(reasoning.start, reasoning.end), calls=call_starts, calls_ending_reasoning=ending)
+
+
+def _are_whole(found: FoundCalls, text: str, end: str | None) -> bool:
+    """Whether every call has a name, arguments that are JSON, and its end; ``ValueError`` says which arguments are not."""
+    for name, arguments in found.calls:
+        if not name.strip():
+            return False
+        json.loads(arguments)
+    return end is None or text.count(end) >= len(found.calls)

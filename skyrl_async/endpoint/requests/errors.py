@@ -1,0 +1,144 @@
+"""Every failure as an OpenAI error body: ``{"error": {"message", "type", "param", "code"}}``.
+
+Flows in: exceptions raised by routes, by FastAPI and by this package. Flows out: JSON responses. Of an unexpected
+exception the log gets the traceback and the client only the class.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from skyrl_async.endpoint.requests.json_text import StrictJSONResponse
+from skyrl_async.errors import (
+    NoEngineError,
+    PromptTooLongError,
+    RequestRefusedError,
+    SessionClosedError,
+    SessionNotFoundError,
+)
+
+logger = logging.getLogger(__name__)
+
+
+_NO_ENGINE_RETRY_S = 10
+"""An engine boots in tens of seconds."""
+
+
+class ApiError(Exception):
+    """A refusal a route decided on."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        # litellm goes by this word, and retries a 401 that is called an invalid request.
+        kind = {401: "authentication_error"}.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return StrictJSONResponse(self.body, self.status, headers=self.headers)
+
+    def response_for(self, path: str) -> JSONResponse:
+        """The response in the manner of the surface at ``path``: Anthropic's SDK looks for a type beside the error."""
+        outer = {"type": "error"} if path.startswith("/v1/messages") else {}
+        return StrictJSONResponse(outer | self.body, self.status, headers=self.headers)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of a failure; an unexpected one is logged."""
+    match error:
+        case ApiError():
+            return error
+        case PromptTooLongError():
+            return ApiError(400, str(error), code="context_length_exceeded", param="messages")
+        case NoEngineError():
+            return ApiError(503, str(error), code="no_engine", headers={"Retry-After": str(_NO_ENGINE_RETRY_S)})
+        case RequestRefusedError():
+            return ApiError(400, str(error), code="invalid_value")
+        case SessionClosedError():
+            # The one status every harness gives up on at once.
+            return ApiError(401, str(error), code="session_closed")
+        case SessionNotFoundError():
+            return ApiError(404, str(error), code="session_not_found")
+        case RequestValidationError():
+            return _validation_error(error)
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), code=_CODES.get(error.status_code))
+    logger.error("a request failed unexpectedly", exc_info=error)
+    return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> ApiError:
+    return ApiError(500, f"the server failed unexpectedly ({type(error).__name__}); its log has the traceback")
+
+
+_KIND_OF_VALUE = re.compile(r"str|int|bool|float|none|(list|dict|constrained|function|nullable)[-\[].*")
+"""What pydantic puts into the path of a field that may be one of several things."""
+
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body must be JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    places = [str(part) for part in first["loc"] if part != "body"]
+    param = ".".join(place for place in places if not _KIND_OF_VALUE.fullmatch(place)) or None
+    return ApiError(400, f"{param or 'the body'}: {first['msg']}", code="invalid_value", param=param)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every failure of ``app`` with an OpenAI error body."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            error = ApiError(
+                error.status_code,
+                f"{request.method} {request.url.path}: {error.detail}",
+                code=_CODES[error.status_code],
+                headers=error.headers,
+            )
+        return as_api_error(error).response_for(request.url.path)
+
+    async def answer_unexpected(_request: Request, error: Exception) -> Response:
+        return _unexpected(error).response()  # the ASGI server logs it: the exception goes on to there
+
+    async def nobody_is_left(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=499)
+
+    for kind in (
+        HTTPException,
+        RequestValidationError,
+        ApiError,
+        PromptTooLongError,
+        NoEngineError,
+        RequestRefusedError,
+        SessionClosedError,
+        SessionNotFoundError,
+    ):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(Exception, answer_unexpected)
+    app.add_exception_handler(ClientDisconnect, nobody_is_left)

@@ -1,0 +1,34 @@
+"""Where a body asks the impossible of the policy's tokenizer, as 400 that names the field.
+
+Flows in: blocks that render, and token ids. Flows out: ``ApiError``. Does not know what is rendered, nor surfaces.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from skyrl_async.endpoint.requests.errors import ApiError
+from skyrl_async.errors import ConfigError
+
+
+@contextmanager
+def refused_values(param: str) -> Iterator[None]:
+    """A ``ValueError`` of the block refuses the request's ``param``.
+
+    A ``ConfigError`` passes: though also a ``ValueError``, it is the chat template's fault and not the client's.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ApiError(400, str(error), code="invalid_value", param=param) from error
+
+
+def known_ids(token_ids: Sequence[int], vocab_size: int, *, param: str) -> tuple[int, ...]:
+    """``token_ids``, all of them in ``[0, vocab_size)``; ``ApiError`` 400 otherwise."""
+    unknown = next((i for i in token_ids if not 0 <= i < vocab_size), None)
+    if unknown is not None:
+        raise ApiError(
+            400, f"{param} must hold ids in [0, {vocab_size}), got {unknown}", code="invalid_value", param=param
+        )
+    return tuple(token_ids)

@@ -1,0 +1,144 @@
+"""``POST /v1/chat/completions``.
+
+Flows in: chat requests. Flows out: OpenAI replies, whole or streamed, with reasoning and tool calls, and with exact ids,
+log-probs and policy versions on request. A request open while weights change is held by the sampler and finished:
+``finish_reason`` is never ``abort``. Does not know engines or sessions.
+"""
+
+import time
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from skyrl_async.chat import ChatRenderer
+from skyrl_async.endpoint.requests.context import Serving
+from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, Planned, chat_tool_call
+from skyrl_async.endpoint.requests.response_parts import chat_logprobs, provenance, usage
+from skyrl_async.endpoint.requests.shared_request import Emit
+from skyrl_async.endpoint.routes.schema import ChatCompletionRequest
+from skyrl_async.runtime.tasks import run_together
+from skyrl_async.types import Completion, CompletionDelta
+
+
+def make_router(serving: Serving) -> APIRouter:
+    """The chat surface over ``serving``."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+        serving.require_model(body.model)
+        asked = body.to_generation(request.headers.get("x-session-id"))
+        return await serving.exchange(
+            request,
+            lambda planner: ChatCall(planner.plan(asked), body, serving.renderer, serving.model_name),
+            is_stream=bool(body.stream),
+        )
+
+    return router
+
+
+class ChatCall:
+    """One request in OpenAI's chat format."""
+
+    def __init__(self, planned: Planned, body: ChatCompletionRequest, renderer: ChatRenderer, model_name: str) -> None:
+        self._planned = planned
+        self._body = body
+        self._renderer = renderer
+        self._common = {"id": f"chatcmpl-{uuid4().hex}", "created": int(time.time()), "model": model_name}
+
+    async def reply(self) -> dict[str, Any]:
+        """The whole answer: ``n`` independent generations."""
+        answers = await run_together(
+            {f"{self._common['id']}-{i}": self._planned.answer(i) for i in range(self._body.num_choices)}
+        )
+        num_tokens = sum(len(answer.completion.token_ids) for answer in answers)
+        reply = self._common | {
+            "object": "chat.completion",
+            "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
+            "usage": usage(len(self._planned.prompt_token_ids), num_tokens),
+        }
+        return reply | self._prompt_ids()
+
+    async def stream(self, emit: Emit) -> None:
+        """The answer in chunks, those of ``n`` choices interleaved."""
+        counts = await run_together(
+            {f"{self._common['id']}-{i}": self._stream_choice(i, emit) for i in range(self._body.num_choices)}
+        )
+        if self._body.includes_usage:
+            emit(self._chunk([]) | {"usage": usage(len(self._planned.prompt_token_ids), sum(counts))})
+
+    async def _stream_choice(self, index: int, emit: Emit) -> int:
+        """Emit one choice's chunks and return how many tokens it had."""
+        num_tokens = num_calls = 0
+        is_begun = False
+        async with aclosing(self._planned.stream(index)) as blocks:
+            async for block in blocks:
+                if not is_begun:  # only now: until the first event a failure has a status of its own
+                    emit(self._chunk([_role_choice(index)]) | self._prompt_ids())
+                    is_begun = True
+                emit(self._chunk([self._chunk_choice(index, block, num_calls)]))
+                num_tokens += len(block.delta.token_ids)
+                num_calls += len(block.tool_calls)
+        return num_tokens
+
+    def _chunk_choice(self, index: int, block: AnswerBlock, num_calls_before: int) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta": _delta(block, num_calls_before),
+            "logprobs": self._logprobs(block.delta),
+            "finish_reason": block.finish_reason,
+        }
+        return choice | self._provenance(block.delta)
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "message": _message(answer),
+            "logprobs": self._logprobs(answer.completion),
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_string,
+        }
+        if self._body.return_token_ids:
+            choice["text_ends"] = self._renderer.text_ends(answer.completion.token_ids)
+            choice["num_aborts"] = answer.completion.num_aborts
+        return choice | self._provenance(answer.completion)
+
+    def _provenance(self, block: Completion | CompletionDelta) -> dict[str, Any]:
+        return provenance(block) if self._body.return_token_ids else {}
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._planned.prompt_token_ids} if self._body.return_token_ids else {}
+
+    def _logprobs(self, block: Completion | CompletionDelta) -> dict[str, Any] | None:
+        return chat_logprobs(block, self._renderer) if self._body.logprobs else None
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = self._common | {"object": "chat.completion.chunk", "choices": choices}
+        return chunk | {"usage": None} if self._body.includes_usage else chunk
+
+
+def _role_choice(index: int) -> dict[str, Any]:
+    return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.reasoning:
+        message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+    if answer.tool_calls:
+        message["tool_calls"] = [chat_tool_call(call) for call in answer.tool_calls]
+    return message
+
+
+def _delta(block: AnswerBlock, num_calls_before: int) -> dict[str, Any]:
+    delta: dict[str, Any] = {"content": block.content} if block.content else {}
+    if block.reasoning:
+        delta |= {"reasoning_content": block.reasoning, "reasoning": block.reasoning}
+    if block.tool_calls:
+        delta["tool_calls"] = [
+            {"index": num_calls_before + i, **chat_tool_call(call)} for i, call in enumerate(block.tool_calls)
+        ]
+    return delta

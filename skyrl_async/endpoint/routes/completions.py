@@ -1,0 +1,138 @@
+"""``POST /v1/completions``: raw prompts, as text or as token ids.
+
+Flows in: completion requests. Flows out: OpenAI replies, whole or streamed. In a session each one is a turn without parent.
+Does not know engines or sessions.
+"""
+
+import time
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from skyrl_async.chat import ChatRenderer
+from skyrl_async.endpoint.requests.context import Serving
+from skyrl_async.endpoint.requests.errors import ApiError
+from skyrl_async.endpoint.requests.generation import Answer, Planned, Planner
+from skyrl_async.endpoint.requests.response_parts import completion_logprobs, provenance, usage
+from skyrl_async.endpoint.requests.shared_request import Emit
+from skyrl_async.endpoint.routes.schema import CompletionRequest
+from skyrl_async.runtime.tasks import run_together
+from skyrl_async.types import Completion, CompletionDelta
+
+_MAX_CHOICES = 1024
+
+
+def make_router(serving: Serving) -> APIRouter:
+    """The completions surface over ``serving``."""
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        serving.require_model(body.model)
+        label = request.headers.get("x-session-id")
+        return await serving.exchange(
+            request,
+            lambda planner: CompletionCall(_plan(planner, body, label), body, serving.renderer, serving.model_name),
+            is_stream=bool(body.stream),
+        )
+
+    return router
+
+
+def _plan(planner: Planner, body: CompletionRequest, label: str | None) -> list[Planned]:
+    """One plan per prompt."""
+    encode = planner.renderer.encode
+    prompts = [encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompts]
+    if not prompts or not all(prompts):
+        raise _refused("prompt must hold at least one token, got none")
+    if len(prompts) * body.num_choices > _MAX_CHOICES:
+        raise _refused(f"prompts times n must be <= {_MAX_CHOICES}, got {len(prompts)} * {body.num_choices}")
+    return [planner.plan(body.to_generation(prompt, label)) for prompt in prompts]
+
+
+def _refused(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_value", param="prompt")
+
+
+class CompletionCall:
+    """One request in OpenAI's completions format: ``n`` choices of each prompt, in the order of prompts."""
+
+    def __init__(
+        self, planned: list[Planned], body: CompletionRequest, renderer: ChatRenderer, model_name: str
+    ) -> None:
+        self._choices = [(plan, i) for plan in planned for i in range(body.num_choices)]
+        self._num_prompt_tokens = sum(len(plan.prompt_token_ids) for plan in planned)
+        self._body = body
+        self._renderer = renderer
+        self._common = {
+            "id": f"cmpl-{uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model_name,
+        }
+
+    async def reply(self) -> dict[str, Any]:
+        """The whole answer."""
+        answers = await run_together(
+            {f"{self._common['id']}-{index}": plan.answer(i) for index, (plan, i) in enumerate(self._choices)}
+        )
+        num_tokens = sum(len(answer.completion.token_ids) for answer in answers)
+        return self._common | {
+            "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
+            "usage": usage(self._num_prompt_tokens, num_tokens),
+        }
+
+    async def stream(self, emit: Emit) -> None:
+        """The answer in chunks, those of all choices interleaved."""
+        counts = await run_together(
+            {f"{self._common['id']}-{i}": self._stream_choice(i, emit) for i in range(len(self._choices))}
+        )
+        if self._body.includes_usage:
+            emit(self._chunk([]) | {"usage": usage(self._num_prompt_tokens, sum(counts))})
+
+    async def _stream_choice(self, index: int, emit: Emit) -> int:
+        plan, choice_of_prompt = self._choices[index]
+        echo, num_tokens, num_characters = self._echo(plan), 0, 0
+        async with aclosing(plan.stream(choice_of_prompt)) as blocks:
+            async for block in blocks:
+                delta = block.delta
+                num_tokens += len(delta.token_ids)
+                choice = {
+                    "index": index,
+                    "text": echo + block.content,
+                    "logprobs": self._logprobs(delta, num_characters),
+                    "finish_reason": block.finish_reason,
+                }
+                num_characters += len(block.content)
+                echo = ""
+                emit(self._chunk([choice | self._provenance(plan, delta)]))
+        return num_tokens
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        plan, _ = self._choices[index]
+        choice = {
+            "index": index,
+            "text": self._echo(plan) + (answer.content or ""),
+            "logprobs": self._logprobs(answer.completion, 0),
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_string,
+        }
+        return choice | self._provenance(plan, answer.completion)
+
+    def _echo(self, plan: Planned) -> str:
+        return self._renderer.decode(plan.prompt_token_ids) if self._body.echo else ""
+
+    def _provenance(self, plan: Planned, block: Completion | CompletionDelta) -> dict[str, Any]:
+        if not self._body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": plan.prompt_token_ids} | provenance(block)
+
+    def _logprobs(self, block: Completion | CompletionDelta, offset: int) -> dict[str, Any] | None:
+        return None if self._body.logprobs is None else completion_logprobs(block, self._renderer, offset)
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = self._common | {"choices": choices}
+        return chunk | {"usage": None} if self._body.includes_usage else chunk

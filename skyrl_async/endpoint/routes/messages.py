@@ -1,0 +1,102 @@
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's Messages API with text and tools.
+
+Flows in: messages of content blocks. Flows out: messages, whole or as events, and counts. Does not know how prompts are
+made or tokens sampled.
+"""
+
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from skyrl_async.chat import ChatRenderer
+from skyrl_async.endpoint.parsing.stream_joining import joined_completion
+from skyrl_async.endpoint.requests.context import Serving
+from skyrl_async.endpoint.requests.generation import Planned
+from skyrl_async.endpoint.requests.response_parts import provenance
+from skyrl_async.endpoint.requests.shared_request import Emit
+from skyrl_async.endpoint.requests.streaming import EventStyle
+from skyrl_async.endpoint.requests.validation import refused_values
+from skyrl_async.endpoint.routes.messages_output import MessageWriter
+from skyrl_async.endpoint.routes.messages_schema import Conversation, MessagesRequest
+from skyrl_async.types import Completion, FinishReason
+
+
+def make_router(serving: Serving) -> APIRouter:
+    """The Messages surface over ``serving``."""
+    router = APIRouter()
+
+    @router.post("/v1/messages")
+    async def create_message(body: MessagesRequest, request: Request) -> Response:
+        serving.require_model(body.model)
+        asked = body.to_generation(request.headers.get("x-session-id"))
+        return await serving.exchange(
+            request,
+            lambda planner: MessagesCall(planner.plan(asked), body, serving.renderer, serving.model_name),
+            is_stream=bool(body.stream),
+            style=EventStyle.named,
+        )
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(body: Conversation) -> Response:
+        serving.require_model(body.model)
+        with refused_values("messages"):
+            prompt = serving.renderer.render(body.chat_messages(), tools=body.chat_tools() or None)
+        return JSONResponse({"input_tokens": len(prompt)})
+
+    return router
+
+
+class MessagesCall:
+    """One request in Anthropic's format."""
+
+    def __init__(self, planned: Planned, body: MessagesRequest, renderer: ChatRenderer, model_name: str) -> None:
+        self._planned = planned
+        self._body = body
+        self._renderer = renderer
+        self._model_name = model_name
+
+    async def reply(self) -> dict[str, Any]:
+        """The whole message."""
+        answer = await self._planned.answer()
+        writer = self._writer(lambda _: None)
+        writer.write(reasoning=self._shown(answer.reasoning), text=answer.content, tool_calls=answer.tool_calls)
+        return self._finish(writer, answer.completion, answer.finish_reason) | self._prompt_ids()
+
+    async def stream(self, emit: Emit) -> None:
+        """The message in events."""
+        writer, deltas = self._writer(emit), []
+        finish_reason: str | None = None
+        writer.begin(self._prompt_ids())
+        async with aclosing(self._planned.stream()) as blocks:
+            async for block in blocks:
+                deltas.append(block.delta)
+                writer.write(reasoning=self._shown(block.reasoning), text=block.content, tool_calls=block.tool_calls)
+                finish_reason = block.finish_reason
+        self._finish(writer, joined_completion(self._planned.prompt_token_ids, deltas), finish_reason)
+
+    def _finish(self, writer: MessageWriter, completion: Completion, finish_reason: str | None) -> dict[str, Any]:
+        stop_sequence = self._renderer.stop_string(completion.token_ids, completion.text, self._body.stop or ())
+        if completion.finish_reason is FinishReason.LENGTH:
+            stop_reason, stop_sequence = "max_tokens", None
+        elif finish_reason == "tool_calls":
+            stop_reason, stop_sequence = "tool_use", None
+        else:
+            stop_reason = "end_turn" if stop_sequence is None else "stop_sequence"
+        return writer.finish(
+            stop_reason=stop_reason,
+            stop_sequence=stop_sequence,
+            num_sampled_tokens=len(completion.token_ids),
+            extra=provenance(completion) if self._body.return_token_ids else {},
+        )
+
+    def _writer(self, emit: Emit) -> MessageWriter:
+        return MessageWriter(uuid4().hex, self._model_name, len(self._planned.prompt_token_ids), emit)
+
+    def _shown(self, reasoning: str | None) -> str | None:
+        return reasoning if self._body.shows_thinking else None
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._planned.prompt_token_ids} if self._body.return_token_ids else {}

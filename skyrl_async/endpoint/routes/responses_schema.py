@@ -1,0 +1,118 @@
+"""What clients may ask of ``POST /v1/responses``: the stateless subset of OpenAI's Responses API.
+
+Flows in: bodies. Flows out: generation requests, or refusals of what needs a store or a hosted tool. Fields that are not
+here are ignored. Does not know HTTP.
+"""
+
+import json
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from skyrl_async.chat import Tool
+from skyrl_async.endpoint.requests.generation import GenerationRequest
+from skyrl_async.endpoint.routes.messages_fields import (
+    chat_tool,
+    checked_choice,
+    name_at,
+    object_at,
+    refused,
+    unsupported,
+)
+from skyrl_async.endpoint.routes.responses_input import chat_messages
+from skyrl_async.endpoint.routes.schema import SamplingFields
+from skyrl_async.types import StructuredOutput
+
+_LOGPROBS = "message.output_text.logprobs"
+_STATEFUL = {
+    "previous_response_id": "nothing is stored here: send the earlier items in input",
+    "conversation": "nothing is stored here: send the earlier items in input",
+    "background": "a response is not kept for later: leave it out",
+    "prompt": "there are no prompt templates here: send the text in input",
+}
+
+
+class TextConfig(BaseModel):
+    """OpenAI's ``text``."""
+
+    format: dict[str, Any] | None = None
+
+
+class ResponsesRequest(SamplingFields):
+    """A body of ``POST /v1/responses``: OpenAI's fields and those of ``SamplingFields``. Null means the default everywhere.
+
+    ``return_token_ids`` answers with ``prompt_token_ids``, ``token_ids``, ``token_logprobs`` and ``policy_versions`` in the
+    response.
+    """
+
+    input: Any
+    """A string, or items."""
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = "auto"
+    text: TextConfig | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    include: list[str] | None = None
+    parallel_tool_calls: bool | None = True
+    reasoning: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    background: Any = None
+    prompt: Any = None
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Text comes with the log-probs of the answer's tokens."""
+        return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    def to_generation(self, session_label: str | None) -> GenerationRequest:
+        """The request without its wire format; ``ApiError`` names what is not served."""
+        for name, advice in _STATEFUL.items():
+            if getattr(self, name):
+                raise refused(name, f"is not supported; {advice}", code="unsupported_parameter")
+        tools = tuple(_chat_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or ()))
+        return GenerationRequest(
+            messages=chat_messages(self.input, self.instructions),
+            tools=tools or None,
+            tool_choice=checked_choice(self._choice(), tools),
+            sampling=self.sampling(
+                self.max_output_tokens,
+                self._structured(),
+                self.top_logprobs or 0,
+                shows_logprobs=self.has_logprobs,
+            ),
+            session_label=self.session_id or session_label,
+            priority=self.priority or 0,
+        )
+
+    def _choice(self) -> str:
+        match self.tool_choice:
+            case None:
+                return "auto"
+            case "auto" | "none" | "required":
+                return str(self.tool_choice)
+            case {"type": "function"}:
+                return name_at(self.tool_choice, "name", "tool_choice")
+            case {"type": kind}:
+                raise unsupported("tool_choice", kind, "choose auto, none, required or a function")
+        raise refused("tool_choice", f"must be auto, none, required or a function, got {self.tool_choice!r}")
+
+    def _structured(self) -> StructuredOutput | None:
+        form = (self.text and self.text.format) or {"type": "text"}
+        match form.get("type"):
+            case "text":
+                return None
+            case "json_object":
+                return StructuredOutput(json_object=True)
+            case "json_schema":
+                schema = object_at(form.get("schema"), "text.format.schema")
+                return StructuredOutput(json_schema=json.dumps(schema))
+        raise unsupported("text.format", form.get("type"), "choose text, json_object or json_schema")
+
+
+def _chat_tool(tool: dict[str, Any], where: str) -> Tool:
+    if tool.get("type") != "function":
+        raise unsupported(where, tool.get("type"), "only function tools are: nothing else is run here")
+    return chat_tool(tool, where, parameters="parameters")

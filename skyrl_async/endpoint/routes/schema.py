@@ -1,0 +1,239 @@
+"""What clients may ask of ``/v1/chat/completions`` and ``/v1/completions``.
+
+Flows in: request bodies. Flows out: checked requests, as ``GenerationRequest``. Fields that are not here are ignored, never
+refused: every harness sends some of its own. Does not know HTTP.
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from skyrl_async.chat import Tool
+from skyrl_async.endpoint.requests.generation import GenerationRequest
+from skyrl_async.types import SamplingParams, StructuredOutput
+
+UNBOUNDED = 2**31
+"""``max_tokens`` of a request that names none: the context bounds it."""
+
+
+class StreamOptions(BaseModel):
+    """OpenAI's ``stream_options``."""
+
+    include_usage: bool | None = False
+
+
+StopString = Annotated[str, StringConstraints(min_length=1)]
+
+
+class SamplingFields(BaseModel):
+    """How to sample, in the names of OpenAI and vLLM. Null means the default everywhere."""
+
+    model: str | None = None
+    n: int | None = Field(default=1, ge=1, le=128)
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=1.0, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(default=1.0, gt=0, le=1)
+    stop: StopString | list[StopString] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    presence_penalty: float | None = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=0.0, ge=-2, le=2)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    top_k: int | None = Field(default=0, ge=-1, lt=2**31)
+    min_p: float | None = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=1.0, gt=0, le=10)
+    ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = True
+    priority: int | None = Field(default=0, ge=-(2**31), lt=2**31)
+    return_token_ids: bool | None = False
+    """Answer with ``prompt_token_ids`` and, per choice, ``token_ids``, ``token_logprobs``, ``policy_versions``; whole
+    replies also with ``text_ends`` and ``num_aborts``."""
+    session_id: str | None = None
+    """Requests of one label go to one engine while it lives. A label, never authority."""
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        """A stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling(
+        self,
+        max_tokens: int | None,
+        structured: StructuredOutput | None,
+        num_top_logprobs: int,
+        *,
+        shows_logprobs: bool = False,
+    ) -> SamplingParams:
+        """These fields as a value; a missing ``max_tokens`` is bounded by the context."""
+        return SamplingParams(
+            max_tokens=max_tokens or UNBOUNDED,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=self.top_p or 1.0,
+            top_k=max(self.top_k or 0, 0),
+            min_p=self.min_p or 0.0,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            ignore_eos=bool(self.ignore_eos),
+            seed=self.seed,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            structured=structured,
+            num_top_logprobs=num_top_logprobs,
+            reports_logprobs=shows_logprobs or num_top_logprobs > 0 or bool(self.return_token_ids),
+            skip_special_tokens=self.skip_special_tokens is not False,
+        )
+
+
+class JsonSchema(BaseModel):
+    """OpenAI's ``response_format.json_schema``."""
+
+    name: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's ``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> "ResponseFormat":
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("response_format.json_schema must be set with type json_schema, got none")
+        return self
+
+    @property
+    def structured(self) -> StructuredOutput | None:
+        if self.type == "json_schema" and self.json_schema is not None:
+            return StructuredOutput(json_schema=json.dumps(self.json_schema.schema_))
+        return StructuredOutput(json_object=True) if self.type == "json_object" else None
+
+
+class FunctionDefinition(BaseModel):
+    """OpenAI's ``function`` of a tool."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, StringConstraints(min_length=1)]
+    parameters: dict[str, Any] | None = None
+
+
+class ToolDefinition(BaseModel):
+    """OpenAI's tool; functions are the only kind."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+    def to_tool(self) -> Tool:
+        """The tool as templates get it: what the client sent."""
+        return {"type": "function", **self.model_dump(exclude_unset=True)}
+
+
+class NamedFunction(BaseModel):
+    name: str
+
+
+class NamedToolChoice(BaseModel):
+    """OpenAI's ``tool_choice`` that names a function."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatCompletionRequest(SamplingFields):
+    """A body of ``POST /v1/chat/completions``: OpenAI's fields, vLLM's additions, and this package's."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=0, ge=0, le=20)
+    tools: list[ToolDefinition] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    response_format: ResponseFormat | None = None
+    prefix_token_ids: list[int] | None = Field(default=None, min_length=1)
+    """Exact ids (prompt and completion) of the conversation up to and including the last assistant message: only what
+    follows is rendered, and nothing sampled is tokenized again."""
+    max_total_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of prompt and completion together."""
+
+    @model_validator(mode="after")
+    def _tool_choice_has_tools(self) -> "ChatCompletionRequest":
+        names = [tool.function.name for tool in self.tools or ()]
+        if self.chosen_tool not in ("auto", "none", "required", *names):
+            raise ValueError(f"tool_choice must name one of tools {names}, got {self.chosen_tool!r}")
+        if self.chosen_tool == "required" and not names:
+            raise ValueError("tools must hold at least one when tool_choice is required, got none")
+        return self
+
+    @property
+    def chosen_tool(self) -> str:
+        """``auto``, ``none``, ``required`` or a function's name."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            return self.tool_choice.function.name
+        return self.tool_choice or "auto"
+
+    def to_generation(self, session_label: str | None) -> GenerationRequest:
+        """The request without its wire format."""
+        return GenerationRequest(
+            messages=tuple(self.messages),
+            prompt_token_ids=None if self.prefix_token_ids is None else tuple(self.prefix_token_ids),
+            tools=tuple(tool.to_tool() for tool in self.tools or ()) or None,
+            tool_choice=self.chosen_tool,
+            sampling=self.sampling(
+                self.max_completion_tokens or self.max_tokens,
+                self.response_format.structured if self.response_format else None,
+                (self.top_logprobs or 0) if self.logprobs else 0,
+                shows_logprobs=bool(self.logprobs),
+            ),
+            max_total_tokens=self.max_total_tokens,
+            session_label=self.session_id or session_label,
+            priority=self.priority or 0,
+        )
+
+
+class CompletionRequest(SamplingFields):
+    """A body of ``POST /v1/completions``: OpenAI's fields, vLLM's additions, and this package's."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = Field(default=16, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool | None = False
+    suffix: str | None = None
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _is_served(self) -> "CompletionRequest":
+        if self.suffix:
+            raise ValueError("suffix is not served; leave it out")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not served: log-probs are of sampled tokens; leave one of them out")
+        return self
+
+    @property
+    def prompts(self) -> "list[str] | list[list[int]]":
+        """One prompt or several, as a list of them."""
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        prompts: list[str] | list[list[int]] = [prompt] if is_one else prompt
+        return prompts
+
+    def to_generation(self, prompt_token_ids: tuple[int, ...], session_label: str | None) -> GenerationRequest:
+        """One prompt's request without its wire format."""
+        structured = self.response_format.structured if self.response_format else None
+        return GenerationRequest(
+            prompt_token_ids=prompt_token_ids,
+            sampling=self.sampling(
+                self.max_tokens, structured, self.logprobs or 0, shows_logprobs=self.logprobs is not None
+            ),
+            session_label=self.session_id or session_label,
+            priority=self.priority or 0,
+        )

@@ -1,0 +1,138 @@
+"""``/sessions``: what a controller does with sessions. Harnesses, which hold a session's key, are not let in here.
+
+Flows in: requests to make, look at, reward and delete sessions. Flows out: keys, states and training rows. Does not know
+generation.
+"""
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, FiniteFloat
+from starlette.responses import Response
+
+from skyrl_async.endpoint.requests.context import Serving
+from skyrl_async.endpoint.requests.json_text import StrictJSONResponse
+from skyrl_async.endpoint.sessions.session import Session, SessionSampling
+from skyrl_async.errors import SessionNotFoundError
+from skyrl_async.types import Trajectory
+from skyrl_async.version_spans import spans_of
+
+
+class SamplingBody(BaseModel):
+    """How a session samples, whatever its harness asks for."""
+
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**63)
+
+
+class LimitsBody(BaseModel):
+    """Limits of one session; those left out are the server's."""
+
+    max_turns: int | None = Field(default=None, ge=1, lt=2**63)
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**63)
+    idle_timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    lifetime_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+
+class CreateSession(BaseModel):
+    """A body of ``POST /sessions``."""
+
+    sampling: SamplingBody | None = None
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+    label: str | None = None
+    limits: LimitsBody | None = None
+
+
+class FinishSession(BaseModel):
+    """A body of ``POST /sessions/{id}/finish``."""
+
+    reward: float = Field(allow_inf_nan=False)
+    metrics: dict[str, FiniteFloat] | None = None
+    is_truncated: bool = False
+    is_abandoned: bool = False
+
+
+def make_router(serving: Serving) -> APIRouter:
+    """The controller's surface over ``serving``."""
+    router = APIRouter()
+    store = serving.sessions
+
+    @router.post("/sessions")
+    async def create_session(request: Request, body: CreateSession | None = None) -> Response:
+        body = body or CreateSession()
+        asked = body.limits.model_dump(exclude_none=True) if body.limits else {}
+        session, key = store.create(
+            sampling=SessionSampling(**body.sampling.model_dump()) if body.sampling else None,
+            priority=body.priority,
+            label=body.label,
+            limits=replace(store.limits, **asked),
+        )
+        base_url = f"{request.base_url}v1"
+        created = {"id": session.id, "api_key": key, "base_url": base_url, "model": serving.model_name, "state": "open"}
+        return StrictJSONResponse(created, 201)
+
+    @router.get("/sessions/{session_id}")
+    async def show_session(session_id: str) -> Response:
+        return StrictJSONResponse(_shown(store.get(session_id), has_left_out=not store.trains_side_requests))
+
+    @router.post("/sessions/{session_id}/finish")
+    async def finish_session(session_id: str, body: FinishSession) -> Response:
+        serving.exchange.end_session(store.get(session_id))
+        rows = store.finish(
+            session_id,
+            reward=body.reward,
+            metrics=body.metrics,
+            is_truncated=body.is_truncated,
+            is_abandoned=body.is_abandoned,
+        )
+        return StrictJSONResponse({"id": session_id, "state": "finished", "trajectories": [_row(row) for row in rows]})
+
+    @router.delete("/sessions/{session_id}")
+    async def delete_session(session_id: str) -> Response:
+        with contextlib.suppress(SessionNotFoundError):
+            serving.exchange.end_session(store.get(session_id))
+        store.delete(session_id)
+        return Response(status_code=204)
+
+    return router
+
+
+def _shown(session: Session, *, has_left_out: bool) -> dict[str, Any]:
+    num_side_requests, num_side_tokens = session.side_figures if has_left_out else (0, 0)
+    return {
+        "id": session.id,
+        "state": str(session.state),
+        "label": session.label,
+        "num_turns": session.num_turns,
+        "num_sampled_tokens": session.num_sampled_tokens,
+        "num_side_requests": num_side_requests,
+        "num_side_tokens": num_side_tokens,
+        "num_requests_open": session.num_requests_open,
+        "num_overflows": session.num_overflows,
+        "was_cut_short": session.was_cut_short,
+        "messages": session.newest_messages,
+        "last_text": session.last_text,
+        "last_finish_reason": session.last_finish_reason,
+    }
+
+
+def _row(row: Trajectory) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": row.prompt_token_ids,
+        "response_token_ids": row.response_token_ids,
+        "loss_mask": row.loss_mask,
+        "logprobs": row.logprobs,
+        "policy_versions": spans_of(row.versions),
+        "reward": row.reward,
+        "weight": row.weight,
+        "num_turns": row.num_turns,
+        "num_aborts": row.num_aborts,
+        "is_truncated": row.is_truncated,
+        "is_abandoned": row.is_abandoned,
+        "metrics": row.metrics,
+    }

@@ -1,0 +1,105 @@
+"""The endpoint's application: one router module per surface, behind the keys and the body limit.
+
+    KeyGuard ──> BodyLimit ──> chat · completions · responses · messages ──> Exchange ──> Planner ──> sampler
+                          └──> sessions (controller only) · models · tokenize · health · metrics
+
+Flows in: a sampler, a renderer and settings. Flows out: a FastAPI application for any ASGI server. A further surface is a module
+with ``make_router`` and one line in ``create_app``.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from fastapi import FastAPI
+
+from skyrl_async.chat import ChatRenderer
+from skyrl_async.endpoint.parsing.parsing import AnswerParser
+from skyrl_async.endpoint.requests.context import Serving
+from skyrl_async.endpoint.requests.errors import install_error_handlers
+from skyrl_async.endpoint.requests.generation import Planner
+from skyrl_async.endpoint.requests.guard import BodyLimit, KeyGuard
+from skyrl_async.endpoint.requests.request_handler import Exchange, Slots
+from skyrl_async.endpoint.routes import (
+    chat_completions,
+    completions,
+    messages,
+    operations,
+    responses,
+    sessions,
+    tokenization,
+)
+from skyrl_async.endpoint.routes.operations import Statistics
+from skyrl_async.endpoint.sessions.session import Session
+from skyrl_async.endpoint.sessions.settings import SessionSettings
+from skyrl_async.endpoint.sessions.store import SessionStore
+from skyrl_async.rollout.sampler import Sampler
+
+
+def create_app(
+    sampler: Sampler,
+    renderer: ChatRenderer,
+    *,
+    api_keys: Sequence[str],
+    controller_keys: Sequence[str] = (),
+    model_name: str = "policy",
+    parser: AnswerParser | None = None,
+    session_settings: SessionSettings | None = None,
+    max_body_bytes: int = 16 * 2**20,
+    max_concurrent_requests: int = 4096,
+    statistics: Statistics = dict,
+    keepalive_interval_s: float = 4.0,
+    clock: Callable[[], float] = time.monotonic,
+    on_session_end: Callable[[str], None] = lambda _: None,
+) -> FastAPI:
+    """Make the application; its ``state.serving`` holds the sessions.
+
+    Args:
+        api_keys: Bearer keys that sample outside of sessions. ``/health`` is open; without any key of both kinds so is all.
+        controller_keys: Bearer keys that also make, reward and export sessions.
+        model_name: Name of the policy in ``/v1/models`` and in replies.
+        parser: Finds reasoning and tool calls; None takes what the chat template calls for.
+        max_body_bytes: Larger requests get 413.
+        max_concurrent_requests: Generations at once; more wait in line.
+        statistics: Figures for ``/metrics``.
+        keepalive_interval_s: Silence after which a stream sends a comment, > 0.
+        clock: Seconds, for the lifetimes of sessions.
+        on_session_end: Told the id of a session that is closed, by which the sampler knew its requests; more than once, maybe.
+    """
+    settings = session_settings or SessionSettings()
+    reader = parser or AnswerParser.of(renderer.tokenizer)
+
+    def make_planner(session: Session | None, slots: Slots) -> Planner:
+        return Planner(
+            sampler, renderer, reader, session=session, reasoning_policy=settings.reasoning_policy, slot=slots
+        )
+
+    store = SessionStore(
+        limits=settings.limits,
+        branches=settings.branches,
+        trains_constrained=settings.trains_constrained,
+        trains_side_requests=settings.trains_side_requests,
+        clock=clock,
+        front_end=settings.front_end,
+    )
+    exchange = Exchange(
+        make_planner,
+        clock=clock,
+        max_concurrent_requests=max_concurrent_requests,
+        keepalive_interval_s=keepalive_interval_s,
+        on_session_end=on_session_end,
+    )
+    serving = Serving(sampler=sampler, renderer=renderer, model_name=model_name, sessions=store, exchange=exchange)
+
+    def figures() -> Mapping[str, float]:
+        return {**statistics(), **store.statistics(), **exchange.statistics()}
+
+    app = FastAPI(title="skyrl_async", docs_url=None, redoc_url=None)
+    app.state.serving = serving
+    install_error_handlers(app)
+    for surface in (chat_completions, completions, responses, messages, tokenization):
+        app.include_router(surface.make_router(serving))
+    app.include_router(sessions.make_router(serving))
+    app.include_router(operations.make_router(serving, figures, created=int(time.time())))
+    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    app.add_middleware(KeyGuard, api_keys=tuple(api_keys), controller_keys=tuple(controller_keys), sessions=store)
+    return app

@@ -1,0 +1,86 @@
+"""Hands a session's requests to the front end that holds the session, so that any front end's address serves all of them.
+
+Flows in: ASGI requests. Flows out: the same to this front end's application, or the answer of another front end's, byte by byte.
+Does not know what is asked.
+"""
+
+import httpx
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from skyrl_async.endpoint.requests.errors import ApiError
+from skyrl_async.endpoint.requests.guard import presented_key
+from skyrl_async.endpoint.requests.streaming import until_disconnect
+from skyrl_async.endpoint.sessions.store import front_end_of
+
+_OWN_HEADERS = ("connection", "content-length", "host", "keep-alive", "transfer-encoding")
+"""Headers of one connection, which are not passed on."""
+
+
+class Forwarding:
+    """An ASGI application before another one.
+
+    Args:
+        app: this front end's.
+        front_end: its index.
+    """
+
+    def __init__(self, app: ASGIApp, front_end: int) -> None:
+        self._app = app
+        self._front_end = front_end
+        self._peers: tuple[str, ...] = ()
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=10.0), limits=httpx.Limits(max_connections=None)
+        )
+
+    def connect(self, peers: tuple[str, ...]) -> None:
+        """From now on, ``peers[i]`` (a root without ``/v1``) is where front end ``i`` serves."""
+        self._peers = peers
+
+    async def close(self) -> None:
+        """Close the connections to other front ends."""
+        await self._client.aclose()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        owner = self._other_owner(scope)
+        if owner is None:
+            await self._app(scope, receive, send)
+            return
+        body = await Request(scope, receive).body()
+        try:
+            await until_disconnect(receive, self._forward(owner, scope, body, send))
+        except ClientDisconnect:
+            return
+
+    def _other_owner(self, scope: Scope) -> str | None:
+        """The address of the front end that holds the request's session, unless it is this one or there is none."""
+        key = presented_key(Headers(scope=scope)) if scope["type"] == "http" else None
+        index = front_end_of(key) if key is not None else None
+        if index is None or index == self._front_end or index >= len(self._peers):
+            return None
+        return self._peers[index]
+
+    async def _forward(self, root: str, scope: Scope, body: bytes, send: Send) -> None:
+        query = scope["query_string"].decode()
+        url = f"{root}{scope['path']}{'?' if query else ''}{query}"
+        headers = [(k, v) for k, v in scope["headers"] if k.decode("latin-1") not in _OWN_HEADERS]
+        request = self._client.build_request(scope["method"], url, headers=headers, content=body)
+        try:
+            answer = await self._client.send(request, stream=True)
+        except httpx.TransportError as error:
+            refusal = ApiError(503, f"the front end of this session does not answer: {error}", code="front_end_down")
+            await refusal.response()(scope, _nothing, send)
+            return
+        try:
+            raw = [(k.lower(), v) for k, v in answer.headers.raw if k.decode("latin-1").lower() not in _OWN_HEADERS]
+            await send({"type": "http.response.start", "status": answer.status_code, "headers": raw})
+            async for block in answer.aiter_raw():
+                await send({"type": "http.response.body", "body": block, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await answer.aclose()
+
+
+async def _nothing() -> dict[str, str]:
+    return {"type": "http.disconnect"}

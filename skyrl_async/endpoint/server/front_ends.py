@@ -1,0 +1,280 @@
+"""The front ends of the endpoint: each a process of its own, replaced on its port when it dies or does not answer.
+
+    start ──> serves ──death, silence──> killed ──> another one on the same port, with the same keys and today's engines
+      └────────────────────death───────────┘  └──restarts used up──> given up
+
+Flows in: settings and engines. Flows out: addresses that stay. A session lives in its front end's process and is lost with it: who
+plays it is told so (404), and plays its sample again. Does not know what is served.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from skyrl_async.endpoint.server.process import EndpointServer, EndpointSettings
+from skyrl_async.errors import ConfigError, DeadlineError, InferenceError, SkyRLAsyncError
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.runtime.heartbeat import until_silent
+from skyrl_async.runtime.outages import Outages
+from skyrl_async.runtime.tasks import first_failure, run_together
+
+logger = logging.getLogger(__name__)
+
+_SHUTDOWN_GRACE_S = 5.0
+_PORT_TIMEOUT_S = 60.0
+"""A killed process gives its port up at once, a frozen one when Ray's node kills it, some five seconds later."""
+_PORT_RETRY_S = 0.5
+_START_TIMEOUT_S = 180.0
+
+OnGivenUp = Callable[[SkyRLAsyncError], None]
+"""Takes why a front end will not come back."""
+
+
+class FrontEnd:
+    """One address, and the process that serves there now.
+
+    Args:
+        settings: of every front end.
+        index: of this one.
+        engines: to begin with.
+        max_concurrency: calls running at once in the actor.
+        outages: told of the time between a process's end and its successor.
+        on_given_up: told once there will be none; None: that is raised.
+    """
+
+    def __init__(
+        self,
+        settings: EndpointSettings,
+        index: int,
+        engines: Sequence[InferenceEngine],
+        *,
+        max_concurrency: int,
+        outages: Outages,
+        on_given_up: OnGivenUp | None = None,
+    ) -> None:
+        self._settings = settings
+        self._index = index
+        self._engines = tuple(engines)
+        self._max_concurrency = max_concurrency
+        self._outages = outages
+        self._on_given_up = on_given_up
+        self._num_restarts = 0
+        self.host = settings.host
+        self.port = settings.port + index if settings.port else 0
+        self.actor: Any = None
+
+    @property
+    def url(self) -> str:
+        """Its root, without ``/v1``."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def _name(self) -> str:
+        return f"front end {self._index} of the endpoint"
+
+    async def start_in_time(self) -> None:
+        """``start`` for the first time, again where the process dies meanwhile. Raises ``DeadlineError`` and ``InferenceError``, too."""
+        async with self._coming_up("start"):
+            while True:
+                try:
+                    return await self.start()
+                except RayActorError as error:
+                    if error.actor_init_failed:
+                        raise
+                    self._take_restart(f"did not come up ({_first_line(error)})")
+                    self.kill()
+
+    async def connect_in_time(self, peers: tuple[str, ...]) -> None:
+        """``connect`` for the first time; a process that is dead by now is left to ``keep_up``. Raises ``DeadlineError``, too."""
+        async with self._coming_up("answer"):
+            with contextlib.suppress(RayActorError):
+                await self.connect(peers)
+
+    @asynccontextmanager
+    async def _coming_up(self, what: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S) as deadline:
+                yield
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise DeadlineError(f"{self._name} did not {what} within {_START_TIMEOUT_S:g} s") from error
+
+    async def start(self) -> None:
+        """Serve. Errors raised inside the process arrive as themselves."""
+        server = ray.remote(EndpointServer).options(num_cpus=0, max_concurrency=self._max_concurrency, max_restarts=0)
+        self.actor = server.remote(self._settings, self._engines, self._index)
+        self.host, self.port = await _own_errors(self.actor.start.remote())
+
+    async def connect(self, peers: tuple[str, ...]) -> None:
+        """Tell it where the front ends are."""
+        await _own_errors(self.actor.connect.remote(peers))
+
+    async def follow(self, engines: Sequence[InferenceEngine]) -> None:
+        """See ``FrontEndPool.follow``."""
+        self._engines = tuple(engines)
+        try:
+            await _own_errors(self.actor.follow.remote(self._engines))
+        except RayError as error:
+            raise InferenceError(f"the front end on port {self.port} is gone: {error}") from error
+
+    async def stop(self) -> None:
+        """Let open requests finish."""
+        await _own_errors(self.actor.stop.remote())
+
+    def kill(self) -> None:
+        """End its process, if it was started."""
+        if self.actor is not None:
+            ray.kill(self.actor)
+
+    async def keep_up(self, peers: tuple[str, ...]) -> None:
+        """Waits for the process to die or fall silent, and puts another in its place; returns when the server was stopped, or given up.
+
+        Raises ``InferenceError`` when ``max_restarts`` are used up, and nobody is to be told of it.
+        """
+        try:
+            await self._keep_up(peers)
+        except SkyRLAsyncError as error:
+            if self._on_given_up is None:
+                raise
+            self.kill()
+            self._outages.begin(self._name)
+            self._on_given_up(error)
+
+    async def _keep_up(self, peers: tuple[str, ...]) -> None:
+        reason = await self._fate()
+        while reason is not None:
+            self._take_restart(reason)
+            self._outages.begin(self._name)
+            self.kill()
+            reason = await self._replace(peers)
+            if reason is None:
+                self._outages.end(self._name)
+                reason = await self._fate()
+
+    def _take_restart(self, reason: str) -> None:
+        """Say why another process is started. Raises ``InferenceError`` when that may not be."""
+        who = f"the front end on port {self.port}" if self.port else self._name
+        if self._num_restarts == self._settings.max_restarts:
+            raise InferenceError(
+                f"{who} {reason}, and server.max_restarts={self._num_restarts} are used up. Mend what "
+                "ends it, or raise server.max_restarts, and continue with trainer.resume_mode=latest"
+            )
+        self._num_restarts += 1
+        logger.warning("%s %s: another takes its place", who, reason)
+
+    async def _replace(self, peers: tuple[str, ...]) -> str | None:
+        """Start another process; why it does not serve, None when it does."""
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await self._start_again()
+                await self.connect(peers)
+        except SkyRLAsyncError:
+            raise
+        except Exception as error:  # its death, its silence, or whatever it failed of
+            return f"did not come up ({_first_line(error)})"
+        logger.info("a front end serves on port %d again", self.port)
+        return None
+
+    async def _fate(self) -> str | None:
+        """Wait until the process serves no more; why, or None when it was told to stop."""
+        async with asyncio.TaskGroup() as tasks:
+            ending = tasks.create_task(self._end(), name=f"front-end-{self._index}-end")
+            silence = tasks.create_task(self._silence(), name=f"front-end-{self._index}-heartbeat")
+            done, pending = await asyncio.wait({ending, silence}, return_when=asyncio.FIRST_COMPLETED)
+            for task in pending:
+                task.cancel()
+        return ending.result() if ending in done else silence.result()
+
+    async def _end(self) -> str | None:
+        try:
+            await _own_errors(self.actor.wait.remote())
+        except Exception as error:  # whatever ended the server: another one is started
+            return f"has ended ({_first_line(error)})"
+        return None
+
+    async def _silence(self) -> str:
+        heartbeat = self._settings.heartbeat
+        try:
+            await until_silent(self._ping, heartbeat)
+        except RayError as error:
+            return f"has ended ({type(error).__name__})"
+        return f"does not answer within {heartbeat.timeout_s:g} s"
+
+    async def _ping(self) -> None:
+        await self.actor.ping.remote()
+
+    async def _start_again(self) -> None:
+        """On the same port, once it is free."""
+        self._settings = replace(self._settings, host=self.host, port=self.port - self._index)
+        deadline = asyncio.get_running_loop().time() + _PORT_TIMEOUT_S
+        while True:
+            try:
+                return await self.start()
+            except ConfigError:
+                self.kill()
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(_PORT_RETRY_S)
+
+
+@asynccontextmanager
+async def endpoint_processes(
+    settings: EndpointSettings,
+    engines: Sequence[InferenceEngine],
+    *,
+    num_front_ends: int = 1,
+    max_concurrency: int = 1000,
+    outages: Outages | None = None,
+    on_given_up: OnGivenUp | None = None,
+) -> AsyncIterator[tuple[FrontEnd, ...]]:
+    """Front ends while the block runs, each with its own process, client of the engines and sessions.
+
+    What dies or wedges is replaced, which is one of the ``outages``. Where that fails ``on_given_up`` is told, once per front end, and the
+    outage stays; without it, the block is cancelled and the reason raised.
+    One that hangs before it serves for the first time raises ``DeadlineError``. When the block ends well open requests are finished first.
+    """
+    outages = outages or Outages()
+    front_ends = tuple(
+        FrontEnd(settings, index, engines, max_concurrency=max_concurrency, outages=outages, on_given_up=on_given_up)
+        for index in range(num_front_ends)
+    )
+    try:
+        await run_together({f"start-front-end-{i}": one.start_in_time() for i, one in enumerate(front_ends)})
+        peers = tuple(one.url for one in front_ends)
+        await run_together({f"connect-front-end-{i}": one.connect_in_time(peers) for i, one in enumerate(front_ends)})
+        async with asyncio.TaskGroup() as tasks:
+            keeping = [tasks.create_task(one.keep_up(peers), name=f"front-end-{one.port}") for one in front_ends]
+            try:
+                yield front_ends
+            finally:
+                for task in keeping:
+                    task.cancel()
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(settings.shutdown_timeout_s + _SHUTDOWN_GRACE_S):
+                await run_together({f"stop-front-end-{i}": one.stop() for i, one in enumerate(front_ends)})
+    except BaseExceptionGroup as failures:
+        root = first_failure(failures)
+        raise root from root.__cause__
+    finally:
+        for one in front_ends:
+            one.kill()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+
+
+async def _own_errors(call: Awaitable[Any]) -> Any:
+    try:
+        return await call
+    except RayTaskError as error:
+        raise error.cause from error

@@ -1,0 +1,161 @@
+"""What runs in a front end's process: a Ray actor that serves the application over its own client of the engines.
+
+Flows in: picklable engine adapters, a policy directory, settings. Flows out: an address. The driver's event loop never
+waits for a request, and a request never waits for the driver.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from skyrl_async.endpoint.server.forwarding import Forwarding
+from skyrl_async.endpoint.server.sweeping import sweep_sessions
+from skyrl_async.endpoint.sessions.settings import SessionSettings
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.runtime.heartbeat import DEFAULT, Heartbeat
+
+if TYPE_CHECKING:
+    from skyrl_async.inference.client import InferenceEngineClient
+
+logger = logging.getLogger(__name__)
+
+_SHUTDOWN_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointSettings:
+    """What an endpoint serves and where; see ``ServerConfig``."""
+
+    policy_path: str
+    """Directory of the tokenizer."""
+    trust_remote_code: bool
+    max_model_len: int
+    host: str
+    port: int
+    """Of the first front end; the next ones take the ports after it. 0 takes free ones."""
+    api_keys: tuple[str, ...] = field(repr=False)
+    controller_keys: tuple[str, ...] = field(default=(), repr=False)
+    model_name: str
+    max_body_bytes: int
+    keep_alive_timeout_s: int
+    shutdown_timeout_s: int = 1
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    max_concurrent_requests: int = 4096
+    engine_wait_s: float = 0.0
+    heartbeat: Heartbeat = DEFAULT
+    """A front end that leaves one unanswered is replaced."""
+    max_restarts: int = 10
+    """Times each front end is replaced."""
+    sessions: SessionSettings = field(default_factory=SessionSettings)
+
+
+class EndpointServer:
+    """The actor. ``start`` once, then ``connect``, and ``wait`` or ``stop``."""
+
+    def __init__(self, settings: EndpointSettings, engines: Sequence[InferenceEngine], front_end: int = 0) -> None:
+        self._settings = settings
+        self._engines = engines
+        self._front_end = front_end
+        self._stopping = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
+        self._forwarding: Forwarding
+        self._client: InferenceEngineClient | None = None
+
+    async def start(self) -> tuple[str, int]:
+        """Serve, and return (host, port). ``ConfigError`` for a port in use or a tokenizer without a template."""
+        address: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+        # Ray runs each call as a task of its own, so no call can hold the group in which the server would live.
+        self._serving = asyncio.create_task(self._serve(address), name="endpoint-server")
+        watched: set[asyncio.Future[Any]] = {self._serving, address}
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            self._serving.result()
+        return await address
+
+    async def connect(self, peers: tuple[str, ...]) -> None:
+        """Learn where the other front ends are; see ``Forwarding.connect``."""
+        self._forwarding.connect(peers)
+
+    async def follow(self, engines: Sequence[InferenceEngine]) -> None:
+        """Send requests to these engines from now on, or once it serves; see ``EnginePool.follow``."""
+        self._engines = engines
+        if self._client is not None:
+            self._client.pool.follow(engines)
+
+    async def ping(self) -> None:
+        """Its loop is running."""
+
+    async def wait(self) -> None:
+        """Return when the server has stopped; raise what it failed of."""
+        if self._serving is not None:
+            await asyncio.shield(self._serving)
+
+    async def stop(self) -> None:
+        """Accept nothing more, give open requests ``shutdown_timeout_s`` to finish, and stop. Idempotent."""
+        self._stopping.set()
+        await self.wait()
+
+    async def _serve(self, address: "asyncio.Future[tuple[str, int]]") -> None:
+        from skyrl_async.endpoint.server.serve import start_server
+
+        settings = self._settings
+        app = self._application()
+        self._forwarding = Forwarding(app, self._front_end)
+        server = start_server(
+            self._forwarding,
+            settings.host,
+            settings.port + self._front_end if settings.port else 0,
+            keep_alive_timeout_s=settings.keep_alive_timeout_s,
+            shutdown_timeout_s=settings.shutdown_timeout_s,
+        )
+        async with server as bound, asyncio.TaskGroup() as group:
+            logger.info("endpoint on http://%s:%d/v1", *bound)
+            address.set_result(bound)
+            sweeping = group.create_task(sweep_sessions(app.state.serving), name="endpoint-sweeper")
+            await self._stopping.wait()
+            sweeping.cancel()
+        await self._forwarding.close()
+
+    def _application(self) -> Any:
+        from transformers import AutoTokenizer
+
+        from skyrl_async.chat import ChatRenderer
+        from skyrl_async.endpoint.parsing.parsing import AnswerParser
+        from skyrl_async.endpoint.server.app import create_app
+        from skyrl_async.inference.client import InferenceEngineClient
+
+        settings = self._settings
+        tokenizer = AutoTokenizer.from_pretrained(
+            settings.policy_path, trust_remote_code=settings.trust_remote_code, local_files_only=True
+        )
+        renderer = ChatRenderer(tokenizer)
+        # Front ends do not know of each other's requests: each prefers another engine where all are idle.
+        first = self._front_end % max(1, len(self._engines))
+        client = self._client = InferenceEngineClient(
+            (*self._engines[first:], *self._engines[:first]),
+            tokenizer=tokenizer,
+            max_model_len=settings.max_model_len,
+            renderer=renderer,
+            name=f"endpoint-{self._front_end}",
+            carries_tokens=True,
+            engine_wait_s=settings.engine_wait_s,
+        )
+        parser = AnswerParser.of(
+            tokenizer, tool_call_parser=settings.tool_call_parser, reasoning_parser=settings.reasoning_parser
+        )
+        return create_app(
+            client,
+            renderer,
+            api_keys=settings.api_keys,
+            controller_keys=settings.controller_keys,
+            parser=parser,
+            session_settings=replace(settings.sessions, front_end=self._front_end),
+            max_concurrent_requests=settings.max_concurrent_requests,
+            model_name=settings.model_name,
+            max_body_bytes=settings.max_body_bytes,
+            statistics=client.statistics,
+            on_session_end=client.pool.end_session,
+        )

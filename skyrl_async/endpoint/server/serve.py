@@ -1,0 +1,129 @@
+"""An ASGI application on a socket, for as long as a block lasts.
+
+Flows in: an application and an address. Flows out: the address it really has. Does not know what is served.
+"""
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from skyrl_async.errors import ConfigError
+from skyrl_async.runtime.tasks import first_failure
+
+
+@contextlib.asynccontextmanager
+async def start_server(
+    app: ASGIApp,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    keep_alive_timeout_s: int = 75,
+    shutdown_timeout_s: int = 1,
+) -> AsyncIterator[tuple[str, int]]:
+    """Serve ``app`` while the block runs, and yield (host, port).
+
+    Args:
+        port: 0 takes a free one. ``ConfigError`` when it is in use.
+        keep_alive_timeout_s: Of idle connections; clients break below 75.
+        shutdown_timeout_s: What open requests get at the end before they are cancelled.
+
+    A server that fails cancels the block and raises what it failed of.
+    """
+    bound = _bind(host, port)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=keep_alive_timeout_s,
+            timeout_graceful_shutdown=shutdown_timeout_s,
+        )
+    )
+    try:
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(server.serve(sockets=[bound]), name="endpoint")
+            await server.ready.wait()
+            try:
+                yield bound.getsockname()[0], bound.getsockname()[1]
+            finally:
+                # A group cancels its tasks when the block fails; a cancelled server leaves its connections open.
+                server.stop()
+                await asyncio.wait({serving}, timeout=shutdown_timeout_s + 1)
+    except BaseExceptionGroup as failures:
+        root = first_failure(failures)
+        raise root from root.__cause__
+    finally:
+        bound.close()
+
+
+_CANCELLED_TIMEOUT_S = 1.0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which says when it is ready and leaves signals to the process it is a guest of."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Accept nothing more, and end."""
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """uvicorn's, which would look ten times a second whether it is to end."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await self._stopping.wait()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's, without the pauses in it: open requests get their time, are then cancelled, and release what they hold."""
+        for server in self.servers:
+            server.close()
+        for bound in sockets or ():
+            bound.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()  # at once where it is idle, else after its response
+        for timeout_s in (self.config.timeout_graceful_shutdown, _CANCELLED_TIMEOUT_S):
+            if tasks := set(self.server_state.tasks):
+                _, open_tasks = await asyncio.wait(tasks, timeout=timeout_s)
+                for task in open_tasks:
+                    task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CANCELLED_TIMEOUT_S):
+                while self.server_state.connections:  # noqa: ASYNC110 - nothing tells when the last byte is sent
+                    await asyncio.sleep(0.01)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"server.host must be an address of this machine, got {host!r}: {error.strerror}") from error
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"server.port {port} is in use on {host}; choose another, or 0 for a free one") from error
+        raise ConfigError(f"server.host={host} server.port={port} cannot be bound: {error.strerror}") from error
+    return bound

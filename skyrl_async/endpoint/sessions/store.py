@@ -1,0 +1,195 @@
+"""All sessions of one front end, with the keys that reach them.
+
+Flows in: sessions to create, keys to check, rewards, the time. Flows out: sessions, their rows, those that expired. Only the digest
+of a key is kept, and what is finished or expired is kept only so long: memory is bounded by the sessions that are open. Does not know
+HTTP, engines or what is in a turn.
+"""
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from hmac import compare_digest
+
+from skyrl_async.endpoint.sessions.rows import BranchPolicy
+from skyrl_async.endpoint.sessions.session import Session, SessionLimits, SessionSampling, SessionState
+from skyrl_async.errors import SessionNotFoundError
+from skyrl_async.types import Trajectory
+
+logger = logging.getLogger(__name__)
+
+_NOT_TRAINED = (
+    "session %s: tokens sampled under a grammar are not trained: their log-probs are of the tokens that it left, the trainer's of all; "
+    "trainer.algorithm.policy_loss_type=decoupled_ppo or rollout_is trains them (said once)"
+)
+_NO_DIGEST = bytes(32)
+"""Compared with where there is no session, so that a wrong id takes as long as a wrong secret."""
+
+
+class SessionStore:
+    """Creates, finds, finishes, expires and forgets sessions.
+
+    Args:
+        limits: of sessions that bring none of their own.
+        branches: which branches become rows.
+        trains_constrained: whether tokens sampled under a grammar are trained, where it left a choice.
+        trains_side_requests: whether side requests are among them.
+        clock: seconds, never going back.
+        key_prefix: what keys begin with.
+        front_end: which front end this is, >= 0; it is part of every key.
+        max_finished: finished and expired sessions kept until they are deleted, >= 1; past it those closed first are forgotten.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: SessionLimits,
+        branches: BranchPolicy,
+        trains_side_requests: bool = False,
+        clock: Callable[[], float],
+        trains_constrained: bool = False,
+        key_prefix: str = "sk",
+        front_end: int = 0,
+        max_finished: int = 1000,
+    ) -> None:
+        if max_finished < 1:
+            raise ValueError(f"max_finished must be >= 1, got {max_finished}")
+        self.limits = limits
+        self._branches = branches
+        self._trains_constrained = trains_constrained
+        self._has_warned = False
+        self.trains_side_requests = trains_side_requests
+        self._clock = clock
+        self._key_start = f"{key_prefix}-{front_end}"
+        self._max_finished = max_finished
+        self._sessions: dict[str, Session] = {}
+        self._digests: dict[str, bytes] = {}
+        self._closed: dict[str, None] = {}
+        """Ids of finished and expired sessions, in the order of closing."""
+        self._totals: Counter[str] = Counter()
+
+    def create(
+        self,
+        *,
+        sampling: SessionSampling | None = None,
+        priority: int = 0,
+        label: str | None = None,
+        limits: SessionLimits | None = None,
+    ) -> tuple[Session, str]:
+        """A new session and its key, which nothing here keeps."""
+        session_id, secret = secrets.token_hex(8), secrets.token_hex(24)
+        key = f"{self._key_start}-{session_id}-{secret}"
+        session = Session(
+            session_id,
+            limits=limits or self.limits,
+            now=self._clock(),
+            sampling=sampling,
+            priority=priority,
+            label=label,
+        )
+        self._sessions[session_id] = session
+        self._digests[session_id] = _digest(key)
+        self._totals["created"] += 1
+        return session, key
+
+    def authenticate(self, key: str) -> Session | None:
+        """The session of a key, closed ones included (they refuse requests with a reason); None for any other key. Constant time."""
+        session_id = key[len(self._key_start) + 1 :].partition("-")[0]
+        is_right = compare_digest(_digest(key), self._digests.get(session_id, _NO_DIGEST))
+        return self._sessions.get(session_id) if is_right else None
+
+    def get(self, session_id: str) -> Session:
+        """``SessionNotFoundError`` for one that never was, was deleted or is forgotten."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise SessionNotFoundError(
+                f"there is no session {session_id!r}: it was never created here, or was deleted, or "
+                f"{self._max_finished} others were closed since"
+            )
+        return session
+
+    def finish(
+        self,
+        session_id: str,
+        *,
+        reward: float,
+        metrics: Mapping[str, float] | None = None,
+        is_truncated: bool = False,
+        is_abandoned: bool = False,
+    ) -> tuple[Trajectory, ...]:
+        """The session's rows, as ``Session.finish``; again: the same rows, whatever the reward."""
+        session = self.get(session_id)
+        if session.expire(self._clock()):
+            self._totals["expired"] += 1
+        is_first = session.state is not SessionState.FINISHED
+        if session.has_constrained_turns and not (self._trains_constrained or self._has_warned):
+            self._has_warned = True
+            logger.warning(_NOT_TRAINED, session_id)
+        rows = session.finish(
+            reward=reward,
+            branches=self._branches,
+            trains_constrained=self._trains_constrained,
+            trains_side_requests=self.trains_side_requests,
+            metrics=metrics,
+            is_truncated=is_truncated,
+            is_abandoned=is_abandoned,
+        )
+        if is_first:
+            self._totals["finished"] += 1
+            self._keep_closed(session)
+        return rows
+
+    def delete(self, session_id: str) -> None:
+        """Its key reaches nothing any more; unknown ids are fine."""
+        session = self._forget(session_id)
+        if session is not None:
+            session.delete()
+            self._totals["deleted"] += 1
+
+    def sweep(self) -> list[Session]:
+        """Expire the open sessions that are past a deadline; these."""
+        now = self._clock()
+        expired = [session for session in self._open() if session.expire(now)]
+        self._totals["expired"] += len(expired)
+        for session in expired:
+            self._keep_closed(session)
+        return expired
+
+    def statistics(self) -> dict[str, float]:
+        """Sessions by state and requests open now, and totals since the start."""
+        states = Counter(session.state for session in self._sessions.values())
+        now = {f"{state}_sessions": states[state] for state in SessionState if state is not SessionState.DELETED}
+        totals = {
+            f"{name}_total": self._totals[name] for name in ("created", "finished", "expired", "deleted", "forgotten")
+        }
+        num_requests = sum(session.num_requests_open for session in self._sessions.values())
+        return {name: float(value) for name, value in (now | totals | {"open_requests": num_requests}).items()}
+
+    def _open(self) -> list[Session]:
+        return [session for session in self._sessions.values() if session.is_open]
+
+    def _keep_closed(self, session: Session) -> None:
+        self._closed.pop(session.id, None)
+        self._closed[session.id] = None
+        while len(self._closed) > self._max_finished:
+            forgotten = self._forget(next(iter(self._closed)))
+            if forgotten is not None:
+                forgotten.delete()
+                self._totals["forgotten"] += 1
+
+    def _forget(self, session_id: str) -> Session | None:
+        self._closed.pop(session_id, None)
+        self._digests.pop(session_id, None)
+        return self._sessions.pop(session_id, None)
+
+
+def front_end_of(key: str) -> int | None:
+    """Which front end holds the session of a key; None for what is no session key."""
+    parts = key.rsplit("-", 3)
+    is_key = len(parts) == 4 and parts[1].isascii() and parts[1].isdigit() and len(parts[1]) <= 9
+    return int(parts[1]) if is_key else None
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()

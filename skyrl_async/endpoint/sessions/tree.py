@@ -1,0 +1,288 @@
+"""The turns of one session as a tree, found again by what a harness sends back.
+
+    tools ── system ── user ══ turn 0 ── tool ══ turn 1        ── a message somebody wrote
+                        │         └───── tool ══ turn 2        ══ a turn that was sampled: exact ids, log-probs, versions
+                        └══ turn 3 (the same request again)
+
+Flows in: the messages of requests, and the turns sampled for them. Flows out: the deepest turn that a request continues, and all
+turns with exactly the tokens they were sampled as. Each conversation is a path of message keys from its tools, so a request is
+matched in one walk. Does not know templates, parsers, HTTP, rewards or time.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from skyrl_async.endpoint.sessions.message_key import MessageKey, call_ids, message_key, reasoning_of, tools_key
+from skyrl_async.endpoint.sessions.side_requests import SideRequests, SystemKey, system_key
+from skyrl_async.errors import StateError
+from skyrl_async.types import Completion, Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """One sampled reply. It holds what it adds to its parent, so that a long conversation is stored once."""
+
+    index: int
+    """Position in the order of committing."""
+    parent: "Turn | None" = field(repr=False)
+    """The sampled turn whose ids the prompt begins with; None where a conversation begins."""
+    addition: Completion = field(repr=False)
+    """The completion with its prompt cut to what follows the parent's ids, and without ``top_logprobs``."""
+    message: Message = field(repr=False)
+    """The reply as it went out."""
+    num_messages: int
+    """Messages of the conversation through this reply."""
+    is_constrained: bool
+    """It was sampled under a grammar."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and completion: what the prompt of a turn that continues this one begins with."""
+        return (*self.prompt_token_ids, *self.addition.token_ids)
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        *before, last = (turn.addition for turn in self.path())
+        parts = chain.from_iterable((added.prompt_token_ids, added.token_ids) for added in before)
+        return tuple(chain(chain.from_iterable(parts), last.prompt_token_ids))
+
+    @property
+    def completion(self) -> Completion:
+        """The completion with its whole prompt, without ``top_logprobs``."""
+        return replace(self.addition, prompt_token_ids=self.prompt_token_ids)
+
+    def path(self) -> "list[Turn]":
+        """The turns from the conversation's first to this one."""
+        return list(self._upwards())[::-1]
+
+    def _upwards(self) -> "Iterator[Turn]":
+        turn: Turn | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """What of a request's messages is known in exact ids."""
+
+    turn: Turn | None
+    num_messages: int
+    """``messages[:num_messages]`` are covered by ``turn.token_ids``; 0 without a turn."""
+    keys: tuple[MessageKey, ...] = field(default=(), repr=False)
+    """Of the messages matched, so that ``commit`` need not make them again; empty: it does."""
+
+
+class _Node:
+    """A conversation: the messages on the path to it."""
+
+    __slots__ = ("children", "turns")
+
+    def __init__(self) -> None:
+        self.children: dict[MessageKey, _Node] = {}
+        self.turns: list[Turn] = []
+        """Those whose conversation, reply included, this is. Several when equal replies were sampled for equal requests."""
+
+    def child(self, key: MessageKey) -> "_Node":
+        return self.children.setdefault(key, _Node())
+
+
+class TurnTree:
+    """All turns of a session. Not for use by several threads."""
+
+    def __init__(self) -> None:
+        self._roots: dict[str, _Node] = {}
+        self._turns: list[Turn] = []
+        self._num_turns = 0
+        self._num_sampled_tokens = 0
+        self._is_closed = False
+        self._side_requests = SideRequests()
+        self._newest: dict[SystemKey, tuple[Turn, tuple[Message, ...]]] = {}
+        """The newest turn under each system prompt with its conversation, the newest last."""
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """In the order of committing; parents come before their children."""
+        return tuple(self._turns)
+
+    @property
+    def num_turns(self) -> int:
+        return self._num_turns
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Over all turns."""
+        return self._num_sampled_tokens
+
+    @property
+    def side_requests(self) -> tuple[Turn, ...]:
+        """The turns that were asked beside the task; see ``SideRequests``."""
+        found = self._side_requests.found()
+        return tuple(turn for turn in self._turns if turn.index in found)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def newest_turn(self) -> Turn | None:
+        """No side request, unless there is nothing else."""
+        return self._newest_of_task()[0]
+
+    @property
+    def newest_messages(self) -> tuple[Message, ...]:
+        """The conversation of the newest turn: its request's messages and its reply."""
+        return self._newest_of_task()[1]
+
+    def match(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] | None = None) -> Match:
+        """The deepest sampled turn whose whole conversation equals a prefix of ``messages``, asked with the same ``tools``.
+
+        Reasoning that is echoed must be what was sampled. Between turns that say the same in the same place, the one whose tool-call
+        ids are echoed is meant, else the newest.
+        """
+        keys = tuple(message_key(message) for message in messages)
+        node = self._roots.get(tools_key(tools))
+        mismatches: dict[Turn, int] = {}
+        """Tool-call ids that differ on the way, per turn that is possible."""
+        found: Turn | None = None
+        for key, message in zip(keys, messages, strict=True):
+            node = node.children.get(key) if node is not None else None
+            if node is None:
+                break
+            possible = _possible(node.turns, message, mismatches)
+            mismatches |= possible
+            if possible:
+                found = min(possible, key=lambda turn: (possible[turn], -turn.index))
+        return Match(turn=found, num_messages=0 if found is None else found.num_messages, keys=keys)
+
+    def commit(
+        self,
+        match: Match,
+        messages: Sequence[Message],
+        reply: Message,
+        completion: Completion,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        is_constrained: bool = False,
+        echoes: Sequence[Message] = (),
+    ) -> Turn:
+        """Add a turn.
+
+        Args:
+            match: what ``match`` said of ``messages``; one without a turn where the prompt does not begin with its ids.
+            messages: the request's.
+            reply: as it went out.
+            completion: with its whole prompt.
+            tools: the request's.
+            is_constrained: it was sampled under a grammar.
+            echoes: other forms in which the reply may come back, such as with the stop string that its text lacks.
+
+        Raises ``StateError`` when ``match`` is not of this tree and these messages, when the prompt does not begin with the matched turn's
+        ids, when the completion has not one log-prob and version per token, or when the tree is closed. The tree is then as it was.
+        """
+        if self._is_closed:
+            raise StateError("a closed turn tree accepts no turn; its session is finished or deleted")
+        num_known = self._check_extends(match.turn, completion)
+        keys = match.keys if len(match.keys) == len(messages) else tuple(message_key(m) for m in messages)
+        self._check_is_of(match, keys, tools_key(tools))
+        turn = Turn(
+            index=len(self._turns),
+            parent=match.turn,
+            addition=replace(completion, prompt_token_ids=completion.prompt_token_ids[num_known:], top_logprobs=()),
+            message=reply,
+            num_messages=len(messages) + 1,
+            is_constrained=is_constrained,
+        )
+        self._place(turn, self._roots.setdefault(tools_key(tools), _Node()), keys, (reply, *echoes))
+        self._num_sampled_tokens += len(completion.token_ids)
+        self._side_requests.add(
+            None if turn.parent is None else turn.parent.index,
+            messages,
+            keys,
+            match.num_messages,
+            reply,
+            frozenset(message_key(form) for form in (reply, *echoes)),
+            has_tools=bool(tools),
+            num_tokens=len(completion.token_ids),
+        )
+        system = system_key(messages, keys)
+        self._newest.pop(system, None)
+        self._newest[system] = (turn, (*messages, reply))
+        return turn
+
+    def _newest_of_task(self) -> tuple[Turn | None, tuple[Message, ...]]:
+        side_requests = self._side_requests.found()
+        newest_first = list(self._newest.values())[::-1]
+        return next((one for one in newest_first if one[0].index not in side_requests), (None, ()))
+
+    def _place(self, turn: Turn, node: _Node, keys: Sequence[MessageKey], forms: Sequence[Message]) -> None:
+        for key in keys:
+            node = node.child(key)
+        for key in dict.fromkeys(message_key(form) for form in forms):
+            node.child(key).turns.append(turn)
+        self._turns.append(turn)
+        self._num_turns += 1
+
+    def close(self) -> None:
+        """Let go of all turns and accept no more; ``num_turns`` and ``num_sampled_tokens`` remain."""
+        self._is_closed = True
+        self._roots, self._turns, self._newest, self._side_requests = {}, [], {}, SideRequests()
+
+    def statistics(self) -> dict[str, float]:
+        parents = {turn.parent for turn in self._turns if turn.parent is not None}
+        return {
+            "turns": float(len(self._turns)),
+            "branches": float(len(self._turns) - len(parents)),
+            "roots": float(sum(turn.parent is None for turn in self._turns)),
+            "sampled_tokens": float(self._num_sampled_tokens),
+        }
+
+    def _check_extends(self, parent: Turn | None, completion: Completion) -> int:
+        """How many ids of the prompt are the parent's."""
+        _check_lengths(completion)
+        if parent is None:
+            return 0
+        known = parent.token_ids
+        if completion.prompt_token_ids[: len(known)] != known:
+            raise StateError(
+                f"the prompt of a turn after turn {parent.index} must begin with its {len(known)} ids, but does not; commit it "
+                "without a parent when it was rendered anew"
+            )
+        return len(known)
+
+    def _check_is_of(self, match: Match, keys: Sequence[MessageKey], tools: str) -> None:
+        if match.turn is None:
+            return
+        node = self._roots.get(tools)
+        for key in keys[: match.num_messages]:
+            node = node.children.get(key) if node is not None else None
+        if node is None or match.turn not in node.turns:
+            raise StateError(
+                f"the first {match.num_messages} of {len(keys)} messages must be the conversation of turn "
+                f"{match.turn.index} of this session, but are not; commit with the match of the same messages and tools"
+            )
+
+
+def _possible(turns: Sequence[Turn], message: Message, mismatches: dict[Turn, int]) -> dict[Turn, int]:
+    """Of turns that say ``message``, those that may be meant, with the ids that differ on the whole way to them."""
+    if not turns:
+        return {}
+    reasoning, ids = reasoning_of(message), call_ids(message)
+    possible = {}
+    for turn in turns:
+        is_possible = turn.parent is None or turn.parent in mismatches
+        if is_possible and (not reasoning or reasoning == reasoning_of(turn.message)):
+            pairs = zip(ids, call_ids(turn.message), strict=False)
+            differ = sum(bool(echoed and sent and echoed != sent) for echoed, sent in pairs)
+            possible[turn] = differ + (mismatches[turn.parent] if turn.parent is not None else 0)
+    return possible
+
+
+def _check_lengths(completion: Completion) -> None:
+    num_tokens = len(completion.token_ids)
+    for name in ("logprobs", "versions"):
+        found = len(getattr(completion, name))
+        if found != num_tokens:
+            raise StateError(f"a completion of {num_tokens} tokens must have as many {name}, got {found}")

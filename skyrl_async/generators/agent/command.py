@@ -1,0 +1,254 @@
+"""Harnesses that are programs: a command line, run once per sample in a session of processes of its own.
+
+Flows in: tasks. Flows out: the answer the program wrote, or an error with its last words. The program needs nothing of this
+package: it finds the endpoint and the task in its environment, and the task on its standard input too. It is no sandbox: the
+program has this user's rights, but neither this process's environment nor any key but its session's. Where this process is
+killed, a guard ends the programs; what a guard missed is ended by the next run in the same directory.
+
+| variable | |
+|---|---|
+| `OPENAI_BASE_URL`, `OPENAI_API_BASE`, `OPENAI_API_KEY`, `OPENAI_MODEL` | the session at the endpoint, with `/v1` |
+| `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`, `ANTHROPIC_MODEL` | the same without `/v1` |
+| `SKYRL_TASK_FILE` | JSON: `uid`, `messages`, `extras`, `sample_index`, `is_evaluation` |
+| `SKYRL_RESULT_FILE` | may be written: JSON `{"output": "..."}`, what the judge shall read instead of the last reply |
+| `SKYRL_RUN_DIR`, `SKYRL_RUN_PROCESS` | the run, by which its agents are found when it was killed |
+| `PASSED`, `LC_*`, `AGENT_*` | as they are here |
+"""
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import stat
+import sys
+import uuid
+import weakref
+from asyncio.subprocess import Process
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from skyrl_async.errors import GenerationError
+from skyrl_async.generators.agent.harness import AgentResult, AgentTask
+from skyrl_async.generators.agent.processes import end_guard, kill_agent, start_guard
+
+PASSED = (
+    "CONDA_PREFIX",
+    "HOME",
+    "LANG",
+    "LANGUAGE",
+    "LD_LIBRARY_PATH",
+    "LOGNAME",
+    "OMP_NUM_THREADS",
+    "PATH",
+    "PYTHONPATH",
+    "REQUESTS_CA_BUNDLE",
+    "SHELL",
+    "SSL_CERT_DIR",
+    "SSL_CERT_FILE",
+    "TERM",
+    "TMPDIR",
+    "TZ",
+    "USER",
+    "VIRTUAL_ENV",
+)
+"""Variables of this process that a harness gets, beside ``LC_*`` and ``AGENT_*``; the last is for a harness's own settings."""
+
+SHELL = "/bin/sh"
+_RUN_DIR = "SKYRL_RUN_DIR"
+_PASSED_PREFIXES = ("LC_", "AGENT_")
+_PATH_LISTS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+_PLAIN_FILE_NAME = re.compile(r"(?<!\S)(?=\S*[./])[\w./@%+:,-]+(?!\S)")
+_MAX_RESULT_BYTES = 16 * 2**20
+_NUM_TAIL_BYTES = 4096
+_NUM_TAIL_LINES = 15
+_REAP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Files:
+    """What lies in ``.skyrl`` of a working directory."""
+
+    task: Path
+    result: Path
+    stdout: Path
+    stderr: Path
+
+
+class CommandHarness:
+    """Runs a command line with ``/bin/sh -c`` in the task's working directory, and ends all its processes with it.
+
+    A shell, so that a command may use what it finds (``mini --model openai/$OPENAI_MODEL``); nothing of a task is ever put into
+    the command. Words that name files where the run was started (``python agent.py``) are made absolute, because the agent runs
+    elsewhere; one in quotes stays.
+    """
+
+    def __init__(self, command: str, *, launch_dir: Path | None = None, run_dir: Path | None = None) -> None:
+        """
+        Args:
+            command: for a POSIX shell.
+            launch_dir: where the command's files are looked for; None is the directory of this process.
+            run_dir: of the run; who takes it up can tell by it which agents are left, see ``end_agents_of``.
+        """
+        self._command = with_absolute_files(command, launch_dir or Path.cwd())
+        self._marks = {"SKYRL_RUN_PROCESS": uuid.uuid4().hex}
+        if run_dir is not None:
+            self._marks[_RUN_DIR] = str(run_dir.absolute())
+        self._is_guarded = False
+
+    async def run(self, task: AgentTask) -> AgentResult:
+        """Raises ``GenerationError`` when the program cannot be started, exits with another status than 0 or leaves a result
+        that is none. Cancellation kills its processes; so does their program's end."""
+        self._guard()
+        files = _prepare(task)
+        environment = agent_environment(task, files.task, files.result) | self._marks
+        with files.task.open("rb") as stdin, files.stdout.open("w+b") as stdout, files.stderr.open("w+b") as stderr:
+            status = await self._run_program(task.working_dir, environment, stdin, stdout, stderr)
+            if status != 0:
+                words = _last_words(stderr) or _last_words(stdout)
+                raise GenerationError(
+                    f"{_ending(status)} {words.replace(task.api_key, '<key>') or 'and wrote nothing'}"
+                )
+        return AgentResult(output=_read_output(files.result))
+
+    def _guard(self) -> None:
+        """By another mark than the run's directory: a slow guard must not end the agents of who takes the run up."""
+        if self._is_guarded:
+            return
+        self._is_guarded = True
+        guard = start_guard(f"SKYRL_RUN_PROCESS={self._marks['SKYRL_RUN_PROCESS']}")
+        if guard is not None:
+            weakref.finalize(self, end_guard, guard)
+
+    async def _run_program(
+        self, working_dir: Path, environment: Mapping[str, str], stdin: BinaryIO, stdout: BinaryIO, stderr: BinaryIO
+    ) -> int:
+        """The exit status; nothing of the program is left afterwards."""
+        process: Process | None = None
+        try:
+            process = await asyncio.create_subprocess_exec(
+                SHELL,
+                "-c",
+                self._command,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=working_dir,
+                env=environment,
+                start_new_session=True,
+            )
+            return await process.wait()
+        except OSError as error:
+            raise GenerationError(f"the agent's shell could not be started in {working_dir}: {error}") from error
+        finally:
+            kill_agent(process.pid if process else None, f"SKYRL_TASK_FILE={environment['SKYRL_TASK_FILE']}")
+            if process is not None:
+                await _reap(process)
+
+
+def end_agents_of(run_dir: Path) -> int:
+    """Kill what is left of the agents of a run in ``run_dir``, which must have ended; returns how many processes that were."""
+    return kill_agent(None, f"{_RUN_DIR}={run_dir.absolute()}")
+
+
+async def _reap(process: Process) -> None:
+    """Wait for a killed process to be gone, which the kernel may delay only while it does I/O."""
+    try:
+        async with asyncio.timeout(_REAP_TIMEOUT_S):
+            await process.wait()
+    except TimeoutError:
+        pass
+
+
+def with_absolute_files(command: str, launch_dir: Path) -> str:
+    """``command`` with the plain words that have a dot or a slash and name a file below ``launch_dir`` made absolute."""
+
+    def absolute(word: re.Match[str]) -> str:
+        path = launch_dir / word[0]
+        is_file = not word[0].startswith("/") and path.is_file()
+        return shlex.quote(os.path.abspath(path)) if is_file else word[0]
+
+    return _PLAIN_FILE_NAME.sub(absolute, command)
+
+
+def agent_environment(task: AgentTask, task_file: Path, result_file: Path) -> dict[str, str]:
+    """All that a program's environment holds."""
+    return {
+        **passed_environment(),
+        "OPENAI_BASE_URL": task.base_url,
+        "OPENAI_API_BASE": task.base_url,
+        "OPENAI_API_KEY": task.api_key,
+        "OPENAI_MODEL": task.model,
+        "ANTHROPIC_BASE_URL": task.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": task.api_key,
+        "ANTHROPIC_MODEL": task.model,
+        "SKYRL_TASK_FILE": str(task_file),
+        "SKYRL_RESULT_FILE": str(result_file),
+    }
+
+
+def passed_environment() -> dict[str, str]:
+    """What programs get of this process's environment: an allow-list, because that holds keys that are not for agents."""
+    passed = {name: value for name, value in os.environ.items() if name in PASSED or name.startswith(_PASSED_PREFIXES)}
+    for name in _PATH_LISTS:
+        if name in passed:  # its working directory is another one
+            passed[name] = os.pathsep.join(os.path.abspath(part) for part in passed[name].split(os.pathsep) if part)
+    # A command's "python" is the one that trains, as it would be in a shell where its environment is active.
+    passed["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), *filter(None, [passed.get("PATH")])])
+    return passed
+
+
+def _prepare(task: AgentTask) -> _Files:
+    """Make the files' directory and write the task. Neither its address nor its key is in it."""
+    directory = task.working_dir.absolute() / ".skyrl"
+    directory.mkdir(mode=0o700)
+    files = _Files(
+        task=directory / "task.json",
+        result=directory / "result.json",
+        stdout=directory / "stdout.log",
+        stderr=directory / "stderr.log",
+    )
+    described = {
+        "uid": task.uid,
+        "messages": list(task.messages),
+        "extras": task.extras,
+        "sample_index": task.sample_index,
+        "is_evaluation": task.is_evaluation,
+    }
+    files.task.write_text(json.dumps(described, ensure_ascii=False, default=str), encoding="utf-8")
+    return files
+
+
+def _read_output(path: Path) -> str | None:
+    """The answer in the result file, where there is one. What the agent wrote is not believed: no pipe, no endless file."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_RESULT_BYTES:
+        raise GenerationError(f"SKYRL_RESULT_FILE must be a file of at most {_MAX_RESULT_BYTES >> 20} MiB")
+    try:
+        result = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise GenerationError(f"SKYRL_RESULT_FILE must hold JSON: {error}") from error
+    output = result.get("output") if isinstance(result, dict) else result
+    if not isinstance(result, dict) or not isinstance(output, str | None):
+        raise GenerationError(f'SKYRL_RESULT_FILE must hold {{"output": "..."}}, got {str(result)[:200]}')
+    return output
+
+
+def _ending(status: int) -> str:
+    if status < 0:
+        return f"the agent was ended by signal {-status}"
+    if status == 127:
+        return "the agent ended with status 127 (a program of generator.command was not found)"
+    return f"the agent ended with status {status}"
+
+
+def _last_words(stream: BinaryIO) -> str:
+    """The end of what it wrote. Read from what was opened before: an agent may have put something else in its place."""
+    start = max(0, os.fstat(stream.fileno()).st_size - _NUM_TAIL_BYTES)
+    words = os.pread(stream.fileno(), _NUM_TAIL_BYTES, start).decode(errors="replace").strip().splitlines()
+    return "\n".join(("and wrote:", *words[-_NUM_TAIL_LINES:])) if words else ""

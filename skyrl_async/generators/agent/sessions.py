@@ -1,0 +1,312 @@
+"""The endpoint's sessions, from the side that creates and rewards them: a client of its control API, for generators anywhere.
+
+Flows in: addresses of endpoints and their controller key. Flows out: sessions, whose own keys go to harnesses, and the training
+rows they leave. Does not know who talks in a session, nor how the endpoint keeps it.
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from skyrl_async.errors import (
+    GenerationError,
+    OutageError,
+    SessionClosedError,
+    SessionNotFoundError,
+    SkyRLAsyncError,
+)
+from skyrl_async.runtime.outages import Outages, Resending
+from skyrl_async.types import SamplingParams, Trajectory
+from skyrl_async.version_spans import versions_of
+
+logger = logging.getLogger(__name__)
+
+_NUM_CONNECT_RETRIES = 2
+_HURRIED_RELEASE_S = 1.0
+"""What a block that was cancelled or met an outage spends at most on deleting its session, which expires by itself otherwise."""
+
+
+class SessionPool:
+    """Creates sessions at one or more front ends of an endpoint, in turn.
+
+    Every call may be sent twice: all but the creation are idempotent, and a session created twice expires unused. So a refused
+    or broken connection is tried again, a creation at the next front end, and all of it for as long as an outage may last.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        controller_key: str,
+        *,
+        timeout_s: float = 60.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+        outages: Outages | None = None,
+        outage_timeout_s: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            urls: roots of the front ends, without ``/v1``; at least one.
+            controller_key: may create, reward and finish sessions; never goes to a harness.
+            timeout_s: of one call.
+            transport: carries the calls; None is TCP.
+            outages: waited for before a call is sent again; None: nobody tells of them.
+            outage_timeout_s: how long a call that is not answered is sent again.
+        """
+        if not urls:
+            raise ValueError("urls must name at least one endpoint, got none")
+        self._urls = tuple(url.rstrip("/") for url in urls)
+        self._turns = itertools.cycle(range(len(self._urls)))
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+        self._resending = Resending(outages or Outages(), outage_timeout_s)
+        self._client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {controller_key}"},
+            timeout=timeout_s,
+            transport=transport or httpx.AsyncHTTPTransport(retries=_NUM_CONNECT_RETRIES, limits=limits),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections. Sessions that are open stay so until they expire."""
+        await self._client.aclose()
+
+    @asynccontextmanager
+    async def session(
+        self, *, sampling: SamplingParams | None = None, priority: int = 0, label: str | None = None
+    ) -> AsyncIterator["AgentSession"]:
+        """A session for as long as the block lasts.
+
+        A block left without ``finish`` or ``abandon`` abandons it, so that ``trajectories`` are known afterwards; a cancelled one
+        only deletes it, and takes a second at most for that, as does one that an outage ended. Deleting is best effort: an endpoint
+        forgets sessions by itself.
+
+        Args:
+            sampling: the trainer's; replaces what the harness asks for.
+            priority: of its requests; smaller is served first.
+            label: names it in the endpoint's log.
+
+        Raises:
+            GenerationError: the endpoint fails or refuses, or (``OutageError``) cannot be reached. So do the session's methods, which
+                raise a ``SessionError`` when it is gone or closed.
+        """
+        session = await self._create(sampling, priority, label)
+        is_hurried = False
+        try:
+            yield session
+        except (asyncio.CancelledError, OutageError):
+            is_hurried = True
+            raise
+        finally:
+            await session._leave(is_hurried=is_hurried)
+
+    async def _create(self, sampling: SamplingParams | None, priority: int, label: str | None) -> "AgentSession":
+        body: dict[str, Any] = {"priority": priority}
+        if label is not None:
+            body["label"] = label
+        if sampling is not None:
+            body["sampling"] = {
+                name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens")
+            }
+        first = next(self._turns)
+        roots = (*self._urls[first:], *self._urls[:first])
+        roots = roots if len(roots) > 1 else roots * 2
+        root, found = await self._resending.until_answered(lambda: _ask(self._client, "POST", roots, "/sessions", body))
+        try:
+            return AgentSession(
+                self._client, self._resending, root, found["id"], found["api_key"], found["base_url"], found["model"]
+            )
+        except (KeyError, TypeError) as error:
+            raise GenerationError(
+                f"POST {root}/sessions must answer with id, api_key, base_url and model; it did not say {error}"
+            ) from error
+
+
+class AgentSession:
+    """One conversation, or several branches of one, being sampled at the endpoint under a key of its own."""
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        resending: Resending,
+        root: str,
+        session_id: str,
+        api_key: str,
+        base_url: str,
+        model: str,
+    ) -> None:
+        self.id = session_id
+        self.api_key = api_key
+        self.base_url = base_url
+        self.model = model
+        self._client = client
+        self._resending = resending
+        self._is_leaving = False
+        self._root = root
+        self._trajectories: tuple[Trajectory, ...] | None = None
+
+    def __repr__(self) -> str:
+        return f"AgentSession(id={self.id!r}, base_url={self.base_url!r}, model={self.model!r})"
+
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """Training rows, one per kept branch; empty until the session is finished or abandoned."""
+        return self._trajectories or ()
+
+    async def status(self) -> dict[str, Any]:
+        """What the endpoint says of it: state, counts, ``messages`` of the newest turn's conversation, ``last_text``."""
+        found = await self._ask("GET", "")
+        if not isinstance(found, dict):
+            raise GenerationError(f"GET {self._root}/sessions/{self.id} must answer with an object, got {found!r}")
+        return found
+
+    async def finish(
+        self, reward: float, *, metrics: Mapping[str, float] | None = None, is_truncated: bool = False
+    ) -> tuple[Trajectory, ...]:
+        """Reward and close it; returns its training rows. Again returns the rows of the first time.
+
+        Args:
+            reward: finite; ``ValueError`` otherwise.
+            metrics: figures of the episode; what is not finite is left out, JSON has no word for it.
+            is_truncated: a budget ended it, not the policy.
+        """
+        if not math.isfinite(reward):
+            raise ValueError(f"reward must be a finite number, got {reward}")
+        return await self._finish(reward, metrics, is_truncated=is_truncated, is_abandoned=False)
+
+    async def abandon(self, *, metrics: Mapping[str, float] | None = None) -> tuple[Trajectory, ...]:
+        """Close it without a reward; returns its rows, all masked."""
+        return await self._finish(0.0, metrics, is_truncated=False, is_abandoned=True)
+
+    async def _finish(
+        self, reward: float, metrics: Mapping[str, float] | None, *, is_truncated: bool, is_abandoned: bool
+    ) -> tuple[Trajectory, ...]:
+        if self._trajectories is None:
+            body = {
+                "reward": reward,
+                "metrics": {name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
+                "is_truncated": is_truncated,
+                "is_abandoned": is_abandoned,
+            }
+            found = await self._ask("POST", "/finish", body)
+            try:
+                self._trajectories = tuple(_trajectory(row) for row in found["trajectories"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise GenerationError(
+                    f"POST {self._root}/sessions/{self.id}/finish must answer with training rows, got others: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        return self._trajectories
+
+    async def _leave(self, *, is_hurried: bool) -> None:
+        """Abandon it where it is still open, and delete it; failures are logged, because the block's own outcome counts."""
+        self._is_leaving = True
+        try:
+            async with asyncio.timeout(_HURRIED_RELEASE_S if is_hurried else None):
+                try:
+                    if not is_hurried:
+                        await self.abandon()
+                finally:
+                    await self._ask("DELETE", "")
+        except (TimeoutError, SkyRLAsyncError) as error:
+            logger.warning("session %s could not be released, and will expire: %s", self.id, repr(error))
+
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        roots = (self._root, self._root)
+
+        async def send() -> Any:
+            _, found = await _ask(self._client, method, roots, f"/sessions/{self.id}{path}", body)
+            return found
+
+        return await (send() if self._is_leaving else self._resending.until_answered(send))
+
+
+async def _ask(
+    client: httpx.AsyncClient, method: str, roots: Sequence[str], path: str, body: Mapping[str, Any] | None
+) -> tuple[str, Any]:
+    """Send a request to the first of ``roots`` that takes it; returns that root and its JSON answer (None without content).
+
+    Raises ``SessionNotFoundError``, ``SessionClosedError``, ``OutageError`` or ``GenerationError``, each with what was asked.
+    """
+    *others, last = roots
+    for root in others:
+        try:
+            return root, await _ask_once(client, method, root, path, body)
+        except (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError) as error:
+            logger.info("%s %s%s is sent again: %r", method, root, path, error)
+        except httpx.HTTPError as error:
+            raise _failure(method, root, path, error) from error
+    try:
+        return last, await _ask_once(client, method, last, path, body)
+    except httpx.HTTPError as error:
+        raise _failure(method, last, path, error) from error
+
+
+async def _ask_once(
+    client: httpx.AsyncClient, method: str, root: str, path: str, body: Mapping[str, Any] | None
+) -> Any:
+    return _checked(method, root, path, await client.request(method, f"{root}{path}", json=body))
+
+
+def _failure(method: str, root: str, path: str, error: httpx.HTTPError) -> GenerationError:
+    is_outage = isinstance(error, httpx.NetworkError | httpx.TimeoutException | httpx.RemoteProtocolError)
+    kind = OutageError if is_outage else GenerationError
+    return kind(f"{method} {root}{path} failed: {type(error).__name__}: {error}")
+
+
+def _checked(method: str, root: str, path: str, response: httpx.Response) -> Any:
+    """The answer's JSON, or the error that its status stands for."""
+    asked = f"{method} {root}{path}"
+    if response.is_success:
+        try:
+            return response.json() if response.content else None
+        except ValueError as error:
+            raise GenerationError(f"{asked} must answer with JSON, got {response.text[:200]!r}") from error
+    code, words = _refusal(response)
+    raise _REFUSALS.get(code, GenerationError)(f"{asked} was answered {response.status_code}: {words}")
+
+
+_REFUSALS: dict[str, type[SkyRLAsyncError]] = {
+    "session_not_found": SessionNotFoundError,
+    "session_closed": SessionClosedError,
+}
+
+
+def _refusal(response: httpx.Response) -> tuple[str, str]:
+    """Code and message of an error body."""
+    try:
+        error = response.json()["error"]
+        return str(error["code"]), str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        return "", repr(response.text[:200])
+
+
+def _trajectory(row: Mapping[str, Any]) -> Trajectory:
+    """A row of the wire. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is none."""
+    num_tokens = len(row["response_token_ids"])
+    return Trajectory(
+        prompt_token_ids=tuple(row["prompt_token_ids"]),
+        response_token_ids=tuple(row["response_token_ids"]),
+        loss_mask=tuple(row["loss_mask"]),
+        logprobs=tuple(row["logprobs"]),
+        versions=versions_of(row["policy_versions"], num_tokens),
+        reward=float(row["reward"]),
+        num_turns=row["num_turns"],
+        is_truncated=row["is_truncated"],
+        num_aborts=row["num_aborts"],
+        weight=row["weight"],
+        is_abandoned=row["is_abandoned"],
+        metrics=dict(row["metrics"]),
+    )

@@ -1,0 +1,200 @@
+"""Makes an ``AgentGenerator`` of settings, and finds out what is wrong with them before anything starts.
+
+Flows in: the values of ``generator.*``, the endpoint's addresses. Flows out: a generator, or ``ConfigError`` naming the key, what
+was found and what to change. Does not know the configuration's classes.
+"""
+
+import asyncio
+import inspect
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from skyrl_async.errors import ConfigError
+from skyrl_async.generators.agent.command import SHELL, CommandHarness, passed_environment, with_absolute_files
+from skyrl_async.generators.agent.generator import AgentGenerator
+from skyrl_async.generators.agent.harness import FunctionHarness
+from skyrl_async.generators.agent.reward import EnvironmentJudge, FunctionJudge
+from skyrl_async.generators.agent.sessions import SessionPool
+from skyrl_async.generators.gym.environment import EnvironmentFactory
+from skyrl_async.registries import import_function
+from skyrl_async.runtime.daemon_threads import DaemonThreads
+from skyrl_async.runtime.deadlines import Deadlines
+
+_MAX_THREADS = 32
+_CHECK_TIMEOUT_S = 10.0
+_PYTHON = r"(?:[\w./@%+:,-]*/)?(?:python|pypy)[\d.]*\s+(?:-[bBdEiIOPqsSuvx]+\s+)*"
+_SCRIPT = re.compile(
+    rf"""\s*(?:env\s+)?(?:\w+=\S*\s+)*
+    (?: uv\s+run\s+(?: --script\s+ | (?=\S+\.py\b) )
+      | (?:uv\s+run\s+)? (?: {_PYTHON} | (?:\S*/)?(?:ba|da|k|z)?sh\s+(?:-[aefuvx]+\s+)* | (?:\S*/)?(?:perl|ruby)\s+ )
+    )
+    (?P<quote>["']?) (?P<file>[\w./~@%+,][\w./~@%+,-]*) (?P=quote) (?=[\s;&|<>]|$)""",
+    re.VERBOSE,
+)
+"""The file that the first program of a command reads as a script, where that is plain to see: behind flags that take no value."""
+_MODULE = re.compile(rf"\s*(?P<python>{_PYTHON})-m\s+(?P<name>[\w.]+)(?=[\s;&|<>]|$)")
+
+
+def check_agent_settings(
+    *, command: str | None, entrypoint: str | None, reward: str | None, working_dir: Path | None = None
+) -> None:
+    """See that there is one harness, that it can be found, and that the reward can; imports the functions, makes ``working_dir``.
+
+    Raises ``ConfigError``.
+    """
+    if (command is None) == (entrypoint is None):
+        found = "neither" if command is None else "both"
+        raise ConfigError(
+            f"generator.kind=agent needs generator.command or generator.entrypoint, one of them, got {found}"
+        )
+    if command is not None:
+        _check_command(command)
+    if entrypoint is not None:
+        _harness_function(entrypoint)
+    if reward is not None:
+        import_function("generator.reward", reward)
+    if working_dir is not None:
+        _make_directory(working_dir)
+
+
+def make_agent_generator(
+    *,
+    urls: Sequence[str],
+    controller_key: str,
+    command: str | None,
+    entrypoint: str | None,
+    reward: str | None,
+    make_environment: EnvironmentFactory,
+    max_turns: int,
+    agent_timeout_s: float,
+    deadlines: Deadlines | None = None,
+    outage_timeout_s: float = 0.0,
+    max_concurrent_agents: int | None = None,
+    working_dir: Path | None = None,
+    run_dir: Path | None = None,
+) -> AgentGenerator:
+    """A generator that runs the harness of these settings; its ``close`` releases connections and threads.
+
+    Args:
+        urls: roots of the endpoint's front ends, without ``/v1``.
+        controller_key: of the endpoint.
+        command: the harness as a command line; or
+        entrypoint: as ``module:function``.
+        reward: ``module:function``, called with (``Prompt``, ``AgentEpisode``); None asks the prompt's environment.
+        make_environment: of a prompt's ``env_class`` and ``extras``.
+        max_turns: most texts of an episode that an environment judges.
+        agent_timeout_s: of one run of the harness.
+        deadlines: stand still in outages; None: there is none.
+        outage_timeout_s: how long the endpoint is asked again where it does not answer.
+        max_concurrent_agents: harnesses running at once; None sets no limit.
+        working_dir: where working directories are made and kept; None makes temporary ones.
+        run_dir: of the run that agents belong to; None: of none.
+
+    Raises:
+        ConfigError: see ``check_agent_settings``.
+    """
+    check_agent_settings(command=command, entrypoint=entrypoint, reward=reward, working_dir=working_dir)
+    judging, places = DaemonThreads("reward"), asyncio.Semaphore(_MAX_THREADS)
+    return AgentGenerator(
+        SessionPool(
+            urls,
+            controller_key,
+            outages=None if deadlines is None else deadlines.outages,
+            outage_timeout_s=outage_timeout_s,
+        ),
+        CommandHarness(command, run_dir=run_dir) if command else FunctionHarness(_harness_function(str(entrypoint))),
+        FunctionJudge(import_function("generator.reward", reward), judging, places)
+        if reward
+        else EnvironmentJudge(make_environment, judging, places, max_turns=max_turns),
+        agent_timeout_s=agent_timeout_s,
+        deadlines=deadlines,
+        executor=ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="agent"),
+        max_concurrent_agents=max_concurrent_agents,
+        working_dir=None if working_dir is None else working_dir.expanduser().absolute(),
+    )
+
+
+def _check_command(command: str) -> None:
+    """The shell can read it, and finds its first program, and what that is to run, where these are plain to see."""
+    if not command.strip():
+        raise ConfigError(f"generator.command must be a command line, got {command!r}")
+    read = subprocess.run([SHELL, "-n", "-c", command], capture_output=True, text=True, timeout=_CHECK_TIMEOUT_S)
+    if read.returncode != 0:
+        raise ConfigError(
+            f"generator.command must be a command line for {SHELL}, got {command!r}: {read.stderr.strip()}"
+        )
+    launch_dir, environment = Path.cwd(), passed_environment()
+    try:
+        program = shlex.split(command)[0]
+    except ValueError:  # a quote in a here-document
+        program = "<<"
+    if not set(program) & set("=$`(){}*?<>|;&#!~"):
+        _check_program(program, launch_dir, environment)
+    if (script := _SCRIPT.match(command)) is not None:
+        _check_script(script["file"], bool(script["quote"]), launch_dir, environment["PATH"])
+    if (module := _MODULE.match(command)) is not None:
+        _check_module(module["python"], module["name"].partition(".")[0], launch_dir, environment)
+
+
+def _check_program(program: str, launch_dir: Path, environment: Mapping[str, str]) -> None:
+    file = with_absolute_files(program, launch_dir)
+    if file.startswith("/") and os.path.isfile(file) and not os.access(file, os.X_OK):
+        raise ConfigError(
+            f"generator.command must begin with a program that may be executed, got {program!r}: chmod +x it, or name what runs it"
+        )
+    asked = [SHELL, "-c", 'command -v "$1"', SHELL, file]
+    found = subprocess.run(asked, capture_output=True, env=environment, timeout=_CHECK_TIMEOUT_S)
+    if found.returncode != 0 or os.path.isdir(file):
+        raise ConfigError(f"generator.command must begin with a program that can be found, got {program!r}; see PATH")
+
+
+def _check_script(script: str, is_quoted: bool, launch_dir: Path, path: str) -> None:
+    """A relative name that the command has kept is looked for in the agent's directory, which is empty; by shells, on PATH too."""
+    file = launch_dir / (script if is_quoted else os.path.expanduser(script))
+    if not os.path.exists(file) and shutil.which(script, os.F_OK, path) is None:
+        raise ConfigError(f"generator.command must name a script that exists, got {script!r} (in {launch_dir})")
+    is_kept = is_quoted or with_absolute_files(script, launch_dir) == script
+    if os.path.exists(file) and is_kept and not script.startswith(("/", "~")):
+        raise ConfigError(
+            f"generator.command must name a script where agents find it, got {script!r}: they run in directories of their own; "
+            f"give its absolute path, {file}"
+        )
+
+
+def _check_module(python: str, module: str, launch_dir: Path, environment: Mapping[str, str]) -> None:
+    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    asked = [*shlex.split(with_absolute_files(python, launch_dir)), "-c", program, module]
+    if subprocess.run(asked, capture_output=True, cwd="/", env=environment, timeout=_CHECK_TIMEOUT_S).returncode == 1:
+        raise ConfigError(
+            f"generator.command must name a module that python finds, got {module!r}: agents run in directories of their own; "
+            "install it, or set PYTHONPATH where the run is started"
+        )
+
+
+def _harness_function(entrypoint: str) -> Callable[..., Any]:
+    function = import_function("generator.entrypoint", entrypoint)
+    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
+        raise ConfigError(
+            f"generator.entrypoint must be an async function with generator.kind=agent, got {entrypoint}, which is none: "
+            "a blocking one would hold up the trainer; run it with generator.command"
+        )
+    return function
+
+
+def _make_directory(directory: Path) -> None:
+    """And one in it, as every agent gets."""
+    try:
+        directory.expanduser().mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=directory.expanduser()).cleanup()
+    except OSError as error:
+        raise ConfigError(
+            f"generator.working_dir must be a directory that can be written to, got '{directory}': {error}"
+        ) from error

@@ -1,0 +1,168 @@
+"""Environments of the skyrl_gym protocol, called without holding up the event loop.
+
+Flows in: an environment and what is said to it. Flows out: its answers, checked. Does not know tokens or sampling.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from skyrl_async.errors import GenerationError
+from skyrl_async.runtime.progress import report
+from skyrl_async.types import Message
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Environment(Protocol):
+    """What a generator calls on an environment: skyrl_gym's ``BaseTextEnv``.
+
+    Calls are made one at a time, in threads, because an environment may run tools. One that never blocks says so with
+    an attribute ``is_fast = True`` and is called on the event loop. Constructors always are: slow set-up belongs in
+    ``init``.
+    """
+
+    def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
+        """The first messages for the policy, and anything else."""
+        ...
+
+    def step(self, action: str) -> Mapping[str, Any]:
+        """``observations`` (messages), ``reward``, ``done``, and maybe ``postprocessed_action``."""
+        ...
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Figures of this episode."""
+        ...
+
+    def close(self) -> None:
+        """Release what the episode holds."""
+        ...
+
+
+@runtime_checkable
+class RestorableEnvironment(Protocol):
+    """What an environment has besides, where an episode can go on in a resumed run after it has taken steps."""
+
+    def snapshot(self) -> Any:
+        """All that ``restore`` needs, as JSON. Called after ``init`` and after every step but the last, so it should be quick."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Stand where ``snapshot`` was taken; called on a fresh environment instead of ``init``."""
+        ...
+
+
+EnvironmentFactory = Callable[[str, dict[str, Any]], Environment]
+"""Makes a fresh environment of a name and of a prompt's extras."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What an environment said to one action."""
+
+    observations: list[Message]
+    reward: float
+    is_done: bool
+    postprocessed_action: str | None
+    """The action as the environment wants it remembered, where it says so."""
+    snapshot: str | None = None
+    """Of the environment after it, as JSON text; None where it takes none or the episode is over."""
+
+
+class EnvironmentCalls:
+    """One environment's calls, kept off the event loop unless it is fast, and closed exactly once."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        executor: concurrent.futures.Executor,
+        places: contextlib.AbstractAsyncContextManager[Any] | None = None,
+    ) -> None:
+        """``places`` bounds the calls that run at once; one that nobody waits for any more needs none."""
+        self._environment = environment
+        self._executor = executor
+        self._places = places or contextlib.nullcontext()
+        self._is_fast = bool(getattr(environment, "is_fast", False))
+        self._in_flight: concurrent.futures.Future[Any] | None = None
+
+    async def init(self, messages: list[Message]) -> tuple[list[Message], str | None]:
+        """The first messages for the policy, and the environment's snapshot."""
+        report("in environment init")
+        (opening, _), snapshot = await self._call(self._with_snapshot, self._environment.init, messages)
+        return list(opening), snapshot
+
+    async def restore(self, snapshot: str) -> None:
+        """Instead of ``init``: stand where the snapshot was taken. ``GenerationError`` when the environment cannot."""
+        report("in environment restore")
+        if not isinstance(self._environment, RestorableEnvironment):
+            raise GenerationError(f"{type(self._environment).__name__} has no restore any more")
+        await self._call(self._environment.restore, json.loads(snapshot))
+
+    async def step(self, action: str) -> StepOutcome:
+        """Hand over an action; ``GenerationError`` when the answer lacks what the protocol asks."""
+        report("in environment step")
+        output, snapshot = await self._call(self._with_snapshot, self._environment.step, action)
+        try:
+            reward = float(output["reward"])
+            outcome = StepOutcome(
+                observations=list(output["observations"]),
+                reward=reward,
+                is_done=bool(output["done"]),
+                postprocessed_action=output.get("postprocessed_action"),
+                snapshot=snapshot,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise GenerationError(
+                f"{type(self._environment).__name__}.step must return observations, reward and done, got {output!r}"
+            ) from error
+        if not math.isfinite(reward):
+            raise GenerationError(f"{type(self._environment).__name__}.step must return a finite reward, got {reward}")
+        return outcome
+
+    def _with_snapshot(self, method: Callable[..., T], *args: Any) -> tuple[T, str | None]:
+        """What ``method`` returns, and the snapshot after it: text, so that nothing in it changes later."""
+        output = method(*args)
+        is_over = isinstance(output, Mapping) and output.get("done")
+        if is_over or not isinstance(self._environment, RestorableEnvironment):
+            return output, None
+        state = self._environment.snapshot()
+        try:
+            return output, json.dumps(state)
+        except (TypeError, ValueError) as error:
+            raise GenerationError(f"{type(self._environment).__name__}.snapshot must return JSON: {error}") from error
+
+    async def metrics(self) -> dict[str, float]:
+        """The episode's figures that are numbers."""
+        report("in environment get_metrics")
+        get_metrics = getattr(self._environment, "get_metrics", None)
+        found = await self._call(get_metrics) if get_metrics else {}
+        return {name: float(value) for name, value in (found or {}).items() if isinstance(value, (int, float))}
+
+    def close(self) -> None:
+        """Close the environment without waiting: after the call in flight, which cancellation cannot stop."""
+        if self._is_fast:
+            self._close()
+        elif self._in_flight is not None and not self._in_flight.done():
+            self._in_flight.add_done_callback(lambda _: self._close())
+        else:
+            self._executor.submit(self._close)
+
+    def _close(self) -> None:
+        try:
+            self._environment.close()
+        except Exception:  # the episode is over: its result must not be lost to a failing clean-up
+            logger.exception("closing %s failed", type(self._environment).__name__)
+
+    async def _call(self, method: Callable[..., T], *args: Any) -> T:
+        if self._is_fast:
+            return method(*args)
+        async with self._places:
+            self._in_flight = self._executor.submit(method, *args)
+            return await asyncio.wrap_future(self._in_flight)

@@ -1,0 +1,184 @@
+"""Episodes: a policy and an environment taking turns, assembled into training rows.
+
+Flows in: group requests, a ``Speaker`` that samples the policy's turns, environments. Flows out: trajectories whose
+ids, log-probs and versions are exactly those sampled, with the environment's tokens masked. Does not know how a turn
+is sampled (in process or over HTTP), nor tokenizers.
+"""
+
+import asyncio
+import hashlib
+import logging
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from skyrl_async.errors import PromptTooLongError
+from skyrl_async.generators.gym.environment import EnvironmentCalls, EnvironmentFactory
+from skyrl_async.generators.gym.episode_state import EpisodeState
+from skyrl_async.generators.gym.turn import Speaker, Turn, TurnRequest
+from skyrl_async.rollout.members import play_members
+from skyrl_async.rollout.sample_state import SampleState
+from skyrl_async.rollout.token_usage import charge
+from skyrl_async.runtime.daemon_threads import DaemonThreads
+from skyrl_async.runtime.progress import report
+from skyrl_async.types import FinishReason, GroupRequest, Trajectory
+
+logger = logging.getLogger(__name__)
+
+_ENVIRONMENT = -1
+"""In place of a turn, the number of a sample's environment among its seeds."""
+
+
+class EpisodePlayer:
+    """Plays all samples of a prompt at once, each in an environment of its own."""
+
+    def __init__(
+        self,
+        speaker: Speaker,
+        make_environment: EnvironmentFactory,
+        *,
+        max_turns: int,
+        max_trajectory_tokens: int | None,
+        max_environment_threads: int,
+    ) -> None:
+        self._speaker = speaker
+        self._make_environment = make_environment
+        self._max_turns = max_turns
+        self._max_trajectory_tokens = max_trajectory_tokens
+        self._executor = DaemonThreads("environment")
+        self._places = asyncio.Semaphore(max_environment_threads)
+        self._has_warned = False
+
+    async def play_group(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        """Return one trajectory per sample asked for; the first failure is raised as it is, once the others are finished."""
+        return await play_members(
+            request,
+            "episode",
+            lambda index: self._play(request, index),
+            lambda trajectory: (trajectory,),
+            lambda rows: rows[0],
+        )
+
+    async def _play(self, request: GroupRequest, sample_index: int) -> Trajectory:
+        prompt = request.prompt
+        saved = request.saved.take(sample_index)
+        calls, state = self._calls(request, sample_index), EpisodeState()
+        try:
+            if saved is not None:
+                calls, state = await self._restored(request, sample_index, saved, calls)
+            request.saved.follow(sample_index, state.sample_state)
+            return await self._take_turns(request, sample_index, calls, state)
+        except Exception as error:
+            error.add_note(f"in environment {prompt.env_class!r}, prompt {prompt.uid!r}, sample {sample_index}")
+            raise
+        finally:
+            calls.close()
+
+    async def _restored(
+        self, request: GroupRequest, sample_index: int, saved: SampleState, calls: EnvironmentCalls
+    ) -> tuple[EnvironmentCalls, EpisodeState]:
+        """The episode of a checkpoint in the environment given; where it cannot go on, one that begins in another."""
+        try:
+            state = EpisodeState.from_json(saved.state or {})
+            if state.environment is not None:
+                await calls.restore(state.environment)
+            else:
+                opening, _ = await calls.init(deepcopy(list(request.prompt.messages)))
+                state.check_opening(opening)
+        except Exception as error:  # the environment is somebody else's: the episode begins anew, which is counted
+            logger.warning("sample %d of %s begins anew: %r", sample_index, request.prompt.uid, error)
+            request.saved.discard(sample_index)
+            calls.close()
+            return self._calls(request, sample_index), EpisodeState()
+        charge(state.num_delivered_tokens)
+        return calls, state
+
+    def _calls(self, request: GroupRequest, sample_index: int) -> EnvironmentCalls:
+        """Of a fresh environment."""
+        seed = derive_seed(request.seed, sample_index, _ENVIRONMENT)
+        environment = self._make_environment(request.prompt.env_class, self._extras(request.prompt.extras, seed))
+        return EnvironmentCalls(environment, self._executor, self._places)
+
+    def _extras(self, extras: dict[str, Any], seed: int) -> dict[str, Any]:
+        """A copy for one environment, which also learns the most turns it will get and, unless the row says one, its sample's seed."""
+        max_turns = extras.get("max_turns")
+        limit = self._max_turns if max_turns is None else min(int(max_turns), self._max_turns)
+        return {"seed": seed, **deepcopy(extras), "max_turns": limit}
+
+    async def _take_turns(
+        self, request: GroupRequest, sample_index: int, calls: EnvironmentCalls, state: EpisodeState
+    ) -> Trajectory:
+        """Play to the end. ``state`` follows; whatever the environment does is in it only once all of it is known."""
+        if state.messages is None:
+            state.open(*await calls.init(deepcopy(list(request.prompt.messages))))
+        while state.num_steps < self._max_turns:
+            turn = state.turn or await self._speak(request, sample_index, state)
+            if turn is None:
+                return state.builder.build(reward=state.reward, is_truncated=True, metrics=await calls.metrics())
+            state.turn = turn
+            outcome = await calls.step(turn.text)
+            is_last = outcome.is_done or state.num_steps + 1 == self._max_turns
+            metrics = await calls.metrics() if is_last else {}
+            action, num_kept = self._remembered(turn, outcome.postprocessed_action)
+            state.add_turn(turn, num_kept, action, outcome)
+            if is_last:
+                is_truncated = num_kept is None and turn.completion.finish_reason is FinishReason.LENGTH
+                return state.builder.build(reward=state.reward, is_truncated=is_truncated, metrics=metrics)
+        # Only an episode of a checkpoint comes here, when generator.max_turns was lowered.
+        return state.builder.build(reward=state.reward, is_truncated=False, metrics=await calls.metrics())
+
+    async def _speak(self, request: GroupRequest, sample_index: int, state: EpisodeState) -> Turn | None:
+        """Sample a turn; None when a later turn finds no room."""
+        max_tokens, budget, builder = request.sampling.max_tokens, self._max_trajectory_tokens, state.builder
+        if budget is not None:
+            max_tokens = min(max_tokens, budget - len(builder.response_token_ids))
+        if max_tokens < 1:
+            return None
+        report("generating", turn=state.num_steps + 1)
+        is_first = state.num_steps == 0
+        turn_request = TurnRequest(
+            messages=tuple(state.messages or ()),
+            context_token_ids=builder.token_ids,
+            sampling=replace(
+                request.sampling,
+                max_tokens=max_tokens,
+                seed=derive_seed(request.seed, sample_index, state.num_steps),
+            ),
+            max_total_tokens=None if is_first or budget is None else len(builder.prompt_token_ids) + budget,
+            session_id=f"{request.prompt.uid}/{request.seed}/{sample_index}",
+            priority=request.priority,
+            generation=None if request.is_evaluation else state.generation,
+        )
+        try:
+            turn = await self._speaker.speak(turn_request)
+        except PromptTooLongError:
+            if is_first:
+                raise
+            return None
+        request.saved.lose(state.num_tokens_lost(turn.completion))
+        return turn
+
+    def _remembered(self, turn: Turn, postprocessed: str | None) -> tuple[str, int | None]:
+        """The action as the conversation keeps it, and how many of its tokens.
+
+        SkyRL tokenizes a postprocessed action anew and trains on tokens nobody sampled. Here an action shortened at its
+        end keeps the fewest sampled tokens that spell it; one rewritten otherwise stays as it was sampled.
+        """
+        if postprocessed is None or postprocessed == turn.text:
+            return turn.text, None
+        num_kept = turn.num_tokens_covering(postprocessed)
+        if num_kept is not None:
+            return postprocessed, num_kept
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "an environment rewrote an action (postprocessed_action) other than by shortening it; "
+                "the sampled text is kept"
+            )
+        return turn.text, None
+
+
+def derive_seed(seed: int, sample_index: int, turn_index: int) -> int:
+    """A sampling seed in [0, 2**31) for one turn, distinct for all practical purposes and the same in every process."""
+    digest = hashlib.blake2b(f"{seed}/{sample_index}/{turn_index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 33

@@ -1,0 +1,114 @@
+"""One generation from as many engine calls as it takes: what a weight update cuts off goes on in token space.
+
+    request ──> segment ──abort──> prompt + tokens so far, rest of the budget ──> segment ──> ... ──> the end
+
+Flows in: a request, and a way to run one segment of it. Flows out: its tokens, without the aborts. It runs beside an engine, in
+the engine's process, so that a publish does not send every request in flight to its caller and back; and in the client, which
+also goes from a dead engine to another. It knows neither routing nor pauses: a paused engine holds what it is sent.
+"""
+
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from contextlib import aclosing
+
+from skyrl_async.errors import InferenceError
+from skyrl_async.inference.generation_state import Joined, without_abort
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
+
+Segment = Callable[[EngineRequest], AsyncGenerator[EngineOutput, None]]
+"""Runs one engine call; the last block has a finish reason, ``abort`` where the generation is to go on."""
+
+
+def _always() -> bool:
+    return True
+
+
+async def continued(
+    request: EngineRequest, joined: Joined, segment: Segment, may_go_on: Callable[[], bool] = _always
+) -> AsyncGenerator[EngineOutput, None]:
+    """Yield what ``segment`` yields, call after call, until the generation has ended; ``joined`` follows, and may have ended before.
+
+    An abort comes out only of a request that is not resumable, or may not go on here, and is then the end.
+    """
+    for number in itertools.count():
+        if joined.has_ended:
+            return
+        if joined.num_left(request) < 1:
+            end = EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.LENGTH)
+            joined.add(end)
+            yield end
+            return
+        rest = joined.rest_of(request, f"{request.request_id}.{number}" if number else request.request_id)
+        joined.begin_call(rest.request_id)
+        goes_on = True
+        async with aclosing(segment(rest)) as blocks:
+            async for block in blocks:
+                joined.add(block)
+                if block.finish_reason is FinishReason.ABORT:
+                    goes_on = request.sampling.is_resumable and may_go_on()
+                yield without_abort(block) if goes_on else block
+        if not goes_on:
+            return
+
+
+def is_part_of(call_id: str, request_ids: Collection[str]) -> bool:
+    """Whether an engine call is one of these requests, or continues one of them."""
+    parts = call_id.split(".")
+    return any(".".join(parts[:end]) in request_ids for end in range(1, len(parts) + 1))
+
+
+async def blocks_of(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    """One call's blocks. Raises ``InferenceError`` when the engine ends it without a reason."""
+    reason = None
+    blocks: AsyncIterator[EngineOutput] = engine.stream(request)
+    try:
+        async for block in blocks:
+            reason = block.finish_reason
+            yield block
+    finally:
+        if isinstance(blocks, AsyncGenerator):
+            await blocks.aclose()
+    if reason is None:
+        raise InferenceError(f"{engine.name} ended request {request.request_id} without a finish reason")
+
+
+async def whole_of(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    """One call's tokens as one block. Raises ``InferenceError`` like ``blocks_of``."""
+    output = await engine.generate(request)
+    yield output
+    if output.finish_reason is None:
+        raise InferenceError(f"{engine.name} ended request {request.request_id} without a finish reason")
+
+
+def stream_to_end(
+    engine: InferenceEngine, request: EngineRequest, joined: Joined, may_go_on: Callable[[], bool] = _always
+) -> AsyncGenerator[EngineOutput, None]:
+    """Like ``engine.stream``, across aborts; ``joined`` follows."""
+    return continued(request, joined, lambda rest: blocks_of(engine, rest), may_go_on)
+
+
+async def generate_to_end(
+    engine: InferenceEngine, request: EngineRequest, joined: Joined, may_go_on: Callable[[], bool] = _always
+) -> EngineOutput:
+    """Like ``engine.generate``, across aborts; ``joined`` follows."""
+    blocks = continued(request, joined, lambda rest: whole_of(engine, rest), may_go_on)
+    async with aclosing(blocks):
+        async for _ in blocks:
+            pass
+    return joined.output()
+
+
+def joined_for(request: EngineRequest) -> Joined:
+    """Where the segments of ``request`` are joined."""
+    return Joined(has_logprobs=request.sampling.reports_logprobs)
+
+
+async def hold_partial_outputs(engine: InferenceEngine, generations: Collection[Joined]) -> None:
+    """Have generations know what the engine has sampled of them and not handed over yet. Raises what the engine raises."""
+    calls = [joined.call_id for joined in generations if joined.call_id is not None]
+    if not calls:
+        return
+    held = await engine.partial_outputs(calls)
+    for joined in generations:
+        joined.hold(held)

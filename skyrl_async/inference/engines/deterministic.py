@@ -1,0 +1,380 @@
+"""An engine whose every bit can be reproduced: one request at a time, one token at a time, on the CPU, in this process.
+
+Flows in: ``EngineRequest`` and ``WeightUpdate``, as for any engine. Flows out: tokens that depend on the weights, the
+prompt, the sampling parameters and nothing else: not on what else is running, nor on where a request was aborted and
+continued. There are no threads and no clock, so it runs on a virtual-time event loop. It is slow, and meant for tests.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import math
+from collections.abc import AsyncGenerator, Collection, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError, PublishError, RequestRefusedError
+from skyrl_async.inference.generation_state import OpenCalls
+from skyrl_async.inference.policy_files import eos_token_ids, require_as_sent
+from skyrl_async.inference.protocol import paused_and_loaded
+from skyrl_async.inference.vllm.adapter_update import MergedAdapters, update_validator
+from skyrl_async.inference.vllm.weight_map import WeightMap
+from skyrl_async.types import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    PauseMode,
+    SamplingParams,
+    TopLogprobs,
+    WeightUpdate,
+)
+
+
+class DeterministicEngine:
+    """An ``InferenceEngine`` over a transformers model in float32.
+
+    Args:
+        name: unique among the run's engines.
+        policy_dir: Hugging Face directory.
+        version: policy version of the weights there.
+        adapter_rank: of the adapters that updates hold; 0: they hold all weights.
+        max_model_len: longest prompt plus answer in tokens; None takes the model's own.
+        seconds_per_token: how long a token takes on the event loop's clock, for tests in virtual time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        policy_dir: str | Path,
+        *,
+        version: int = 0,
+        adapter_rank: int = 0,
+        max_model_len: int | None = None,
+        seconds_per_token: float = 0.0,
+    ) -> None:
+        self._name = name
+        self._model = _load_model(str(policy_dir))
+        self._stop_token_ids = frozenset(eos_token_ids(str(policy_dir)))
+        self._validator = update_validator(str(policy_dir), adapter_rank)
+        self._adapters = MergedAdapters(self._model.state_dict())
+        self._version = version
+        self._num_loads = 0
+        self._max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
+        self._seconds_per_token = seconds_per_token
+        self._gate = _Gate(name)
+        self._calls = OpenCalls()
+
+    def __reduce__(self) -> NoReturn:
+        """It is in one process, where updates load."""
+        raise InferenceError(
+            f"engine {self._name} is deterministic and cannot be sent to another process: no weight update would reach its copy; "
+            "set engine.backend=vllm"
+        )
+
+    @property
+    def name(self) -> str:
+        """Name given."""
+        return self._name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer in tokens."""
+        return self._max_model_len
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        """See ``InferenceEngine.generate``."""
+        blocks = [block async for block in self.stream(request)]
+        return EngineOutput(
+            token_ids=sum((block.token_ids for block in blocks), ()),
+            logprobs=sum((block.logprobs for block in blocks), ()),
+            versions=sum((block.versions for block in blocks), ()),
+            finish_reason=blocks[-1].finish_reason,
+            top_logprobs=sum((block.top_logprobs for block in blocks), ()),
+        )
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """See ``InferenceEngine.stream``; every block is one token, or the empty end of an aborted request.
+
+        Raises ``RequestRefusedError`` for penalties and grammars, which it does not know.
+        """
+        if not request.sampling.is_resumable:
+            raise RequestRefusedError(
+                f"engine {self.name} is deterministic and knows neither penalties nor structured output; "
+                "leave them out, or set engine.backend=vllm"
+            )
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if num_prompt_tokens >= self._max_model_len:
+            raise PromptTooLongError(num_prompt_tokens, self._max_model_len)
+        with self._calls.following(request) as joined:
+            async with contextlib.aclosing(self._tokens(request)) as blocks:
+                async for block in blocks:
+                    joined.add(block)
+                    yield block
+
+    async def _tokens(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        sequence = _Sequence(self._model, request)
+        with self._gate.visit(request.request_id) as visit:
+            while True:
+                await self._gate.pass_time(self._seconds_per_token, visit)
+                if not await self._gate.may_sample(visit):
+                    yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
+                    return
+                token, logprobs = sequence.sample_next(self._num_loads)
+                reason = self._finish_reason(request, sequence, token)
+                yield EngineOutput(
+                    token_ids=(token,),
+                    logprobs=(float(logprobs[token]),) if request.sampling.reports_logprobs else (),
+                    versions=(self._version,),
+                    finish_reason=reason,
+                    top_logprobs=_top_logprobs(logprobs, request.sampling.num_top_logprobs),
+                )
+                if reason is not None:
+                    return
+
+    def _finish_reason(self, request: EngineRequest, sequence: "_Sequence", token: int) -> FinishReason | None:
+        if token in self._stop_token_ids and not request.sampling.ignore_eos:
+            return FinishReason.STOP
+        num_new_tokens = len(sequence.token_ids) - len(request.prompt_token_ids)
+        if num_new_tokens >= request.sampling.max_tokens or len(sequence.token_ids) >= self._max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
+        """See ``InferenceEngine.partial_outputs``."""
+        self._gate.raise_if_dead()
+        return self._calls.so_far(request_ids)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See ``InferenceEngine.pause``. Sampling a token awaits nothing, so none is half done."""
+        self._gate.close(mode)
+
+    async def resume(self) -> None:
+        """See ``InferenceEngine.resume``."""
+        self._gate.open()
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        """Nothing is prepared: it is loaded in no time of the loop's."""
+        self._gate.raise_if_dead()
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """See ``InferenceEngine.load_weights``; chunks are safetensors files. Adapters are merged into the weights."""
+        self._gate.raise_if_dead()
+        if not self._gate.is_closed:
+            raise PublishError(f"engine {self.name} is not paused; pause it before loading weights {update.version}")
+        self._validator.check(update)
+        require_as_sent(update)
+        if update.adapter is None:
+            self._load_all(update)
+        else:
+            self._adapters.load(update)
+        self._validator.accept(update)
+        self._num_loads += 1
+        self._version = update.version
+
+    def _load_all(self, update: WeightUpdate) -> None:
+        parameters = self._model.state_dict()
+        for chunk in update.chunks:
+            with WeightMap(chunk["path"], chunk.get("load_bucket_bytes", 1 << 20)) as weights:
+                for name, tensor in itertools.chain.from_iterable(weights.buckets()):
+                    parameters[name].copy_(tensor)
+
+    async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
+        """See ``InferenceEngine.switch_weights``."""
+        return await paused_and_loaded(self, update, mode)
+
+    async def version(self) -> int:
+        """See ``InferenceEngine.version``."""
+        self._gate.raise_if_dead()
+        return self._version
+
+    async def checksum(self) -> str:
+        """See ``InferenceEngine.checksum``: SHA-256 over names and bytes of the parameters."""
+        self._gate.raise_if_dead()
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self._model.named_parameters()):
+            digest.update(name.encode())
+            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    async def ping(self) -> None:
+        """See ``InferenceEngine.ping``."""
+        self._gate.raise_if_dead()
+
+    async def evict(self, request_ids: Collection[str] | None = None) -> None:
+        """See ``InferenceEngine.evict``; every request that it takes can go on elsewhere."""
+        self._gate.abort(request_ids)
+
+    async def close(self) -> None:
+        """See ``InferenceEngine.close``. Requests in flight raise ``EngineDeadError``."""
+        self._gate.kill()
+
+
+class _Visit:
+    """One request before the gate."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.is_aborted = False
+
+
+class _Gate:
+    """Whether tokens may be sampled; state changes are synchronous."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._mode: PauseMode | None = None
+        self._is_dead = False
+        self._changed = asyncio.Event()
+        self._visits: set[_Visit] = set()
+        """Of requests in flight."""
+
+    @property
+    def is_closed(self) -> bool:
+        return self._mode is not None
+
+    def close(self, mode: PauseMode) -> None:
+        self.raise_if_dead()
+        if mode is PauseMode.ABORT and self._mode is not mode:
+            self.abort()
+        self._mode = mode
+        self._notify()
+
+    @contextlib.contextmanager
+    def visit(self, request_id: str) -> Iterator[_Visit]:
+        """A request is in flight while the block lasts."""
+        visit = _Visit(request_id)
+        self._visits.add(visit)
+        try:
+            yield visit
+        finally:
+            self._visits.remove(visit)
+
+    def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """End requests that are in flight: these, or all."""
+        self.raise_if_dead()
+        for visit in self._visits:
+            visit.is_aborted |= request_ids is None or visit.request_id in request_ids
+        self._notify()
+
+    def open(self) -> None:
+        self.raise_if_dead()
+        self._mode = None
+        self._notify()
+
+    def kill(self) -> None:
+        self._is_dead = True
+        self._notify()
+
+    def raise_if_dead(self) -> None:
+        if self._is_dead:
+            raise EngineDeadError(f"engine {self._name} is gone: closed")
+
+    async def pass_time(self, seconds: float, visit: _Visit) -> None:
+        """Wait for so long, or until the caller is aborted: what it began at a token is lost."""
+        until = asyncio.get_running_loop().time() + seconds
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                while not visit.is_aborted and not self._is_dead:
+                    await self._changed.wait()
+
+    async def may_sample(self, visit: _Visit) -> bool:
+        """Wait until the gate is open; False when the caller is aborted.
+
+        Raises ``EngineDeadError``.
+        """
+        while self.is_closed and not visit.is_aborted and not self._is_dead:
+            await self._changed.wait()
+        self.raise_if_dead()
+        return not visit.is_aborted
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class _Sequence:
+    """One request's tokens and keys and values.
+
+    The cache is always filled in the same steps, the original prompt at once and then token by token, so that a
+    continued request computes the very same numbers as one that was never aborted.
+    """
+
+    def __init__(self, model: PreTrainedModel, request: EngineRequest) -> None:
+        self._model = model
+        self._sampling = request.sampling
+        self._num_prompt_tokens = len(request.prompt_token_ids) - request.num_sampled_tokens
+        self.token_ids = list(request.prompt_token_ids)
+        self._cache = DynamicCache(config=model.config)
+        self._num_cached_tokens = 0
+        self._num_loads: int | None = None
+
+    def sample_next(self, num_loads: int) -> tuple[int, torch.Tensor]:
+        """Append one token; return it and the (V,) log-probs. ``num_loads`` tells when the weights have changed."""
+        if num_loads != self._num_loads:
+            self._cache, self._num_cached_tokens = DynamicCache(config=self._model.config), 0
+            self._num_loads = num_loads
+        while self._num_cached_tokens < len(self.token_ids):
+            logits = self._forward(max(self._num_prompt_tokens, self._num_cached_tokens + 1))
+        logprobs = _processed_logprobs(logits, self._sampling)
+        token = self._choose(logprobs)
+        self.token_ids.append(token)
+        return token, logprobs
+
+    @torch.inference_mode()
+    def _forward(self, end: int) -> torch.Tensor:
+        """Cache the tokens up to ``end``; return the logits that follow them, (V,)."""
+        new_token_ids = torch.tensor([self.token_ids[self._num_cached_tokens : end]])
+        logits: torch.Tensor = self._model(new_token_ids, past_key_values=self._cache, logits_to_keep=1).logits
+        self._num_cached_tokens = end
+        return logits[0, -1]
+
+    def _choose(self, logprobs: torch.Tensor) -> int:
+        """Greedy, or by inverting the distribution function at a number drawn from seed, prompt and position."""
+        if self._sampling.temperature == 0:
+            return int(logprobs.argmax())
+        position = len(self.token_ids) - self._num_prompt_tokens
+        counter = (self._sampling.seed, self.token_ids[: self._num_prompt_tokens], position)
+        draw = int.from_bytes(hashlib.sha256(repr(counter).encode()).digest()[:8], "big") / 2**64
+        cumulative = logprobs.double().exp().cumsum(0)
+        token = int(torch.searchsorted(cumulative, draw * float(cumulative[-1]), right=True))
+        return min(token, int(logprobs.isfinite().nonzero()[-1]))
+
+
+def _processed_logprobs(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """(V,) log-probs in nats after temperature, min_p, top_k and top_p, in vLLM's order; plain ones when greedy."""
+    if sampling.temperature == 0:
+        return logits.log_softmax(-1)
+    logits = logits / sampling.temperature
+    if sampling.min_p > 0:
+        floor = logits.max() + math.log(sampling.min_p)
+        logits = logits.masked_fill(logits < floor, -math.inf)
+    if 0 < sampling.top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -math.inf)
+    if sampling.top_p < 1:
+        ascending, order = logits.sort()
+        is_outside = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        is_outside[-1] = False
+        logits = logits.masked_fill(is_outside[order.argsort()], -math.inf)
+    return logits.log_softmax(-1)
+
+
+def _top_logprobs(logprobs: torch.Tensor, num_top_logprobs: int) -> tuple[TopLogprobs, ...]:
+    """Of one position: the likeliest tokens that truncation has left; nothing where none are asked for."""
+    if num_top_logprobs == 0:
+        return ()
+    values, tokens = logprobs.topk(min(num_top_logprobs, len(logprobs)))
+    found = zip(tokens.tolist(), values.tolist(), strict=True)
+    return (tuple((token, value) for token, value in found if value > -math.inf),)
+
+
+def _load_model(policy_dir: str) -> Any:
+    transformers_logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        policy_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,350 @@
+"""Engines in processes of their own: a Ray actor around each vLLM engine, and the adapter that makes it one again.
+
+    RayEngine (any process) ── requests, blocks, control calls ──> EngineActor (its process) ──> VLLMEngine ──> core
+
+Flows in: ``VLLMEngineConfig`` values, one per engine. Flows out: ``RayEngine`` objects, which can be pickled and fulfil
+``InferenceEngine``. What a weight update aborts goes on inside the actor: only requests that cannot be continued come back with
+``abort``. What Ray says of a dead actor becomes ``EngineDeadError``; our own errors cross as they are. It does not know routing
+or weights.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from skyrl_async.errors import EngineDeadError, EngineStartError
+from skyrl_async.inference.engine_life import EngineLife
+from skyrl_async.inference.engines.ray_actor import EngineActor, StartedEngine
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.inference.vllm.boot import VLLMEngineConfig
+from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
+
+logger = logging.getLogger(__name__)
+
+_MAX_CONCURRENT_CALLS = 1_000_000
+"""More than there will be: Ray lets further calls wait in line, and what a paused engine holds would keep its resumption there."""
+_NUM_LOG_LINES_SHOWN = 20
+_RAY_GRACE_S = 5.0
+"""An engine misses its own deadline first and says why; Ray's side waits this much longer."""
+
+
+class RayEngine:
+    """An ``InferenceEngine`` in a Ray actor; made by ``start_ray_engines``."""
+
+    def __init__(self, name: str, actor: ActorHandle, started: StartedEngine) -> None:
+        self._name = name
+        self._actor = actor
+        self._started = started
+        self._caller = uuid.uuid4().hex
+        self._turns = itertools.count()
+        self._busy_until = 0.0
+        """When the latest call in turn has missed its deadline, on the loop's clock; 0 once it has answered."""
+
+    def __reduce__(self) -> tuple[type, tuple[str, ActorHandle, StartedEngine]]:
+        """A copy has turns of its own."""
+        return RayEngine, (self._name, self._actor, self._started)
+
+    @property
+    def name(self) -> str:
+        """Name from the config."""
+        return self._name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer in tokens."""
+        return self._started.max_model_len
+
+    @property
+    def node_id(self) -> str:
+        """Of the machine that it runs on, as Ray names it."""
+        return self._started.node_id
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        """See ``InferenceEngine.generate``."""
+        with self._ending_on_exit(request.request_id), self._own_errors():
+            output: EngineOutput = await self._actor.generate.remote(request)
+            return output
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """See ``InferenceEngine.stream``."""
+        with self._ending_on_exit(request.request_id), self._own_errors():
+            async for reference in self._actor.stream.options(num_returns="streaming").remote(request):
+                yield await reference
+
+    async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
+        """See ``InferenceEngine.partial_outputs``."""
+        call = self._actor.partial_outputs.remote(tuple(request_ids))
+        outputs: dict[str, EngineOutput] = await self._answer("partial_outputs", call)
+        return outputs
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See ``InferenceEngine.pause``."""
+        await self._control_in_turn("pause", mode)
+
+    async def resume(self) -> None:
+        """See ``InferenceEngine.resume``."""
+        await self._control_in_turn("resume")
+
+    async def connect_transfer(self, init_info: dict[str, Any]) -> None:
+        """See ``VLLMEngine.connect_transfer``."""
+        await self._control("connect_transfer", init_info)
+
+    async def receive_weights(self, update: WeightUpdate, keep: Collection[str]) -> None:
+        """See ``VLLMEngine.receive_weights``; without a deadline."""
+        with self._own_errors():
+            await self._actor.control.remote("receive_weights", (update, tuple(keep)))
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        """See ``InferenceEngine.stage_weights``."""
+        await self._control("stage_weights", update)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """See ``InferenceEngine.load_weights``."""
+        await self._control_in_turn("load_weights", update)
+
+    async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
+        """See ``InferenceEngine.switch_weights``."""
+        deadlines_s = 3 * self._started.call_timeout_s  # it checks an adapter's layers, pauses and loads
+        seconds: float = await self._control_in_turn("switch_weights", update, mode, timeout_s=deadlines_s)
+        return seconds
+
+    async def version(self) -> int:
+        """See ``InferenceEngine.version``."""
+        version: int = await self._control("version")
+        return version
+
+    async def checksum(self) -> str:
+        """See ``InferenceEngine.checksum``."""
+        checksum: str = await self._control_in_turn("checksum", timeout_s=self._started.checksum_timeout_s)
+        return checksum
+
+    async def ping(self) -> None:
+        """See ``InferenceEngine.ping``."""
+        with self._own_errors():
+            await self._actor.control.remote("ping", ())
+
+    async def evict(self, request_ids: Collection[str] | None = None) -> None:
+        """See ``InferenceEngine.evict``. Only to evict all of them takes as long as requests do, and has no deadline."""
+        if request_ids is not None:
+            await self._answer("evict", self._actor.evict.remote(tuple(request_ids)))
+            return
+        with self._own_errors():
+            await self._actor.evict.remote()
+
+    async def statistics(self) -> dict[str, int]:
+        """See ``VLLMEngine.statistics``."""
+        statistics: dict[str, int] = await self._control("statistics")
+        return statistics
+
+    async def close(self) -> None:
+        """See ``InferenceEngine.close``. The actor and all its processes are killed."""
+        ray.kill(self._actor)
+
+    async def _control_in_turn(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Run a call after the one before it, also after one whose caller was cancelled: the actor goes on with that.
+
+        Its deadline begins when that of the calls before is over, unless they have answered.
+        """
+        now = asyncio.get_running_loop().time()
+        allowed_s = max(self._busy_until - now, 0.0) + (timeout_s or self._started.call_timeout_s)
+        self._busy_until = busy_until = now + allowed_s
+        call = self._actor.control_in_turn.remote(method, args, self._caller, next(self._turns))
+        goes_on = False
+        try:
+            return await self._answer(method, call, allowed_s)
+        except asyncio.CancelledError:
+            goes_on = True
+            raise
+        finally:
+            if not goes_on and self._busy_until == busy_until:
+                self._busy_until = 0.0
+
+    async def _control(self, method: str, *args: Any) -> Any:
+        return await self._answer(method, self._actor.control.remote(method, args))
+
+    async def _answer(self, method: str, call: ObjectRef, timeout_s: float | None = None) -> Any:
+        waited = (timeout_s or self._started.call_timeout_s) + _RAY_GRACE_S
+        with self._own_errors():
+            try:
+                async with asyncio.timeout(waited):
+                    return await call
+            except TimeoutError as error:
+                raise EngineDeadError(f"engine {self.name}: no answer to {method} within {waited:g} s") from error
+
+    @contextlib.contextmanager
+    def _ending_on_exit(self, request_id: str) -> Iterator[None]:
+        """Ray goes on with a call whose caller is cancelled: end the request in the engine."""
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            self._actor.cancel.remote(request_id)
+            raise
+
+    @contextlib.contextmanager
+    def _own_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise EngineDeadError(f"engine {self.name} is gone: {type(error).__name__}: {reason}") from error
+
+
+def is_on_this_machine(engine: InferenceEngine) -> bool:
+    """Whether the engine can map files in this machine's shared memory."""
+    return not isinstance(engine, RayEngine) or engine.node_id == ray.get_runtime_context().get_node_id()
+
+
+async def start_ray_engines(
+    configs: Sequence[VLLMEngineConfig],
+    *,
+    num_cpus: float = 0.0,
+    num_gpus: float = 0.0,
+    scheduling_strategies: Sequence[PlacementGroupSchedulingStrategy] | None = None,
+    start_timeout_s: float = 300.0,
+    log_dir: Path,
+    lives: Mapping[str, EngineLife] = MappingProxyType({}),
+) -> list[RayEngine]:
+    """Start one engine per config, all at the same time, but one after another where several may be on one GPU: each measures there what
+    memory is left. Ray must be initialised.
+
+    Args:
+        num_cpus: CPU slots that Ray reserves per engine.
+        num_gpus: GPUs per engine.
+        scheduling_strategies: where Ray puts each engine; None leaves that to Ray.
+        start_timeout_s: for those that start at the same time, in seconds.
+        log_dir: each engine writes ``<name>.log`` there; made when missing.
+        lives: by name; one whose process is killed while it boots takes a restart of its life, and boots again under its name.
+
+    Raises ``EngineStartError`` with the engine's last log lines when one does not come up; then none is left.
+    """
+    _require_resources(configs, {"CPU": num_cpus, "GPU": num_gpus})
+    log_paths = _log_paths(configs, log_dir)
+    are_apart = scheduling_strategies is not None or not 0 < num_gpus <= 0.5
+    turn = contextlib.nullcontext() if are_apart else asyncio.Lock()
+    boots = {}
+    with contextlib.ExitStack() as on_failure:
+        for config, log_path, strategy in zip(
+            configs, log_paths, scheduling_strategies or [None] * len(configs), strict=True
+        ):
+
+            def make_actor(
+                config: VLLMEngineConfig = config,
+                log_path: Path = log_path,
+                strategy: PlacementGroupSchedulingStrategy | None = strategy,
+            ) -> ActorHandle:
+                actor = _make_actor(config, log_path, num_cpus, num_gpus, strategy)
+                on_failure.callback(ray.kill, actor)
+                return actor
+
+            life = lives.get(config.name)
+            boots[config.name] = _boot(make_actor, config.name, log_path, start_timeout_s, turn, life)
+        engines = await _all(boots)
+        on_failure.pop_all()
+    return engines
+
+
+async def _all(boots: dict[str, Coroutine[Any, Any, RayEngine]]) -> list[RayEngine]:
+    """All results in order, or the first error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(boot, name=f"boot {name}") for name, boot in boots.items()]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _log_paths(configs: Sequence[VLLMEngineConfig], log_dir: Path) -> list[Path]:
+    log_dir.mkdir(parents=True, exist_ok=True)
+    return [log_dir.absolute() / f"{config.name}.log" for config in configs]
+
+
+def _require_resources(configs: Sequence[VLLMEngineConfig], needed_per_engine: dict[str, float]) -> None:
+    """Ray would wait for ever for a resource that the cluster lacks."""
+    available = ray.cluster_resources()
+    for resource, num_per_engine in needed_per_engine.items():
+        num_needed = num_per_engine * len(configs)
+        if num_needed > available.get(resource, 0.0):
+            raise EngineStartError(
+                f"{len(configs)} engines need {num_needed:g} {resource}s, the Ray cluster has "
+                f"{available.get(resource, 0.0):g}; lower engine.num_engines or "
+                f"placement.num_{resource.lower()}s_per_engine"
+            )
+
+
+def _make_actor(
+    config: VLLMEngineConfig,
+    log_path: Path,
+    num_cpus: float,
+    num_gpus: float,
+    strategy: PlacementGroupSchedulingStrategy | None,
+) -> ActorHandle:
+    environment = {"VLLM_LOGGING_LEVEL": "INFO"}
+    if config.device == "cpu":
+        environment["OMP_NUM_THREADS"] = "1"
+    actor_class = ray.remote(EngineActor).options(
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        scheduling_strategy=strategy,
+        max_concurrency=_MAX_CONCURRENT_CALLS,
+        max_restarts=0,
+        runtime_env={"env_vars": environment},
+    )
+    return actor_class.remote(config, str(log_path))
+
+
+async def _boot(
+    make_actor: Callable[[], ActorHandle],
+    name: str,
+    log_path: Path,
+    timeout_s: float,
+    turn: contextlib.AbstractAsyncContextManager[None],
+    life: EngineLife | None,
+) -> RayEngine:
+    """Start one engine, in ``turn``; again where it is killed meanwhile and its ``life`` has restarts left."""
+    while True:
+        actor = make_actor()
+        try:
+            async with turn, asyncio.timeout(timeout_s):
+                return RayEngine(name, actor, await actor.start.remote())
+        except TimeoutError:
+            reason = f"engine {name} was not up within {timeout_s:g} s (engine.start_timeout_s)"
+            raise EngineStartError(f"{reason}\n{_log_tail(log_path)}") from None
+        except RayError as error:
+            reason = str(error.cause if isinstance(error, RayTaskError) else f"engine {name} did not come up: {error}")
+            if life is None or not _was_killed(error):
+                raise EngineStartError(f"{reason}\n{_log_tail(log_path)}") from error
+        life.die()
+        if (wait_s := life.restart()) is None:
+            raise EngineStartError(
+                f"{reason}; engine.max_restarts={life.num_restarts} are used up\n{_log_tail(log_path)}"
+            )
+        logger.warning("%s; it is started again", reason)
+        await asyncio.sleep(wait_s)
+
+
+def _was_killed(error: RayError) -> bool:
+    """Whether a process of the engine was ended from outside: another may come up."""
+    if isinstance(error, RayTaskError):
+        return isinstance(error.cause, EngineDeadError)
+    return isinstance(error, RayActorError) and not error.actor_init_failed
+
+
+def _log_tail(log_path: Path) -> str:
+    if not log_path.exists():
+        return f"It has written no log ({log_path}): Ray has not started its process."
+    lines = log_path.read_text(errors="replace").splitlines()
+    return "\n".join([f"Its last log lines ({log_path}):", *lines[-_NUM_LOG_LINES_SHOWN:]])

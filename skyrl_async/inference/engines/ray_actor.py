@@ -1,0 +1,137 @@
+"""A vLLM engine in a Ray actor's process: its requests, which a caller can end, and every other call.
+
+    RayEngine (any process) ──> EngineActor ──> VLLMEngine ──> core
+
+Flows in: what ``RayEngine`` calls. Flows out: the engine's answers. What a weight update aborts goes on in here.
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from skyrl_async.errors import EngineDeadError, EngineStartError
+from skyrl_async.inference.continuation import generate_to_end, hold_partial_outputs, joined_for, stream_to_end
+from skyrl_async.inference.generation_state import Joined
+from skyrl_async.inference.vllm.boot import VLLMEngineConfig
+from skyrl_async.inference.vllm.engine import VLLMEngine
+from skyrl_async.types import EngineOutput, EngineRequest, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedEngine:
+    """What is known of an engine when it is up."""
+
+    max_model_len: int
+    node_id: str
+    call_timeout_s: float
+    """Deadline of a control call."""
+    checksum_timeout_s: float
+    """And of a checksum."""
+
+
+class EngineActor:
+    """Owns one ``VLLMEngine``, and the tasks of the requests in it so that a caller can end them."""
+
+    def __init__(self, config: VLLMEngineConfig, log_path: str) -> None:
+        _redirect_output(log_path)
+        self._config = config
+        self._engine: VLLMEngine
+        self._requests: dict[str, asyncio.Task[Any]] = {}
+        self._evicted: set[str] = set()
+        self._joined: dict[str, Joined] = {}
+        self._turns: dict[tuple[str, int], asyncio.Event] = {}
+        """(caller, turn) -> whether it is over, of each caller's newest ones."""
+
+    async def start(self) -> StartedEngine:
+        """Boot.
+
+        One token is sampled: vLLM boots with models that its kernels for the device then turn out not to support.
+        """
+        self._engine = await VLLMEngine.start(self._config)
+        request = EngineRequest(request_id="boot", prompt_token_ids=(0,), sampling=SamplingParams(max_tokens=1))
+        try:
+            await self._engine.generate(request)
+        except EngineDeadError as error:
+            name = self._config.name
+            raise EngineStartError(f"engine {name} did not come up: its first token ended it ({error})") from error
+        return StartedEngine(
+            max_model_len=self._engine.max_model_len,
+            node_id=ray.get_runtime_context().get_node_id(),
+            call_timeout_s=self._config.call_timeout_s,
+            checksum_timeout_s=self._config.checksum_timeout_s,
+        )
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        """See ``InferenceEngine.generate``."""
+        with self._registered(request) as joined:
+            return await generate_to_end(self._engine, request, joined, self._unless_evicted(request))
+
+    async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """See ``InferenceEngine.stream``."""
+        with self._registered(request) as joined:
+            blocks = stream_to_end(self._engine, request, joined, self._unless_evicted(request))
+            async with contextlib.aclosing(blocks):
+                async for block in blocks:
+                    yield block
+
+    async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
+        """See ``InferenceEngine.partial_outputs``: of all the engine's calls that a request took."""
+        found = {i: self._joined[i] for i in request_ids if i in self._joined}
+        await hold_partial_outputs(self._engine, found.values())
+        return {request_id: joined.so_far() for request_id, joined in found.items()}
+
+    async def cancel(self, request_id: str) -> None:
+        """End a request whose caller has gone."""
+        if task := self._requests.get(request_id):
+            task.cancel()
+
+    async def evict(self, request_ids: Collection[str] | None = None) -> None:
+        """See ``InferenceEngine.evict``. Requests leave wherever in the engine they are, also between two of its calls."""
+        leaving = self._requests.keys() if request_ids is None else self._requests.keys() & set(request_ids)
+        self._evicted |= leaving
+        await self._engine.evict(None if request_ids is None else leaving)
+
+    async def control(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Any other method of the engine."""
+        return await getattr(self._engine, method)(*args)
+
+    async def control_in_turn(self, method: str, args: tuple[Any, ...], caller: str, turn: int) -> Any:
+        """Like ``control``, once the caller's turns before this one (counted from 0) are over, however they ended: Ray starts an
+        actor's calls in any order."""
+        over = self._turns.setdefault((caller, turn), asyncio.Event())
+        if turn:
+            await self._turns.setdefault((caller, turn - 1), asyncio.Event()).wait()
+            del self._turns[caller, turn - 1]
+        try:
+            return await self.control(method, args)
+        finally:
+            over.set()
+
+    def _unless_evicted(self, request: EngineRequest) -> Callable[[], bool]:
+        """Whether a request may go on in this engine after an abort."""
+        return lambda: request.request_id not in self._evicted
+
+    @contextlib.contextmanager
+    def _registered(self, request: EngineRequest) -> Iterator[Joined]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._requests[request.request_id] = task
+        self._joined[request.request_id] = joined = joined_for(request)
+        try:
+            yield joined
+        finally:
+            del self._requests[request.request_id], self._joined[request.request_id]
+            self._evicted.discard(request.request_id)
+
+
+def _redirect_output(log_path: str) -> None:
+    """Send everything that this process and its children print to a file of their own."""
+    with open(log_path, "ab", buffering=0) as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())

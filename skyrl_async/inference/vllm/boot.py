@@ -1,0 +1,236 @@
+"""How a vLLM engine is started: its configuration, its environment, and a core process that never outlives this one.
+
+Flows in: ``VLLMEngineConfig``. Flows out: a running ``AsyncLLM``. vLLM is imported only after the environment that it
+reads at import is set. Nothing is known of requests and weight updates.
+"""
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import warnings
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkContext, ForkProcess, SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
+
+from skyrl_async.inference.policy_files import has_tokenizer, num_weight_bytes, read_config
+from skyrl_async.inference.vllm.adapter import adaptable_modules, largest_rank
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+TRANSFER_BACKEND = "shm"
+"""Of vLLM's weight transfer: files in shared memory, mapped or received."""
+_WORKER_EXTENSION = "skyrl_async.inference.vllm.weight_transfer.WorkerExtension"
+_PR_SET_PDEATHSIG = 1
+_CORE_END_S = 5.0
+"""A core is seen to end a moment before its exit code is there."""
+_cores: list[BaseProcess] = []
+"""Of the engine that this process booted last."""
+_HASHED_PER_SECOND = 128 << 20
+"""Bytes that any core hashes: a tenth of what was measured of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMEngineConfig:
+    """Everything an engine is started with; plain values, so that it can be sent to another process."""
+
+    name: str
+    """Unique among the run's engines."""
+    policy_dir: str
+    """Hugging Face directory: config, safetensors, and a tokenizer, without which no grammar can constrain an answer."""
+    dtype: str = "float32"
+    """Of the served weights: ``float32``, ``bfloat16`` or ``float16``."""
+    device: str = "cpu"
+    """``cpu`` or ``cuda``; what vLLM's build supports."""
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    """Longest prompt plus answer in tokens; None takes the model's own."""
+    max_num_seqs: int = 64
+    gpu_memory_utilization: float = 0.85
+    cpu_kv_cache_gb: int = 1
+    """GiB."""
+    enforce_eager: bool = True
+    enable_prefix_caching: bool = True
+    stream_interval: int = 10
+    """Tokens per block of a stream."""
+    trust_remote_code: bool = False
+    call_timeout_s: float = 60.0
+    """Deadline of a control call; an engine that misses it counts as dead."""
+    adapter_targets: tuple[str, ...] = ()
+    """Names, or their ends, of the layers that adapters are on; empty: of all linear ones. Others are spared the computation."""
+    extra_args: dict[str, Any] = field(default_factory=dict)
+    """More of vLLM's ``AsyncEngineArgs``."""
+    version: int = 0
+    """Policy version of the weights in ``policy_dir``."""
+    adapter_rank: int = 0
+    """Of the adapters that updates hold, which are computed beside the weights in ``policy_dir``; 0: updates hold all weights."""
+    seed: int = 0
+    """Of the run; each engine draws from a stream of its own, made of this and its name."""
+
+    @property
+    def checksum_timeout_s(self) -> float:
+        """Deadline of a checksum: vLLM's workers each bring their weights to the host and hash them there, on one core."""
+        return self.call_timeout_s + num_weight_bytes(self.policy_dir) / self.tensor_parallel_size / _HASHED_PER_SECOND
+
+
+def _set_environment(config: VLLMEngineConfig) -> None:
+    os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if config.device == "cpu":
+        # The core runs the model itself: an executor process of its own would busy-wait on a second core.
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE=str(config.cpu_kv_cache_gb))
+    elif config.dtype == "float32":
+        # FlashAttention takes 16 bits alone, and the products of Triton's attention would be of 10 bits of mantissa (tf32), unlike
+        # those of the layers and of training: log-probs would be further off than rounding explains.
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+
+
+def boot(config: VLLMEngineConfig) -> "AsyncLLM":
+    """Start vLLM, and leave the environment variables that it reads set. Blocks until the core is up."""
+    _set_environment(config)
+    with warnings.catch_warnings():
+        # vLLM and what it imports warn of their own deprecations; a forked core inherits the filter.
+        warnings.simplefilter("ignore")
+        with _without_garbage_collection():
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            if config.device == "cpu":
+                _register_architectures(config)
+            vllm_config = _vllm_config(config)
+        _cores.clear()
+        with _core_processes("fork" if config.device == "cpu" else "spawn"):
+            return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Import without looking for garbage, a seventh of the time; nor is what was imported looked through ever after."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _register_architectures(config: VLLMEngineConfig) -> None:
+    """Import the model's class here: on a machine's first run vLLM would inspect it in another process, for 8 s."""
+    from vllm.model_executor.models import ModelRegistry
+
+    for architecture in read_config(config.policy_dir).get("architectures", []):
+        known = ModelRegistry.models.get(architecture)
+        if known is not None:
+            ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
+def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    arguments: dict[str, Any] = {
+        "model": config.policy_dir,
+        "dtype": config.dtype,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else "uni",
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "trust_remote_code": config.trust_remote_code,
+        "scheduling_policy": "priority",
+        # Equal seeds would make engines draw the same answers to the same prompts: a group of copies.
+        "seed": zlib.crc32(f"{config.seed}/{config.name}".encode()) >> 1,
+        "skip_tokenizer_init": not has_tokenizer(config.policy_dir),
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": _WORKER_EXTENSION,
+        "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
+        "disable_log_stats": True,
+    }
+    if config.adapter_rank:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": largest_rank(config.adapter_rank),
+            "lora_target_modules": adaptable_modules(config.policy_dir, config.adapter_targets),
+        }
+    return AsyncEngineArgs(**(arguments | config.extra_args)).create_engine_config()
+
+
+def is_core_killed(error: Exception) -> bool:
+    """Whether the engine that was booted last failed of that with ``error``: it was short of memory, say, and may come up next time.
+
+    vLLM kills cores, too, where something else went wrong. That this one ended first only its message says.
+    """
+    if "Engine core initialization failed" not in str(error):
+        return False
+    for core in _cores:
+        core.join(_CORE_END_S)
+    return any(core.exitcode == -signal.SIGKILL for core in _cores)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is None or os.getppid() != parent.pid:
+        raise SystemExit("the engine's process ended before its core started")
+
+
+class _BoundForkProcess(ForkProcess):
+    def start(self) -> None:
+        super().start()
+        _cores.append(self)
+
+    def run(self) -> None:
+        # What is garbage in the parent is not this process's to collect: a process group would wait for threads that a fork
+        # leaves behind.
+        gc.freeze()
+        _die_with_parent()
+        super().run()
+
+
+class _BoundSpawnProcess(SpawnProcess):
+    def start(self) -> None:
+        super().start()
+        _cores.append(self)
+
+    def run(self) -> None:
+        _die_with_parent()
+        super().run()
+
+
+class _BoundForkContext(ForkContext):
+    Process = _BoundForkProcess
+
+
+class _BoundSpawnContext(SpawnContext):
+    Process = _BoundSpawnProcess
+
+
+@contextlib.contextmanager
+def _core_processes(method: str) -> Iterator[None]:
+    """Within, vLLM starts engine cores by ``fork`` or ``spawn``, bound to the life of the calling thread.
+
+    A forked core inherits what is imported and boots in half the time; vLLM itself would not fork inside a Ray actor.
+    ``fork`` is for CPU only.
+    """
+    from vllm.v1.engine import utils
+
+    bound = _BoundForkContext() if method == "fork" else _BoundSpawnContext()
+    original = utils.get_mp_context
+    utils.get_mp_context = lambda: bound
+    try:
+        yield
+    finally:
+        utils.get_mp_context = original

@@ -1,0 +1,435 @@
+"""One vLLM engine in this process: tokens in, tokens with log-probs and policy versions out, on CPU or CUDA alike.
+
+    generate / stream ──> AsyncLLM (frontend, this process) ──zmq──> engine core (a process of its own) ──> workers
+    pause / load_weights / checksum ──────── utility calls, each with a deadline ───────┘
+
+Flows in: ``EngineRequest`` and ``WeightUpdate``. Flows out: ``EngineOutput``, or one of our errors. It knows nothing of
+text, of other engines, of retries and of Ray. vLLM is imported in functions, never before ``start`` has been called.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from skyrl_async.errors import (
+    EngineDeadError,
+    EngineStartError,
+    InferenceError,
+    PromptTooLongError,
+    PublishError,
+    RequestRefusedError,
+)
+from skyrl_async.inference.continuation import is_part_of
+from skyrl_async.inference.generation_state import merged
+from skyrl_async.inference.policy_files import TOKENIZER_FILES, eos_token_ids, require_as_sent
+from skyrl_async.inference.vllm.adapter import AdapterSlot
+from skyrl_async.inference.vllm.adapter_update import update_validator
+from skyrl_async.inference.vllm.boot import VLLMEngineConfig, boot, is_core_killed
+from skyrl_async.inference.vllm.outcome_fifo import OutcomeFifo
+from skyrl_async.inference.vllm.requests import engine_output, partial_output, versions_of, vllm_sampling_params
+from skyrl_async.runtime.tasks import run_together
+from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["VLLMEngine", "VLLMEngineConfig"]
+
+T = TypeVar("T")
+
+
+class VLLMEngine:
+    """An ``InferenceEngine`` around vLLM's own ``AsyncLLM``. Use ``await VLLMEngine.start(config)``."""
+
+    def __init__(self, config: VLLMEngineConfig, llm: "AsyncLLM") -> None:
+        self._config = config
+        self._llm = llm
+        self._stop_token_ids = list(eos_token_ids(config.policy_dir))
+        self._validator = update_validator(config.policy_dir, config.adapter_rank)
+        self._adapter = AdapterSlot(llm, config.adapter_rank) if config.adapter_rank else None
+        self._version = config.version
+        self._pause_mode: PauseMode | None = None
+        self._may_be_paused = False
+        self._turns = asyncio.Lock()
+        self._requests: dict[str, bool] = {}
+        """Those in flight, and whether each can be continued."""
+        self._is_empty = asyncio.Event()
+        self._death: str | None = None
+        self._open_deadlines: set[asyncio.Timeout] = set()
+        self._received: dict[str, str] = {}
+        """The trainer's file -> the same in memory of this engine's, where it was broadcast."""
+
+    @classmethod
+    async def start(cls, config: VLLMEngineConfig) -> Self:
+        """Boot the engine. Blocks the event loop while it boots, and leaves vLLM's environment variables set.
+
+        Raises ``EngineStartError``, or ``EngineDeadError`` where its core was killed; then no process is left.
+        """
+        # No local variable holds the AsyncLLM: vLLM's imports keep tracebacks, and thereby this frame, for ever.
+        try:
+            return await cls(config, boot(config))._started()
+        except Exception as error:
+            failure = EngineDeadError if is_core_killed(error) else EngineStartError
+            raise failure(f"engine {config.name} did not come up: {type(error).__name__}: {error}") from error
+
+    async def _started(self) -> Self:
+        """Notice the core's death at once, whether or not a request waits for it; label the weights."""
+        loop = asyncio.get_running_loop()
+        for process in self._core_processes():
+            loop.add_reader(process.sentinel, self._bury, f"its core process {process.pid} died")
+        await self._control("label the weights", self._llm.update_weight_version, str(self._version))
+        if self._adapter is not None:
+            await self._control("make room for an adapter", self._adapter.open)
+        return self
+
+    @property
+    def name(self) -> str:
+        """Name from the config."""
+        return self._config.name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer in tokens."""
+        return int(self._llm.model_config.max_model_len)
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        """See ``InferenceEngine.generate``."""
+        from vllm.sampling_params import RequestOutputKind
+
+        async with contextlib.aclosing(self._run(request, RequestOutputKind.FINAL_ONLY)) as outputs:
+            async for output in outputs:
+                completion = output.outputs[0]
+                num_top_logprobs = request.sampling.num_top_logprobs
+                return engine_output(completion, versions_of(completion.weight_versions), num_top_logprobs)
+        raise self._bury("a request ended without an output")
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """See ``InferenceEngine.stream``. The first block is a single token, unless the request sets the interval itself."""
+        from vllm.sampling_params import RequestOutputKind
+
+        num_sent = 0
+        tracked: Any = None
+        held: EngineOutput | None = None
+        async with contextlib.aclosing(self._run(request, RequestOutputKind.DELTA)) as outputs:
+            async for output in outputs:
+                completion = output.outputs[0]
+                if completion.finish_reason is None:
+                    tracked = tracked or self._request_state(request.request_id)
+                    spans = tracked._weight_version_spans()
+                else:
+                    spans = completion.weight_versions
+                num_total = num_sent + len(completion.token_ids)
+                versions = versions_of(spans)[num_sent:num_total]
+                block = engine_output(completion, versions, request.sampling.num_top_logprobs)
+                if request.stream_interval and num_sent == 0 and block.finish_reason is None:
+                    held = block  # vLLM sends the first token at once: a reader in a hurry would not set the interval
+                else:
+                    yield block if held is None else merged(held, block)
+                    held = None
+                num_sent = num_total
+
+    async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
+        """See ``InferenceEngine.partial_outputs``: what the core has handed to the frontend."""
+        self._raise_if_dead()
+        open_ids = self._llm.output_processor.external_req_ids
+        return {i: partial_output(self._request_state(i)) for i in request_ids if i in open_ids}
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See ``InferenceEngine.pause``. While a request that cannot be continued is in the engine, all are kept."""
+        async with self._turns:
+            await self._pause(mode)
+
+    async def _pause(self, mode: PauseMode) -> None:
+        if not all(self._requests.values()):
+            mode = PauseMode.KEEP
+        if self._pause_mode is mode:
+            return
+        self._may_be_paused = True
+        # AsyncLLM.pause_generation is this call and a sleep of 20 ms; the acknowledgement is the core's.
+        core = self._llm.engine_core
+        await self._control("pause", core.pause_scheduler_async, mode=mode.value, clear_cache=False)
+        self._pause_mode = mode
+
+    async def resume(self) -> None:
+        """See ``InferenceEngine.resume``. It comes after every pause begun before, whether or not that was cancelled."""
+        async with self._turns:
+            if not self._may_be_paused:
+                return
+            self._pause_mode = None
+            await self._control("resume", self._llm.resume_generation)
+            self._may_be_paused = False
+
+    async def connect_transfer(self, init_info: dict[str, Any]) -> None:
+        """Be ready to receive in the trainer's process group (``init_info``: its place, and this engine's ``rank``)."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info=init_info)
+        await self._control("connect the weight transfer", self._llm.init_weight_transfer_engine, request)
+
+    async def receive_weights(self, update: WeightUpdate, keep: Collection[str]) -> None:
+        """Take part in a broadcast of the update's file beside generation, however long it takes; it is loaded from what came.
+
+        What was received before is let go of, but for the files in ``keep``, paths as the trainer has them. Raises ``PublishError``
+        where it broke off: another group is to be connected then.
+        """
+        (chunk,) = update.chunks
+        source = str(chunk["path"])
+        self._received = {path: own for path, own in self._received.items() if path in keep and path != source}
+        with OutcomeFifo() as fifo:
+            arguments = (source, sorted(keep), str(fifo.path))
+            paths = await self._control("receive weights", self._llm.collective_rpc, "receive_weights", args=arguments)
+            if not any(paths):
+                raise PublishError(
+                    f"engine {self.name} cannot receive weights {update.version}: connect the transfer first"
+                )
+            failed = await self._awaited(None, "receive weights", fifo.first_failure, num_outcomes=1)
+        if failed is not None:
+            raise PublishError(f"engine {self.name} has not received weights {update.version}: {failed}")
+        self._received[source] = next(path for path in paths if path is not None)
+
+    def _own(self, update: WeightUpdate) -> WeightUpdate:
+        """The update as this engine loads it: from what it received, where it did."""
+
+        def own(chunk: dict[str, Any]) -> dict[str, Any]:
+            path = self._received.get(chunk.get("path", ""))
+            if path is None:
+                return chunk
+            if self._adapter is not None and update.adapter is not None:
+                return self._adapter.as_directory(update, path, base=self._config.policy_dir)
+            return chunk | {"path": path}
+
+        return replace(update, chunks=tuple(map(own, update.chunks)))
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        """See ``InferenceEngine.stage_weights``; only on a CPU there is something to prepare, and nothing of adapters."""
+        if self._config.device != "cpu" or self._adapter is not None:
+            return
+        for chunk in self._own(update).chunks:
+            with OutcomeFifo() as fifo:
+                await self._control(
+                    "stage weights", self._llm.collective_rpc, "stage_weights", args=(chunk, str(fifo.path))
+                )
+                failed = await self._control(
+                    "stage weights", fifo.first_failure, num_outcomes=self._config.tensor_parallel_size
+                )
+            if failed is not None:
+                raise PublishError(f"engine {self.name} cannot stage weights {update.version}: {failed}")
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """See ``InferenceEngine.load_weights``."""
+        async with self._turns:
+            self._raise_if_dead()
+            if self._pause_mode is None:
+                raise PublishError(
+                    f"engine {self.name} is not paused; pause it before loading weights {update.version}"
+                )
+            await self._load_checked(await self._checked(update))
+
+    async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
+        """See ``InferenceEngine.switch_weights``; what is refused never pauses it."""
+        async with self._turns:
+            self._raise_if_dead()
+            checked = await self._checked(update)
+            asked = time.monotonic()  # the loop of a Ray actor (uvloop) knows milliseconds, and of when it last waited
+            await self._pause(mode)
+            acknowledge_seconds = time.monotonic() - asked
+            await self._load_checked(checked)
+            return acknowledge_seconds
+
+    async def _checked(self, update: WeightUpdate) -> WeightUpdate:
+        """The update as this engine loads it. Raises ``PublishError``."""
+        update = self._own(update)
+        self._validator.check(update)
+        if update.is_compared:
+            await asyncio.to_thread(require_as_sent, update)
+        if self._adapter is not None:
+            await self._check_layers(self._adapter, update)
+        return update
+
+    async def _load_checked(self, update: WeightUpdate) -> None:
+        try:
+            await self._control(f"load weights {update.version}", self._load, update)
+        except asyncio.CancelledError:
+            self._bury(f"cancelled while loading weights {update.version}")
+            raise
+        self._validator.accept(update)
+        self._version = update.version
+
+    async def _check_layers(self, adapter: AdapterSlot, update: WeightUpdate) -> None:
+        if left_out := await self._control("compare layers", adapter.layers_left_out, update):
+            raise PublishError(
+                f"engine {self.name} cannot adapt {left_out[0]} (and {len(left_out) - 1} more layers): name them in "
+                "policy.lora.exclude_modules, or set policy.lora.publish=merged"
+            )
+
+    async def _load(self, update: WeightUpdate) -> None:
+        loading: Coroutine[Any, Any, Any]
+        if self._adapter is not None:
+            loading = self._adapter.load(update)
+        else:
+            loading = self._llm.collective_rpc("load_update", args=(list(update.chunks),))
+        await run_together(  # in this order, without a round trip between them: the engine stands still
+            {
+                "load": loading,
+                "label": self._llm.update_weight_version(str(update.version)),
+                # Requests frozen by pause(keep) are preempted, so that they recompute their cache under the new weights.
+                "drop-prefixes": self._llm.reset_prefix_cache(reset_running_requests=True),
+                "drop-encodings": self._llm.reset_encoder_cache(),
+            }
+        )
+
+    async def version(self) -> int:
+        """See ``InferenceEngine.version``."""
+        self._raise_if_dead()
+        return self._version
+
+    async def checksum(self) -> str:
+        """See ``InferenceEngine.checksum``; one digest over all workers."""
+        timeout_s = self._config.checksum_timeout_s
+        async with self._turns:  # so that no heartbeat is waited for beside it
+            digests = await self._awaited(timeout_s, "checksum", self._llm.collective_rpc, "weight_digest")
+        return digests[0] if len(digests) == 1 else "+".join(digests)
+
+    async def statistics(self) -> dict[str, int]:
+        """Requests inside the engine, and the processes that it consists of."""
+        self._raise_if_dead()
+        return {
+            "num_requests": self._llm.get_num_unfinished_requests(),
+            "process_id": os.getpid(),
+            "core_process_id": int(self._core_processes()[0].pid or 0),
+        }
+
+    async def ping(self) -> None:
+        """See ``InferenceEngine.ping``. A control call under way has its own deadline, and may keep the core busy until then."""
+        self._raise_if_dead()
+        if not self._turns.locked():
+            await self._control("a heartbeat", self._llm.engine_core.is_scheduler_paused_async)
+
+    async def evict(self, request_ids: Collection[str] | None = None) -> None:
+        """See ``InferenceEngine.evict``; also calls that continue one of the requests."""
+        self._raise_if_dead()
+        resumable = [name for name, is_resumable in self._requests.items() if is_resumable]
+        if request_ids is not None:
+            await self._llm.abort([name for name in resumable if is_part_of(name, request_ids)])
+            return
+        await self._llm.abort(resumable)
+        while self._requests:
+            self._is_empty.clear()
+            await self._is_empty.wait()
+
+    async def close(self) -> None:
+        """See ``InferenceEngine.close``."""
+        self._bury("closed")
+
+    async def _run(
+        self, request: EngineRequest, output_kind: "RequestOutputKind"
+    ) -> "AsyncGenerator[RequestOutput, None]":
+        """vLLM's outputs of one request, its errors as ours."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
+        from vllm.v1.engine.exceptions import EngineGenerateError
+
+        self._raise_if_dead()
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if num_prompt_tokens >= self.max_model_len:
+            raise PromptTooLongError(num_prompt_tokens, self.max_model_len)
+        if request.sampling.structured is not None and self._llm.model_config.skip_tokenizer_init:
+            raise RequestRefusedError(
+                f"engine {self.name} cannot constrain an answer to a grammar: {self._config.policy_dir} has no tokenizer "
+                f"(none of {', '.join(TOKENIZER_FILES)})"
+            )
+        prompt = tokens_input(list(request.prompt_token_ids))
+        self._requests[request.request_id] = request.sampling.is_resumable
+        try:
+            params = vllm_sampling_params(
+                request,
+                output_kind=output_kind,
+                stop_token_ids=self._stop_token_ids,
+                stream_interval=self._config.stream_interval,
+            )
+            lora = None if self._adapter is None else self._adapter.of_requests
+            calls = self._llm.generate(prompt, params, request.request_id, lora_request=lora, priority=request.priority)
+            async with contextlib.aclosing(calls) as outputs:
+                async for output in outputs:
+                    yield output
+        except CoreDeadError as error:
+            raise self._bury("its core process died") from error
+        except (VLLMClientError, EngineGenerateError) as error:
+            if self._death is not None:
+                raise self._bury(self._death) from error
+            refusal = RequestRefusedError if isinstance(error, VLLMClientError) else InferenceError
+            raise refusal(f"engine {self.name} refused request {request.request_id}: {error}") from error
+        finally:
+            self._requests.pop(request.request_id, None)
+            if not self._requests:
+                self._is_empty.set()
+
+    def _request_state(self, request_id: str) -> Any:
+        """The frontend's record of a running request; an output tells its tokens' versions only when it is the last."""
+        processor = self._llm.output_processor
+        return processor.request_states[processor.external_req_ids[request_id][0]]
+
+    async def _control(self, what: str, call: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        """Await a utility call of the core within the deadline of such calls."""
+        return await self._awaited(self._config.call_timeout_s, what, call, *args, **kwargs)
+
+    async def _awaited(
+        self, timeout_s: float | None, what: str, call: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any
+    ) -> T:
+        """Await what the core has to do. vLLM leaves such a call pending for ever when the core dies.
+
+        Whatever goes wrong, the core's state is unknown afterwards: the engine is dead.
+        """
+        self._raise_if_dead()
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                self._open_deadlines.add(deadline)
+                try:
+                    return await call(*args, **kwargs)
+                finally:
+                    self._open_deadlines.discard(deadline)
+        except TimeoutError as error:
+            raise self._bury(f"no answer to {what} within {timeout_s or 0:g} s (engine.call_timeout_s)") from error
+        except Exception as error:
+            raise self._bury(f"{what} failed: {error}") from error
+
+    def _core_processes(self) -> list[BaseProcess]:
+        manager = self._llm.engine_core.resources.engine_manager
+        return list(manager.processes) if manager is not None else []
+
+    def _raise_if_dead(self) -> None:
+        if self._death is not None:
+            raise self._bury(self._death)
+
+    def _bury(self, reason: str) -> EngineDeadError:
+        """Kill the core, fail everything that waits for it, and return the error that says why. Idempotent."""
+        if self._death is None:
+            self._death = reason
+            logger.info("engine %s ends: %s", self.name, reason)
+            loop = asyncio.get_running_loop()
+            for process in self._core_processes():
+                loop.remove_reader(process.sentinel)
+                process.kill()
+            if self._adapter is not None:
+                self._adapter.close()
+            self._llm.shutdown()
+            # vLLM's own watch over the core may have begun the shutdown: it leaves the sockets for this loop to close later,
+            # and the end of their context, which vLLM leaves to the collector, waits for that.
+            self._llm.engine_core.resources()
+            self._llm.engine_core.ctx._shadow_obj.destroy(linger=0)
+            error = EngineDeadError(f"engine {self.name} is gone: {reason}")
+            self._llm.output_processor.propagate_error(error)
+            for deadline in self._open_deadlines:
+                deadline.reschedule(loop.time())
+        return EngineDeadError(f"engine {self.name} is gone: {self._death}")

@@ -1,0 +1,111 @@
+"""Times in which nothing can be sampled, whatever a rollout does: no engine is left, or the endpoint's process is gone.
+
+Flows in: what is gone and what is back, from those who look after it. Flows out: whether a rollout met an outage, its end to those who
+wait for it. Knows neither engines nor endpoints.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from skyrl_async.errors import NoEngineError, OutageError
+from skyrl_async.rollout.failed_samples import Backoff
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PAUSES = Backoff(base_s=0.5, max_s=5.0)
+"""Before something is sent again of which nobody knows yet why it was not answered."""
+
+
+class Outages:
+    """Those of one run.
+
+    Args:
+        on_begun: called with the name of each.
+        on_over: called with its name when it is over, or given up.
+    """
+
+    def __init__(
+        self, on_begun: Callable[[str], None] = lambda what: None, on_over: Callable[[str], None] = lambda what: None
+    ) -> None:
+        self._on_begun = on_begun
+        self._on_over = on_over
+        self._on: set[str] = set()
+        self._verdicts: dict[str, str] = {}
+        self._news = asyncio.Event()
+        self._num_begun = 0
+        self.num_over = 0
+
+    def met_since(self, num_over: int) -> bool:
+        """Whether one was on at any time since ``num_over`` was what it is now."""
+        return self._num_begun > num_over
+
+    def begin(self, what: str) -> None:
+        """``what`` is gone, and will come back. Idempotent."""
+        self._verdicts.pop(what, None)
+        if what not in self._on:
+            self._on.add(what)
+            self._num_begun += 1
+            self._on_begun(what)
+
+    def end(self, what: str) -> None:
+        """``what`` is there. Idempotent."""
+        self._verdicts.pop(what, None)
+        self._leave(what)
+
+    def give_up(self, what: str, reason: str) -> None:
+        """``what`` will not come back, because of ``reason``: let everybody who waits for it fail."""
+        self._verdicts[what] = reason
+        self._leave(what)
+
+    async def wait_until_over(self) -> None:
+        """Return once none is on. Raises ``NoEngineError`` when one was given up."""
+        while True:
+            for reason in self._verdicts.values():
+                raise NoEngineError(reason)
+            if not self._on:
+                return
+            self._news.clear()
+            await self._news.wait()
+
+    def _leave(self, what: str) -> None:
+        if what in self._on:
+            self._on.remove(what)
+            self.num_over += 1
+            self._on_over(what)
+        self._news.set()
+
+
+class Resending:
+    """Sends again what an outage kept from being answered.
+
+    Args:
+        outages: waited for before it is sent again.
+        timeout_s: seconds after the first failure in which it is sent again; 0 never does.
+    """
+
+    def __init__(self, outages: Outages, timeout_s: float) -> None:
+        self._outages = outages
+        self._timeout_s = timeout_s
+        self._seeds = itertools.count()
+
+    async def until_answered(self, send: Callable[[], Awaitable[T]]) -> T:
+        """Return what ``send`` returns. Raises what it raises, ``OutageError`` only once the time is up, and ``NoEngineError``."""
+        clock, seed = asyncio.get_running_loop().time, next(self._seeds)
+        num_failures, deadline = 0, 0.0
+        while True:
+            try:
+                return await send()
+            except OutageError as error:
+                if not num_failures:
+                    deadline = clock() + self._timeout_s
+                if clock() >= deadline:
+                    raise
+                logger.info("it will be sent again: %s", error)
+            await asyncio.sleep(_PAUSES.seconds(num_failures, seed))
+            await self._outages.wait_until_over()
+            num_failures += 1

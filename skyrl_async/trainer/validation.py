@@ -1,0 +1,162 @@
+"""Validation as a stage of its own: held-out prompts at one version, while training goes on.
+
+    param_update ──version──> Validation ──figures, at that version──> log
+         ^                        │
+         └── with ``pins_version`` the next publish waits until it is through
+
+Flows in: versions that engines serve. Flows out: evaluations. Does not know what is trained, nor how engines get a version.
+"""
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+
+from skyrl_async.metrics.recorder import Recorder
+from skyrl_async.rollout.staleness import _AsyncStalenessManager
+from skyrl_async.runtime.shutdown import StopAsked, StopRequest
+from skyrl_async.runtime.stages import Channel, Stage, run_stage
+from skyrl_async.trainer.evaluator import EvaluationResult, Evaluator
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationSettings:
+    """When held-out prompts are played, and how many; see ``config.schema``."""
+
+    interval_steps: int = 0
+    """Between evaluations while training; 0: none."""
+    num_prompts: int = 0
+    """Before and after training."""
+    num_prompts_while_training: int = 0
+    pins_version: bool = True
+    """No other version is published while one is evaluated."""
+    before_training: bool = True
+    at_the_end: bool = True
+
+
+class Validation:
+    """Evaluates versions.
+
+    Args:
+        evaluator: plays held-out prompts; None evaluates nothing.
+        settings: when.
+        staleness: knows how urgent a request admitted now is.
+        recorder: logs, and counts tokens.
+        stop: ends an evaluation early.
+    """
+
+    def __init__(
+        self,
+        *,
+        evaluator: Evaluator | None,
+        settings: ValidationSettings,
+        staleness: _AsyncStalenessManager,
+        recorder: Recorder,
+        stop: StopRequest,
+    ) -> None:
+        self._evaluator = evaluator
+        self._settings = settings
+        self._staleness = staleness
+        self._recorder = recorder
+        self._stop = stop
+        self._versions = Channel[int](1)
+        self._requested_version = 0
+        self._has_ended = False
+
+    @property
+    def is_done_at_the_end(self) -> bool:
+        """Whether the last version is evaluated after training."""
+        return self._settings.at_the_end
+
+    def is_due(self, version: int) -> bool:
+        """Whether ``version`` is to be evaluated while training goes on."""
+        interval = self._settings.interval_steps
+        return self._evaluator is not None and bool(interval) and version % interval == 0
+
+    def is_owed(self, version: int) -> bool:
+        """Whether ``version``, which is served, or one before it that was due is neither evaluated nor requested.
+
+        A version that was due may have been lost on its way to the engines, or a stop may have cut its evaluation short.
+        """
+        interval = self._settings.interval_steps
+        if self._evaluator is None or not interval:
+            return False
+        newest = max(self._requested_version, self._recorder.totals.evaluated_version)
+        return version - version % interval > newest
+
+    async def before_training(self, stage: Stage) -> EvaluationResult | None:
+        """Evaluate the version that training begins with, where that is asked for."""
+        return await self._evaluate_alone(stage) if self._settings.before_training else None
+
+    async def at_the_end(self, stage: Stage) -> EvaluationResult | None:
+        """Evaluate the last version, where that is asked for."""
+        return await self._evaluate_alone(stage) if self._settings.at_the_end else None
+
+    async def run(self, stage: Stage) -> None:
+        """Consumes versions; produces evaluations; waits for neither training nor publishing. Another may follow at the end."""
+
+        async def evaluate(requested_version: int) -> None:
+            is_another = self._staleness.version != requested_version
+            if is_another and self._has_ended and self._settings.at_the_end:
+                return  # the version served now is the last one: it is evaluated anyway
+            await self._evaluate(self._settings.num_prompts_while_training)
+
+        async def logged(_: None) -> None:
+            pass
+
+        await run_stage(stage, self._versions, evaluate, logged, name_of=lambda _: self._item, finishes=False)
+
+    def request(self, version: int) -> None:
+        """Engines serve ``version`` now, and it is to be evaluated; where another evaluation is under way, what they serve after that."""
+        self._requested_version = version
+        if len(self._versions):
+            logger.warning(
+                "no evaluation of step %d: the one before has not begun, and will be of a later step", version
+            )
+            return
+        self._versions.put_nowait(version)
+
+    async def release_version(self) -> None:
+        """Wait until another version may be published."""
+        if self._settings.pins_version:
+            await self._versions.join()
+
+    def close(self) -> None:
+        """No version will follow. Idempotent."""
+        self._has_ended = True
+        self._versions.close()
+
+    @property
+    def _item(self) -> str:
+        return f"version {self._staleness.version}"
+
+    async def _evaluate_alone(self, stage: Stage) -> EvaluationResult | None:
+        """As an item of the stage, while nothing is trained."""
+        if self._evaluator is None:
+            return None
+        with stage.lane() as lane:
+            lane.wait_for_input()
+            lane.process(self._item)
+            result = await self._evaluate(self._settings.num_prompts)
+            lane.wait_for_input()
+        return result
+
+    async def _evaluate(self, num_prompts: int) -> EvaluationResult | None:
+        """Evaluate what is served now; None where there is nothing to evaluate, or a stop was asked for."""
+        if self._evaluator is None:
+            return None
+        loop = asyncio.get_running_loop()
+        step, started = self._staleness.version, loop.time()
+        result: EvaluationResult | None = None
+        with self._recorder.trace.span("evaluate", track="evaluation", step=step), suppress(StopAsked):
+            async with self._stop.cut_short():
+                result = await self._evaluator.evaluate(num_prompts, priority=self._staleness.next_index)
+        if result is None:
+            return None
+        step = max(step, result.versions[0])  # engines may have served one that the run had not acknowledged
+        self._recorder.totals.evaluation_tokens += result.num_tokens
+        self._recorder.totals.evaluated_version = step
+        self._recorder.log(step, result.values() | {"timing/eval": loop.time() - started})
+        return result

@@ -1,0 +1,310 @@
+"""Brings the weights of each trained step to the engines, as a stage of its own.
+
+    train: step, gather ──TrainedStep──> ParamUpdate: send, load, checkpoint, new version, log ──version──> validation
+             ^  the next step waits ──────────────────┘
+
+Flows in: trained steps. Flows out: policy versions that every engine serves, checkpoints, the record of each step. Knows when each is due,
+and nothing of how. Loading overlaps all of the next step, sending all but its optimizer step.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+from skyrl_async.checkpoint.run_state import RunSaver
+from skyrl_async.errors import PublishError
+from skyrl_async.metrics.recorder import Recorder
+from skyrl_async.metrics.step import StepFigures
+from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
+from skyrl_async.rollout.worker import GenerationWorkers
+from skyrl_async.runtime.shutdown import GRACE_S, StopAsked, StopRequest
+from skyrl_async.runtime.stages import Channel, Stage, run_stage
+from skyrl_async.trainer.mini_batches import MiniBatches
+from skyrl_async.trainer.settings import TrainerSettings, is_due
+from skyrl_async.trainer.validation import Validation
+from skyrl_async.training.protocol import Policy
+from skyrl_async.weight_sync.publisher import PublishTimes
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher(Protocol):
+    """What the trainer needs of weight sync."""
+
+    @property
+    def keeps_version_before(self) -> bool:
+        """Whether the version served is there for an engine that comes up while the next one is sent."""
+        ...
+
+    def trained(self, version: int) -> None:
+        """The policy holds ``version`` from now on, whether or not it will be published."""
+        ...
+
+    async def gather(self, version: int) -> None:
+        """Copy the weights; on return they may change."""
+        ...
+
+    async def send(self, version: int) -> bool:
+        """Bring the copy to where engines load it; False where it is lost and a newer one has to follow."""
+        ...
+
+    async def load(self) -> PublishTimes | None:
+        """Make every engine serve what was sent; None where they do already."""
+        ...
+
+    async def publish(self, version: int) -> PublishTimes:
+        """All of that at once."""
+        ...
+
+    async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
+        """Prove that engines hold what is trained; figures for the metrics."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainedStep:
+    """What the train stage hands to the next one."""
+
+    version: int
+    figures: StepFigures
+    policy_values: dict[str, float]
+    """What the policy said of its optimizer step."""
+    gathered_at: float | None = None
+    """When its weights began to be copied, to be published; None where they are not. Seconds of the loop."""
+
+
+class ParamUpdate:
+    """Publishes steps.
+
+    Args:
+        settings: when what is due.
+        policy, publisher: the weights, and who brings them to the engines.
+        staleness, workers, mini_batches: are told of new versions, or asked what is in the making.
+        validation: is told which versions are served.
+        saver: writes checkpoints.
+        recorder: logs steps.
+        stop: ends a publish early.
+        values: of the run's state, logged with each step.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: TrainerSettings,
+        policy: Policy,
+        publisher: Publisher,
+        staleness: _AsyncStalenessManager,
+        workers: GenerationWorkers,
+        mini_batches: MiniBatches,
+        validation: Validation,
+        saver: RunSaver,
+        recorder: Recorder,
+        stop: StopRequest,
+        values: Callable[[StepFigures], dict[str, float]],
+    ) -> None:
+        self._settings = settings
+        self._policy = policy
+        self._publisher = publisher
+        self._staleness = staleness
+        self._workers = workers
+        self._mini_batches = mini_batches
+        self._validation = validation
+        self._saver = saver
+        self._recorder = recorder
+        self._stop = stop
+        self._values = values
+        self._may_step = asyncio.Event()
+        self._may_step.set()
+        self._gathered_version: int | None = None
+        self._unlogged: list[TrainedStep] = []
+        """In their order, which is that of the log."""
+        self._owes_version = False
+        """Whether a version was lost on its way, and the next one has to be published."""
+        self.stepping = asyncio.Lock()
+        """Held while the policy is between two versions. Kept by who ends the run: no step follows."""
+        self.is_cut = False
+        """Whether a stop has cut a publish short."""
+
+    async def gather(self, trained: TrainedStep) -> None:
+        """Copy a step's weights where they are to be published; on return they may change."""
+        self._unlogged.append(trained)
+        version = trained.version
+        self._publisher.trained(version)
+        if not self._is_to_be_published(version):
+            return
+        started = asyncio.get_running_loop().time()
+        await self._publisher.gather(version)
+        trained.gathered_at = started
+        self._gathered_version = version
+        self._may_step.clear()
+
+    @property
+    def may_step(self) -> bool:
+        """Whether weights may change and be gathered again: what was gathered is sent, and compared with the policy where that is due."""
+        return self._may_step.is_set()
+
+    async def wait_until_step(self) -> None:
+        """Wait until ``may_step``, or a stop has cut the publish short."""
+        await self._may_step.wait()
+
+    def _let_step(self, version: int) -> None:
+        """Nothing more is wanted of the policy for a version, nor of its copy; a later copy may be there already."""
+        if self._gathered_version == version:
+            self._may_step.set()
+
+    async def run(self, stage: Stage, steps: Channel[TrainedStep]) -> None:
+        """Consumes trained steps; produces policy versions; waits for engines. The work of later steps overlaps it."""
+        await self._request_validation(self._staleness.version)  # owed by the run that this one goes on with
+        await run_stage(
+            stage,
+            steps,
+            self._bring_to_engines,
+            self._request_validation,
+            name_of=lambda trained: f"version {trained.version}",
+        )
+        self._validation.close()
+
+    async def _bring_to_engines(self, trained: TrainedStep) -> int | None:
+        """Publish a step that was gathered, and log it; returns the version that the engines now have."""
+        version, figures = trained.version, trained.figures
+        is_published = False
+        values: dict[str, float] = {}
+
+        def log() -> None:
+            self._log(trained, values)
+
+        try:
+            if trained.gathered_at is not None:
+                async with self._stop.cut_short(is_patient=True):
+                    is_published = await self._send_and_load(version, trained.gathered_at, figures)
+                    if is_published:
+                        values |= await self._check_if_due(version)
+        except StopAsked:
+            is_published, self.is_cut = False, True
+            logger.warning("step %d is trained and not published", version)
+            log()
+        except BaseException:
+            log()
+            raise
+        else:
+            await self._log_and_save(version, figures, log)
+            if is_published:
+                await self._staleness.notify_capacity_change(version)
+            with suppress(StopAsked):
+                async with self._stop.cut_short(grace_s=GRACE_S):
+                    await self._workers.redraw(self._is_given_up)
+        self._let_step(version)
+        return version if is_published else None
+
+    def _log(self, trained: TrainedStep, values: Mapping[str, float] = MappingProxyType({})) -> None:
+        self._unlogged.remove(trained)
+        self._recorder.log_step(trained.figures, trained.policy_values, {**values, **self._values(trained.figures)})
+
+    def log_the_rest(self) -> None:
+        """Log the steps on their way, of a run that ends: they will not be published, and a checkpoint holds them."""
+        for trained in tuple(self._unlogged):
+            self._log(trained)
+
+    async def _send_and_load(self, version: int, gathered_at: float, figures: StepFigures) -> bool:
+        """Have every engine serve a gathered version; False where its copy was lost."""
+        if not await self._send(version):
+            self._owes_version = True
+            return False
+        if not is_due(self._settings.check_interval_steps, version):
+            self._let_step(version)
+        times = await self._load()
+        for name in ("gather", "send", "stage", "acknowledge", "load", "pause"):
+            figures.add_seconds(name, getattr(times, name))
+        figures.add_seconds("publish", asyncio.get_running_loop().time() - gathered_at)
+        return True
+
+    async def _send(self, version: int) -> bool:
+        """Send a gathered version; False where its copy was lost."""
+        if not self._publisher.keeps_version_before:
+            await self._until_version_may_go()  # after that no engine could come up for those who are waited for
+        return await self._publisher.send(version)
+
+    async def _load(self) -> PublishTimes:
+        """Have every engine serve what was sent."""
+        if self._publisher.keeps_version_before:
+            await self._until_version_may_go()
+        times = await self._publisher.load()
+        assert times is not None, "it was sent"
+        self._owes_version = False
+        self._recorder.totals.pauses.append(times.pause)
+        return times
+
+    async def _until_version_may_go(self) -> None:
+        """Wait for those who are to end under the version that is served now; unblocked by engines that serve it."""
+        await self._validation.release_version()
+        if self._settings.publishes_between_batches:
+            await self._staleness.drained()
+
+    async def publish_the_rest(self) -> None:
+        """Where the data ended between two publishes, or the last version was lost; not in a run that is stopped."""
+        version = self._staleness.trained_version
+        if self._staleness.version == version or self._stop.is_asked:
+            return
+        try:
+            async with self._stop.cut_short(is_patient=True):
+                await self._publisher.gather(version)
+                if not await self._send(version):
+                    raise PublishError(f"version {version} is lost, and no step follows it")
+                await self._load()
+        except StopAsked:
+            self.is_cut = True
+            logger.warning("step %d is trained and not published", version)
+        else:
+            await self._staleness.notify_capacity_change(version)
+
+    async def _request_validation(self, version: int | None) -> None:
+        is_left_to_the_end = version == self._settings.num_steps and self._validation.is_done_at_the_end
+        if version is not None and not is_left_to_the_end and self._validation.is_owed(version):
+            self._validation.request(version)
+
+    def _is_to_be_published(self, version: int) -> bool:
+        """Also before an evaluation, a check or a checkpoint, and at the end: those are of what engines serve."""
+        return (
+            self._owes_version
+            or is_due(self._settings.publish_every_steps, version)
+            or is_due(self._settings.check_interval_steps, version)
+            or is_due(self._settings.checkpoint_interval_steps, version)
+            or self._validation.is_due(version)
+            or version == self._settings.num_steps
+        )
+
+    async def _log_and_save(self, version: int, figures: StepFigures, log: Callable[[], None]) -> None:
+        """Log before anything is saved: a run that is killed in between trains the step again, one killed later has its record."""
+        if not is_due(self._settings.checkpoint_interval_steps, version):
+            log()
+            return
+        with self._recorder.timed(figures, "checkpoint", track="training"):
+            await self._saver.write(self._policy, version, self._mini_batches.taken, on_taken=log)
+        self._recorder.log(
+            version,
+            {
+                "timing/checkpoint": figures.seconds["checkpoint"],
+                "checkpoint/failures": float(self._saver.num_failures),
+            },
+        )
+
+    async def publish_first(self, version: int) -> None:
+        """Make every engine serve what training begins with, and prove it."""
+        times = await self._publisher.publish(version)
+        self._recorder.totals.pauses.append(times.pause)
+        with self._recorder.trace.span("check", track="publish", version=version):
+            await self._publisher.check(version, is_first=True)
+
+    def _is_given_up(self, admission: Admission) -> bool:
+        return self._mini_batches.is_given_up(admission.scheduled_version)
+
+    async def _check_if_due(self, version: int) -> dict[str, float]:
+        """Compare engines with the policy, which holds the same version until then."""
+        if not is_due(self._settings.check_interval_steps, version):
+            return {}
+        with self._recorder.trace.span("check", track="publish", version=version):
+            return await self._publisher.check(version, is_first=False)

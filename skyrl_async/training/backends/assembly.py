@@ -1,0 +1,112 @@
+"""What a rank is put together from: settings in; a backend, a reference and an objective out.
+
+Knows every kind of them, and none of what a rank does with them.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from skyrl_async.algorithms.kl import get_kl_estimator
+from skyrl_async.algorithms.losses import make_policy_loss
+from skyrl_async.algorithms.objective import Objective
+from skyrl_async.algorithms.off_policy import OffPolicyCorrection, anchor_of
+from skyrl_async.training.backends.frozen import FrozenBackend
+from skyrl_async.training.backends.fsdp import FSDPBackend
+from skyrl_async.training.backends.model import load_model
+from skyrl_async.training.backends.packing import check_rows_are_apart, read_packed_rows
+from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.backends.token_logprobs import TokenLogprobs
+from skyrl_async.training.protocol import TrainingBackend
+
+Reference = Callable[[], contextlib.AbstractContextManager[TokenLogprobs]]
+"""While the context lasts, its log-probs are the reference's."""
+
+
+def make_backend(settings: TrainingSettings, device: torch.device) -> TrainingBackend:
+    """Of the policy; nothing is loaded yet."""
+    if not settings.trains:
+        return FrozenBackend(device=device, mixed_precision=settings.mixed_precision)
+    backend = _sharded_backend(settings, device)
+    if settings.lora is None:
+        return backend
+    from skyrl_async.training.backends.lora import LoraBackend
+
+    return LoraBackend(backend, settings.lora, base=settings.policy_path)
+
+
+def _sharded_backend(settings: TrainingSettings, device: torch.device) -> TrainingBackend:
+    if settings.deepspeed is None:
+        return FSDPBackend(
+            device=device,
+            mixed_precision=settings.mixed_precision,
+            activation_checkpointing=settings.activation_checkpointing,
+            cpu_offload=settings.cpu_offload,
+        )
+    from skyrl_async.training.backends.deepspeed import DeepSpeedBackend
+
+    return DeepSpeedBackend(
+        settings.deepspeed,
+        device=device,
+        mixed_precision=settings.mixed_precision,
+        activation_checkpointing=settings.activation_checkpointing,
+    )
+
+
+def load_reference(
+    settings: TrainingSettings, device: torch.device, backend: TrainingBackend, policy: TokenLogprobs
+) -> Reference | None:
+    """The frozen model beside the policy, loaded once for as long as the process lives; None where none is asked for.
+
+    With adapters it is the policy itself without them, unless the reference has a path of its own.
+    """
+    if not settings.has_reference:
+        return None
+    if settings.lora is not None and settings.reference_path is None:
+        return _without_adapters(backend, policy)
+    path = Path(settings.policy_path if settings.reference_path is None else settings.reference_path)
+    frozen = FrozenBackend(device=device, mixed_precision=settings.mixed_precision)
+    model = frozen.build(lambda: load_model(path, trust_remote_code=settings.trust_remote_code))
+    reference = make_token_logprobs(model, settings)
+    return lambda: contextlib.nullcontext(reference)
+
+
+def _without_adapters(backend: TrainingBackend, policy: TokenLogprobs) -> Reference:
+    from skyrl_async.training.backends.lora import LoraBackend
+
+    assert isinstance(backend, LoraBackend)
+
+    @contextlib.contextmanager
+    def reference() -> Iterator[TokenLogprobs]:
+        with backend.without_adapters():
+            yield policy
+
+    return reference
+
+
+def make_token_logprobs(model: nn.Module, settings: TrainingSettings) -> TokenLogprobs:
+    """Of a model that a backend has built, on every rank at the same time. Raises ``ConfigError`` where it cannot read packed rows."""
+    if settings.use_sample_packing:
+        read_packed_rows(model)
+        check_rows_are_apart(model)
+    return TokenLogprobs(model, chunk_size=settings.logprobs_chunk_size)
+
+
+def make_objective(settings: TrainingSettings) -> Objective:
+    """What training minimises. Raises ``ConfigError`` for unknown names, and for weights that the loss has already."""
+    correction = OffPolicyCorrection(settings=settings.correction, anchor=anchor_of(settings.policy_loss))
+    constants = settings.loss_constants
+    if settings.correction.weighs:
+        constants = replace(constants, tis_cap=math.inf)
+    return Objective(
+        policy_loss=make_policy_loss(settings.policy_loss, constants),
+        kl_estimator=None if settings.kl_estimator is None else get_kl_estimator(settings.kl_estimator),
+        kl_coef=settings.kl_coef,
+        entropy_coef=settings.entropy_coef,
+        correction=None if settings.correction.is_empty else correction,
+    )

@@ -1,0 +1,258 @@
+"""``TrainingBackend`` on DeepSpeed's ZeRO (arXiv 1910.02054), stages 0 to 3: a model in, sums of gradients and optimizer steps out.
+
+Knows nothing of losses, tokens or trajectories, nor of how DeepSpeed lays its state out: its engine reduces and shards, its optimizer
+divides and clips; torch's AdamW steps. Gradients are reduced in float32, at the step (stages 0 and 1) or after every backward.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from skyrl_async.errors import TrainingError
+from skyrl_async.training.backends import process_group
+from skyrl_async.training.backends.deepspeed_config import DeepSpeedSettings, engine_config
+from skyrl_async.training.backends.deepspeed_state import MOMENTS, ZeroState
+from skyrl_async.training.backends.fsdp import persistent_buffers
+from skyrl_async.training.backends.state_files import read_scheduler, read_state, write_state
+
+
+class DeepSpeedBackend:
+    """ZeRO over all ranks of the default process group, which it leaves on ``close``."""
+
+    def __init__(
+        self,
+        settings: DeepSpeedSettings,
+        *,
+        device: torch.device,
+        mixed_precision: bool = False,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        self._settings = settings
+        self._device = device
+        self._mixed_precision = mixed_precision
+        self._activation_checkpointing = activation_checkpointing
+        self._engine: Any
+        self._optimizer: torch.optim.Optimizer
+        self._scheduler: torch.optim.lr_scheduler.LRScheduler
+        self._state: ZeroState
+        self._shapes: dict[str, tuple[int, ...]]
+        self._has_gradients = False
+
+    def build(
+        self,
+        model_fn: Callable[[], nn.Module],
+        optimizer_fn: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
+        scheduler_fn: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
+    ) -> nn.Module:
+        """Make the engine, which is what forwards have to call: it prepares each backward."""
+        model = model_fn()
+        if self._activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self._mixed_precision:
+            _compute_in_bfloat16(model, self._device)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        model.to(self._device)
+        self._optimizer = optimizer_fn([p for p in model.parameters() if p.requires_grad])
+        self._scheduler = scheduler_fn(self._optimizer)
+        config = engine_config(self._settings, num_ranks=dist.get_world_size())
+        self._engine = _initialize(model, self._optimizer, config, self._device)
+        self._zero_optimizer = self._engine.optimizer if self._settings.zero_stage else None
+        self._state = ZeroState(self._engine, self._optimizer, self._settings.zero_stage)
+        return self._engine
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Accumulate the gradient of ``loss``, a sum over this rank's tokens; summed over the ranks, of which DeepSpeed takes the mean."""
+        self._engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
+        self._has_gradients = True
+
+    def step(self, *, denominator: float, max_grad_norm: float) -> float:
+        """Divide gradients by ``denominator``, clip to ``max_grad_norm`` (0: not), step and clear.
+
+        Raises:
+            TrainingError: the norm is not finite; nothing is applied, and the gradients are cleared.
+        """
+        if not self._has_gradients:
+            self._make_zero_gradients()
+        self._has_gradients = False
+        step = self._step_replicated if self._zero_optimizer is None else self._step_zero
+        norm = step(denominator, max_grad_norm)
+        if not math.isfinite(norm):
+            raise TrainingError(
+                f"the gradient norm is not finite over {denominator:.0f} tokens at learning rate {self.lr:.3g}. Nothing was applied"
+            )
+        self._scheduler.step()
+        return norm
+
+    def _step_zero(self, denominator: float, max_grad_norm: float) -> float:
+        """DeepSpeed divides by its loss scale, and skips a step whose norm is not finite; ours is 1 in every backward."""
+        optimizer = self._zero_optimizer
+        assert optimizer is not None
+        optimizer.loss_scale, optimizer.clip_grad = denominator, max_grad_norm
+        try:
+            self._engine.step()
+        finally:
+            optimizer.loss_scale = 1.0
+        return math.inf if optimizer.overflow else float(self._engine.get_global_grad_norm())
+
+    def _step_replicated(self, denominator: float, max_grad_norm: float) -> float:
+        """Between DeepSpeed's reduction and torch's step; parameters without a gradient are not stepped."""
+        norms = []
+
+        def divide_and_clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            gradients = [p.grad for p in parameters]
+            norm = math.sqrt(torch.stack(torch._foreach_norm(gradients)).double().square().sum().item()) / denominator
+            norms.append(norm)
+            if not math.isfinite(norm):
+                optimizer.zero_grad(set_to_none=True)
+                return
+            is_clipped = 0 < max_grad_norm < norm
+            torch._foreach_mul_(gradients, (max_grad_norm / norm if is_clipped else 1.0) / denominator)
+
+        handle = self._optimizer.register_step_pre_hook(divide_and_clip)
+        try:
+            self._engine.step()
+        finally:
+            handle.remove()
+        return norms[0]
+
+    def _make_zero_gradients(self) -> None:
+        """A mini-batch without any gradient still moves the parameters by Adam's momentum, as one of zeros does."""
+        ids = torch.zeros((1, 2), dtype=torch.int64, device=self._device)
+        self.backward(self._engine(input_ids=ids, use_cache=False).logits.sum() * 0.0, is_last=True)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps that the weights have seen, those before a checkpoint included."""
+        return int(self._scheduler.last_epoch)
+
+    def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every full parameter and persistent buffer under its Hugging Face name, in a fixed order. Collective."""
+        yield from self._full(self._engine.module.named_parameters())
+        yield from persistent_buffers(self._engine.module)
+
+    def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
+        """The same of the parameters that train, alone."""
+        yield from self._full((n, p) for n, p in self._engine.module.named_parameters() if p.requires_grad)
+
+    def _full(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in parameters:
+            with self._gathered(parameter):
+                full = parameter.detach().clone()
+            yield name, full
+
+    def _gathered(self, parameter: nn.Parameter) -> contextlib.AbstractContextManager[None]:
+        if self._settings.zero_stage < 3:
+            return contextlib.nullcontext()
+        import deepspeed
+
+        gathered: contextlib.AbstractContextManager[None] = deepspeed.zero.GatheredParameters([parameter])
+        return gathered
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name to full shape, of every parameter."""
+        return dict(self._shapes)
+
+    def save(self, directory: Path) -> None:
+        """Write model, optimizer and scheduler under ``directory``; not the parameters that never train. Raises as ``write_state``.
+
+        Each rank copies its share to where the parameters are, and writes that.
+        """
+        write_state(directory, self._sharded_state(), self._scheduler)
+
+    def load(self, directory: Path) -> None:
+        """Restore what ``save`` of either backend wrote, on any number of ranks, at any stage. Hyper-parameters stay those of this run."""
+        state = self._sharded_state()
+        read_state(directory, state)
+        held, of_parameter = self._state, state["optimizer"]["state"]
+        held.make_moments(max(float(each["step"]) for each in of_parameter.values()))
+        for name in held.parameters:
+            held.set_weight(name, state["model"][name].full_tensor())
+            for key in MOMENTS:
+                held.set_moment(name, key, of_parameter[name][key].full_tensor())
+        for name, buffer in persistent_buffers(self._engine.module):
+            buffer.copy_(state["model"][name])
+        read_scheduler(directory, self._scheduler)
+        self._has_gradients = False
+
+    def _sharded_state(self) -> dict[str, Any]:
+        """Model and optimizer as ``get_optimizer_state_dict`` of torch has them, sharded along their first dimension. Collective."""
+        mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
+        held = self._state
+        of_parameter = {
+            name: {
+                "step": torch.tensor(held.num_steps(name), dtype=torch.float32),
+                **{key: _shard(held.moment(name, key), mesh) for key in MOMENTS},
+            }
+            for name in held.parameters
+        }
+        group = {key: value for key, value in self._optimizer.param_groups[0].items() if key != "params"}
+        return {
+            "model": {
+                **{name: _shard(held.weight(name), mesh) for name in held.parameters},
+                **dict(persistent_buffers(self._engine.module)),
+            },
+            "optimizer": {"state": of_parameter, "param_groups": [{"params": list(held.parameters), **group}]},
+        }
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._engine.destroy()
+        process_group.leave()
+
+
+def _shard(full: Tensor, mesh: DeviceMesh) -> DTensor:
+    """This rank's rows of a tensor that every rank has."""
+    chunks = full.chunk(mesh.size())
+    own = chunks[rank].clone() if (rank := mesh.get_local_rank()) < len(chunks) else full[:0].clone()
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
+
+
+def _initialize(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], device: torch.device
+) -> Any:
+    """An engine in the default process group. Nothing is compiled: neither a CPU's shared-memory reductions nor optimizers are needed."""
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # what DeepSpeed's launcher would set
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed.ops
+
+        vars(deepspeed.ops)["__compatible_ops__"] = {}
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # DeepSpeed calls it
+    process_group.destroy_by(deepspeed.comm.destroy_process_group)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    return engine
+
+
+def _compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
+    """Forwards, and with them backwards, in bfloat16 where torch's autocast does so; weights and gradients stay float32."""
+    contexts: list[torch.autocast] = []
+
+    def enter(*_: Any) -> None:
+        contexts.append(torch.autocast(device.type, dtype=torch.bfloat16))
+        contexts[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        contexts.pop().__exit__(None, None, None)
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)

@@ -1,0 +1,126 @@
+"""``TrainingBackend`` of a model that does not train: a reference, or a policy that others train and publish.
+
+Flows in: a model, and published weights. Flows out: the module to call for a forward. Sharded as the trained one is, so that equal
+weights give equal log-probs; holds neither optimizer nor gradients.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Never
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from skyrl_async.errors import TrainingError
+from skyrl_async.training.backends import process_group
+from skyrl_async.training.backends.fsdp import shard, sharded_modules
+from skyrl_async.types import WeightUpdate
+
+
+class FrozenBackend:
+    """Forward passes only: what would train or save it raises ``TrainingError``."""
+
+    def __init__(self, *, device: torch.device, mixed_precision: bool = False) -> None:
+        self._device = device
+        self._mixed_precision = mixed_precision
+        self._model: nn.Module
+        self._parameters: dict[str, nn.Parameter]
+        self._version = 0
+
+    def build(
+        self,
+        model_fn: Callable[[], nn.Module],
+        optimizer_fn: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        scheduler_fn: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
+    ) -> nn.Module:
+        """Shard the model; no optimizer is made."""
+        model = model_fn().requires_grad_(False)
+        shard(model, self._device, mixed_precision=self._mixed_precision)
+        self._model = model
+        self._parameters = dict(model.named_parameters())
+        return model
+
+    @property
+    def version(self) -> int:
+        """Of the weights loaded last; 0 before."""
+        return self._version
+
+    @property
+    def lr(self) -> float:
+        """Nothing is learned."""
+        return 0.0
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        """Replace all weights by those of a published version.
+
+        Raises:
+            TrainingError: a file is gone, or the weights are not of this model; the version before stays.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                files = [stack.enter_context(safe_open(chunk["path"], framework="pt")) for chunk in update.chunks]
+            except (OSError, SafetensorError) as error:
+                raise TrainingError(f"the weights of version {update.version} cannot be read: {error}") from error
+            file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+            self._check(update, file_of.keys())
+            for module in sharded_modules(self._model):
+                module.reshard()
+            for name, parameter in self._parameters.items():
+                self._replace(parameter, file_of[name].get_tensor(name))
+        self._version = update.version
+
+    def _check(self, update: WeightUpdate, names: Collection[str]) -> None:
+        """Raise ``TrainingError`` unless the update holds every parameter in its shape."""
+        for name, shape in self.parameter_shapes().items():
+            _, found = update.manifest.get(name, ("", None))
+            if found != shape or name not in names:
+                raise TrainingError(
+                    f"version {update.version} is of another model: {name} has shape {found} there and {shape} here"
+                )
+
+    @torch.no_grad()
+    def _replace(self, parameter: nn.Parameter, full: Tensor) -> None:
+        assert isinstance(parameter, DTensor)
+        whole = full.to(device=self._device, dtype=parameter.dtype)
+        parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name to full shape, of every parameter."""
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+
+    def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every full parameter under its Hugging Face name, in a fixed order. Collective."""
+        for name, parameter in self._parameters.items():
+            assert isinstance(parameter, DTensor)
+            yield name, parameter.detach().full_tensor()
+
+    def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
+        """None does."""
+        return iter(())
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """There are no gradients."""
+        self._refuse("take gradients")
+
+    def step(self, *, denominator: float, max_grad_norm: float) -> float:
+        """There is no optimizer."""
+        self._refuse("step")
+
+    def save(self, directory: Path) -> None:
+        """There is nothing to come back to."""
+        self._refuse("be saved")
+
+    def load(self, directory: Path) -> None:
+        """There is nothing to come back to."""
+        self._refuse("load a checkpoint")
+
+    def close(self) -> None:
+        """Leave the process group."""
+        process_group.leave()
+
+    def _refuse(self, what: str) -> Never:
+        raise TrainingError(f"a model that does not train cannot {what} (rank {dist.get_rank()})")

@@ -1,0 +1,241 @@
+"""``TrainingBackend`` on FSDP2: a model in, sharded gradients and optimizer steps out, checkpoints that reshard.
+
+Knows nothing of losses, tokens or trajectories, nor of what a checkpoint's directory holds beside its own files.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from skyrl_async.errors import TrainingError
+from skyrl_async.training.backends import process_group
+from skyrl_async.training.backends.optimizer import keeping_hyper_parameters
+from skyrl_async.training.backends.state_files import read_scheduler, read_state, write_state
+
+
+class FSDPBackend:
+    """FSDP2 over all ranks of the default process group, which it leaves on ``close``.
+
+    Gradients are reduced in float32 and summed, not averaged. With several ranks they are reduced after every backward,
+    so that each rank only ever accumulates its shard; a single rank, whose shard is the whole, is spared those copies.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        mixed_precision: bool = False,
+        activation_checkpointing: bool = False,
+        cpu_offload: bool = False,
+    ) -> None:
+        self._device = device
+        self._mixed_precision = mixed_precision
+        self._activation_checkpointing = activation_checkpointing
+        self._cpu_offload = cpu_offload
+        self._model: nn.Module
+        self._parameters: dict[str, nn.Parameter]
+        self._trained: dict[str, nn.Parameter]
+        self._optimizer: torch.optim.Optimizer
+        self._scheduler: torch.optim.lr_scheduler.LRScheduler
+
+    def build(
+        self,
+        model_fn: Callable[[], nn.Module],
+        optimizer_fn: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
+        scheduler_fn: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
+    ) -> nn.Module:
+        """Shard the model per decoder layer, and make its optimizer and scheduler."""
+        model = model_fn()
+        if self._activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        shard(model, self._device, mixed_precision=self._mixed_precision, cpu_offload=self._cpu_offload)
+        if dist.get_world_size() > 1:
+            for module in sharded_modules(model):
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+        self._model = model
+        self._parameters = dict(model.named_parameters())
+        self._trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        self._optimizer = optimizer_fn(list(self._trained.values()))
+        self._fill_optimizer_state()
+        self._scheduler = scheduler_fn(self._optimizer)
+        return model
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Accumulate the gradient of ``loss``, a sum over this rank's tokens; summed over the ranks."""
+        if dist.get_world_size() == 1:
+            for module in sharded_modules(self._model):
+                module.set_requires_gradient_sync(is_last, recurse=False)
+        loss.backward()
+
+    def step(self, *, denominator: float, max_grad_norm: float) -> float:
+        """Divide gradients by ``denominator``, clip to ``max_grad_norm`` (0: not), step and clear.
+
+        Raises:
+            TrainingError: the norm is not finite; nothing is applied, and the gradients are cleared.
+        """
+        self._reshard()
+        self._fill_missing_gradients()
+        gradients = self._local_gradients()
+        norm = self._global_norm(gradients) / denominator
+        if not math.isfinite(norm):
+            culprits = self._non_finite_gradients()
+            self._optimizer.zero_grad(set_to_none=True)
+            raise TrainingError(
+                f"the gradient norm is {norm} over {denominator:.0f} tokens at learning rate "
+                f"{self.lr:.3g}; not finite on this rank: {culprits}. Nothing was applied"
+            )
+        is_clipped = 0 < max_grad_norm < norm
+        torch._foreach_mul_(gradients, (max_grad_norm / norm if is_clipped else 1.0) / denominator)
+        self._optimizer.step()
+        self._scheduler.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps that the weights have seen, those before a checkpoint included."""
+        return int(self._scheduler.last_epoch)
+
+    def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every full parameter and persistent buffer under its Hugging Face name, in a fixed order. Collective."""
+        yield from self._full(self._parameters)
+        yield from persistent_buffers(self._model)
+
+    def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
+        """The same of the parameters that train, alone."""
+        yield from self._full(self._trained)
+
+    def _full(self, parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+        self._reshard()
+        for name, parameter in parameters.items():
+            assert isinstance(parameter, DTensor)
+            yield name, parameter.detach().to(self._device).full_tensor()
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name to full shape, of every parameter."""
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+
+    def save(self, directory: Path) -> None:
+        """Write model, optimizer and scheduler under ``directory``; not the parameters that never train. Raises as ``write_state``."""
+        write_state(directory, self._state(), self._scheduler)
+
+    def load(self, directory: Path) -> None:
+        """Restore what ``save`` of either backend wrote, on any number of ranks. Hyper-parameters stay those of this run."""
+        state = self._state()
+        read_state(directory, state)
+        set_model_state_dict(self._model, state["model"], options=StateDictOptions(strict=False))
+        with keeping_hyper_parameters(self._optimizer):
+            set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
+        read_scheduler(directory, self._scheduler)
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        process_group.leave()
+
+    def _state(self) -> dict[str, Any]:
+        """Once each, under the name that ``named_parameters`` has: torch lists a tied head a second time, frozen or not."""
+        self._reshard()
+        kept = {*self._trained, *dict(persistent_buffers(self._model))}
+        of_model = get_model_state_dict(self._model, options=StateDictOptions(ignore_frozen_params=True))
+        return {
+            "model": {name: tensor for name, tensor in of_model.items() if name in kept},
+            "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
+        }
+
+    def _reshard(self) -> None:
+        """Drop gathered parameters: after a forward without a backward they would outlive the next step, stale."""
+        for module in sharded_modules(self._model):
+            module.reshard()
+
+    def _fill_missing_gradients(self) -> None:
+        """A mini-batch without any gradient still moves the parameters by Adam's momentum, as one of zeros does."""
+        for parameter in self._trained.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _fill_optimizer_state(self) -> None:
+        """Give every parameter its state now: torch's checkpointing would make it at the first save by a step that
+        counts.
+        """
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0
+        self._fill_missing_gradients()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for state in self._optimizer.state.values():
+            state["step"].zero_()
+
+    def _local_gradients(self) -> list[Tensor]:
+        gradients = [parameter.grad for parameter in self._trained.values()]
+        return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+    def _global_norm(self, gradients: list[Tensor]) -> float:
+        norms = torch.stack(torch._foreach_norm(gradients)).double()
+        squares = norms.square().sum()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(squares)
+        return math.sqrt(squares.item())
+
+    def _non_finite_gradients(self) -> str:
+        names = [
+            name
+            for name, gradient in zip(self._trained, self._local_gradients(), strict=True)
+            if not gradient.isfinite().all()
+        ]
+        return f"{', '.join(names[:3])} ({len(names)} of {len(self._parameters)} parameters)" if names else "none"
+
+
+def shard(model: nn.Module, device: torch.device, *, mixed_precision: bool, cpu_offload: bool = False) -> None:
+    """Shard a model per decoder layer over all ranks, in place; with ``cpu_offload`` shards, gradients and what optimizers make of them
+    stay in the host's memory, and a layer is on ``device`` while it is computed.
+    """
+    num_ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (num_ranks,))
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if mixed_precision
+        else MixedPrecisionPolicy()
+    )
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
+    layer_classes = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
+    for module in [*layers, model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=num_ranks > 1)
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules whose parameters are gathered together."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint of the model holds beside its parameters; the same on every rank."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer.detach()

@@ -1,0 +1,212 @@
+"""LoRA (arXiv 2106.09685) on any ``TrainingBackend``: adapters of low rank train beside weights that stay as they are.
+
+    h = W x + (alpha / rank) B A x        W: (out, in), as loaded; A: (rank, in), drawn; B: (out, rank), 0 before the first step
+
+Flows in: a model and another backend. Flows out: the same model with adapters; to engines and exports, one weight
+W + (alpha / rank) B A under the name of W, or A and B alone; to checkpoints, the adapters and which weights they belong to. Knows
+neither how the backend shards nor what is trained.
+"""
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from skyrl_async.errors import PolicyError
+from skyrl_async.training.backends.settings import LoraSettings
+from skyrl_async.training.export.adapter_file import AdapterDescription, check_adapter
+from skyrl_async.training.protocol import TrainingBackend
+from skyrl_async.weights.adapters import tensor_names
+
+logger = logging.getLogger(__name__)
+
+_ADAPTER = "default"
+_BASE = ".base_layer."
+_A = f".lora_A.{_ADAPTER}.weight"
+_B = f".lora_B.{_ADAPTER}.weight"
+
+
+class LoraBackend:
+    """Gives the model adapters, has ``inner`` train them alone, and merges what it gathers."""
+
+    def __init__(self, inner: TrainingBackend, settings: LoraSettings, *, base: str) -> None:
+        self._inner = inner
+        self._settings = settings
+        self._base = base
+        self._layers: dict[str, LoraLayer] = {}
+        self._description: AdapterDescription
+
+    def build(
+        self,
+        model_fn: Callable[[], nn.Module],
+        optimizer_fn: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
+        scheduler_fn: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
+    ) -> nn.Module:
+        """See ``TrainingBackend``. Raises ``PolicyError`` where no layer is called what is asked for."""
+        model = model_fn()
+        checksum = weights_checksum(model)
+        self._layers = add_adapters(model, self._settings)
+        self._description = AdapterDescription(
+            rank=self._settings.rank,
+            alpha=self._settings.alpha,
+            modules=tuple(self._layers),
+            base=self._base,
+            base_checksum=checksum,
+        )
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        logger.info("adapters of rank %d on %d layers: %d parameters", self._settings.rank, len(self._layers), trained)
+        return self._inner.build(lambda: model, optimizer_fn, scheduler_fn)
+
+    @contextlib.contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Meanwhile the model is the one that training began with. The adapters run all the same, times zero: ranks stay in step."""
+        for layer in self._layers.values():
+            layer.set_scale(_ADAPTER, 0.0)
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.set_scale(_ADAPTER, 1.0)
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """See ``TrainingBackend``."""
+        self._inner.backward(loss, is_last=is_last)
+
+    def step(self, *, denominator: float, max_grad_norm: float) -> float:
+        """See ``TrainingBackend``."""
+        return self._inner.step(denominator=denominator, max_grad_norm=max_grad_norm)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return self._inner.lr
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps that the adapters have seen, those before a checkpoint included."""
+        return self._inner.version
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name to full shape, of every parameter once the adapters are merged."""
+        shapes = self._inner.parameter_shapes()
+        return {name.replace(_BASE, "."): s for name, s in shapes.items() if not name.endswith((_A, _B))}
+
+    def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every full parameter under its Hugging Face name, adapters merged, in a fixed order. Collective."""
+        return merged(self._inner.iter_full_params(), scaling=self._settings.adapter.scaling)
+
+    def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield A and B of every adapted layer under peft's names, in a fixed order. Collective."""
+        for name, tensor in self._inner.iter_trained_params():
+            is_a = name.endswith(_A)
+            yield tensor_names(name.removesuffix(_A if is_a else _B))[0 if is_a else 1], tensor
+
+    def save(self, directory: Path) -> None:
+        """Write adapters, optimizer and scheduler, and what they are of; the weights beneath are where they were loaded from."""
+        self._inner.save(directory)
+        if dist.get_rank() == 0:
+            self._description.write(directory)
+
+    def load(self, directory: Path) -> None:
+        """Restore what ``save`` wrote. Raises ``CheckpointError`` when it is of other adapters or other weights."""
+        check_adapter(directory, self._description)
+        self._inner.load(directory)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._inner.close()
+
+
+def add_adapters(model: nn.Module, settings: LoraSettings) -> dict[str, LoraLayer]:
+    """Put adapters into ``model``, in place; nothing else trains afterwards. Every rank draws the same ones.
+
+    Returns the layers that have one, by the name they had before. Raises ``PolicyError`` where none is called what is asked for.
+    """
+    names = adapted_layers(model, settings)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=names,
+        init_lora_weights="gaussian" if settings.init_method == "gaussian" else True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        # The host's alone: dropout on GPUs differs from rank to rank.
+        torch.default_generator.manual_seed(settings.seed)
+        inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+    if settings.dropout:
+        model.register_forward_pre_hook(_drop_only_where_gradients_are_taken)
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def adapted_layers(model: nn.Module, settings: LoraSettings) -> list[str]:
+    """Names of the linear layers that get an adapter: never the output projection, whose weight may be the embedding's too."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    chosen = [
+        name
+        for name in linear
+        if settings.adapts_all_linear or any(_is_called(name, target) for target in settings.target_modules)
+    ]
+    missing = [t for t in settings.target_modules if not any(_is_called(name, t) for name in linear)]
+    if missing and not settings.adapts_all_linear:
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        raise PolicyError(
+            f"policy.lora.target_modules must name linear layers of the policy ({known}), got {missing[0]}"
+        )
+    kept = [name for name in chosen if not any(_is_called(name, excluded) for excluded in settings.exclude_modules)]
+    if not kept:
+        raise PolicyError(
+            f"policy.lora.exclude_modules must leave a layer that trains, got {list(settings.exclude_modules)}"
+        )
+    return kept
+
+
+def _is_called(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _drop_only_where_gradients_are_taken(model: nn.Module, _: tuple[Any, ...]) -> None:
+    """Log-probs are those of the policy that samples, and draw no random numbers."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.lora_dropout.train(torch.is_grad_enabled())
+
+
+@torch.no_grad()
+def merged(parameters: Iterable[tuple[str, Tensor]], *, scaling: float) -> Iterator[tuple[str, Tensor]]:
+    """Full parameters of a model with adapters, to those of a model without them that computes the same.
+
+    Of an adapted layer B comes last, as in peft's layers.
+    """
+    weights: dict[str, Tensor] = {}
+    downs: dict[str, Tensor] = {}
+    for name, tensor in parameters:
+        if name.endswith(f"{_BASE}weight"):
+            weights[name.removesuffix(f"{_BASE}weight")] = tensor
+        elif name.endswith(_A):
+            downs[name.removesuffix(_A)] = tensor
+        elif name.endswith(_B):
+            layer = name.removesuffix(_B)
+            yield f"{layer}.weight", weights.pop(layer) + scaling * (tensor @ downs.pop(layer))
+        else:
+            yield name.replace(_BASE, "."), tensor
+
+
+@torch.no_grad()
+def weights_checksum(model: nn.Module) -> str:
+    """Names a model's float32 weights: the sums of their bits as integers, which no order of adding changes."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        bits = parameter.detach().view(torch.int32).sum(dtype=torch.int64).item()
+        digest.update(f"{name} {tuple(parameter.shape)} {bits}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,266 @@
+"""Takes engines from one update to the next: pause, load, resume, all or nothing.
+
+    (stage, beside generation) ──> pause, load ──every engine──> (requests move) ──> resume
+                       └ a refusal, an error, a cancellation: those that loaded go back to the update before
+
+Flows in: engines, the update to be served, the one that is. Flows out: engines that all serve the same. One that dies is closed: which
+version it holds is not known. So is one that keeps a cancellation waiting. Does not know where updates come from, nor engines that join
+meanwhile.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.runtime.shutdown import GRACE_S
+from skyrl_async.runtime.tasks import run_together
+from skyrl_async.types import PauseMode, WeightUpdate
+
+logger = logging.getLogger(__name__)
+
+EngineCall = Callable[[InferenceEngine], Coroutine[Any, Any, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchTimes:
+    """Seconds."""
+
+    acknowledge: float
+    """Until the first engine has ended the step it is in and has paused."""
+    load: float
+    """From then until all have loaded, each as soon as it has paused."""
+
+
+class EngineSwitch:
+    """See the module.
+
+    Args:
+        client: is told which engines die, and knows whether another one may come.
+        pause_mode: what happens to requests in flight.
+        trace: a span for the load.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, client: InferenceEngineClient, *, pause_mode: PauseMode, trace: Trace, clock: Callable[[], float]
+    ) -> None:
+        self._client = client
+        self._pause_mode = pause_mode
+        self._trace = trace
+        self._clock = clock
+
+    async def stage(self, engines: list[InferenceEngine], update: WeightUpdate) -> None:
+        """Have ``engines`` prepare for ``update`` beside generation; one that cannot will load it all the same.
+
+        Raises ``NoEngineError`` when all die and none is expected.
+        """
+
+        async def stage(engine: InferenceEngine) -> None:
+            try:
+                await engine.stage_weights(update)
+            except PublishError as error:
+                logger.warning("%s; its pause will be longer", error)
+
+        with self._trace.span("stage", track="publish", version=update.version):
+            await self.everywhere("stage", stage, engines)
+
+    async def __call__(
+        self,
+        engines: list[InferenceEngine],
+        update: WeightUpdate,
+        before: WeightUpdate | None,
+        serving_version: int | None,
+        on_loaded: Callable[[], None] = lambda: None,
+    ) -> SwitchTimes:
+        """Have ``engines`` serve ``update``; those that die leave the list.
+
+        ``on_loaded`` is called when all have loaded it: whatever happens from then on, they serve it. Raises ``PublishError`` when one
+        refuses. After that, another error or a cancellation before ``on_loaded`` all of them serve ``serving_version`` (None: there is
+        none yet) again, those that had loaded ``update`` from ``before``; where that is None they are closed. Raises ``NoEngineError``
+        when all die and none is expected.
+        """
+        asked = self._clock()
+        try:
+            with self._trace.span("load", track="publish", version=update.version) as shown:
+                acknowledge = await self._load(engines, update, before, serving_version)
+                shown["acknowledge_s"] = acknowledge
+            loaded = self._clock()
+            on_loaded()
+            await self._rearrange(engines)
+        finally:
+            await self.resume(engines)
+        self._require(engines, "resume")
+        return SwitchTimes(acknowledge=acknowledge, load=loaded - asked - acknowledge)
+
+    async def everywhere(self, what: str, call: EngineCall, engines: list[InferenceEngine]) -> dict[str, Any]:
+        """Call every engine at once and return the answers by name; one that dies is closed, and leaves ``engines``.
+
+        Raises ``NoEngineError`` when no engine survives and none is expected.
+        """
+        answers = await self._on_each(what, call, engines)
+        self._require(engines, what)
+        return answers
+
+    async def pause(self, engines: list[InferenceEngine]) -> None:
+        """Have all of them sample nothing; on return each has acknowledged it. Those that die leave the list."""
+        await self._on_each("pause", lambda engine: engine.pause(self._pause_mode), engines)
+
+    async def resume(self, engines: list[InferenceEngine]) -> None:
+        """Resume every engine, again where a cancellation cut that short: engines may serve others than this run."""
+        was_cancelled = _is_being_cancelled()
+        try:
+            await self._on_each("resume", lambda engine: engine.resume(), engines)
+        except asyncio.CancelledError:
+            if not was_cancelled:
+                await self._on_each("resume", lambda engine: engine.resume(), engines)
+            raise
+
+    async def bury(self, engine: InferenceEngine, error: EngineDeadError) -> None:
+        """Drop a dead engine, and see that it serves nobody else either."""
+        self._client.drop_engine(engine, error)
+        await engine.close()
+
+    async def _load(
+        self,
+        engines: list[InferenceEngine],
+        update: WeightUpdate,
+        before: WeightUpdate | None,
+        serving_version: int | None,
+    ) -> float:
+        """Have each pause and load, at its own pace. Returns the seconds until the first has paused.
+
+        Where there is nothing to go back to, all pause before any loads: a cancellation costs no engine until then.
+        """
+        asked = self._clock()
+        refusals: dict[str, PublishError] = {}
+        broken: set[str] = set()
+        paused_at: list[float] = []
+
+        async def pause(engine: InferenceEngine) -> None:
+            await engine.pause(self._pause_mode)
+            paused_at.append(self._clock())
+
+        async def load(engine: InferenceEngine) -> None:
+            began = self._clock()
+            try:
+                paused_at.append(began + await engine.switch_weights(update, self._pause_mode))
+            except PublishError as error:
+                refusals[engine.name] = error
+            except EngineDeadError:
+                raise
+            except Exception:
+                broken.add(engine.name)
+                raise
+
+        try:
+            if before is None and serving_version is not None:
+                await self.everywhere("pause", pause, engines)
+            await self.everywhere("load", load, engines)
+            if refusals:
+                name, error = next(iter(refusals.items()))
+                raise PublishError(
+                    f"{name} refused version {update.version} ({error}); {what_serves(serving_version)}"
+                ) from error
+        except BaseException:
+            if serving_version is not None:
+                await self._roll_back(engines, before, serving_version, broken)
+            raise
+        return min(paused_at, default=asked) - asked
+
+    async def _rearrange(self, engines: list[InferenceEngine]) -> None:
+        """Hand back the requests that belong in another engine: every key and value has to be computed anew anyway."""
+        leaving = self._client.pool.rearrange()
+
+        async def evict(engine: InferenceEngine) -> None:
+            if request_ids := leaving.get(engine.name):
+                await engine.evict(request_ids)
+
+        await self._on_each("evict", evict, engines)
+
+    async def _roll_back(
+        self,
+        engines: list[InferenceEngine],
+        before: WeightUpdate | None,
+        version: int,
+        broken: Collection[str],
+    ) -> None:
+        """Load ``before`` again wherever another version than ``version`` got in, or may have; an engine that cannot go back is closed."""
+
+        async def load(engine: InferenceEngine) -> None:
+            await engine.pause(self._pause_mode)  # it comes after a load that went on when its caller was cancelled
+            if engine.name not in broken and await engine.version() == version:
+                return
+            if before is None:
+                raise EngineDeadError(
+                    f"{engine.name} was closed: the weights it should go back to are not kept (weight_sync.dual_buffer=false)"
+                )
+            try:
+                await engine.load_weights(before)
+            except Exception as error:
+                raise EngineDeadError(f"{engine.name} was closed: it cannot go back to {before.version}") from error
+
+        await self._on_each("roll back", load, engines)
+
+    async def _on_each(self, what: str, call: EngineCall, engines: list[InferenceEngine]) -> dict[str, Any]:
+        """Call every engine at once; one that dies leaves ``engines``. A cancellation under way waits for none longer than a grace."""
+        answers: dict[str, Any] = {}
+        timeout_s = GRACE_S if _is_being_cancelled() else None
+
+        async def one(engine: InferenceEngine) -> None:
+            try:
+                answers[engine.name] = await _answer(engine, what, call, timeout_s)
+            except EngineDeadError as error:
+                engines.remove(engine)
+                await self.bury(engine, error)
+
+        await run_together({f"{what}-{engine.name}": one(engine) for engine in tuple(engines)})
+        return answers
+
+    def _require(self, engines: Collection[InferenceEngine], what: str) -> None:
+        if not engines and not self._client.pool.is_expecting:
+            reason = f"no inference engine survived '{what}'; see the run's log for the first failure"
+            raise NoEngineError(self._client.pool.verdict or reason)
+
+
+async def _answer(engine: InferenceEngine, what: str, call: EngineCall, timeout_s: float | None) -> Any:
+    """Raises ``EngineDeadError`` where there is none in time."""
+    try:
+        async with asyncio.timeout(timeout_s) as deadline:
+            return await call(engine)
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        raise EngineDeadError(f"{engine.name} kept the end of a publish waiting: no answer to '{what}'") from error
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def what_serves(version: int | None) -> str:
+    """How a failed publish ends, for its error."""
+    return "the run cannot begin" if version is None else f"every engine still serves version {version}"
+
+
+def files_of(update: WeightUpdate) -> list[Path]:
+    """Those that were written for it."""
+    return [Path(chunk[key]) for chunk in update.chunks for key in ("path", "config_path") if key in chunk]
+
+
+def discard(update: WeightUpdate) -> None:
+    """Delete the files of an update, and the directory that was made for them."""
+    paths = files_of(update)
+    for path in paths:
+        path.unlink(missing_ok=True)
+    for directory in {path.parent for path in paths}:
+        with contextlib.suppress(OSError):
+            directory.rmdir()

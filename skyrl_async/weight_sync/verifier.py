@@ -1,0 +1,129 @@
+"""Proves that engines hold what is trained: by version and checksum, and by the log-probs of a probe (contract 6).
+
+Flows in: engines that serve a version, or are about to. Flows out: nothing, or ``PublishError``. Remembers the last checksum that engines
+agreed on, so that one which comes up later can be held against it. Does not load, pause or resume, and leaves the comparison of the bytes
+that are loaded to the engines.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.training.protocol import Policy
+from skyrl_async.types import WeightUpdate
+from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
+from skyrl_async.weight_sync.engine_updater import EngineSwitch
+from skyrl_async.weight_sync.probe import check_gap, engine_logprob_gap
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EngineProof:
+    """See the module; for the arguments see ``WeightPublisher``."""
+
+    def __init__(
+        self,
+        *,
+        client: InferenceEngineClient,
+        policy: Policy,
+        switch: EngineSwitch,
+        trace: Trace,
+        probe_prompt_token_ids: Sequence[int],
+        max_logprob_gap: float,
+        hold_engines: HoldEngines,
+    ) -> None:
+        self._client = client
+        self._policy = policy
+        self._switch = switch
+        self._trace = trace
+        self._probe_prompt_token_ids = tuple(probe_prompt_token_ids)
+        self._max_logprob_gap = max_logprob_gap
+        self._hold_engines = hold_engines
+        self._attested: tuple[int, str] | None = None
+        """(version, the checksum that engines agreed on)."""
+
+    async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
+        """Prove that engines hold what is trained: checksums after the first publish, and the log-prob probe.
+
+        Returns ``async/engine_logprob_gap`` in nats. Raises ``PublishError`` when they do not.
+        """
+        return await self._while_expecting(lambda: self._check(version, is_first=is_first))
+
+    async def _while_expecting(self, prove: Callable[[], Awaitable[T]]) -> T:
+        """Prove something of the engines, again with the next one where the last of them dies meanwhile."""
+        while True:
+            try:
+                return await prove()
+            except NoEngineError:
+                if not self._client.pool.is_expecting:
+                    raise
+                await self._client.pool.wait_for_engine()
+
+    async def _check(self, version: int, *, is_first: bool) -> dict[str, float]:
+        if is_first:
+            await self.attest(version)
+        if not self._probe_prompt_token_ids:
+            return {}
+        with self._trace.span("probe", track="publish", version=version):
+            gap = await engine_logprob_gap(
+                self._client, self._policy, self._probe_prompt_token_ids, version, hold_engines=self._hold_engines
+            )
+        check_gap(gap, self._max_logprob_gap, version)
+        return {"async/engine_logprob_gap": gap}
+
+    async def attest(self, version: int) -> str:
+        """The checksum all engines agree on. Raises ``PublishError`` when versions or checksums differ."""
+        engines = list(self._client.engines)
+        checksums = await self._switch.everywhere("checksum", lambda engine: engine.checksum(), engines)
+        versions = await self._switch.everywhere("version", lambda engine: engine.version(), engines)
+        if not versions:
+            raise NoEngineError("no inference engine survived 'version'; see the run's log for the first failure")
+        agreed = {checksums[name] for name in versions}
+        if set(versions.values()) != {version} or len(agreed) != 1:
+            raise PublishError(
+                f"expected version {version} and equal weights in every engine, got {versions} and {checksums}"
+            )
+        self._attested = version, agreed.pop()
+        return self._attested[1]
+
+    async def attest_when_expecting(self, version: int) -> str:
+        """The same, of the next engine where the last one dies meanwhile and another is expected."""
+        return await self._while_expecting(lambda: self.attest(version))
+
+    async def of_one(self, engine: InferenceEngine, update: WeightUpdate) -> None:
+        """Hold an engine that has loaded what is served, and takes no requests yet, against what is known of that version's weights.
+
+        What it loaded were the bytes that were sent: it has compared them. Here it is what came of them. Raises ``PublishError``.
+        """
+        version = update.version
+        found, checksum = await engine.version(), await engine.checksum()
+        expected = await self._checksum_of(version)
+        if found != version or expected not in (None, checksum):
+            raise PublishError(
+                f"{engine.name} came up with version {found} and checksum {checksum}, expected version {version} and {expected}"
+            )
+        if expected is None:
+            logger.info(
+                "%s has loaded version %d %s; no other engine's checksum is there to compare its own with",
+                engine.name,
+                version,
+                "unseen" if update.crc32 is None else f"as it was sent (checksum {update.crc32:08x})",
+            )
+        self._attested = version, checksum
+
+    async def _checksum_of(self, version: int) -> str | None:
+        """What was attested for the version, or else any engine's that serves it; None when there is none."""
+        if self._attested is not None and self._attested[0] == version:
+            return self._attested[1]
+        for engine in self._client.engines:
+            try:
+                return await engine.checksum()
+            except EngineDeadError as error:
+                await self._switch.bury(engine, error)
+        return None

@@ -1,0 +1,82 @@
+"""Advantages that are computed when a step is put together, in the real loop over modelled engines."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards
+from skyrl_async.algorithms.step_advantages import Credit
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.types import Group
+
+SETTINGS = SimulationSettings(mean_tokens=100.0, sigma=0.8, num_steps=6, mini_batch_size=4, step_seconds=0.5)
+
+
+@pytest.mark.parametrize(("streamed", "num_at_once"), [(False, 4), (True, 1)])
+def test_all_groups_of_a_step_are_credited_together_unless_it_streams(streamed: bool, num_at_once: int) -> None:
+    seen: list[int] = []
+    trained: list[list[Group]] = []
+
+    def compute(groups: Sequence[GroupRewards]) -> list[list[float]]:
+        seen.append(len(groups))
+        return [[float(index), float(index)] for index, _ in enumerate(groups)]
+
+    async def main() -> None:
+        simulation = build_simulation(
+            replace(SETTINGS, stream_mini_batch=streamed),
+            advantages=None,
+            credit=Credit(AdvantageEstimator(of_mini_batch=compute)),
+            log_groups=lambda _, groups: trained.append(list(groups)),
+        )
+        await simulation.trainer.run()
+
+    run_in_virtual_time(main())
+    assert seen == [num_at_once] * (6 * 4 // num_at_once)
+    for groups in trained:
+        assert [group.advantages for group in groups] == [(i % num_at_once,) * 2 for i in range(4)]
+        if not streamed:
+            assert [g.admission_index for g in groups] == sorted(g.admission_index for g in groups)
+
+
+def test_tokens_that_the_staleness_policy_masks_are_neither_counted_nor_marked() -> None:
+    """And what is masked is still counted as that."""
+    counted: list[int] = []
+    seen: list[list[int]] = []
+
+    def compute(groups: Sequence[GroupRewards]) -> list[list[float]]:
+        counted.append(sum(sum(group.num_tokens) for group in groups))
+        return [[reward - 0.5 for reward in group.rewards] for group in groups]
+
+    def mark(groups: Sequence[Group]) -> list[Group]:
+        """Every token that it is given."""
+        seen.append([row.num_sampled_tokens for group in groups for row in group.trajectories])
+        return [
+            replace(group, trajectories=tuple(replace(row, marks=row.loss_mask) for row in group.trajectories))
+            for group in groups
+        ]
+
+    async def main() -> Simulation:
+        simulation = build_simulation(
+            replace(
+                SETTINGS,
+                sigma=1.5,
+                num_steps=20,
+                max_staleness_steps=1,
+                stream_mini_batch=False,
+                staleness_policy="mask",
+            ),
+            advantages=None,
+            credit=Credit(AdvantageEstimator(of_mini_batch=compute), mark=mark),
+        )
+        await simulation.trainer.run()
+        return simulation
+
+    simulation = run_in_virtual_time(main())
+    steps = [[row for group in step for row in group] for step in simulation.policy.steps if step]
+    assert simulation.trainer.totals.masked_tokens > 0
+    assert seen == [[row.num_sampled_tokens for row in step] for step in steps]
+    assert counted == [sum(of_step) for of_step in seen]
+    assert sum(counted) == simulation.trainer.totals.trained_tokens
+    assert all(row.marks == row.loss_mask for step in steps for row in step)

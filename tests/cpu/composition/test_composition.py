@@ -1,0 +1,199 @@
+"""How values of the configuration reach the parts."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skyrl_async.composition import processes
+from skyrl_async.composition.data import PolicyFiles, Prompts, num_planned_steps
+from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, stage_works
+from skyrl_async.composition.private_files import write_private
+from skyrl_async.composition.processes import _training_settings, start_engines_and_policy
+from skyrl_async.config.load import from_overrides
+from skyrl_async.config.schema.run import Config, Device, EngineConfig, PlacementConfig, TrainingConfig
+from skyrl_async.errors import ConfigError, PolicyError
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import ModelledPolicy
+from skyrl_async.training.backends.optimizer import lr_factor
+from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.types import Group, Prompt, Trajectory
+from tests.cpu.config.test_config import policy_directory
+from tests.cpu.quick_config import config_of
+
+
+def test_engines_with_room_for_more_than_two_mini_batches_get_more_up_to_the_bound() -> None:
+    def in_flight(*overrides: str) -> int:
+        config = config_of(*overrides)
+        return config.trainer.max_concurrent_generation_groups(config.num_group_places)
+
+    assert in_flight() == 16, "one engine runs 8 groups at once"
+    assert in_flight("engine.num_engines=4", "trainer.max_staleness_steps=4") == 32
+    assert in_flight("engine.num_engines=4", "trainer.max_staleness_steps=1") == 16
+    assert in_flight("engine.num_engines=4", "trainer.num_parallel_generation_workers=9") == 9
+    assert in_flight("engine.num_engines=1", "engine.max_num_seqs=65", "generator.n_samples_per_prompt=3") == 22
+
+
+def prompts(num: int) -> Prompts:
+    message = {"role": "user", "content": "?"}
+    train = tuple(Prompt(uid=f"p{i}", messages=(message,), env_class="x") for i in range(num))
+    return Prompts(train=train, held_out=())
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "num_epochs", "expected"), [("null", 3, 8), ("5", 3, 5), ("50", 3, 8), ("5", 1000, 5)]
+)
+def test_a_run_has_the_steps_asked_for_or_those_its_epochs_hold(num_steps: str, num_epochs: int, expected: int) -> None:
+    config = from_overrides(
+        f"trainer.num_steps={num_steps}", f"trainer.num_epochs={num_epochs}", "trainer.policy_mini_batch_size=4"
+    )
+    assert num_planned_steps(config, prompts(10)) == expected
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_falling_learning_rate_reaches_zero_at_the_end_of_a_run_that_epochs_end(schedule: str) -> None:
+    config = from_overrides("trainer.num_steps=null", "trainer.num_epochs=2", f"training.lr_schedule={schedule}")
+    num_steps = num_planned_steps(config, prompts(40))
+    settings = _training_settings(config, Path("unused"), num_steps)
+    factors = [
+        lr_factor(step, schedule=settings.lr_schedule, num_warmup_steps=0, num_steps=settings.num_steps)
+        for step in range(num_steps + 1)
+    ]
+    assert num_steps == 10
+    assert factors[0] == 1.0 and factors[-1] == pytest.approx(0.0) and factors == sorted(factors, reverse=True)
+
+
+class TestLogprobs:
+    """Who computes which log-probs."""
+
+    @pytest.mark.slow
+    def test_policy_workers_hold_the_reference_unless_it_has_workers_of_its_own(self) -> None:
+        def settings(*overrides: str) -> TrainingSettings:
+            return _training_settings(from_overrides(*overrides), Path("unused"), 1)
+
+        kl = ("trainer.algorithm.use_kl_loss=true", "trainer.algorithm.kl_loss_coef=0.1")
+        assert (settings().has_reference, settings().kl_estimator, settings().kl_coef) == (False, None, 0.0)
+        assert (settings(*kl).has_reference, settings(*kl).kl_estimator, settings(*kl).kl_coef) == (True, "k3", 0.1)
+        assert not settings(*kl, "training.num_ref_workers=1").has_reference
+        assert settings(*kl, "training.num_ref_workers=1").kl_estimator == "k3"
+
+    @pytest.mark.parametrize(
+        ("overrides", "stages"),
+        [
+            ((), []),
+            (("trainer.algorithm.use_kl_loss=true",), ["ref_logp"]),
+            (("trainer.algorithm.use_kl_loss=true", "trainer.algorithm.ref_logp=inline"), []),
+            (("trainer.algorithm.policy_loss_type=decoupled_ppo",), ["logp"]),
+        ],
+    )
+    def test_there_is_a_stage_for_what_the_loss_asks_for(self, overrides: tuple[str, ...], stages: list[str]) -> None:
+        assert list(stage_works(from_overrides(*overrides), ModelledPolicy(), LogprobParts())) == stages
+
+    async def test_a_group_goes_through_both_stages_on_the_policy_workers_where_there_are_no_others(self) -> None:
+        config = from_overrides(
+            "trainer.algorithm.use_kl_loss=true", "trainer.algorithm.policy_loss_type=decoupled_ppo"
+        )
+        works = stage_works(config, ModelledPolicy(), LogprobParts())
+        assert list(works) == ["ref_logp", "logp"]
+        row = Trajectory(
+            prompt_token_ids=(1,), response_token_ids=(2,), loss_mask=(1,), logprobs=(-2.0,), versions=(0,), reward=0.0
+        )
+        group = Group(uid="a", admission_index=0, scheduled_version=0, trajectories=(row,))
+        for work in works.values():
+            group = await work(group)
+        assert group.trajectories == (replace(row, ref_logprobs=(-1.0,), old_logprobs=(-1.0,), old_version=0),)
+
+    def test_a_reference_with_other_tokens_is_refused_before_anything_boots(self, tmp_path: Path) -> None:
+        for name, num_tokens in (("policy", 48), ("other", 64)):
+            policy_directory(tmp_path / name)
+            (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": num_tokens}))
+        kl = "trainer.algorithm.use_kl_loss=true"
+        check_logprobs(from_overrides(kl, f"trainer.ref.path={tmp_path / 'policy'}"), tmp_path / "policy")
+        with pytest.raises(PolicyError, match=r"trainer.ref.path=.*other has 64 tokens and the policy 48"):
+            check_logprobs(from_overrides(kl, f"trainer.ref.path={tmp_path / 'other'}"), tmp_path / "policy")
+
+
+@pytest.mark.parametrize("cache", ["/proc/nope", "x" * 300])
+def test_a_cache_that_cannot_be_written_to_is_named_by_its_key(cache: str) -> None:
+    files = PolicyFiles(config_of(f"cache_dir={cache}"), prompts(1), lambda line: None)
+    with pytest.raises(ConfigError, match=f"cache_dir must be a directory that can be written to, got '{cache}"):
+        files.initial()
+
+
+def test_a_private_file_is_its_owner_s_whatever_was_there(tmp_path: Path) -> None:
+    (tmp_path / "endpoint.json").write_text("older, and for everybody")
+    write_private(tmp_path / "endpoint.json", "secret")
+    assert (tmp_path / "endpoint.json").read_text() == "secret"
+    assert (tmp_path / "endpoint.json").stat().st_mode & 0o77 == 0
+
+
+class Closable:
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("device", "share", "first"),
+    [("cuda", 0.5, "engines are up"), ("cuda", 1.0, "policy loads"), ("cpu", 0.5, "policy loads")],
+)
+def test_workers_load_the_policy_beside_booting_engines_unless_these_count_the_memory_of_the_same_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, share: float, first: str
+) -> None:
+    happened = []
+
+    class Files:
+        async def trained(self) -> Path:
+            return Path("trained")
+
+    async def boot(*_: object) -> list[Closable]:
+        await asyncio.sleep(60.0)
+        happened.append("engines are up")
+        return [Closable()]
+
+    async def start(config: Config, trained: Callable[[], Awaitable[Path]], *_: object) -> Closable:
+        assert await trained() == Path("trained")
+        happened.append("policy loads")
+        return Closable()
+
+    async def main() -> None:
+        config = Config(
+            engine=EngineConfig(device=Device[device]),
+            training=TrainingConfig(device=Device[device]),
+            placement=PlacementConfig(num_gpus_per_engine=share, num_gpus_per_worker=share),
+        )
+        path = Path("unused")
+        async with contextlib.AsyncExitStack() as stack:
+            await start_engines_and_policy(config, stack, Files(), path, path, path, 1)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(processes, "start_engines", boot)
+    monkeypatch.setattr(processes, "_start_policy", start)
+    run_in_virtual_time(main())
+    assert happened[0] == first and set(happened) == {"engines are up", "policy loads"}
+
+
+def test_the_rows_of_a_step_that_is_not_finite_go_to_the_runs_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = []
+
+    async def boot(*_: object) -> list[Closable]:
+        return []
+
+    async def start(config: Config, trained: object, settings: TrainingSettings, *_: object) -> Closable:
+        found.append(settings)
+        return Closable()
+
+    async def main() -> None:
+        path = Path("unused")
+        async with contextlib.AsyncExitStack() as stack:
+            await start_engines_and_policy(Config(), stack, object(), path, path, tmp_path, 7)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(processes, "start_engines", boot)
+    monkeypatch.setattr(processes, "_start_policy", start)
+    run_in_virtual_time(main())
+    (settings,) = found
+    assert settings == replace(_training_settings(Config(), Path("unused"), 7), bad_step_dir=str(tmp_path / "bad_step"))

@@ -1,0 +1,78 @@
+"""Settings that are allowed and hardly ever meant are said when a run starts, with what is meant instead."""
+
+import pytest
+
+from skyrl_async.config.rules.advice import advice
+from tests.cpu.quick_config import config_of
+
+ALGORITHM = "trainer.algorithm"
+CORRECTION = f"{ALGORITHM}.off_policy_correction"
+GSPO = f"{ALGORITHM}.policy_loss_type=gspo"
+IN_THE_REWARD = f"{ALGORITHM}.use_kl_in_reward=true"
+IN_THE_LOSS = f"{ALGORITHM}.use_kl_loss=true"
+AGENT = ("generator.kind=agent", "generator.command=true")
+
+
+def test_bounds_and_reductions_that_do_not_go_with_a_loss() -> None:
+    assert advice(config_of()) == []
+    clips, reduces = advice(config_of(GSPO))
+    assert "eps_clip_high of some 1e-4 are usual, 0.2 and 0.28 clip nothing" in clips
+    assert (
+        "policy_loss_type=gspo is meant for trainer.algorithm.loss_reduction=sequence_mean, got token_mean" in reduces
+    )
+    (m2,) = advice(config_of(f"{CORRECTION}.m2_threshold=0.04"))
+    assert "policy_loss_type=ppo_clip clips as well, set rollout_is" in m2
+    bounds = (f"{ALGORITHM}.eps_clip_low=3e-4", f"{ALGORITHM}.eps_clip_high=4e-4")
+    assert advice(config_of(GSPO, f"{ALGORITHM}.loss_reduction=sequence_mean", *bounds)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "force"),
+    [
+        ("k2", "has next to no force near the reference"),
+        ("k3", "pushes as KL(reference, policy) would pull"),
+        ("abs", "has a force of either sign"),
+    ],
+)
+def test_estimators_whose_gradient_in_the_reward_is_no_divergences(name: str, force: str) -> None:
+    (found,) = advice(config_of(IN_THE_REWARD, f"{ALGORITHM}.kl_estimator_type={name}"))
+    assert found.startswith(f"{ALGORITHM}.kl_estimator_type={name} ") and force in found
+    assert "k1 pulls as KL(policy, reference) does there" in found
+    assert (
+        advice(config_of(IN_THE_REWARD, f"{ALGORITHM}.kl_estimator_type={name}", f"{ALGORITHM}.kl_loss_coef=0")) == []
+    )
+
+
+def test_the_estimator_that_does_nothing_in_the_loss_and_none_where_nobody_chose() -> None:
+    (found,) = advice(config_of(IN_THE_LOSS, f"{ALGORITHM}.kl_estimator_type=k1"))
+    assert "kl_estimator_type=k1 does nothing in the mean with use_kl_loss=true" in found
+    assert advice(config_of(IN_THE_LOSS)) == advice(config_of(IN_THE_REWARD)) == []
+    assert advice(config_of(IN_THE_REWARD, f"{ALGORITHM}.kl_estimator_type=k1")) == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (f"{CORRECTION}.tis_ratio_type=sequence", f"{ALGORITHM}.policy_loss_type=rollout_is"),
+        (f"{CORRECTION}.sequence_mask_metric=product",),
+        (f"{CORRECTION}.sequence_mask_metric=geometric",),
+        (f"{CORRECTION}.opsm_delta=0.1",),
+        (GSPO, f"{ALGORITHM}.loss_reduction=sequence_mean", f"{ALGORITHM}.eps_clip_high=4e-4"),
+    ],
+)
+def test_ratios_of_rows_that_are_not_whole_answers(settings: tuple[str, ...]) -> None:
+    assert advice(config_of(*settings)) == []
+    (masked,) = advice(config_of(*settings, "trainer.staleness_policy=mask"))
+    assert f"out of the ratio that {settings[0]} takes" in masked and "set wait or resample" in masked
+    (rewritten,) = advice(config_of(*settings, *AGENT))
+    assert f"the ratio that {settings[0]} takes of a row is without the turns before it" in rewritten
+    assert advice(config_of("trainer.staleness_policy=mask", *AGENT)) == [], "tokens have their own"
+
+
+def test_a_falling_learning_rate_over_steps_that_will_not_happen() -> None:
+    filtered = ("trainer.num_steps=null", "trainer.fully_async.sample_full_batch=true")
+    (found,) = advice(config_of(*filtered, "trainer.num_epochs=2"))
+    assert found.startswith("training.lr_schedule=linear is laid over all steps that trainer.num_epochs=2 hold")
+    assert found.endswith("set trainer.num_steps, or training.lr_schedule=constant")
+    assert advice(config_of(*filtered, "training.lr_schedule=constant")) == []
+    assert advice(config_of("trainer.num_steps=null")) == advice(config_of(filtered[1])) == []

@@ -1,0 +1,272 @@
+"""Which algorithms a configuration may name, and which go together."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from skyrl_async.algorithms.loss_constants import LossConstants
+from skyrl_async.composition.algorithms import loss_constants, make_advantages
+from skyrl_async.composition.processes import _training_settings
+from skyrl_async.config.load import from_overrides
+from skyrl_async.config.rules.idle import idle_settings
+from skyrl_async.errors import ConfigError
+from skyrl_async.samples import Sample
+from skyrl_async.types import Trajectory
+from tests.cpu.quick_config import config_of
+
+ESTIMATOR = "trainer.algorithm.advantage_estimator"
+LOSS = "trainer.algorithm.policy_loss_type"
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce++", "reinforce++_baseline"])
+def test_a_run_may_name_any_estimator(name: str) -> None:
+    assert config_of(f"{ESTIMATOR}={name}").trainer.algorithm.advantage_estimator == name
+
+
+def test_log_probs_that_are_recomputed_at_any_time_make_no_deterministic_run() -> None:
+    keys = ["trainer.deterministic=true", "trainer.algorithm.policy_loss_type=cispo_old"]
+    with pytest.raises(ConfigError, match="max_staleness_steps must be 0 with .*policy_loss_type=cispo_old, got 4"):
+        config_of(*keys)
+    config_of(*keys, "trainer.max_staleness_steps=0")
+    config_of("trainer.deterministic=true", "trainer.algorithm.policy_loss_type=rollout_is")
+
+
+def test_the_command_line_takes_signs_and_paths_as_they_are() -> None:
+    path = "tests.cpu.own_algorithms:half_importance"
+    algorithm = from_overrides(f"{ESTIMATOR}=reinforce++_baseline", f"{LOSS}={path}").trainer.algorithm
+    assert (algorithm.advantage_estimator, algorithm.policy_loss_type) == ("reinforce++_baseline", path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            [f"{ESTIMATOR}=gae"],
+            f"{ESTIMATOR} must be one of dr_grpo, grpo, maxrl, .* or package.module:function, got 'gae'",
+        ),
+        ([f"{ESTIMATOR}=rlo"], r"got 'rlo'; did you mean rloo\?"),
+        ([f"{ESTIMATOR}=no.such:function"], f"{ESTIMATOR}='no.such:function' cannot be imported: No module named 'no'"),
+        ([f"{ESTIMATOR}=math:nothing"], "cannot be imported: module 'math' has no attribute 'nothing'"),
+        ([f"{ESTIMATOR}=math:pi"], "'math:pi' must be a function, got float"),
+        (
+            [f"{ESTIMATOR}=skyrl_async.registries:import_function"],
+            r"must be a function of \(rewards\), got import_function\(key: str, path: str\) .*: missing a required argument",
+        ),
+        ([f"{ESTIMATOR}=rloo", "generator.n_samples_per_prompt=1"], "must be >= 2 with .*estimator=rloo, got 1"),
+        (
+            [f"{ESTIMATOR}=reinforce++_baseline", "generator.n_samples_per_prompt=1"],
+            r"must be >= 2 with .*estimator=reinforce\+\+_baseline, got 1",
+        ),
+        (
+            [f"{ESTIMATOR}=reinforce++", "trainer.stream_mini_batch=true"],
+            r"trainer.stream_mini_batch must be false or null with .*=reinforce\+\+, got true: its advantages depend on all "
+            "groups of a step; choose rloo or grpo",
+        ),
+    ],
+)
+def test_a_wrong_algorithm_is_refused_with_what_to_change(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        config_of(*overrides)
+
+
+def test_reinforce_pp_runs_on_single_samples_and_estimators_of_groups_may_be_streamed() -> None:
+    config_of(f"{ESTIMATOR}=reinforce++", "generator.n_samples_per_prompt=1")
+    config_of(f"{ESTIMATOR}=rloo", "trainer.stream_mini_batch=true")
+
+
+def test_a_setting_of_another_estimator_is_said_to_do_nothing() -> None:
+    (idle,) = idle_settings(config_of(f"{ESTIMATOR}=rloo", "trainer.algorithm.grpo_norm_by_std=false"))
+    assert idle == "trainer.algorithm.grpo_norm_by_std=false does nothing without advantage_estimator=grpo"
+
+
+def test_skyrls_name_of_the_mean_over_sequences_is_that_of_verl_too() -> None:
+    by_name = [
+        config_of(f"trainer.algorithm.loss_reduction={name}").trainer.algorithm.loss_reduction.name
+        for name in ("sequence_mean", "seq_mean_token_mean")
+    ]
+    assert by_name == ["sequence_mean", "sequence_mean"]
+
+
+def test_dr_grpos_constant_is_asked_for_and_elsewhere_said_to_do_nothing() -> None:
+    reduction, length = "trainer.algorithm.loss_reduction=seq_mean_token_sum_norm", "trainer.algorithm.max_seq_len=320"
+    with pytest.raises(ConfigError, match="max_seq_len must be set with .*seq_mean_token_sum_norm, got None"):
+        config_of(reduction)
+    with pytest.raises(ConfigError, match="max_seq_len must be >= 1 or null, got 0"):
+        config_of(reduction, "trainer.algorithm.max_seq_len=0")
+    assert idle_settings(config_of(reduction, length)) == []
+    assert idle_settings(config_of(length)) == [
+        "trainer.algorithm.max_seq_len=320 does nothing without loss_reduction=seq_mean_token_sum_norm"
+    ]
+
+
+def test_a_run_may_name_any_policy_loss_and_its_constants_reach_the_workers() -> None:
+    for name in (
+        "ppo_clip",
+        "regular",
+        "dual_clip",
+        "gspo",
+        "dppo",
+        "decoupled_ppo",
+        "rollout_is",
+        "cispo",
+        "sapo",
+        "clip_cov",
+    ):
+        assert config_of(f"{LOSS}={name}").trainer.algorithm.policy_loss_type == name
+    prefix = "trainer.algorithm"
+    algorithm = config_of(
+        *(f"{prefix}.{key}" for key in ("eps_clip_low=0.1", "eps_clip_high=0.3", "clip_ratio_c=4", "tis_cap=5")),
+        *(f"{prefix}.cispo.cispo_eps_clip_{side}" for side in ("low=0.5", "high=6")),
+        *(f"{prefix}.dppo.delta_{side}" for side in ("low=0.15", "high=0.25")),
+        *(f"{prefix}.sapo.tau_{side}" for side in ("pos=2", "neg=3")),
+        f"{prefix}.dppo.dppo_type=binary_kl",
+        *(f"{prefix}.clip_cov.{key}" for key in ("clip_ratio=0.01", "clip_cov_lb=0.5", "clip_cov_ub=2")),
+        *(f"{prefix}.kl_cov.{key}" for key in ("kl_cov_frac=0.02", "ppo_kl_coef=0.5")),
+    ).trainer.algorithm
+    assert loss_constants(algorithm) == LossConstants(
+        eps_clip_low=0.1,
+        eps_clip_high=0.3,
+        clip_ratio_c=4.0,
+        tis_cap=5.0,
+        cispo_eps_clip_low=0.5,
+        cispo_eps_clip_high=6.0,
+        dppo_delta_low=0.15,
+        dppo_delta_high=0.25,
+        sapo_tau_pos=2.0,
+        sapo_tau_neg=3.0,
+        dppo_type="binary_kl",
+        clip_cov_ratio=0.01,
+        clip_cov_lb=0.5,
+        clip_cov_ub=2.0,
+        kl_cov_frac=0.02,
+        ppo_kl_coef=0.5,
+    )
+
+
+def test_the_defaults_of_the_configuration_are_those_of_the_constants() -> None:
+    assert loss_constants(config_of().trainer.algorithm) == LossConstants()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([f"{LOSS}=gsp"], r"policy_loss_type must be one of cispo, .* got 'gsp'; did you mean gspo\?"),
+        (
+            [f"{LOSS}=clip_higher", "trainer.algorithm.eps_clip_high=0.2"],
+            r"eps_clip_high must be > .*eps_clip_low \(0.2\)",
+        ),
+        (["trainer.algorithm.clip_ratio_c=1"], "clip_ratio_c must be > 1, got 1.0"),
+        (["trainer.algorithm.cispo.cispo_eps_clip_low=2"], r"cispo.cispo_eps_clip_low must be in \[0, 1\], got 2.0"),
+        (
+            ["trainer.algorithm.dppo.delta_high=-1"],
+            r"dppo.delta_high must be in \[0, 1\] with dppo_type=binary_tv, got -1",
+        ),
+        (
+            ["trainer.algorithm.dppo.dppo_type=binary_kl", "trainer.algorithm.dppo.delta_low=-1"],
+            "dppo.delta_low must be >= 0, got -1.0",
+        ),
+        (["trainer.algorithm.clip_cov.clip_ratio=0"], r"clip_cov.clip_ratio must be in \(0, 1\], got 0.0"),
+        (["trainer.algorithm.clip_cov.clip_cov_lb=6"], r"clip_cov.clip_cov_ub must be > clip_cov_lb \(6\), got 5.0"),
+        (["trainer.algorithm.kl_cov.kl_cov_frac=2"], r"kl_cov.kl_cov_frac must be in \(0, 1\], got 2.0"),
+        (["trainer.algorithm.kl_cov.ppo_kl_coef=-1"], "kl_cov.ppo_kl_coef must be >= 0, got -1.0"),
+        *(
+            (
+                [f"{LOSS}={name}", "trainer.stream_mini_batch=true"],
+                f"trainer.stream_mini_batch must be false or null with {LOSS}={name}, got true: it chooses tokens among all of a step",
+            )
+            for name in ("clip_cov", "kl_cov")
+        ),
+        (["trainer.algorithm.sapo.tau_neg=0"], "sapo.tau_neg must be > 0, got 0.0"),
+        (
+            ["training.num_logp_workers=1", f"{LOSS}=gspo"],
+            "num_logp_workers must be 0 with .*policy_loss_type=gspo, got 1: decoupled_ppo asks for recomputed log-probs",
+        ),
+    ],
+)
+def test_a_wrong_policy_loss_is_refused_with_what_to_change(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        config_of(*overrides)
+
+
+KL = "trainer.algorithm.use_kl_in_reward=true"
+ADAPTIVE = "trainer.algorithm.kl_ctrl.type=adaptive"
+
+
+def test_the_least_horizon_takes_a_fifth_of_an_adaptive_coefficient_in_a_step() -> None:
+    config = config_of(KL, ADAPTIVE, "trainer.algorithm.kl_ctrl.horizon=64", "trainer.algorithm.kl_loss_coef=0.05")
+    penalty = make_advantages(config.trainer.algorithm).credit._penalty
+    assert penalty is not None
+    penalty.controller.update(0.0, num_samples=64)
+    assert penalty.controller.coefficient == pytest.approx(0.04)
+    assert config_of(KL, "trainer.algorithm.kl_ctrl.horizon=1"), "nothing follows it"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([KL, "trainer.algorithm.use_kl_loss=true"], "use_kl_in_reward must be false with .*use_kl_loss=true"),
+        ([ADAPTIVE], "kl_ctrl.type must be fixed without trainer.algorithm.use_kl_in_reward=true, got 'adaptive'"),
+        ([KL, ADAPTIVE, "trainer.algorithm.kl_loss_coef=0"], "kl_loss_coef must be > 0 with .*type=adaptive"),
+        ([KL, "trainer.algorithm.kl_ctrl.kl_target=0"], "kl_ctrl.kl_target must be > 0, got 0.0"),
+        ([KL, "trainer.algorithm.kl_ctrl.horizon=0"], "kl_ctrl.horizon must be >= 1, got 0"),
+        (
+            [KL, ADAPTIVE, "trainer.algorithm.kl_ctrl.horizon=63"],
+            r"kl_ctrl.horizon must be >= .*n_samples_per_prompt \(8 \* 8 = 64\) with kl_ctrl.type=adaptive, got 63: it counts samples",
+        ),
+        ([KL, "trainer.algorithm.ref_logp=inline"], "ref_logp must be stage with .*use_kl_in_reward=true, got inline"),
+        ([KL, f"{ESTIMATOR}=maxrl"], "use_kl_in_reward must be false with .*=maxrl, got true: .* set use_kl_loss=true"),
+        (
+            [f"{ESTIMATOR}=maxrl", "trainer.algorithm.overlong_buffer_len=32", "generator.max_turns=1"],
+            "overlong_buffer_len must be 0 with .*=maxrl, got 32: .* set generator.apply_overlong_filtering=true",
+        ),
+    ],
+)
+def test_a_contradictory_divergence_or_penalty_is_refused_with_what_to_change(
+    overrides: list[str], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        config_of(*overrides)
+
+
+def test_divergence_in_the_reward_asks_for_the_reference_and_is_credited_when_a_group_is_trained() -> None:
+    config = config_of(KL, ADAPTIVE, "trainer.algorithm.kl_loss_coef=0.02", "training.num_ref_workers=1")
+    assert config.trainer.algorithm.uses_reference
+    assert idle_settings(config) == []
+    made = make_advantages(config.trainer.algorithm)
+    assert (made.of_stage, made.need_mini_batch, made.credit.kl_coef) == (None, False, 0.02)
+    plain = make_advantages(config_of().trainer.algorithm)
+    assert plain.of_stage is not None
+    assert plain.credit.kl_coef is None
+    assert make_advantages(config_of(f"{ESTIMATOR}=reinforce++").trainer.algorithm).need_mini_batch
+
+
+@pytest.mark.parametrize(
+    ("overrides", "in_the_loss", "in_the_reward"),
+    [
+        (["trainer.algorithm.use_kl_loss=true"], "k3", None),
+        (["trainer.algorithm.use_kl_loss=true", "trainer.algorithm.kl_estimator_type=k2"], "k2", None),
+        ([KL], None, 0.5),
+        ([KL, "trainer.algorithm.kl_estimator_type=k3"], None, math.exp(-0.5) - 1 + 0.5),
+    ],
+)
+def test_nobody_has_to_know_which_estimator_goes_into_the_loss_and_which_into_the_reward(
+    overrides: list[str], in_the_loss: str | None, in_the_reward: float | None
+) -> None:
+    config = config_of(*overrides)
+    assert _training_settings(config, Path("policy"), 10).kl_estimator == in_the_loss
+    penalty = make_advantages(config.trainer.algorithm).credit._penalty
+    if in_the_reward is None:
+        assert penalty is None
+        return
+    row = Trajectory(
+        prompt_token_ids=(1,),
+        response_token_ids=(2,),
+        loss_mask=(1,),
+        logprobs=(-1.0,),
+        versions=(0,),
+        reward=1.0,
+        ref_logprobs=(-1.5,),
+    )
+    assert penalty is not None
+    assert penalty.penalised(Sample(rows=(row,))) == pytest.approx(1 - 0.001 * in_the_reward, abs=1e-12)

@@ -1,0 +1,84 @@
+"""Settings that nothing would read are named, with what would have them read."""
+
+import pytest
+
+from skyrl_async.config.load import from_overrides
+from skyrl_async.config.rules.idle import idle_settings
+from tests.cpu.quick_config import config_of
+
+LOSS = "trainer.algorithm.policy_loss_type"
+
+
+@pytest.mark.parametrize(
+    ("is_read", "others"),
+    [
+        ("trainer.algorithm.kl_loss_coef=0.1", ["trainer.algorithm.use_kl_loss=true"]),
+        ("trainer.algorithm.kl_estimator_type=k1", ["trainer.algorithm.use_kl_in_reward=true"]),
+        ("trainer.algorithm.ref_logp=inline", ["trainer.algorithm.use_kl_loss=true"]),
+        (
+            "trainer.algorithm.kl_ctrl.kl_target=0.2",
+            ["trainer.algorithm.use_kl_in_reward=true", "trainer.algorithm.kl_ctrl.type=adaptive"],
+        ),
+        ("trainer.algorithm.entropy_loss_coef=0.1", ["trainer.algorithm.use_entropy_loss=true"]),
+        (
+            "trainer.algorithm.overlong_buffer_penalty_factor=2.0",
+            ["trainer.algorithm.overlong_buffer_len=8", "generator.max_turns=1"],
+        ),
+        ("trainer.algorithm.zero_variance_filter_tol=0.1", ["trainer.fully_async.sample_full_batch=true"]),
+        ("trainer.fully_async.max_filtered_in_a_row=9", ["trainer.fully_async.sample_full_batch=true"]),
+        ("trainer.algorithm.tis_cap=3.0", [f"{LOSS}=decoupled_ppo"]),
+        ("trainer.algorithm.clip_ratio_c=4.0", [f"{LOSS}=dual_clip"]),
+        ("trainer.algorithm.cispo.cispo_eps_clip_high=3.0", [f"{LOSS}=cispo"]),
+        ("trainer.algorithm.dppo.delta_low=0.1", [f"{LOSS}=dppo"]),
+        ("trainer.algorithm.sapo.tau_neg=2.0", [f"{LOSS}=sapo"]),
+        ("policy.warm_start.terse_share=0.5", []),
+        ("policy.lora.alpha=64.0", ["policy.lora.rank=8"]),
+        ("policy.lora.target_modules=[q_proj]", ["policy.lora.rank=8"]),
+        ("engine.extra_args={swap_space: 1}", ["engine.backend=vllm"]),
+        ("generator.agent_timeout_s=20.0", ["generator.kind=agent", "generator.command=true"]),
+        ("server.model_name=other", ["server.enabled=true"]),
+        ("task.num_eval_prompts=4", ["task.name=relay"]),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_named_with_what_would(is_read: str, others: list[str]) -> None:
+    key = is_read.partition("=")[0]
+    assert idle_settings(config_of(is_read, *others)) == []
+    elsewhere = {
+        "engine.extra_args": ["engine.backend=deterministic", "engine.device=cpu"],
+        "policy.warm_start.terse_share": ["policy.warm_start.enabled=false"],
+    }
+    if key != "task.num_eval_prompts":
+        (idle,) = idle_settings(config_of(is_read, *elsewhere.get(key, [])))
+        assert idle.startswith(f"{key}=") and " does nothing without " in idle
+
+
+def test_what_a_setting_does_nothing_without_is_said_in_full() -> None:
+    assert idle_settings(from_overrides()) == idle_settings(from_overrides("engine=deterministic")) == []
+    (idle,) = idle_settings(from_overrides("trainer.algorithm.kl_loss_coef=0.1"))
+    assert idle == (
+        "trainer.algorithm.kl_loss_coef=0.1 does nothing without trainer.algorithm.use_kl_loss=true or use_kl_in_reward=true"
+    )
+    (idle,) = idle_settings(from_overrides("training.cpu_offload=true", "training.device=cpu"))
+    assert idle == "training.cpu_offload=true does nothing without policy workers on GPUs (training.device)"
+    (idle,) = idle_settings(config_of("trainer.eval_interval_steps=5", "evaluation.num_prompts_while_training=0"))
+    assert idle == "trainer.eval_interval_steps=5 does nothing without evaluation.num_prompts_while_training >= 1"
+    idle_files = idle_settings(config_of("task.train_files=[train.jsonl]", "task.env_class=gsm8k"))
+    assert idle_files == [
+        "task.train_files=['train.jsonl'] does nothing without task=dataset",
+        "task.env_class=gsm8k does nothing without task=dataset",
+    ]
+    (idle,) = idle_settings(
+        config_of("generator.kind=agent", "generator.command=true", "generator.max_trajectory_tokens=9")
+    )
+    assert idle == (
+        "generator.max_trajectory_tokens=9 does nothing without generator=gym or gym_http; see server.session_max_tokens"
+    )
+    bound = "trainer.algorithm.eps_clip_high=0.3"
+    (idle,) = idle_settings(config_of(bound, f"{LOSS}=cispo"))
+    assert idle.endswith(
+        "does nothing without policy_loss_type=ppo_clip or regular or clip_higher or dual_clip or decoupled_ppo or gspo or clip_cov"
+    )
+    assert idle_settings(config_of(bound, f"{LOSS}=tests.cpu.own_algorithms:half_importance")) == []
+    assert idle_settings(config_of(f"{LOSS}=decoupled_ppo")) == []
+    (idle,) = idle_settings(from_overrides(f"{LOSS}=decoupled_ppo", "trainer.max_staleness_steps=0"))
+    assert "never clips with trainer.max_staleness_steps=0" in idle

@@ -1,0 +1,316 @@
+"""The endpoint in a Ray actor: real Ray, real uvicorn, the real client and openai; only the engine is scripted."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletion
+from ray.exceptions import RayActorError
+
+from skyrl_async.endpoint.server.front_ends import endpoint_processes
+from skyrl_async.endpoint.server.process import EndpointServer, EndpointSettings
+from skyrl_async.errors import ConfigError, InferenceError, SkyRLAsyncError
+from skyrl_async.generators.agent.sessions import SessionPool
+from skyrl_async.rollout.retrier import Attempts
+from skyrl_async.runtime.deadlines import Deadlines
+from skyrl_async.runtime.heartbeat import Heartbeat
+from skyrl_async.runtime.outages import Outages
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, GroupRequest, Prompt, SamplingParams
+from skyrl_gym_http import SkyRLGymHTTPGenerator
+from tests.cpu.generators.test_gym_http_generator import Chat
+from tests.cpu.tiny_chat import END, TOKENIZER, spelled
+from tests.patience import PATIENCE_S
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
+
+ANSWER = (*spelled("hé"), END)
+HELLO: Any = [{"role": "user", "content": "hello"}]
+
+
+class OneAnswerEngine:
+    """Says the same to everything, under version 3, and is aborted once after the first token."""
+
+    def __init__(self, name: str = "engine-0") -> None:
+        self.name = name
+        self.num_calls = 0
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        self.num_calls += 1
+        rest = ANSWER[request.num_sampled_tokens :]
+        is_aborted = request.num_sampled_tokens == 0
+        ids = rest[:1] if is_aborted else rest
+        return EngineOutput(
+            token_ids=ids,
+            logprobs=(-1.0,) * len(ids),
+            versions=(3,) * len(ids),
+            finish_reason=FinishReason.ABORT if is_aborted else FinishReason.STOP,
+        )
+
+    async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        yield await self.generate(request)
+
+
+class DeadlyEngine(OneAnswerEngine):
+    """Kills the first processes that look at it, as many as there are ``deaths``; not the one that made it."""
+
+    def __init__(self, directory: Path, deaths: int) -> None:
+        self.directory, self.deaths, self.maker = directory, deaths, os.getpid()
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        marks = list(self.directory.glob("death-*"))
+        if os.getpid() != self.maker and len(marks) < self.deaths:
+            (self.directory / f"death-{len(marks)}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "engine-0"
+
+
+@pytest.fixture
+def engine() -> Any:
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield OneAnswerEngine()
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def settings(directory: Path, **changes: Any) -> EndpointSettings:
+    TOKENIZER.save_pretrained(directory)
+    return EndpointSettings(
+        **{
+            "policy_path": str(directory),
+            "trust_remote_code": False,
+            "max_model_len": 100,
+            "host": "127.0.0.1",
+            "port": 0,
+            "api_keys": ("k",),
+            "controller_keys": ("c",),
+            "model_name": "policy",
+            "max_body_bytes": 10_000,
+            "keep_alive_timeout_s": 75,
+            **changes,
+        }
+    )
+
+
+async def until_dead(actor: Any) -> None:
+    """It may answer some calls more after it was killed."""
+    while True:
+        await actor.ping.remote()
+
+
+async def ask(url: str, api_key: str = "k") -> ChatCompletion:
+    async with openai.AsyncOpenAI(base_url=url, api_key=api_key, max_retries=0) as client:
+        return await client.chat.completions.create(
+            model="policy", messages=HELLO, extra_body={"return_token_ids": True}
+        )
+
+
+async def test_an_actor_serves_finishes_what_is_open_when_it_stops_and_is_gone_afterwards(
+    tmp_path: Path, engine: Any
+) -> None:
+    async with endpoint_processes(settings(tmp_path, shutdown_timeout_s=PATIENCE_S), [engine]) as (front_end,):
+        reply = await ask(f"{front_end.url}/v1")
+        async with openai.AsyncOpenAI(base_url=f"{front_end.url}/v1", api_key="k", max_retries=0) as client:
+            stream = await client.chat.completions.create(model="policy", messages=HELLO, stream=True)
+            first = await anext(stream)
+            await front_end.actor.stop.remote()
+            rest = [chunk async for chunk in stream]
+        await front_end.actor.wait.remote()
+    choice = reply.choices[0]
+    assert choice.message.content == "hé"
+    assert choice.finish_reason == "stop"
+    assert choice.model_extra is not None
+    assert tuple(choice.model_extra["token_ids"]) == ANSWER
+    assert choice.model_extra["num_aborts"] == 1
+    assert choice.model_extra["policy_versions"] == [{"version": 3, "start": 0, "end": 4}]
+    assert first.choices[0].delta.role == "assistant"
+    assert rest[-1].choices[0].finish_reason == "stop"
+    with pytest.raises(RayActorError):
+        await until_dead(front_end.actor)
+    with pytest.raises(InferenceError, match=f"the front end on port {front_end.port} is gone"):
+        await front_end.follow([engine])
+
+
+async def test_a_port_in_use_reaches_the_driver_as_one_clear_error(tmp_path: Path, engine: Any) -> None:
+    taken = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    port = taken.sockets[0].getsockname()[1]
+    with pytest.raises(ConfigError, match=rf"^server.port {port} is in use on 127.0.0.1; choose another"):
+        async with endpoint_processes(settings(tmp_path, port=port), [engine]):
+            raise AssertionError
+    taken.close()
+    await taken.wait_closed()
+
+
+async def test_any_front_end_serves_every_session_and_hands_it_to_the_one_that_holds_it(
+    tmp_path: Path, engine: Any
+) -> None:
+    async with (
+        endpoint_processes(settings(tmp_path), [engine], num_front_ends=2) as (first, second),
+        httpx.AsyncClient(headers={"Authorization": "Bearer c"}) as controller,
+    ):
+        assert first.port != second.port
+        made = (await controller.post(f"{second.url}/sessions")).json()
+        assert made["base_url"] == f"{second.url}/v1"
+        for front_end in (first, second, first):
+            assert (await ask(f"{front_end.url}/v1", made["api_key"])).choices[0].message.content == "hé"
+        async with openai.AsyncOpenAI(base_url=f"{first.url}/v1", api_key=made["api_key"]) as client:
+            stream = await client.chat.completions.create(model="policy", messages=HELLO, stream=True)
+            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hé"
+            with pytest.raises(openai.BadRequestError, match="messages"):
+                await client.chat.completions.create(model="policy", messages=[])
+        finished = await controller.post(f"{second.url}/sessions/{made['id']}/finish", json={"reward": 1.0})
+        rows = finished.json()["trajectories"]
+        assert [row["weight"] for row in rows] == [0.25] * 4
+        assert {tuple(row["response_token_ids"]) for row in rows} == {ANSWER}
+        with pytest.raises(openai.AuthenticationError, match="is finished"):
+            await ask(f"{first.url}/v1", made["api_key"])
+        assert (await controller.get(f"{first.url}/sessions/{made['id']}")).status_code == 404
+
+
+async def test_front_ends_follow_the_engines_that_they_are_told_of_and_hold_what_has_none(
+    tmp_path: Path, engine: Any
+) -> None:
+    async with (
+        endpoint_processes(settings(tmp_path, engine_wait_s=60.0), []) as (front_end,),
+        openai.AsyncOpenAI(base_url=f"{front_end.url}/v1", api_key="k", max_retries=0) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        waiting = tasks.create_task(ask(f"{front_end.url}/v1"))
+        stream = await client.chat.completions.create(model="policy", messages=HELLO, stream=True)
+        await front_end.follow([OneAnswerEngine("engine-1")])
+        assert (await waiting).choices[0].message.content == "hé"
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hé"
+        await front_end.follow([])
+        waiting = tasks.create_task(ask(f"{front_end.url}/v1"))
+        await front_end.follow([engine])
+        assert (await waiting).choices[0].message.content == "hé"
+
+
+async def test_without_engines_for_too_long_a_request_gets_503_and_when_to_come_back(
+    tmp_path: Path, engine: Any
+) -> None:
+    async with (
+        endpoint_processes(settings(tmp_path, engine_wait_s=0.2), []) as (front_end,),
+        openai.AsyncOpenAI(base_url=f"{front_end.url}/v1", api_key="k", max_retries=0) as client,
+    ):
+        with pytest.raises(openai.InternalServerError, match="no inference engine has been there for 0.2 s") as failure:
+            await client.chat.completions.create(model="policy", messages=HELLO)
+        assert (failure.value.status_code, failure.value.code, failure.value.type) == (503, "no_engine", "server_error")
+        assert failure.value.response.headers["retry-after"] == "10"
+        await front_end.follow([engine])
+        assert (await ask(f"{front_end.url}/v1")).choices[0].message.content == "hé"
+
+
+async def test_a_front_end_that_is_killed_or_frozen_is_replaced_on_its_port(tmp_path: Path, engine: Any) -> None:
+    quick = settings(tmp_path, heartbeat=Heartbeat(interval_s=0.2, timeout_s=5.0))
+    async with (
+        endpoint_processes(quick, [], num_front_ends=2) as (first, second),
+        httpx.AsyncClient(headers={"Authorization": "Bearer c"}) as controller,
+    ):
+        for front_end in (first, second):
+            await front_end.follow([engine])
+        for struck, other, sign in ((first, second, signal.SIGKILL), (second, first, signal.SIGSTOP)):
+            made = (await controller.post(f"{struck.url}/sessions")).json()
+            replaced = struck.actor
+            os.kill(await replaced.__ray_call__.remote(lambda self: os.getpid()), sign)
+            while struck.actor is replaced:  # noqa: ASYNC110 - what is tested is that nobody is told
+                await asyncio.sleep(0.05)
+            async with openai.AsyncOpenAI(base_url=f"{struck.url}/v1", api_key="k", max_retries=20) as client:
+                reply = await client.chat.completions.create(model="policy", messages=HELLO)
+            assert reply.choices[0].message.content == "hé"
+            for front_end in (struck, other):
+                with pytest.raises(openai.AuthenticationError):
+                    await ask(f"{front_end.url}/v1", made["api_key"])
+            again = (await controller.post(f"{struck.url}/sessions")).json()
+            assert (await ask(f"{other.url}/v1", again["api_key"])).choices[0].message.content == "hé"
+
+
+@pytest.mark.usefixtures("engine")
+async def test_a_front_end_that_is_killed_while_it_comes_up_at_first_is_replaced(tmp_path: Path) -> None:
+    async with endpoint_processes(settings(tmp_path, max_restarts=2), [DeadlyEngine(tmp_path, 2)]) as (front_end,):
+        assert (await ask(f"{front_end.url}/v1")).choices[0].message.content == "hé"
+
+
+async def test_a_rollout_over_http_outlives_its_front_end_and_costs_no_retry(tmp_path: Path, engine: Any) -> None:
+    deadlines = Deadlines()
+    async with endpoint_processes(settings(tmp_path), [], outages=deadlines.outages) as (front_end,):
+        generator = SkyRLGymHTTPGenerator(
+            f"{front_end.url}/v1",
+            "k",
+            "policy",
+            lambda name, extras: Chat(1),
+            outages=deadlines.outages,
+            outage_timeout_s=PATIENCE_S,
+        )
+        attempts = Attempts(generator, max_retries=0, timeout_s=PATIENCE_S, deadlines=deadlines)
+        prompt = Prompt(uid="p", messages=tuple(HELLO), env_class="chat")
+        request = GroupRequest(prompt=prompt, num_samples=2, sampling=SamplingParams(max_tokens=9))
+        async with asyncio.TaskGroup() as tasks:
+            playing = tasks.create_task(attempts.generate(request))
+            os.kill(await front_end.actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
+            while not deadlines.outages.num_over:  # noqa: ASYNC110 - nobody is told
+                await asyncio.sleep(0.05)
+            await front_end.follow([engine])
+        await generator.close()
+    assert [row.response_token_ids for row in playing.result()] == [ANSWER] * 2
+
+
+async def test_a_front_end_may_be_told_of_engines_before_it_serves(tmp_path: Path, engine: Any) -> None:
+    server = EndpointServer(settings(tmp_path), [])
+    await server.follow([engine])
+    host, port = await server.start()
+    assert (await ask(f"http://{host}:{port}/v1")).choices[0].message.content == "hé"
+    await server.stop()
+
+
+async def test_sessions_of_several_front_ends_share_idle_engines_and_make_room_when_they_end(tmp_path: Path) -> None:
+    engines: list[Any] = [OneAnswerEngine(f"engine-{i}") for i in range(4)]
+    servers = [EndpointServer(settings(tmp_path), engines, front_end) for front_end in range(4)]
+    roots = [f"http://{host}:{port}" for host, port in [await server.start() for server in servers]]
+    async with SessionPool(roots, "c") as pool:
+        for _ in range(8):
+            async with pool.session() as session:
+                await ask(session.base_url, session.api_key)
+        assert [engine.num_calls for engine in engines] == [4] * 4, "two calls make an answer"
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(8):
+                session = await stack.enter_async_context(pool.session())
+                await ask(session.base_url, session.api_key)
+    assert [engine.num_calls for engine in engines] == [8] * 4
+    for server in servers:
+        await server.stop()
+
+
+async def test_a_front_end_that_dies_too_often_ends_the_run(tmp_path: Path, engine: Any) -> None:
+    async def serve() -> None:
+        async with endpoint_processes(settings(tmp_path, max_restarts=0), [engine]) as (front_end,):
+            os.kill(await front_end.actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
+            await asyncio.Event().wait()
+
+    with pytest.raises(InferenceError, match=r"has ended \(.*server.max_restarts=0 are used up"):
+        await serve()
+
+
+async def test_where_somebody_is_told_that_a_front_end_stays_gone_what_goes_on_around_it_can_be_saved(
+    tmp_path: Path, engine: Any
+) -> None:
+    outages, told = Outages(), asyncio.Queue[SkyRLAsyncError]()
+    only_one = settings(tmp_path, max_restarts=0)
+    endpoint = endpoint_processes(only_one, [engine], outages=outages, on_given_up=told.put_nowait)
+    async with endpoint as (front_end,):
+        os.kill(await front_end.actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
+        error = await told.get()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await outages.wait_until_over()
+    assert isinstance(error, InferenceError)
+    assert "raise server.max_restarts, and continue with trainer.resume_mode=latest" in str(error)

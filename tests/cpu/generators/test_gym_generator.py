@@ -1,0 +1,435 @@
+"""Episodes through both generators: in process over a sampler, and over HTTP with the real openai client and uvicorn.
+
+The sampler is scripted: it says given lines one byte per token, under known versions and log-probs, so that its text
+does not tokenize back to its ids and every number can be checked. The real engine behind both generators is tested
+elsewhere.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import pytest
+from skyrl_gym.envs.base_text_env import BaseTextEnv
+
+from skyrl_async.endpoint.server.app import create_app
+from skyrl_async.endpoint.server.serve import start_server
+from skyrl_async.errors import GenerationError, NoEngineError, PromptTooLongError
+from skyrl_async.generators.gym.episode import derive_seed
+from skyrl_async.generators.gym.generator import GymGenerator
+from skyrl_async.rollout.generator import Generator
+from skyrl_async.rollout.sampler import OpenGeneration
+from skyrl_async.types import (
+    ENVIRONMENT_VERSION,
+    Completion,
+    CompletionDelta,
+    FinishReason,
+    GroupRequest,
+    Prompt,
+    SamplingParams,
+    Trajectory,
+)
+from skyrl_gym_http import SkyRLGymHTTPGenerator
+from tests.cpu.tiny_chat import END, RENDERER, TOKENIZER, spelled
+
+
+class ScriptedSampler:
+    """Says ``lines`` in turn within each session. Token i of turn t: version t until the second token, then t + 1."""
+
+    def __init__(self, lines: Sequence[str], *, max_model_len: int = 1000, num_aborts: int = 1) -> None:
+        self.max_model_len = max_model_len
+        self.requests: list[tuple[str | None, int, SamplingParams]] = []
+        self._lines = lines
+        self._num_aborts = num_aborts
+
+    async def generate_tokens(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        priority: int = 0,
+        generation: OpenGeneration | None = None,
+    ) -> Completion:
+        turn = sum(session_id == session for session, _, _ in self.requests)
+        self.requests.append((session_id, priority, sampling))
+        line = self._lines[turn]
+        stops = [line.index(stop) + len(stop) for stop in sampling.stop if stop in line]
+        ids = spelled(line[: min(stops)]) if stops else (*spelled(line), END)
+        text = line[: line.index(sampling.stop[0])] if stops else line
+        is_cut = len(ids) > sampling.max_tokens
+        ids = ids[: sampling.max_tokens]
+        return Completion(
+            prompt_token_ids=tuple(prompt_token_ids),
+            token_ids=ids,
+            logprobs=tuple(-(turn + 1) - i / 100 for i in range(len(ids))),
+            versions=tuple(turn + (i >= 2) for i in range(len(ids))),
+            text=TOKENIZER.decode(ids, skip_special_tokens=True) if is_cut else text,
+            finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
+            num_aborts=self._num_aborts,
+        )
+
+    def stream_tokens(self, *args: Any, **kwargs: Any) -> AsyncIterator[CompletionDelta]:
+        raise NotImplementedError
+
+
+class Quiz(BaseTextEnv):
+    """Asks ``again`` until ``num_turns`` actions came; each earns a tenth."""
+
+    is_fast = True
+
+    def __init__(self, num_turns: int = 2, postprocessed: str | None = None) -> None:
+        super().__init__()
+        self.num_turns = num_turns
+        self.postprocessed = postprocessed
+        self.actions: list[str] = []
+        self.closed = threading.Event()
+
+    def step(self, action: str) -> dict[str, Any]:
+        self.actions.append(action)
+        is_done = len(self.actions) >= self.num_turns
+        return {
+            "observations": [] if is_done else [{"role": "user", "content": "again"}],
+            "reward": 0.1,
+            "done": is_done,
+            "metadata": {},
+            "postprocessed_action": self.postprocessed,
+        }
+
+    def close(self) -> None:
+        assert not self.closed.is_set()
+        self.closed.set()
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"turns": len(self.actions), "won": True, "note": "not a number"}
+
+
+def request(num_samples: int = 1, **sampling: Any) -> GroupRequest:
+    return GroupRequest(
+        prompt=Prompt(
+            uid="p", messages=({"role": "user", "content": "hello"},), env_class="quiz", extras={"depth": [3]}
+        ),
+        num_samples=num_samples,
+        sampling=SamplingParams(**{"max_tokens": 50, **sampling}),
+        seed=11,
+        priority=5,
+    )
+
+
+Play = Callable[..., Any]
+
+
+@pytest.fixture(params=["gym", "gym_http"])
+def play(request: pytest.FixtureRequest) -> Play:
+    """Plays a group through one of the generators, in environments made by ``make``."""
+
+    @asynccontextmanager
+    async def generator(sampler: ScriptedSampler, make: Any, **limits: Any) -> AsyncIterator[Generator]:
+        if request.param == "gym":
+            yield GymGenerator(sampler, RENDERER, make, **limits)
+            return
+        async with start_server(create_app(sampler, RENDERER, api_keys=["k"])) as (host, port):
+            over_http = SkyRLGymHTTPGenerator(f"http://{host}:{port}/v1", "k", "policy", make, **limits)
+            try:
+                yield over_http
+            finally:
+                await over_http.close()
+
+    async def run(
+        sampler: ScriptedSampler, make: Any, group_request: GroupRequest, **limits: Any
+    ) -> tuple[Trajectory, ...]:
+        async with generator(sampler, make, **limits) as playing:
+            return await playing.generate(group_request)
+
+    return run
+
+
+async def play_one(play: Play, sampler: ScriptedSampler, env: BaseTextEnv, **kwargs: Any) -> Trajectory:
+    limits = {name: kwargs.pop(name) for name in ("max_turns", "max_trajectory_tokens") if name in kwargs}
+    (trajectory,) = await play(sampler, lambda name, extras: env, request(**kwargs), **limits)
+    assert env.closed.is_set()
+    return trajectory
+
+
+def masked_runs(trajectory: Trajectory) -> list[tuple[int, tuple[int, ...]]]:
+    """(mask, ids) runs of a trajectory's response."""
+    runs: list[tuple[int, tuple[int, ...]]] = []
+    for mask, token_id in zip(trajectory.loss_mask, trajectory.response_token_ids, strict=True):
+        if runs and runs[-1][0] == mask:
+            runs[-1] = (mask, (*runs[-1][1], token_id))
+        else:
+            runs.append((mask, (token_id,)))
+    return runs
+
+
+GLUE = tuple(TOKENIZER.encode("\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"))
+
+
+async def test_a_multi_turn_episode_keeps_every_sampled_token_and_masks_the_environments(play: Play) -> None:
+    env = Quiz()
+    trajectory = await play_one(play, ScriptedSampler(["hello hé", "again"]), env)
+
+    assert trajectory.prompt_token_ids == RENDERER.render([{"role": "user", "content": "hello"}])
+    first, second = (*spelled("hello hé"), END), (*spelled("again"), END)
+    assert spelled("hello hé") != tuple(TOKENIZER.encode("hello hé"))
+    assert masked_runs(trajectory) == [(1, first), (0, GLUE), (1, second)]
+    assert trajectory.logprobs == (
+        *(-1 - i / 100 for i in range(len(first))),
+        *(0.0,) * len(GLUE),
+        *(-2 - i / 100 for i in range(len(second))),
+    )
+    assert trajectory.versions == (
+        *(int(i >= 2) for i in range(len(first))),
+        *(ENVIRONMENT_VERSION,) * len(GLUE),
+        *(1 + int(i >= 2) for i in range(len(second))),
+    )
+    assert env.actions == ["hello hé", "again"]
+    assert trajectory.reward == pytest.approx(0.2)
+    assert (trajectory.num_turns, trajectory.num_aborts, trajectory.is_truncated) == (2, 2, False)
+    assert trajectory.metrics == {"turns": 2.0, "won": 1.0}
+
+
+async def test_a_turn_ended_by_a_stop_string_reaches_the_environment_whole_and_gets_its_end_of_turn(play: Play) -> None:
+    env = Quiz()
+    trajectory = await play_one(play, ScriptedSampler(["a</s> b", "c"]), env, stop=("</s>",))
+    assert env.actions == ["a</s>", "c"]
+    assert masked_runs(trajectory)[:2] == [(1, spelled("a</s>")), (0, (END, *GLUE))]
+
+
+async def test_a_turn_cut_by_max_tokens_goes_on_with_its_end_of_turn_supplied(play: Play) -> None:
+    trajectory = await play_one(play, ScriptedSampler(["abcdef", "gh"]), Quiz(), max_tokens=3)
+    assert masked_runs(trajectory) == [(1, spelled("abc")), (0, (END, *GLUE)), (1, (*spelled("gh"), END))]
+    assert not trajectory.is_truncated
+
+
+async def test_an_episode_whose_last_turn_was_cut_is_truncated(play: Play) -> None:
+    assert (await play_one(play, ScriptedSampler(["abcdef"]), Quiz(1), max_tokens=3)).is_truncated
+
+
+async def test_the_trajectory_budget_counts_the_environments_tokens(play: Play) -> None:
+    budget = 4 + len(GLUE) + 2
+    sampler = ScriptedSampler(["abc", "defghi"])
+    trajectory = await play_one(play, sampler, Quiz(), max_trajectory_tokens=budget)
+    assert len(trajectory.response_token_ids) == budget
+    assert masked_runs(trajectory)[-1] == (1, spelled("de"))
+    assert trajectory.is_truncated
+
+
+@pytest.mark.parametrize("budget", [4, 5, 4 + len(GLUE)])
+async def test_an_episode_ends_truncated_when_the_next_turn_finds_no_room(play: Play, budget: int) -> None:
+    trajectory = await play_one(play, ScriptedSampler(["abc"]), Quiz(), max_trajectory_tokens=budget)
+    assert masked_runs(trajectory) == [(1, (*spelled("abc"), END))]
+    assert trajectory.is_truncated
+    assert trajectory.reward == pytest.approx(0.1)
+
+
+async def test_the_models_context_bounds_an_episode_too(play: Play) -> None:
+    num_prompt = len(RENDERER.render([{"role": "user", "content": "hello"}]))
+    sampler = ScriptedSampler(["abc", "defghi"], max_model_len=num_prompt + 4 + len(GLUE) + 2)
+    trajectory = await play_one(play, sampler, Quiz())
+    assert masked_runs(trajectory)[-1] == (1, spelled("de"))
+    assert trajectory.is_truncated
+
+
+async def test_a_first_prompt_without_room_raises(play: Play) -> None:
+    env = Quiz()
+    with pytest.raises(PromptTooLongError, match="maximum context length is 4 tokens"):
+        await play_one(play, ScriptedSampler(["abc"], max_model_len=4), env)
+    assert env.closed.is_set()
+
+
+async def test_the_number_of_turns_is_bounded_and_the_environment_knows_the_bound(play: Play) -> None:
+    told: list[dict[str, Any]] = []
+    env = Quiz(num_turns=9)
+
+    def make(name: str, extras: dict[str, Any]) -> Quiz:
+        told.append(extras)
+        return env
+
+    (trajectory,) = await play(ScriptedSampler(["a", "b", "c"]), make, request(), max_turns=2)
+    assert trajectory.num_turns == 2
+    assert not trajectory.is_truncated
+    assert [{**extras, "seed": 0} for extras in told] == [{"depth": [3], "max_turns": 2, "seed": 0}]
+
+
+async def test_each_environment_gets_a_seed_of_its_sample_unless_the_row_says_one() -> None:
+    told: list[dict[str, Any]] = []
+
+    def make(name: str, extras: dict[str, Any]) -> Quiz:
+        told.append(extras)
+        return Quiz(1)
+
+    def asked(seed: int, extras: dict[str, Any]) -> GroupRequest:
+        prompt = Prompt(uid="p", messages=({"role": "user", "content": "hello"},), env_class="quiz", extras=extras)
+        return GroupRequest(prompt=prompt, num_samples=2, sampling=SamplingParams(max_tokens=9), seed=seed)
+
+    for seed, extras in ((1, {}), (1, {}), (2, {}), (2, {"seed": 7})):
+        await GymGenerator(ScriptedSampler(["a", "b"]), RENDERER, make).generate(asked(seed, extras))
+    first, again, other, own = ({extras["seed"] for extras in told[i : i + 2]} for i in range(0, 8, 2))
+    assert first == again and len(first | other) == 4 and own == {7}
+
+
+async def test_a_shortened_action_keeps_the_sampled_tokens_that_spell_it(play: Play) -> None:
+    trajectory = await play_one(play, ScriptedSampler(["hé!xyz", "hé!"]), Quiz(postprocessed="hé!"))
+    assert masked_runs(trajectory) == [(1, spelled("hé!")), (0, (END, *GLUE)), (1, (*spelled("hé!"), END))]
+
+
+async def test_an_action_rewritten_otherwise_stays_as_it_was_sampled(play: Play) -> None:
+    trajectory = await play_one(play, ScriptedSampler(["abc"]), Quiz(1, postprocessed="xyz"))
+    assert masked_runs(trajectory) == [(1, (*spelled("abc"), END))]
+
+
+async def test_samples_are_independent_and_carry_their_own_session_seed_and_environment(play: Play) -> None:
+    sampler = ScriptedSampler(["a", "b"])
+    made: list[dict[str, Any]] = []
+
+    def make(name: str, extras: dict[str, Any]) -> Quiz:
+        extras["depth"].append(name)
+        made.append(extras)
+        return Quiz()
+
+    trajectories = await play(sampler, make, request(num_samples=3))
+    assert len(trajectories) == 3
+    assert all(extras["depth"] == [3, "quiz"] for extras in made)
+    found = {(session, sampling.seed) for session, _, sampling in sampler.requests}
+    assert found == {(f"p/11/{i}", derive_seed(11, i, turn)) for i in range(3) for turn in range(2)}
+    assert {priority for _, priority, _ in sampler.requests} == {5}
+
+
+async def test_sampling_parameters_reach_the_sampler_unchanged(play: Play) -> None:
+    sampler = ScriptedSampler(["a"])
+    await play_one(
+        play, sampler, Quiz(1), temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop=("x", "y"), ignore_eos=True
+    )
+    expected = SamplingParams(
+        max_tokens=50,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        stop=("x", "y"),
+        ignore_eos=True,
+        seed=derive_seed(11, 0, 0),
+    )
+    assert [sampling for _, _, sampling in sampler.requests] == [expected]
+
+
+class Failing(Quiz):
+    def step(self, action: str) -> dict[str, Any]:
+        raise ZeroDivisionError("the tool broke")
+
+
+async def test_an_environment_that_raises_ends_the_group_with_its_error_and_closes_every_environment(
+    play: Play,
+) -> None:
+    envs = [Failing(), Quiz(), Quiz()]
+    waiting = iter(envs)
+    with pytest.raises(ZeroDivisionError, match="the tool broke") as caught:
+        await play(ScriptedSampler(["a", "b"]), lambda name, extras: next(waiting), request(num_samples=3))
+    assert caught.value.__notes__ == ["in environment 'quiz', prompt 'p', sample 0"]
+    assert all(env.closed.is_set() for env in envs)
+
+
+class Silent(Quiz):
+    def step(self, action: str) -> dict[str, Any]:
+        return {"observations": [], "done": True}
+
+
+async def test_an_environment_that_breaks_its_protocol_is_named(play: Play) -> None:
+    with pytest.raises(GenerationError, match=r"Silent.step must return observations, reward and done"):
+        await play_one(play, ScriptedSampler(["a"]), Silent())
+
+
+async def test_a_failing_sampler_is_not_swallowed(play: Play) -> None:
+    class Deserted(ScriptedSampler):
+        async def generate_tokens(self, *args: Any, **kwargs: Any) -> Completion:
+            raise NoEngineError("no engine is left")
+
+    with pytest.raises((NoEngineError, GenerationError), match="no engine is left"):
+        await play_one(play, Deserted([]), Quiz())
+
+
+class Slow(Quiz):
+    """Blocks in ``step`` until released, as a tool would."""
+
+    is_fast = False
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.entered = threading.Event()
+        self.released = threading.Event()
+        self.was_open_after_step = False
+
+    def step(self, action: str) -> dict[str, Any]:
+        self.entered.set()
+        assert self.released.wait(10)
+        self.was_open_after_step = not self.closed.is_set()
+        return super().step(action)
+
+
+async def test_a_blocking_environment_does_not_hold_up_the_event_loop() -> None:
+    env = Slow()
+    generator = GymGenerator(ScriptedSampler(["a"]), RENDERER, lambda name, extras: env)
+    async with asyncio.TaskGroup() as group:
+        playing = group.create_task(generator.generate(request()))
+        await asyncio.to_thread(env.entered.wait, 10)
+        env.released.set()
+    assert playing.result()[0].reward == pytest.approx(0.1)
+    assert await asyncio.to_thread(env.closed.wait, 10)
+
+
+async def test_a_cancelled_episode_closes_its_environment_after_the_call_in_flight() -> None:
+    env = Slow()
+    generator = GymGenerator(ScriptedSampler(["a"]), RENDERER, lambda name, extras: env)
+    playing = asyncio.ensure_future(generator.generate(request()))
+    await asyncio.to_thread(env.entered.wait, 10)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    env.released.set()
+    assert await asyncio.to_thread(env.closed.wait, 10)
+    assert env.was_open_after_step
+
+
+async def test_a_cancelled_episode_closes_its_environment_while_sampling() -> None:
+    env = Quiz()
+    with sampling_blocked() as (sampler, sampling):
+        generator = GymGenerator(sampler, RENDERER, lambda name, extras: env)
+        playing = asyncio.ensure_future(generator.generate(request()))
+        await sampling.wait()
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+    assert env.closed.is_set()
+
+
+@contextmanager
+def sampling_blocked() -> Iterator[tuple[ScriptedSampler, asyncio.Event]]:
+    """A sampler that never answers, and the event that it was asked."""
+    asked = asyncio.Event()
+
+    class Blocked(ScriptedSampler):
+        async def generate_tokens(self, *args: Any, **kwargs: Any) -> Completion:
+            asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    yield Blocked([]), asked
+
+
+async def test_a_sampler_that_forgets_its_prompt_is_refused() -> None:
+    class Forgetful(ScriptedSampler):
+        async def generate_tokens(self, prompt_token_ids: Sequence[int], *args: Any, **kwargs: Any) -> Completion:
+            return await super().generate_tokens(prompt_token_ids[-3:], *args, **kwargs)
+
+    generator = GymGenerator(Forgetful(["a", "b"]), RENDERER, lambda name, extras: Quiz())
+    with pytest.raises(GenerationError, match="the prompt of turn 2 must begin with"):
+        await generator.generate(request())
+
+
+def test_derived_seeds_differ_between_samples_and_turns() -> None:
+    seeds = {derive_seed(seed, i, turn) for seed in range(20) for i in range(20) for turn in range(20)}
+    assert len(seeds) > 7990
+    assert all(0 <= seed < 2**31 for seed in seeds)

@@ -1,0 +1,285 @@
+"""Which engine requests belong in: the state machine under Hypothesis, and moves across weight updates in virtual time."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_async.composition.parts import placement
+from skyrl_async.config.load import from_overrides
+from skyrl_async.errors import ConfigError
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.continuation import is_part_of
+from skyrl_async.inference.placement import Placement, PlacementSettings
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import ModelledEngine
+from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.types import EngineRequest, PauseMode, SamplingParams, WeightUpdate
+from skyrl_async.weight_sync.engine_updater import EngineSwitch
+
+ENGINES = ("e0", "e1", "e2")
+
+
+def call(number: int, priority: int, **sampling: float) -> EngineRequest:
+    return EngineRequest(
+        request_id=f"r{number}",
+        prompt_token_ids=(1,),
+        sampling=SamplingParams(max_tokens=9, **sampling),
+        priority=priority,
+    )
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 100), st.sampled_from(ENGINES)), min_size=1, max_size=60),
+    weight=st.floats(1.0, 20.0),
+)
+def test_after_an_update_the_oldest_are_in_the_first_engine_and_all_weigh_the_same(
+    requests: list[tuple[int, str]], weight: float
+) -> None:
+    state = Placement(PlacementSettings(oldest_weight=weight, oldest_age=50))
+    where = {}
+    for number, (priority, engine) in enumerate(requests):
+        state.start(f"g{number}", call(number, priority), engine)
+        where[f"g{number}"] = engine
+    leaving = state.rearrange(ENGINES)
+    for engine, request_ids in leaving.items():
+        for request_id in request_ids:
+            generation = request_id.replace("r", "g")
+            assert where[generation] == engine
+            state.end(generation)
+            target = state.wanted_engine(generation)
+            assert target is not None and target != engine
+            number = int(generation[1:])
+            state.start(generation, call(number, requests[number][0]), target)
+            where[generation] = target
+    by_age = sorted(where, key=lambda generation: requests[int(generation[1:])][0])
+    assert [where[generation] for generation in by_age] == sorted(where[generation] for generation in by_age)
+    weights = {engine: 0.0 for engine in ENGINES}
+    for generation, engine in where.items():
+        weights[engine] += state.weight_of(requests[int(generation[1:])][0])
+    for engine in ENGINES:
+        assert state.load(engine) == pytest.approx(weights[engine])
+    share = (sum(weights.values()) + len(requests)) / len(ENGINES)
+    assert all(load <= share + weight + 1e-6 for load in weights.values()), "room is kept for new ones"
+
+
+@given(priorities=st.lists(st.integers(0, 300), min_size=2, max_size=30), weight=st.floats(1.0, 20.0))
+def test_an_older_request_never_weighs_less(priorities: list[int], weight: float) -> None:
+    state = Placement(PlacementSettings(oldest_weight=weight, oldest_age=50))
+    for number, priority in enumerate(priorities):
+        state.start(f"g{number}", call(number, priority), "e0")
+    weights = [state.weight_of(priority) for priority in sorted(priorities)]
+    assert weights == sorted(weights, reverse=True)
+    assert weights[-1] == pytest.approx(1.0) and all(1 <= w <= weight + 1e-9 for w in weights)
+
+
+def test_without_settings_requests_count_alike_and_none_moves() -> None:
+    state = Placement()
+    for number in range(6):
+        state.start(f"g{number}", call(number, number * 100), "e0")
+    assert state.load("e0") == 6.0 and not state.rearrange(ENGINES)
+    state.end("g0")
+    assert state.load("e0") == 5.0
+
+
+def test_engines_that_are_empty_again_weigh_the_same() -> None:
+    state = Placement(PlacementSettings(oldest_weight=7.0, oldest_age=60))
+    for number in range(30):
+        state.start(f"g{number}", call(number, number, presence_penalty=1.0), ENGINES[number % 3])
+    state.rearrange(ENGINES)
+    for number in range(30):
+        state.end(f"g{number}")
+    assert [state.load(engine) for engine in ENGINES] == [0.0, 0.0, 0.0]
+
+
+def test_a_request_that_cannot_be_continued_stays() -> None:
+    state = Placement(PlacementSettings(oldest_weight=4.0, oldest_age=10))
+    for number in range(6):
+        state.start(f"g{number}", call(number, number, presence_penalty=1.0), "e2")
+    assert not state.rearrange(ENGINES)
+
+
+@pytest.mark.parametrize("mode", PauseMode)
+def test_a_generation_that_is_moved_keeps_its_tokens_and_their_versions(mode: PauseMode) -> None:
+    async def main() -> None:
+        engines = [
+            ModelledEngine(name, num_tokens_of=lambda prompt, seed: 200, half_speed_requests=1e9) for name in ENGINES
+        ]
+        client = InferenceEngineClient(
+            engines,
+            tokenizer=None,
+            max_model_len=1000,
+            placement=PlacementSettings(oldest_weight=8.0, oldest_age=8),
+        )
+        client._tokenizer = type("NoText", (), {"decode": lambda self, ids, **_: ""})()
+
+        async def update() -> None:
+            await asyncio.sleep(1.0)
+            for engine in engines:
+                await engine.pause(mode)
+                await engine.load_weights(WeightUpdate(version=1, chunks=(), manifest={}, num_bytes=0))
+            leaving = client.pool.rearrange()
+            for engine in engines:
+                await engine.evict(leaving.get(engine.name, ()))
+                await engine.resume()
+            await asyncio.sleep(0.1)
+            running = client.pool._placement._running.values()
+            oldest_first = sorted(running, key=lambda one: one.call.priority)
+            assert len(running) == 24
+            assert [one.engine for one in oldest_first] == sorted(one.engine for one in running)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(update())
+            calls = [
+                tasks.create_task(client.generate_tokens((i,), SamplingParams(max_tokens=500), priority=i // 3))
+                for i in range(24)
+            ]
+        for done in calls:
+            completion = done.result()
+            assert completion.token_ids == tuple(i % 100 for i in range(200))
+            assert completion.versions == (0,) * 100 + (1,) * 100
+        assert client.num_abandoned_tokens == 0
+
+    run_in_virtual_time(main())
+
+
+LONG_TAILED = SimulationSettings(
+    mini_batch_size=16,
+    group_size=4,
+    num_engines=4,
+    half_speed_requests=16.0,
+    mean_tokens=100.0,
+    sigma=0.8,
+    seconds_per_token=1e-4,
+    max_staleness_steps=3,
+    num_steps=24,
+    pause_mode=PauseMode.KEEP,
+    block_tokens=1 << 20,
+)
+
+
+def simulate(settings: SimulationSettings) -> Simulation:
+    async def main() -> Simulation:
+        simulation = build_simulation(settings)
+        await simulation.trainer.run()
+        return simulation
+
+    return run_in_virtual_time(main())
+
+
+@pytest.mark.slow
+def test_a_run_that_waits_for_its_oldest_groups_is_faster_when_they_have_engines_with_few_others() -> None:
+    weighed = simulate(LONG_TAILED)
+    alike = simulate(replace(LONG_TAILED, oldest_weight=1.0))
+    assert weighed.trainer.totals.training_seconds < alike.trainer.totals.training_seconds
+    assert weighed.trainer.totals.trained_tokens == alike.trainer.totals.trained_tokens
+    assert weighed.trainer.totals.wasted_tokens == weighed.trainer.totals.groups_over_bound == 0
+
+
+@pytest.mark.slow
+def test_where_nothing_waits_for_the_oldest_fewer_of_their_tokens_are_too_old() -> None:
+    settings = replace(LONG_TAILED, seconds_per_token=3e-4)
+    of_policy = {
+        (policy, weight): simulate(replace(settings, staleness_policy=policy, oldest_weight=weight)).trainer.totals
+        for policy in ("mask", "allow")
+        for weight in (None, 1.0)
+    }
+    masked, alike = of_policy["mask", None], of_policy["mask", 1.0]
+    assert masked.masked_tokens < alike.masked_tokens
+    assert masked.trained_tokens / masked.training_seconds > alike.trained_tokens / alike.training_seconds
+    assert of_policy["allow", None].groups_over_bound < of_policy["allow", 1.0].groups_over_bound
+
+
+@pytest.mark.slow
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 20), kill_at=st.floats(0.5, 30.0), mode=st.sampled_from(PauseMode))
+def test_moves_and_an_engine_that_dies_lose_no_group(seed: int, kill_at: float, mode: PauseMode) -> None:
+    async def main() -> Simulation:
+        settings = replace(LONG_TAILED, seed=seed, num_steps=8, pause_mode=mode, load_seconds=0.1)
+        simulation = build_simulation(settings)
+
+        async def kill() -> None:
+            await asyncio.sleep(kill_at)
+            simulation.engines[0].kill()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(kill())
+            await simulation.trainer.run()
+        return simulation
+
+    simulation = run_in_virtual_time(main())
+    assert simulation.trainer.totals.trained_groups == 8 * LONG_TAILED.mini_batch_size
+    assert simulation.client.statistics()["running_requests"] == 0
+    assert all(simulation.client.pool._placement.load(f"engine-{i}") == pytest.approx(0) for i in range(4))
+
+
+@pytest.mark.slow
+def test_the_weight_comes_from_the_configuration() -> None:
+    assert placement(from_overrides("trainer.max_staleness_steps=4")) is None, "one engine"
+    several = placement(from_overrides("engine.num_engines=2", "trainer.max_staleness_steps=4"))
+    assert several == PlacementSettings(oldest_weight=7.5, oldest_age=4 * 8)
+    assert placement(from_overrides("engine.num_engines=2", "trainer.max_staleness_steps=0")) is None
+    assert placement(from_overrides("engine.num_engines=2", "engine.oldest_request_weight=1")) is None
+    for policy in ("mask", "resample", "allow"):
+        others = placement(from_overrides("engine.num_engines=2", f"trainer.staleness_policy={policy}"))
+        assert others == PlacementSettings(oldest_weight=2.0, oldest_age=4 * 8)
+    with pytest.raises(ConfigError, match="engine.oldest_request_weight must be >= 1 or null, got 0.5"):
+        from_overrides("engine.oldest_request_weight=0.5")
+
+
+def test_a_call_is_part_of_the_request_that_it_continues() -> None:
+    assert is_part_of("trainer-0-5.2.1", {"trainer-0-5.2"}) and is_part_of("trainer-0-5", {"trainer-0-5"})
+    assert not is_part_of("trainer-0-51", {"trainer-0-5"}) and not is_part_of("trainer-0-5", {"trainer-0-5.2"})
+
+
+def test_an_engine_that_joins_gets_its_share_at_the_next_update_and_one_that_was_removed_gets_nothing() -> None:
+    async def main() -> None:
+        def engine(name: str) -> ModelledEngine:
+            return ModelledEngine(name, num_tokens_of=lambda prompt, seed: 400, half_speed_requests=1e9)
+
+        client = InferenceEngineClient(
+            [engine("e0"), engine("e1")],
+            tokenizer=type("NoText", (), {"decode": lambda self, ids, **_: ""})(),
+            max_model_len=1000,
+            placement=PlacementSettings(oldest_weight=1.0, oldest_age=8),
+        )
+        switch = EngineSwitch(
+            client, pause_mode=PauseMode.KEEP, trace=Trace(None, lambda: 0.0), clock=asyncio.get_running_loop().time
+        )
+
+        async def publish(version: int) -> dict[str, int]:
+            """How many requests each engine has afterwards."""
+            update = WeightUpdate(version=version, chunks=(), manifest={}, num_bytes=0)
+            await switch(list(client.engines), update, None, None)
+            await asyncio.sleep(0.01)
+            return dict(Counter(one.engine for one in client.pool._placement._running.values()))
+
+        async def change() -> None:
+            await asyncio.sleep(0.5)
+            assert await publish(1) == {"e0": 24}, "room is kept for as many new ones"
+            await asyncio.sleep(0.5)
+            await client.add_engine(engine("e2"))
+            assert await publish(2) == {"e0": 8, "e1": 8, "e2": 8}
+            removed = await client.remove_engine("e0")
+            assert isinstance(removed, ModelledEngine) and not removed._calls
+            assert await publish(3) == {"e1": 12, "e2": 12}
+            dead = next(one for one in client.engines if one.name == "e1")
+            assert isinstance(dead, ModelledEngine)
+            dead.kill()
+            await asyncio.sleep(0)
+            assert await publish(4) == {"e2": 24}
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(change())
+            calls = [
+                tasks.create_task(client.generate_tokens((i,), SamplingParams(max_tokens=500), priority=i))
+                for i in range(24)
+            ]
+        assert all(call.result().token_ids == tuple(i % 100 for i in range(400)) for call in calls)
+        assert client.pool._placement._weights == {"e2": pytest.approx(0)}
+
+    run_in_virtual_time(main())

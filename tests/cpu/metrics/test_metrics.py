@@ -1,0 +1,425 @@
+"""Where numbers go: the log, TensorBoard, the trace, the curves, the summary, log lines."""
+
+import ast
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import re
+import resource
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.image import imread
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from skyrl_async.errors import CheckpointError, ConfigError
+from skyrl_async.metrics.curves import draw_curves
+from skyrl_async.metrics.logs import run_logging
+from skyrl_async.metrics.names import METRICS, markdown
+from skyrl_async.metrics.record_file import free_path
+from skyrl_async.metrics.summary import summary_table, write_summary
+from skyrl_async.metrics.tensorboard import TensorBoardSink
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.metrics.tracker import MetricsLog, Tracker, read_rows, read_steps
+from skyrl_async.metrics.wandb import WandbSink
+
+ROOT = Path(__file__).parents[3]
+
+
+class Clock:
+    """Time that goes on only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_every_line_is_on_disk_once_logged(tmp_path: Path) -> None:
+    clock = Clock()
+    log = MetricsLog(tmp_path / "metrics.jsonl", clock=clock)
+    clock.now += 2.5
+    log.log(1, {"reward/mean": 0.5, "policy/grad_norm": float("nan")})
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line) == {"step": 1, "time_s": 2.5, "reward/mean": 0.5, "policy/grad_norm": None}
+    log.close()
+
+
+def test_a_resumed_log_drops_later_steps_and_goes_on_in_time(tmp_path: Path) -> None:
+    path, clock = tmp_path / "metrics.jsonl", Clock()
+    log = MetricsLog(path, clock=clock)
+    for step in range(1, 6):
+        clock.now += 1
+        log.log(step, {"reward/mean": float(step)})
+    log.close()
+    with path.open("a") as file:
+        file.write('{"step": 6, "rew')
+    clock.now += 1000
+    before = path.read_text()
+    MetricsLog(path, resume_step=3, clock=clock).close()
+    assert path.read_text() == before, "nothing was taken up"
+    log = MetricsLog(path, resume_step=3, clock=clock)
+    log.begin()
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3]
+    clock.now += 1
+    log.log(4, {"reward/mean": 40.0})
+    log.close()
+    assert [(row["step"], row["time_s"], row["reward/mean"]) for row in read_rows(path)] == [
+        (1, 1.0, 1.0),
+        (2, 2.0, 2.0),
+        (3, 3.0, 3.0),
+        (4, 4.0, 40.0),
+    ]
+
+
+def test_an_evaluation_of_a_run_keeps_all_that_is_on_record(tmp_path: Path) -> None:
+    path, clock = tmp_path / "metrics.jsonl", Clock()
+    for resume_step in (None, math.inf):
+        log, sink = MetricsLog(path, resume_step, clock=clock), TensorBoardSink(tmp_path / "events", resume_step)
+        log.begin()
+        for step in (1, 2) if resume_step is None else (1,):
+            for each in (log, sink):
+                each.log(step, {"reward/mean": float(step)})
+        log.close()
+        sink.close()
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 1]
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert {event.step for event in events.Scalars("reward/mean")} == {1, 2}
+
+
+def test_a_new_run_begins_a_new_log(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        log = MetricsLog(path)
+        log.log(1, {"reward/mean": 1.0})
+        log.close()
+    assert len(read_rows(path)) == 1
+
+
+def test_a_damaged_line_of_a_log_that_goes_on_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "time_s": 0.5}\n{"step": 2, "ti\n')
+    with pytest.raises(CheckpointError, match=r"metrics.jsonl is damaged: line 2 is not JSON .*; take the line out"):
+        MetricsLog(path, resume_step=2)
+
+
+def test_lines_of_one_step_are_read_as_one_row(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl", clock=Clock())
+    log.log(20, {"reward/mean": 0.5})
+    log.log(20, {"reward/eval": 0.7, "reward/mean": float("inf")})
+    log.close()
+    assert read_steps(tmp_path / "metrics.jsonl") == [
+        {"step": 20, "time_s": 0.0, "reward/mean": 0.5, "reward/eval": 0.7}
+    ]
+
+
+def test_a_tracker_hands_values_to_every_sink_and_closes_them(tmp_path: Path) -> None:
+    with Tracker([MetricsLog(tmp_path / name) for name in ("a", "b")]) as tracker:
+        tracker.log(1, {"reward/mean": 1.0})
+    assert [len(read_rows(tmp_path / name)) for name in ("a", "b")] == [1, 1]
+
+
+def test_tensorboard_reads_what_was_logged_and_hides_what_a_resume_dropped(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    for step in (1, 2, 3):
+        sink.log(step, {"reward/mean": float(step)})
+    sink.close()
+    sink = TensorBoardSink(tmp_path, resume_step=1)
+    sink.log(2, {"reward/mean": 20.0})
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert {event.step: event.value for event in events.Scalars("reward/mean")} == {1: 1.0, 2: 20.0}
+
+
+def test_tensorboard_loads_neither_torch_nor_tensorflow() -> None:
+    code = "import sys, skyrl_async.metrics.tensorboard; sys.exit(bool({'torch', 'tensorflow'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_wandb_without_the_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"logging.wandb must be false .* install skyrl-async\[wandb\]"):
+        WandbSink(tmp_path, "project", {})
+
+
+def spans(path: Path) -> list[dict[str, Any]]:
+    return [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
+
+
+def test_a_trace_is_a_json_array_with_named_processes_and_threads(tmp_path: Path) -> None:
+    clock = Clock()
+    with Trace(tmp_path / "trace.json", clock) as trace:
+        with trace.span("train", "trainer", step=1) as args:
+            clock.now += 0.25
+            args["num_tokens"] = 7
+        trace.instant("publish", "engine-0/load", version=1)
+        trace.counter("queue", "buffer", {"groups": 3})
+    events = json.loads((tmp_path / "trace.json").read_text())
+    span = next(event for event in events if event["ph"] == "X")
+    assert (span["name"], span["ts"], span["dur"], span["args"]) == ("train", 0, 250_000, {"step": 1, "num_tokens": 7})
+    names = [
+        (event["name"], event["args"]["name"]) for event in events if event["name"] in ("process_name", "thread_name")
+    ]
+    assert set(names) == {
+        ("process_name", "run"),
+        ("process_name", "engine-0"),
+        ("thread_name", "trainer"),
+        ("thread_name", "load"),
+        ("thread_name", "buffer"),
+    }
+    assert next(event for event in events if event["ph"] == "C")["args"] == {"groups": 3}
+
+
+def test_a_span_inside_another_shares_its_row_and_lies_within_it(tmp_path: Path) -> None:
+    clock = Clock()
+    with Trace(tmp_path / "trace.json", clock) as trace, trace.span("outer", "publish"):
+        clock.now += 1
+        with trace.span("inner", "publish"):
+            clock.now += 1
+        clock.now += 1
+    inner, outer = spans(tmp_path / "trace.json")
+    assert inner["tid"] == outer["tid"]
+    assert (outer["ts"], outer["dur"], inner["ts"], inner["dur"]) == (0, 3_000_000, 1_000_000, 1_000_000)
+
+
+async def test_spans_of_concurrent_tasks_get_rows_of_their_own_and_rows_are_reused(tmp_path: Path) -> None:
+    clock = Clock()
+    trace = Trace(tmp_path / "trace.json", clock)
+    both_are_open = asyncio.Barrier(2)
+
+    async def group(uid: str) -> None:
+        with trace.span("group", "generation", uid=uid):
+            await both_are_open.wait()
+            with trace.span("turn", "generation", uid=uid):
+                clock.now += 1
+                await both_are_open.wait()
+
+    for _ in range(3):
+        async with asyncio.TaskGroup() as tasks:
+            for uid in ("a", "b"):
+                tasks.create_task(group(uid), name=uid)
+    trace.close()
+    drawn = spans(tmp_path / "trace.json")
+    assert len(drawn) == 12
+    assert len({span["tid"] for span in drawn}) == 2
+    assert_rows_nest(drawn)
+
+
+@given(moves=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=60))
+def test_spans_on_a_row_never_overlap_without_nesting(
+    moves: list[tuple[int, bool]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path, clock = tmp_path_factory.mktemp("trace") / "trace.json", Clock()
+
+    async def run() -> None:
+        """Five tasks, each opening or closing its innermost span when told to."""
+        trace = Trace(path, clock)
+
+        async def task(orders: asyncio.Queue[bool], done: asyncio.Event, depth: int = 0) -> None:
+            while True:
+                is_opening = await orders.get()
+                clock.now += 1
+                done.set()
+                if not is_opening and depth > 0:
+                    return
+                if is_opening:
+                    with trace.span(f"depth {depth}", "track"):
+                        await task(orders, done, depth + 1)
+
+        orders = [asyncio.Queue[bool]() for _ in range(5)]
+        done = asyncio.Event()
+        tasks = [asyncio.create_task(task(queue, done), name=f"task-{i}") for i, queue in enumerate(orders)]
+        for index, is_opening in moves:
+            done.clear()
+            orders[index].put_nowait(is_opening)
+            await done.wait()
+            await asyncio.sleep(0)
+        for one in tasks:
+            one.cancel()
+            clock.now += 1
+            await asyncio.wait([one])
+        trace.close()
+
+    asyncio.run(run())
+    assert_rows_nest(spans(path))
+
+
+def assert_rows_nest(drawn: list[dict[str, Any]]) -> None:
+    """Two spans on a row are either apart or one inside the other."""
+    for one in drawn:
+        for other in drawn:
+            if one is other or one["tid"] != other["tid"]:
+                continue
+            begin, end = one["ts"], one["ts"] + one["dur"]
+            other_begin, other_end = other["ts"], other["ts"] + other["dur"]
+            is_apart = end <= other_begin or other_end <= begin
+            is_inside = (begin >= other_begin and end <= other_end) or (other_begin >= begin and other_end <= end)
+            assert is_apart or is_inside, (one, other)
+
+
+def test_a_trace_that_was_never_closed_needs_only_its_bracket(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "trace.json", Clock())
+    with trace.span("train", "trainer"):
+        pass
+    assert len(json.loads((tmp_path / "trace.json").read_text() + "]")) == 4
+    trace.close()
+
+
+def test_a_trace_without_a_file_still_sums_up_its_spans() -> None:
+    clock = Clock()
+    with Trace(None, clock) as trace:
+        for seconds in (1.0, 3.0):
+            with trace.span("publish", "trainer"):
+                clock.now += seconds
+    totals = trace.statistics()["trainer:publish"]
+    assert (totals.count, totals.total_s, totals.max_s) == (2, 4.0, 3.0)
+
+
+def test_each_resume_of_a_run_gets_a_trace_of_its_own(tmp_path: Path) -> None:
+    for expected in ("trace.json", "trace-2.json", "trace-3.json"):
+        path = free_path(tmp_path / "trace.json")
+        assert path.name == expected
+        Trace(path, Clock()).close()
+        assert json.loads(path.read_text()) == []
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 30])
+def test_curves_are_drawn_however_little_was_logged(num_steps: int, tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.log(0, {"reward/eval": 0.4})
+    for step in range(1, num_steps + 1):
+        log.log(step, {"reward/mean": 0.5, "timing/forward_backward": 0.4, "async/staleness_max": 2.0})
+    log.close()
+    draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    height, width, _ = imread(tmp_path / "curves.png").shape
+    assert (width, height) == (1560, 864)
+
+
+def test_curves_of_an_empty_log_say_that_nothing_was_logged(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 0
+
+
+def test_a_summary_is_replaced_as_a_whole_and_paths_become_text(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+    write_summary(path, {"reward_after": 0.97, "curves": tmp_path / "curves.png", "reward_before": None})
+    assert json.loads(path.read_text()) == {
+        "reward_after": 0.97,
+        "curves": str(tmp_path / "curves.png"),
+        "reward_before": None,
+    }
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_summary_table_has_a_row_per_figure_known_or_not() -> None:
+    table = summary_table({"policy_dir": "/x", "reward_before": 0.41, "pause_seconds_median": None, "other": 1.5})
+    labels, values = ([*column.cells] for column in table.columns)
+    assert labels == ["held-out reward before", "generation paused per publish, median", "policy dir", "other"]
+    assert values == ["0.410", "-", "/x", "1.5"]
+
+
+def test_log_lines_go_to_the_file_and_only_our_warnings_to_standard_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = logging.getLogger("skyrl_async.trainer.fully_async"), logging.getLogger("somebody.else")
+    handlers = list(logging.getLogger().handlers)
+    with run_logging(tmp_path / "run.log", "info"), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        ours.info("step %d", 3)
+        ours.debug("hidden")
+        ours.warning("slow group")
+        theirs.warning("deprecated")
+        warnings.warn("old", stacklevel=1)
+    ours.warning("after the run")
+    assert logging.getLogger().handlers == handlers
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "WARNING slow group\n"
+    text = (tmp_path / "run.log").read_text()
+    for line in ("INFO skyrl_async.trainer.fully_async: step 3", "WARNING somebody.else: deprecated", "old"):
+        assert line in text
+    assert "hidden" not in text
+    assert "after the run" not in text
+
+
+def test_the_metrics_reference_is_up_to_date() -> None:
+    page = (ROOT / "docs/reference/metrics.md").read_text()
+    assert page == markdown(), "run: python -m skyrl_async.metrics.names > docs/reference/metrics.md"
+
+
+def test_every_metric_named_in_the_code_is_documented() -> None:
+    names = re.compile(r"(async|timing|policy|generate|trainer|reward)/[a-z_]+")
+    is_metric: Callable[[ast.AST], bool] = lambda node: (  # noqa: E731
+        isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(names.fullmatch(node.value))
+    )
+    used = {
+        (node.value, str(path.relative_to(ROOT)))  # type: ignore[attr-defined]
+        for path in (ROOT / "skyrl_async").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if is_metric(node)
+    }
+    assert {(name, path) for name, path in used if name not in METRICS} == set()
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """The kernel writes what still fits of the last record, then refuses, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_lines_that_the_disk_does_not_take_are_lost_whole_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    log, trace = MetricsLog(tmp_path / "metrics.jsonl"), Trace(tmp_path / "trace.json", clock)
+    log.log(1, {"reward/mean": 1.0})
+    with trace.span("first", "a"):
+        pass
+    size = min(path.stat().st_size for path in tmp_path.iterdir())
+    caplog.clear()
+    with files_of_at_most(size + 20):
+        for step in (2, 3, 4):
+            log.log(step, {"reward/mean": 1.0, "reward/eval": 1.0})
+    with files_of_at_most((tmp_path / "trace.json").stat().st_size + 20), trace.span("lost", "a"):
+        pass
+    said = [record.getMessage() for record in caplog.records]
+    assert [message.partition(" cannot be written (File too large)")[0] for message in said] == [
+        str(tmp_path / "metrics.jsonl"),
+        str(tmp_path / "trace.json"),
+    ]
+    log.log(5, {"reward/mean": 0.5})
+    with trace.span("last", "a"):
+        pass
+    log.close()
+    trace.close()
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 5]
+    events = json.loads((tmp_path / "trace.json").read_text())
+    assert [event["name"] for event in events if event["ph"] == "X"] == ["first", "last"]
+
+
+def test_a_log_file_on_a_full_disk_is_said_once_and_is_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with run_logging(tmp_path / "run.log", "INFO"), files_of_at_most(0):
+        for number in range(3):
+            logging.getLogger("lost").info("line %d", number)
+    assert capsys.readouterr().err == f"WARNING {tmp_path / 'run.log'} loses lines: [Errno 27] File too large\n"

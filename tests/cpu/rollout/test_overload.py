@@ -1,0 +1,298 @@
+"""Ten thousand groups in flight and a hundred thousand prompts in line: what a group costs does not grow with how many there are.
+
+Costs are counted (turns of the event loop, function calls, bytes), never timed. The real trainer, workers, dataloader, manager, buffer
+and publisher run in virtual time. A thousand requests at once then go through Ray to one real vLLM.
+"""
+
+import asyncio
+import cProfile
+import gc
+import multiprocessing
+import pstats
+import random
+import tracemalloc
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.engines.ray import RayEngine, start_ray_engines
+from skyrl_async.inference.vllm.engine import VLLMEngineConfig
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.simulator.clock import VirtualTimeLoop
+from skyrl_async.simulator.models import ModelledGenerator, ModelledPolicy
+from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.types import (
+    Completion,
+    FinishReason,
+    GroupRequest,
+    PauseMode,
+    SamplingParams,
+    Trajectory,
+    WeightUpdate,
+)
+from skyrl_async.weight_sync.publisher import WeightPublisher
+from tests.engine_checks import MAX_MODEL_LEN, PROMPTS, make_policy, make_update
+from tests.patience import PATIENCE_S
+
+MAX_CALLBACKS_PER_GROUP = 16.0
+MAX_BYTES_KEPT_PER_GROUP = 48
+MAX_BYTES_PER_GROUP = 700
+"""Of the peak. One finished group takes more than a thousand; the log of a step, which the simulator keeps, 470 per group."""
+NUM_REQUESTS = 1000
+NUM_HELD = 4300
+
+
+class CountingLoop(VirtualTimeLoop):
+    """Counts what it is asked to run: every wake-up of a task is one callback, and so is every timer."""
+
+    num_callbacks = 0
+
+    def call_soon(self, *args: Any, **kwargs: Any) -> asyncio.Handle:
+        self.num_callbacks += 1
+        return super().call_soon(*args, **kwargs)
+
+    def call_at(self, *args: Any, **kwargs: Any) -> asyncio.TimerHandle:
+        self.num_callbacks += 1
+        return super().call_at(*args, **kwargs)
+
+
+class TimedGenerator:
+    """Plays a group in some virtual seconds, without engines: what is left is the control plane."""
+
+    def __init__(self, client: InferenceEngineClient) -> None:
+        pass
+
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        await asyncio.sleep(random.Random(request.seed).random())
+        answer = Trajectory(
+            prompt_token_ids=(1,), response_token_ids=(2,), loss_mask=(1,), logprobs=(-1.0,), versions=(0,), reward=1.0
+        )
+        return (answer,) * request.num_samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A simulated run that has ended."""
+
+    simulation: Simulation
+    num_callbacks: int
+
+
+def simulate(
+    num_workers: int,
+    num_groups: int,
+    *,
+    num_prompts: int | None = None,
+    sigma: float = 0.8,
+    generator_over: Callable[[InferenceEngineClient], Any] = ModelledGenerator,
+) -> Run:
+    """Train on so many groups, two mini-batches of them in flight, in one epoch unless there are fewer prompts."""
+    settings = SimulationSettings(
+        mini_batch_size=num_workers // 2,
+        max_staleness_steps=2,
+        num_workers=num_workers,
+        num_steps=num_groups // (num_workers // 2),
+        num_prompts=num_prompts or num_groups,
+        group_size=1,
+        mean_tokens=8,
+        sigma=sigma,
+        pause_mode=PauseMode.KEEP,
+    )
+
+    async def main() -> Simulation:
+        simulation = build_simulation(settings, generator_over=generator_over)
+        simulation.policy.steps = deque([[]], maxlen=1)  # it would remember every group
+        await simulation.trainer.run()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return simulation
+
+    with asyncio.Runner(loop_factory=CountingLoop) as runner:
+        simulation = runner.run(main())
+        loop = runner.get_loop()
+    assert isinstance(loop, CountingLoop)
+    totals = simulation.trainer.totals
+    assert (totals.trained_groups, totals.groups_over_bound) == (num_groups, 0)
+    assert simulation.staleness.num_running == len(simulation.buffer) == 0
+    assert simulation.client.statistics()["running_requests"] == 0
+    return Run(simulation=simulation, num_callbacks=loop.num_callbacks)
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Without Python's garbage collector, which looks at everything alive again and again; counts are the same."""
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+
+
+@pytest.mark.slow
+def test_ten_thousand_workers_and_a_hundred_thousand_prompts_cost_no_more_wake_ups_per_group_than_ten(
+    no_collections: None,
+) -> None:
+    per_group = {}
+    for num_workers in (10, 10_000):
+        num_groups, num_prompts = 3 * num_workers, 10 * num_workers
+        run = simulate(num_workers, num_groups, num_prompts=num_prompts, generator_over=TimedGenerator)
+        per_group[num_workers] = run.num_callbacks / num_groups
+        prompts = run.simulation.dataloader.statistics()
+        assert prompts["trained_total"] == num_groups
+        assert prompts["new"] == num_prompts - num_groups and prompts["running"] == prompts["finished"] == 0
+    assert per_group[10_000] <= min(per_group[10], MAX_CALLBACKS_PER_GROUP)
+
+
+@pytest.mark.slow
+def test_what_is_computed_for_a_group_does_not_grow_with_the_groups_in_flight(no_collections: None) -> None:
+    def calls_per_group(num_workers: int) -> float:
+        with cProfile.Profile() as profile:
+            simulate(num_workers, 4 * num_workers)
+        return pstats.Stats(profile).total_calls / (4 * num_workers)
+
+    calls_per_group(10)  # what is imported and compiled once
+    assert calls_per_group(300) <= 1.1 * calls_per_group(30)
+
+
+def bytes_held(num_groups: int) -> tuple[int, int]:
+    """By a run, at most and in the end."""
+    gc.collect()
+    tracemalloc.start()
+    run = simulate(40, num_groups, num_prompts=200, sigma=0.0)
+    run.simulation.logged.clear()
+    gc.collect()
+    now, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return most, now
+
+
+@pytest.mark.slow
+def test_a_run_of_twice_the_steps_holds_no_more_memory() -> None:
+    with ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn")
+    ) as alone:  # threads of other tests hold memory too
+        alone.submit(bytes_held, 40).result()  # what is imported and cached once
+        most, held = alone.submit(bytes_held, 800).result()
+        most_of_twice, held_of_twice = alone.submit(bytes_held, 1600).result()
+    assert held_of_twice - held < 800 * MAX_BYTES_KEPT_PER_GROUP
+    assert most_of_twice - most < 800 * MAX_BYTES_PER_GROUP
+
+
+class SavedPolicy(ModelledPolicy):
+    """Publishes the same weights at every version."""
+
+    def __init__(self, policy_dir: Path) -> None:
+        super().__init__()
+        self._policy_dir = policy_dir
+
+    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        directory.mkdir(parents=True)  # noqa: ASYNC240
+        return make_update(self._policy_dir, directory, version)
+
+
+class NoText:
+    """The tiny policy has no tokenizer."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """One engine in a Ray actor, under the client and the publisher."""
+
+    engine: RayEngine
+    client: InferenceEngineClient
+    publisher: WeightPublisher
+
+    async def ask(self, number: int, max_tokens: int) -> Completion:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        return await self.client.generate_tokens(PROMPTS[number % len(PROMPTS)], sampling, priority=number)
+
+    async def num_left(self) -> tuple[float, int, int]:
+        """Requests that the router, the actor and the engine still know."""
+        registered = await self.engine._actor.__ray_call__.remote(lambda actor: len(actor._requests))
+        in_engine = (await self.engine.statistics())["num_requests"]
+        return self.client.statistics()["running_requests"], registered, in_engine
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def serving(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serving]:
+    root = tmp_path_factory.mktemp("overload")
+    policy_dir = make_policy(root / "policy", seed=0, is_tied=False)
+    (engine,) = await start_ray_engines([VLLMEngineConfig(name="e", policy_dir=str(policy_dir))], log_dir=root)
+    client = InferenceEngineClient([engine], tokenizer=NoText(), max_model_len=MAX_MODEL_LEN)
+    publisher = WeightPublisher(
+        client=client,
+        policy=SavedPolicy(policy_dir),
+        directory=root / "buckets",
+        bucket_bytes=1,
+        pause_mode=PauseMode.ABORT,
+        trace=Trace(None, lambda: 0.0),
+    )
+    yield Serving(engine=engine, client=client, publisher=publisher)
+    await engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_thousand_requests_at_once_are_all_answered_exactly_across_two_publishes(serving: Serving) -> None:
+    lengths = [4 + number % 13 for number in range(NUM_REQUESTS)]
+    whole = {number: (await serving.ask(number, max(lengths))).token_ids for number in range(len(PROMPTS))}
+    num_answered, publishes_at = 0, (NUM_REQUESTS // 10, NUM_REQUESTS // 2)
+    reached = {count: asyncio.Event() for count in publishes_at}
+
+    async def ask(number: int) -> Completion:
+        nonlocal num_answered
+        completion = await serving.ask(number, lengths[number])
+        num_answered += 1
+        if num_answered in reached:
+            reached[num_answered].set()
+        return completion
+
+    async with asyncio.TaskGroup() as tasks:
+        asking = [tasks.create_task(ask(number), name=f"request-{number}") for number in range(NUM_REQUESTS)]
+        for version, count in enumerate(publishes_at, 1):
+            await reached[count].wait()
+            await serving.engine.pause(
+                PauseMode.KEEP
+            )  # it would answer the rest while a slow machine makes the version
+            assert num_answered < NUM_REQUESTS, "the publish came too late to meet a request"
+            await serving.publisher.publish(version)
+    for number, task in enumerate(asking):
+        completion = task.result()
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert completion.token_ids == whole[number % len(PROMPTS)][: lengths[number]]
+        assert len(completion.logprobs) == len(completion.versions) == lengths[number]
+        assert list(completion.versions) == sorted(completion.versions)
+    assert {version for task in asking for version in task.result().versions} == {0, 1, 2}
+    assert sum(task.result().num_aborts for task in asking) > 0
+    assert await serving.num_left() == (0, 0, 0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_paused_engine_that_holds_four_thousand_requests_resumes_and_those_given_up_leave_nothing_behind(
+    serving: Serving,
+) -> None:
+    await serving.engine.pause(PauseMode.ABORT)
+    asking = [
+        asyncio.create_task(serving.ask(number, MAX_MODEL_LEN - 20), name=f"request-{number}")
+        for number in range(NUM_HELD)
+    ]
+    await asyncio.sleep(0)
+    await serving.engine.resume()
+    for task in asking:
+        task.cancel()
+    await asyncio.wait(asking)
+    async with asyncio.timeout(PATIENCE_S):
+        while any(await serving.num_left()):
+            continue
+    assert len((await serving.ask(0, 8)).token_ids) == 8
+    assert asyncio.all_tasks() == {asyncio.current_task()}

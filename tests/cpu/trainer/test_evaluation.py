@@ -1,0 +1,89 @@
+"""Held-out prompts: what is asked for them, and what becomes of failures."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from skyrl_async.errors import GenerationError
+from skyrl_async.trainer.evaluator import Evaluator
+from skyrl_async.types import ENVIRONMENT_VERSION, GroupRequest, Prompt, SamplingParams, Trajectory
+
+
+class Player:
+    """Rewards a prompt by its uid, in one row per sample; refuses those it is told to."""
+
+    def __init__(self, *refused: str) -> None:
+        self.refused = refused
+        self.requests: list[GroupRequest] = []
+
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        self.requests.append(request)
+        if request.prompt.uid in self.refused:
+            raise ValueError("refused")
+        row = Trajectory(
+            prompt_token_ids=(1,),
+            response_token_ids=(2, 3),
+            loss_mask=(1, 1),
+            logprobs=(-1.0, -1.0),
+            versions=(0, 0),
+            reward=float(request.prompt.uid),
+        )
+        return (row,) * request.num_samples
+
+
+def evaluator(player: Player, num_prompts: int = 4) -> Evaluator:
+    return Evaluator(
+        generator=player,
+        prompts=[Prompt(uid=str(i), messages=(), env_class="e") for i in range(num_prompts)],
+        num_samples=2,
+        sampling=SamplingParams(max_tokens=8),
+        max_concurrent=2,
+        max_retries=0,
+        timeout_s=5,
+    )
+
+
+async def test_requests_wait_in_line_like_groups_that_are_admitted_now() -> None:
+    player = Player()
+    result = await evaluator(player).evaluate(3, priority=17)
+    assert result is not None and result.reward == 1.0 and result.num_prompts == 3 and result.num_tokens == 12
+    assert {(request.priority, request.is_evaluation) for request in player.requests} == {(17, True)}
+
+
+async def test_no_more_prompts_are_played_at_once_than_their_quota() -> None:
+    class Slow(Player):
+        num_open = most_open = 0
+
+        async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+            self.num_open += 1
+            self.most_open = max(self.most_open, self.num_open)
+            await asyncio.sleep(0)
+            self.num_open -= 1
+            return await super().generate(request)
+
+    player = Slow()
+    await evaluator(player, num_prompts=7).evaluate(7)
+    assert (player.most_open, len(player.requests)) == (2, 7)
+
+
+async def test_the_versions_of_an_evaluation_are_those_of_sampled_tokens() -> None:
+    class Environment(Player):
+        async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+            rows = await super().generate(request)
+            return tuple(replace(row, loss_mask=(1, 0), versions=(7, ENVIRONMENT_VERSION)) for row in rows)
+
+    result = await evaluator(Environment()).evaluate(4)
+    assert result is not None and result.versions == (7, 7)
+
+
+async def test_a_prompt_that_fails_is_left_out_and_counted() -> None:
+    result = await evaluator(Player("0", "3")).evaluate(4)
+    assert result is not None and result.reward == 1.5 and result.num_failed == 2
+
+
+async def test_when_all_fail_the_last_failure_is_told() -> None:
+    with pytest.raises(
+        GenerationError, match=r"all 1 evaluation rollouts failed; the last one \(0\): ValueError: refused"
+    ):
+        await evaluator(Player("0")).evaluate(1)

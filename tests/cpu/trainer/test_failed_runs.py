@@ -1,0 +1,226 @@
+"""Runs that end by a failure outside of training: what is trained is saved, logged and exported all the same (virtual time)."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_async.checkpoint.checkpointer import read_state
+from skyrl_async.errors import GenerationError, InferenceError, NoEngineError, PublishError
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.runtime.shutdown import StopRequest
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import ModelledGenerator
+from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.types import GroupRequest, Trajectory, WeightUpdate
+
+BUSY_TRAINER = SimulationSettings(
+    max_staleness_steps=4,
+    num_steps=200,
+    num_prompts=4000,
+    mini_batch_size=4,
+    group_size=2,
+    num_engines=1,
+    mean_tokens=50.0,
+    sigma=0.2,
+    seconds_per_token=1 / 20000,
+    step_seconds=5.0,
+    load_seconds=0.1,
+    checkpoint_interval_steps=1000,
+    max_failed_fraction=0.1,
+    max_retries=0,
+)
+"""Nearly always in an optimizer step."""
+
+
+class BreaksAt(ModelledGenerator):
+    """Every rollout fails from a moment on."""
+
+    def __init__(self, sampler: InferenceEngineClient, seconds: float) -> None:
+        super().__init__(sampler)
+        self.seconds = seconds
+
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        if asyncio.get_running_loop().time() > self.seconds:
+            raise RuntimeError("the tool is broken")
+        return await super().generate(request)
+
+
+def ended_by_a_failure(
+    directory: Path, *, at: float, has_engine: bool, settings: SimulationSettings = BUSY_TRAINER
+) -> tuple[Simulation, list[int]]:
+    """A run whose rollouts fail, or whose only engine dies, at a moment (seconds); and the steps whose groups were logged."""
+    logged: list[int] = []
+
+    async def main() -> Simulation:
+        simulation = build_simulation(
+            settings,
+            checkpoint_dir=directory,
+            generator_over=lambda client: BreaksAt(client, at if has_engine else math.inf),
+            log_groups=lambda version, groups: logged.append(version + 1),
+        )
+        if not has_engine:
+            pool = simulation.client.pool
+            asyncio.get_running_loop().call_later(at, pool.drop, simulation.client.engines[0], "killed")
+        with pytest.raises(GenerationError if has_engine else NoEngineError):
+            await simulation.trainer.run()
+        return simulation
+
+    return run_in_virtual_time(main()), logged
+
+
+@given(at=st.floats(6.0, 40.0), has_engine=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_a_failure_in_an_optimizer_step_lets_it_end_and_saves_and_logs_it(
+    tmp_path_factory: pytest.TempPathFactory, at: float, has_engine: bool
+) -> None:
+    simulation, steps_of_groups = ended_by_a_failure(
+        tmp_path_factory.mktemp("checkpoints"), at=at, has_engine=has_engine
+    )
+    path = simulation.trainer.newest_checkpoint
+    assert path is not None, "whatever the moment"
+    step = read_state(path).step
+    assert step == simulation.trainer.trained_step > 0
+    logged = [step for step, values in simulation.logged if "timing/step" in values]
+    assert logged == steps_of_groups == list(range(1, step + 1)), "each step of the checkpoint has its line, once"
+
+
+class EndsSlowly(BreaksAt):
+    """Rollouts that are cancelled take their time, as agents do that are processes."""
+
+    def __init__(self, sampler: InferenceEngineClient, seconds: float, end_s: float) -> None:
+        super().__init__(sampler, seconds)
+        self.end_s = end_s
+
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        try:
+            return await super().generate(request)
+        except asyncio.CancelledError:
+            await asyncio.sleep(self.end_s)
+            raise
+
+
+async def _fails(*arguments: object) -> None:
+    raise RuntimeError("and that fails, too")
+
+
+def _breaks(part: str, method: str) -> Callable[[Simulation, StopRequest], None]:
+    return lambda simulation, stop: setattr(getattr(simulation, part), method, _fails)
+
+
+AFTERWARDS: dict[str, Callable[[Simulation, StopRequest], None]] = {
+    "nothing": lambda simulation, stop: None,
+    "the engine dies": lambda simulation, stop: simulation.client.pool.drop(simulation.client.engines[0], "killed"),
+    "the endpoint is given up": lambda simulation, stop: stop.fail(InferenceError("the endpoint is gone")),
+    "Ctrl-C": lambda simulation, stop: stop.ask(0.0),
+    "publishing fails": _breaks("publisher", "send"),
+    "collecting tokens fails": _breaks("workers", "collect_open_tokens"),
+    "the optimizer step fails": _breaks("policy", "step"),
+    "saving fails": _breaks("policy", "save"),
+}
+RESAMPLING = replace(
+    BUSY_TRAINER, staleness_policy="resample", max_staleness_steps=1, mean_tokens=200.0, sigma=1.2, step_seconds=0.5
+)
+"""Groups are redrawn all the time."""
+
+
+@pytest.mark.slow
+@given(
+    run=st.sampled_from([RESAMPLING, BUSY_TRAINER]),
+    at=st.floats(6.0, 40.0),
+    end_s=st.sampled_from([0.0, 2.0]),
+    collect_s=st.sampled_from([0.0, 0.5, 3.0]),
+    what=st.sampled_from(sorted(AFTERWARDS)),
+    after_s=st.floats(0.0, 6.0),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_run_ends_with_what_it_failed_of_first_whatever_happens_until_it_has_ended(
+    tmp_path_factory: pytest.TempPathFactory,
+    run: SimulationSettings,
+    at: float,
+    end_s: float,
+    collect_s: float,
+    what: str,
+    after_s: float,
+) -> None:
+    async def main() -> Simulation:
+        stop = StopRequest()
+        simulation = build_simulation(
+            run,
+            checkpoint_dir=tmp_path_factory.mktemp("checkpoints"),
+            generator_over=lambda client: EndsSlowly(client, at, end_s),
+            stop=stop,
+        )
+        workers = simulation.workers
+        collect, generate = workers.collect_open_tokens, workers.run
+
+        async def collect_slowly() -> None:
+            await asyncio.sleep(collect_s)
+            await collect()
+
+        async def generate_and_then(on_failure: Callable[[Exception], None]) -> None:
+            def fail(error: Exception) -> None:
+                on_failure(error)
+                asyncio.get_running_loop().call_later(after_s, AFTERWARDS[what], simulation, stop)
+
+            await generate(on_failure=fail)
+
+        workers.collect_open_tokens = collect_slowly
+        workers.run = generate_and_then  # type: ignore[method-assign,assignment]
+        with pytest.raises(GenerationError, match="the tool is broken"):
+            await simulation.trainer.run()
+        return simulation
+
+    simulation = run_in_virtual_time(main())
+    if what not in ("collecting tokens fails", "the optimizer step fails", "saving fails"):
+        path = simulation.trainer.newest_checkpoint
+        assert path is not None and read_state(path).step == simulation.trainer.trained_step > 0
+
+
+def test_a_step_that_waits_for_a_publish_which_fails_has_its_line_too(tmp_path: Path) -> None:
+    async def main() -> Simulation:
+        quick = replace(BUSY_TRAINER, seconds_per_token=1 / 2000, step_seconds=0.5)
+        simulation = build_simulation(quick, checkpoint_dir=tmp_path)
+        (engine,) = simulation.engines
+        load_weights = engine.load_weights
+
+        async def refuse_version_5(update: WeightUpdate) -> None:
+            if update.version == 5:
+                await asyncio.sleep(10.0)
+                raise PublishError("refused")
+            await load_weights(update)
+
+        engine.load_weights = refuse_version_5  # type: ignore[method-assign]
+        with pytest.raises(PublishError, match="refused version 5"):
+            await simulation.trainer.run()
+        return simulation
+
+    simulation = run_in_virtual_time(main())
+    logged = [step for step, values in simulation.logged if "timing/step" in values]
+    assert logged == list(range(1, simulation.trainer.trained_step + 1)) == [1, 2, 3, 4, 5, 6]
+    assert simulation.trainer.newest_checkpoint == tmp_path / "global_step_6"
+
+
+def test_a_last_evaluation_that_fails_leaves_a_complete_run_and_says_so() -> None:
+    class JudgeGoesDown(ModelledGenerator):
+        async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+            if request.is_evaluation and simulation[0].trainer.step == 6:
+                raise RuntimeError("the judge is down")
+            return await super().generate(request)
+
+    simulation: list[Simulation] = []
+
+    async def main() -> None:
+        settings = replace(BUSY_TRAINER, num_steps=6, num_eval_prompts=8)
+        simulation.append(build_simulation(settings, generator_over=JudgeGoesDown))
+        await simulation[0].trainer.run()
+
+    run_in_virtual_time(main())
+    trainer = simulation[0].trainer
+    assert trainer.is_complete and trainer.trained_step == 6 and trainer.reward_after is None
+    assert "the judge is down" in str(trainer.evaluation_failure)

@@ -1,0 +1,30 @@
+"""Weights as files, and a place that is full."""
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyrl_async.errors import WeightsWriteError
+from skyrl_async.training.export.bucket_writer import write_buckets
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file of this process may have more than 600 kB: a write past that fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_bucket_for_which_there_is_no_room_takes_the_others_with_it(tmp_path: Path, small_files: None) -> None:
+    def parameters() -> Iterator[tuple[str, torch.Tensor]]:
+        for i, size in enumerate((100_000, 100_000, 200_000, 100_000)):
+            yield f"p{i}", torch.zeros(size)
+
+    with pytest.raises(WeightsWriteError, match=r"cannot write 800000 bytes of weights to .*v7-0002.*make room there"):
+        write_buckets(parameters(), dtype=torch.float32, directory=tmp_path, prefix="v7", bucket_bytes=400_000)
+    assert list(tmp_path.iterdir()) == []

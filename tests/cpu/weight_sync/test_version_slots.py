@@ -1,0 +1,235 @@
+"""Which versions are complete, loading and served, and how far engines lag: the publisher's accounts, without I/O."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from skyrl_async.composition.publishing import check_shared_memory
+from skyrl_async.config.schema.run import Config, PolicyConfig
+from skyrl_async.errors import ConfigError, PublishError
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import ModelledEngine
+from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.types import WeightUpdate
+from skyrl_async.weight_sync.lag import Lag, LagMonitor
+from skyrl_async.weight_sync.shm_capacity import NUM_COPIES, require_room
+from skyrl_async.weight_sync.version_slots import SentUpdate, VersionShelf
+
+
+def sent(version: int) -> SentUpdate:
+    update = WeightUpdate(version=version, chunks=(), manifest={}, num_bytes=0)
+    return SentUpdate(update=update, gather_seconds=0.0, send_seconds=0.0)
+
+
+class ShelfMachine(RuleBasedStateMachine):
+    """Versions arrive, are taken, loaded, put back and given up in any order that a publisher may come to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shelf = VersionShelf()
+        self.newest = 0
+        self.held: set[int] = set()
+        self.loading: int | None = None
+        self.served: list[int] = []
+
+    def thrown_away(self, update: WeightUpdate | None) -> None:
+        if update is not None:
+            self.held.remove(update.version)
+
+    @rule()
+    def a_version_arrives(self) -> None:
+        self.newest += 1
+        self.held.add(self.newest)
+        self.thrown_away(self.shelf.arrived(sent(self.newest)))
+
+    @precondition(lambda self: self.loading is None)
+    @rule()
+    def the_newest_is_taken(self) -> None:
+        taken = self.shelf.take()
+        waiting = max((v for v in self.held if v not in self.served[-1:]), default=None)
+        assert (None if taken is None else taken.version) == waiting
+        self.loading = waiting
+
+    @precondition(lambda self: self.loading is not None)
+    @rule()
+    def it_is_loaded(self) -> None:
+        assert self.loading is not None
+        self.served.append(self.loading)
+        self.loading = None
+        self.thrown_away(self.shelf.loaded())
+
+    @precondition(lambda self: self.loading is not None)
+    @rule()
+    def it_is_to_be_tried_again(self) -> None:
+        self.loading = None
+        self.thrown_away(self.shelf.put_back())
+        self.thrown_away(self.shelf.given_up())
+
+    @precondition(lambda self: self.loading is not None)
+    @rule()
+    def it_is_given_up(self) -> None:
+        self.loading = None
+        self.thrown_away(self.shelf.given_up())
+
+    @precondition(lambda self: self.shelf.is_settled)
+    @rule()
+    def what_is_served_makes_room(self) -> None:
+        self.thrown_away(self.shelf.let_go())
+
+    @invariant()
+    def at_most_three_are_held_and_versions_only_go_up(self) -> None:
+        assert len(self.held) <= 3
+        assert self.served == sorted(set(self.served))
+        assert self.shelf.serving_version == (self.served[-1] if self.served else None)
+        assert self.shelf.serving is None or self.shelf.serving.version == self.shelf.serving_version
+
+    def teardown(self) -> None:
+        for update in self.shelf.clear():
+            self.thrown_away(update)
+        assert not self.held
+
+
+TestShelf = ShelfMachine.TestCase
+TestShelf.settings = settings(max_examples=60, deadline=None)
+
+
+def test_an_engine_lags_by_the_steps_it_does_not_serve_since_the_first_of_them_was_completed() -> None:
+    monitor = LagMonitor()
+    monitor.trained(0, 0.0)
+    monitor.serves(["a", "b"], 0, 1.0)
+    assert monitor.lags(9.0) == {"a": Lag(steps=0, seconds=0.0), "b": Lag(steps=0, seconds=0.0)}
+    monitor.trained(1, 10.0)
+    monitor.trained(2, 14.0)
+    assert monitor.lags(15.0)["a"] == Lag(steps=2, seconds=5.0)
+    monitor.serves(["a"], 1, 16.0)
+    monitor.joined("c", 2)
+    assert monitor.lags(16.0) == {"a": Lag(steps=1, seconds=2.0), "c": Lag(steps=0, seconds=0.0)}
+    assert monitor.values(17.0) == {"engines/lag_steps_max": 2.0, "engines/lag_seconds_max": 6.0}
+    monitor.left("a")
+    monitor.values(17.0)
+    assert monitor.values(18.0) == {"engines/lag_steps_max": 0.0, "engines/lag_seconds_max": 0.0}
+
+
+@given(served=st.integers(0, 5), trained=st.lists(st.integers(0, 9), max_size=9), now=st.floats(100, 200))
+def test_a_lag_is_never_negative_and_none_is_reported_by_an_engine_that_is_ahead(
+    served: int, trained: list[int], now: float
+) -> None:
+    monitor = LagMonitor()
+    for at, version in enumerate(trained):
+        monitor.trained(version, float(at))
+    monitor.serves(["a"], served, 50.0)
+    (lag,) = monitor.lags(now).values()
+    assert lag.steps == max(0, max(trained, default=0) - served) and lag.seconds >= 0
+    assert (lag.steps == 0) == (lag.seconds == 0)
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_sizes_and_what_to_set(tmp_path: Path) -> None:
+    require_room(tmp_path / "not" / "there", 1 << 20, dual_buffer=True)
+    with pytest.raises(
+        ConfigError,
+        match=r"weight_sync.dual_buffer must be false, got true: 2 versions .* \(2,097,152 MiB are needed in .*, [\d,]+ MiB are free\)",
+    ):
+        require_room(tmp_path, 1 << 40, dual_buffer=True)
+    with pytest.raises(ConfigError, match=r"do not fit into shared memory, even with weight_sync.dual_buffer=false"):
+        require_room(tmp_path, 1 << 60, dual_buffer=False)
+
+
+def test_weights_that_fit_twice_are_not_refused(tmp_path: Path) -> None:
+    status = os.statvfs(tmp_path)
+    require_room(tmp_path, int(status.f_bavail * status.f_frsize / 2.5), dual_buffer=True)
+
+
+class Files:
+    """Modelled engines and a policy with a file for each version; some sends and loads fail."""
+
+    def __init__(self, directory: Path, failing_sends: Sequence[int], failing_loads: Sequence[int]) -> None:
+        self._directory = directory
+        self._failing = {"send": failing_sends, "load": failing_loads}
+        self._num_calls = Counter[str]()
+        self.most_held = 0
+
+    def watch(self, simulation: Simulation) -> None:
+        """Count the files whenever one arrives or is loaded."""
+        policy_sends = simulation.policy.send_weights
+
+        async def send_weights(version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+            path = self._directory / f"{self._num_calls['send']}-of-{version}"
+            path.touch()
+            self.most_held = max(self.most_held, len(list(self._directory.iterdir())))
+            update = await policy_sends(version, directory, bucket_bytes)
+            try:
+                self._strike("send")
+            except PublishError:
+                path.unlink()  # as workers do
+                raise
+            return replace(update, chunks=({"path": str(path)},))
+
+        simulation.policy.send_weights = send_weights  # type: ignore[method-assign]
+        for engine in simulation.engines:
+            self._watch_loads(engine)
+
+    def _watch_loads(self, engine: ModelledEngine) -> None:
+        engine_loads = engine.load_weights
+
+        async def load_weights(update: WeightUpdate) -> None:
+            held = {str(path) for path in self._directory.iterdir()}
+            assert all(chunk["path"] in held for chunk in update.chunks)
+            self.most_held = max(self.most_held, len(held))
+            await engine_loads(update)
+            self._strike("load")
+
+        engine.load_weights = load_weights  # type: ignore[method-assign]
+
+    def _strike(self, call: str) -> None:
+        self._num_calls[call] += 1
+        if self._num_calls[call] in self._failing[call]:
+            raise PublishError(f"{call} failed")
+
+
+SLOW_LOADS = {"load_seconds": 20.0, "stage_seconds": 30.0, "send_seconds": 0.1}
+SLOW_SENDS = {"load_seconds": 0.1, "send_seconds": 20.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "failing_sends", "failing_loads"),
+    [
+        (SLOW_LOADS, (), ()),
+        (SLOW_LOADS | {"publish_every_steps": 2}, (), (3, 7, 8)),
+        (SLOW_SENDS, (), ()),
+        (SLOW_SENDS | {"publish_every_steps": 3}, (3, 4, 6), ()),
+        (SLOW_LOADS | {"eval_interval_steps": 2, "num_eval_prompts": 20}, (4,), (9,)),
+        (SLOW_SENDS | {"max_staleness_steps": 1, "stream_mini_batch": False, "is_one_step_off": True}, (), ()),
+    ],
+)
+def test_a_run_never_holds_more_than_two_versions_whatever_is_slow_or_fails(
+    settings: dict[str, Any], failing_sends: Sequence[int], failing_loads: Sequence[int], tmp_path: Path
+) -> None:
+    quick = {"mini_batch_size": 4, "mean_tokens": 200.0, "num_steps": 12, "max_staleness_steps": 8}
+
+    async def main() -> int:
+        simulation = build_simulation(SimulationSettings(**(quick | {"max_publish_retries": 2} | settings)))
+        files = Files(tmp_path, failing_sends, failing_loads)
+        files.watch(simulation)
+        await simulation.trainer.run()
+        assert simulation.trainer.totals.trained_groups == 12 * 4
+        return files.most_held
+
+    assert run_in_virtual_time(main()) == NUM_COPIES[True] == 2
+
+
+def test_a_policy_that_does_not_fit_into_shared_memory_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    header = b'{"w": {"dtype": "F32", "shape": [1099511627776], "data_offsets": [0, 4398046511104]}}'
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (4 << 40))
+    config = Config(policy=PolicyConfig(path=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"2 versions of the weights do not fit \(8,388,608 MiB are needed in"):
+        check_shared_memory(config, tmp_path)
