@@ -28,10 +28,11 @@ from typing import Any
 from benchmarks.report import arguments, conditions, report
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation, lognormal_length
-from skyrl_async.types import Group, GroupRequest, PauseMode, Trajectory
+from skyrl_async.types import Group, PauseMode, Trajectory
 
 SIGMAS = (0.5, 0.8, 1.2)
 BOUNDS = (0, 1, 2, 4, 8)

@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from skyrl_async.rollout.sample_state import SavedSamples
-from skyrl_async.runtime.progress import GroupProgress
-
 Message = dict[str, Any]
 """One chat message in OpenAI form: at least ``role`` and ``content``."""
 
@@ -235,32 +232,6 @@ class RowLogprobs:
     """Per trajectory one value per response token, in nats; 0.0 where the mask is 0."""
     version: int
     """Optimizer steps of the weights; a reference is always at 0."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRequest:
-    """What a generator is asked for: all samples of one prompt."""
-
-    prompt: Prompt
-    num_samples: int
-    sampling: SamplingParams
-    """Per generation call; a multi-turn generator may stop earlier to respect its token budget."""
-    seed: int = 0
-    """Distinct per admission; used by engines that honour seeds."""
-    priority: int = 0
-    """Passed on to the engine: older admissions are smaller."""
-    is_evaluation: bool = False
-    sample_indices: tuple[int, ...] | None = None
-    """The samples asked for; None: all of them. The others were finished by an earlier try."""
-    progress: GroupProgress = field(default_factory=GroupProgress, repr=False, compare=False)
-    """Where a generator may say what its samples do."""
-    saved: SavedSamples = field(default_factory=SavedSamples, repr=False, compare=False)
-    """Where its samples stand: what a generator goes on from, and what it leaves for the next try and for checkpoints."""
-
-    @property
-    def indices(self) -> tuple[int, ...]:
-        """The samples asked for, in [0, num_samples)."""
-        return tuple(range(self.num_samples)) if self.sample_indices is None else self.sample_indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

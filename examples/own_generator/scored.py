@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.config.schema.run import Config
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.sampler import Sampler
-from skyrl_async.types import FinishReason, GroupRequest, Prompt, Trajectory
+from skyrl_async.types import FinishReason, Prompt, Trajectory
 
 COST_PER_TOKEN = 0.001
 

@@ -1,1 +1,1 @@
-"""Layer 1: advantages, losses, batching: pure tensor functions."""
+"""Advantages, losses, corrections, batching: pure tensor functions."""

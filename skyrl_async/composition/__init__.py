@@ -1,1 +1,1 @@
-"""Layer 5: puts a run together from its configuration."""
+"""Puts a run together from its configuration."""

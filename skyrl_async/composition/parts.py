@@ -27,20 +27,22 @@ from skyrl_async.generators.agent.settings import check_agent_settings, make_age
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
+from skyrl_async.metrics.stage_trace import trace_stages
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.registries import import_function
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.dynamic_sampling import SignalFilter
-from skyrl_async.rollout.failed_samples import Backoff, OnLostSamples
+from skyrl_async.rollout.failed_samples import OnLostSamples
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.staleness_policies import staleness_policy
 from skyrl_async.rollout.watchdog import Sources, Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
+from skyrl_async.runtime.backoff import Backoff
 from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.runtime.shutdown import StopRequest
-from skyrl_async.runtime.stage_board import StageBoard, trace_stages
+from skyrl_async.runtime.stage_board import StageBoard
 from skyrl_async.trainer.evaluator import Evaluator
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer, TrainerSettings
 from skyrl_async.trainer.validation import ValidationSettings

@@ -1,1 +1,1 @@
-"""Layer 0: the run's configuration: documented structured configs, their rules, and the one place that loads them."""
+"""The run's configuration: documented structured configs, their rules, and the one place that loads them."""

@@ -1,1 +1,1 @@
-"""Layer 2: datasets, the ledger of uids, the async dataloader."""
+"""Datasets, the ledger of uids, the async dataloader."""

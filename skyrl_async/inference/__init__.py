@@ -1,1 +1,1 @@
-"""Layer 2: engines, the client that routes and retries over them, and the OpenAI-compatible endpoint."""
+"""Engines, and the client that routes and retries over them."""

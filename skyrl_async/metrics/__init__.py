@@ -1,1 +1,1 @@
-"""Layer 0: where numbers go."""
+"""Where numbers go."""

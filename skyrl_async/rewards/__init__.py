@@ -1,1 +1,1 @@
-"""Layer 1: what an answer earns, as functions of texts."""
+"""What an answer earns, as functions of texts."""

@@ -1,1 +1,1 @@
-"""Layer 1 (and the worker, layer 3): staleness, buffer, generators."""
+"""What turns prompts into finished groups: admission, workers, retries, the buffer, staleness policies."""

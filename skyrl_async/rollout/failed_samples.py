@@ -7,14 +7,14 @@ sample is played, nor for how long.
 """
 
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from skyrl_async.errors import GenerationError
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.samples import live_samples_of
-from skyrl_async.types import GroupRequest, Trajectory
+from skyrl_async.types import Trajectory
 
 _MIN_SAMPLES = 2
 """Samples that a group needs, where it asks for as many: one alone has no advantage."""
@@ -29,24 +29,6 @@ class OnLostSamples(StrEnum):
     """Play them again; a group that stays incomplete is trained with the others. Abandoned samples stay abandoned."""
     DROP = "drop"
     """The group fails at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backoff:
-    """How long to wait before a failed rollout is tried again: twice as long each time, jittered so that not all come at once."""
-
-    base_s: float
-    """Before the first retry; 0 never waits."""
-    max_s: float
-    """Never more than this."""
-
-    def seconds(self, num_retries: int, seed: int) -> float:
-        """Before the retry after ``num_retries`` others: between half of the wait and all of it, by the seed."""
-        longest = min(self.max_s, self.base_s * 2.0 ** min(num_retries, 64))
-        return longest * random.Random(f"{seed}-{num_retries}").uniform(0.5, 1.0)
-
-
-NO_BACKOFF = Backoff(base_s=0.0, max_s=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from skyrl_async.types import GroupRequest, Trajectory
+from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.types import Trajectory
 
 Generate = TypeVar("Generate", bound=Callable[..., Any])
 _MARK = "_keeps_samples"

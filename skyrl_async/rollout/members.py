@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from skyrl_async.errors import NoEngineError
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.token_usage import charge
 from skyrl_async.runtime.tasks import run_together
-from skyrl_async.types import GroupRequest, Trajectory
+from skyrl_async.types import Trajectory
 
 T = TypeVar("T")
 

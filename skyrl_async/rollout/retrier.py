@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
-from skyrl_async.rollout.failed_samples import NO_BACKOFF, Backoff, CollectedGroup, OnLostSamples, PlayedGroup
+from skyrl_async.rollout.failed_samples import CollectedGroup, OnLostSamples, PlayedGroup
 from skyrl_async.rollout.generator import Generator, does_keep_samples
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.token_usage import write_off
+from skyrl_async.runtime.backoff import NO_BACKOFF, Backoff
 from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.tasks import first_failure
-from skyrl_async.types import GroupRequest, Trajectory
+from skyrl_async.types import Trajectory
 
 logger = logging.getLogger(__name__)
 

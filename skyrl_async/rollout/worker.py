@@ -16,22 +16,24 @@ from skyrl_async.errors import NoEngineError
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.dynamic_sampling import SignalFilter
-from skyrl_async.rollout.failed_samples import NO_BACKOFF, Backoff, OnLostSamples, PlayedGroup
+from skyrl_async.rollout.failed_samples import OnLostSamples, PlayedGroup
 from skyrl_async.rollout.failure_watch import FailureWatch
 from skyrl_async.rollout.finished_group_filter import HandOver
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.group_state import RunningGroup, admission_of
 from skyrl_async.rollout.in_flight import GroupInFlight
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.retrier import Attempts
 from skyrl_async.rollout.sample_state import ResumeCounts, SavedSamples
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
 from skyrl_async.rollout.token_usage import charged_to
+from skyrl_async.runtime.backoff import NO_BACKOFF, Backoff
 from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.stage_board import StageBoard
 from skyrl_async.runtime.stages import Lane
 from skyrl_async.samples import live_samples_of, samples_of
-from skyrl_async.types import Group, GroupRequest, Prompt, SamplingParams, Trajectory
+from skyrl_async.types import Group, Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from skyrl_async.errors import NoEngineError, OutageError
-from skyrl_async.rollout.failed_samples import Backoff
+from skyrl_async.runtime.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 

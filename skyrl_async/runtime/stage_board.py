@@ -6,25 +6,12 @@ Flows in: stages as they are made. Flows out: where each is, and how it spent it
 import asyncio
 from collections.abc import Callable, Mapping
 
-from skyrl_async.metrics.trace import Trace
 from skyrl_async.runtime.stages import OnLeft, Stage, StageState, StageStatus
 
 STAGES = ("dataloader", "generate", "rollout", "reward", "ref_logp", "logp", "train", "param_update", "validation")
 """In the order of the data's flow; a run has those that it needs."""
-_TRACED = {StageState.WAITING_FOR_INPUT, StageState.PROCESSING, StageState.WAITING_FOR_OUTPUT}
 _SHARES = (StageState.PROCESSING, StageState.WAITING_FOR_INPUT, StageState.WAITING_FOR_OUTPUT)
 _CODES = {state: float(code) for code, state in enumerate(StageState)}
-
-
-def trace_stages(trace: Trace) -> OnLeft:
-    """Draw a row per stage; the trace and the stages have one clock."""
-
-    def draw(name: str, state: StageState, item: str, begin: float, end: float) -> None:
-        if state in _TRACED and end > begin:
-            shown = item if state is StageState.PROCESSING else state.value
-            trace.past_span(shown, f"stages/{name}", begin, end, state=state.value, item=item)
-
-    return draw
 
 
 class StageBoard:

@@ -1,1 +1,1 @@
-"""Layer 5: the real loops against modelled engines, in virtual time."""
+"""The real loops against modelled engines, in virtual time."""

@@ -12,9 +12,10 @@ from pathlib import Path
 from skyrl_async.generators.gym.episode_state import EpisodeState
 from skyrl_async.rollout.generator import keeps_samples
 from skyrl_async.rollout.members import play_members
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.simulator.engine import ModelledEngine
-from skyrl_async.types import FinishReason, GroupRequest, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
+from skyrl_async.types import FinishReason, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 __all__ = ["ModelledEngine", "ModelledGenerator", "ModelledPolicy"]
 

@@ -21,6 +21,7 @@ from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
 from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.metrics.stage_trace import trace_stages
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.dynamic_sampling import SignalFilter
@@ -33,7 +34,7 @@ from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.device_leases import DeviceGroup, groups_by_member
 from skyrl_async.runtime.shutdown import StopRequest
-from skyrl_async.runtime.stage_board import StageBoard, trace_stages
+from skyrl_async.runtime.stage_board import StageBoard
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
 from skyrl_async.simulator.settings import SimulationSettings
 from skyrl_async.trainer.evaluator import Evaluator

@@ -5,7 +5,8 @@ Flows in: nothing. Flows out: sizes and speeds that ``simulator.run`` builds a r
 
 from dataclasses import dataclass
 
-from skyrl_async.rollout.failed_samples import NO_BACKOFF, Backoff, OnLostSamples
+from skyrl_async.rollout.failed_samples import OnLostSamples
+from skyrl_async.runtime.backoff import NO_BACKOFF, Backoff
 from skyrl_async.types import PauseMode
 
 

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl_async.errors import GenerationError, NoEngineError
-from skyrl_async.rollout.failed_samples import NO_BACKOFF, Backoff
 from skyrl_async.rollout.generator import Generator
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.retrier import Attempts
+from skyrl_async.runtime.backoff import NO_BACKOFF, Backoff
 from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.tasks import run_together
 from skyrl_async.samples import samples_of
-from skyrl_async.types import ENVIRONMENT_VERSION, GroupRequest, Prompt, SamplingParams, Trajectory
+from skyrl_async.types import ENVIRONMENT_VERSION, Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
 

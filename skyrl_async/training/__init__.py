@@ -1,1 +1,1 @@
-"""Layer 2: training backends and the policy workers that run them."""
+"""Training: backends, the workers that run them, and what they export."""

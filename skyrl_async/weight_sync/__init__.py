@@ -1,1 +1,1 @@
-"""Layer 3: publishing a policy version to every engine."""
+"""Publishing a policy version to every engine."""

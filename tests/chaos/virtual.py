@@ -20,14 +20,16 @@ from skyrl_async.inference.engine_life import LifeSettings
 from skyrl_async.inference.fleet import Fleet, FleetSettings
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.metrics.trained_groups import TrainedGroupsLog
-from skyrl_async.rollout.failed_samples import Backoff, OnLostSamples
+from skyrl_async.rollout.failed_samples import OnLostSamples
+from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.runtime.backoff import Backoff
 from skyrl_async.runtime.shutdown import GRACE_S
 from skyrl_async.simulator.clock import VirtualTimeLoop
 from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation, lognormal_length
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
-from skyrl_async.types import GroupRequest, Trajectory
+from skyrl_async.types import Trajectory
 from tests.chaos.audit import FINAL_RECORD, RECORD, Audit, audit
 
 _NUM_CHECKPOINTS = 3

@@ -1,4 +1,4 @@
-"""Weights that engines load where policy workers hold them, on one GPU: what tests/cpu/weight_sync/test_shared_weights.py shows in host memory."""
+"""Weights that engines load where policy workers hold them, on one GPU. In host memory: tests/cpu/weight_sync/test_shared_weights.py."""
 
 import multiprocessing
 from collections.abc import Callable

@@ -17,11 +17,12 @@ from skyrl_async.generators.gym.environment import EnvironmentCalls, Environment
 from skyrl_async.generators.gym.episode_state import EpisodeState
 from skyrl_async.generators.gym.turn import Speaker, Turn, TurnRequest
 from skyrl_async.rollout.members import play_members
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.sample_state import SampleState
 from skyrl_async.rollout.token_usage import charge
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.progress import report
-from skyrl_async.types import FinishReason, GroupRequest, Trajectory
+from skyrl_async.types import FinishReason, Trajectory
 
 logger = logging.getLogger(__name__)
 

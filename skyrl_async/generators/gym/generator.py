@@ -11,8 +11,9 @@ from skyrl_async.generators.gym.environment import EnvironmentFactory
 from skyrl_async.generators.gym.episode import EpisodePlayer
 from skyrl_async.generators.gym.turn import Turn, TurnRequest
 from skyrl_async.rollout.generator import keeps_samples
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.sampler import Sampler
-from skyrl_async.types import GroupRequest, Trajectory
+from skyrl_async.types import Trajectory
 
 
 class GymGenerator:

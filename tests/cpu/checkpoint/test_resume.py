@@ -17,11 +17,12 @@ from skyrl_async.errors import CheckpointError, GenerationError
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.rollout.generator import Generator
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
-from skyrl_async.types import GroupRequest, PauseMode, Trajectory
+from skyrl_async.types import PauseMode, Trajectory
 
 LONG_TAILED = SimulationSettings(
     num_steps=None,

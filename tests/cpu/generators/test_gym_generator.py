@@ -20,13 +20,13 @@ from skyrl_async.errors import GenerationError, NoEngineError, PromptTooLongErro
 from skyrl_async.generators.gym.episode import derive_seed
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.rollout.generator import Generator
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.sampler import OpenGeneration
 from skyrl_async.types import (
     ENVIRONMENT_VERSION,
     Completion,
     CompletionDelta,
     FinishReason,
-    GroupRequest,
     Prompt,
     SamplingParams,
     Trajectory,

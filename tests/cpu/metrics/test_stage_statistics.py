@@ -11,11 +11,12 @@ import pytest
 
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.overlap import OverlapThroughput
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.runtime.stages import StageState
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, build_simulation
-from skyrl_async.types import GroupRequest, Trajectory
+from skyrl_async.types import Trajectory
 from tests.cpu.trainer.test_trainer_stages import SLOW_PUBLISH, run
 
 ONE_EPOCH = replace(SLOW_PUBLISH, num_steps=None, num_epochs=1, num_prompts=18)

@@ -19,10 +19,11 @@ from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.console import cells
 from skyrl_async.rollout.dynamic_sampling import NoSignal, SignalFilter
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
-from skyrl_async.types import Group, GroupRequest, Trajectory
+from skyrl_async.types import Group, Trajectory
 
 FILTERING = SimulationSettings(
     mini_batch_size=4,

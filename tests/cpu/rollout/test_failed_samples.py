@@ -19,15 +19,17 @@ from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
 from skyrl_async.generators.agent.reward import AgentEpisode, FunctionJudge
 from skyrl_async.generators.gym.episode import derive_seed
 from skyrl_async.generators.gym.generator import GymGenerator
-from skyrl_async.rollout.failed_samples import Backoff, OnLostSamples, PlayedGroup
+from skyrl_async.rollout.failed_samples import OnLostSamples, PlayedGroup
 from skyrl_async.rollout.generator import Generator, keeps_samples
 from skyrl_async.rollout.members import play_members
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.retrier import Attempts
+from skyrl_async.runtime.backoff import Backoff
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import SimulationSettings, build_simulation
-from skyrl_async.types import Completion, GroupRequest, Prompt, SamplingParams, Trajectory
+from skyrl_async.types import Completion, Prompt, SamplingParams, Trajectory
 from tests.cpu.generators.test_gym_generator import Quiz, ScriptedSampler
 from tests.cpu.tiny_chat import RENDERER
 from tests.patience import PATIENCE_S

@@ -25,18 +25,11 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engines.ray import RayEngine, start_ray_engines
 from skyrl_async.inference.vllm.engine import VLLMEngineConfig
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.simulator.clock import VirtualTimeLoop
 from skyrl_async.simulator.models import ModelledGenerator, ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
-from skyrl_async.types import (
-    Completion,
-    FinishReason,
-    GroupRequest,
-    PauseMode,
-    SamplingParams,
-    Trajectory,
-    WeightUpdate,
-)
+from skyrl_async.types import Completion, FinishReason, PauseMode, SamplingParams, Trajectory, WeightUpdate
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from tests.engine_checks import MAX_MODEL_LEN, PROMPTS, make_policy, make_update
 from tests.patience import PATIENCE_S

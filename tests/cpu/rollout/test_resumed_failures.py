@@ -14,11 +14,12 @@ from skyrl_async.generators.agent.generator import AgentGenerator
 from skyrl_async.rollout.failed_samples import OnLostSamples, PlayedGroup
 from skyrl_async.rollout.generator import keeps_samples
 from skyrl_async.rollout.members import play_members
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.retrier import Attempts
 from skyrl_async.rollout.sample_state import ResumeCounts, SampleState, SavedSamples
 from skyrl_async.rollout.token_usage import TokenAccount, charged_to
 from skyrl_async.simulator.clock import run_in_virtual_time
-from skyrl_async.types import GroupRequest, Trajectory
+from skyrl_async.types import Trajectory
 from tests.cpu.rollout.test_failed_samples import request, row
 
 NUM_SAMPLES = 4

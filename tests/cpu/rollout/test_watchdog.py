@@ -10,15 +10,16 @@ import pytest
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.metrics.names import METRICS
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.rollout.failed_samples import Backoff
 from skyrl_async.rollout.generator import keeps_samples
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.retrier import Attempts
 from skyrl_async.rollout.watchdog import Sources, Watchdog
+from skyrl_async.runtime.backoff import Backoff
 from skyrl_async.runtime.progress import GroupProgress, RolloutStatus, report, report_engine
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
-from skyrl_async.types import GroupRequest, Trajectory
+from skyrl_async.types import Trajectory
 from tests.cpu.generators.test_gym_generator import Quiz, ScriptedSampler, request
 from tests.cpu.tiny_chat import RENDERER
 

@@ -22,6 +22,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.staleness_policies import staleness_policy
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
@@ -33,7 +34,7 @@ from skyrl_async.trainer.fully_async import FullyAsyncTrainer, TrainerSettings
 from skyrl_async.trainer.validation import ValidationSettings
 from skyrl_async.training.backends.settings import LoraSettings, TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
-from skyrl_async.types import GroupRequest, PauseMode, Prompt, SamplingParams
+from skyrl_async.types import PauseMode, Prompt, SamplingParams
 from skyrl_async.weight_sync.engine_time_sharing import EngineTurns
 from skyrl_async.weight_sync.publisher import WeightPublisher
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from skyrl_async.checkpoint.checkpointer import read_state
 from skyrl_async.errors import GenerationError, InferenceError, NoEngineError, PublishError
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.runtime.shutdown import StopRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
-from skyrl_async.types import GroupRequest, Trajectory, WeightUpdate
+from skyrl_async.types import Trajectory, WeightUpdate
 
 BUSY_TRAINER = SimulationSettings(
     max_staleness_steps=4,

@@ -14,18 +14,11 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
-from skyrl_async.types import (
-    ENVIRONMENT_VERSION,
-    GroupRequest,
-    PauseMode,
-    Prompt,
-    SamplingParams,
-    Trajectory,
-    WeightUpdate,
-)
+from skyrl_async.types import ENVIRONMENT_VERSION, PauseMode, Prompt, SamplingParams, Trajectory, WeightUpdate
 from tests.cpu.tiny_chat import RENDERER, TOKENIZER
 
 TOKENS_PER_SECOND = 10.0

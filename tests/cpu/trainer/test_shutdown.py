@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state
 from skyrl_async.errors import CheckpointError, GenerationError, InferenceError, NoEngineError
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.runtime.shutdown import GRACE_S, StopAsked, StopRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
 from skyrl_async.training.protocol import Policy
-from skyrl_async.types import GroupRequest, Trajectory
+from skyrl_async.types import Trajectory
 
 LONG_TAILED = SimulationSettings(
     mean_tokens=100.0,

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.errors import CheckpointError, DeadlineError, GenerationError, NoEngineError, PublishError
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
-from skyrl_async.types import GroupRequest, PauseMode, Trajectory
+from skyrl_async.types import PauseMode, Trajectory
 
 LONG_TAILED = SimulationSettings(
     mean_tokens=100.0, sigma=1.2, num_steps=24, seconds_per_token=1e-4, load_seconds=0.5, step_seconds=1.0

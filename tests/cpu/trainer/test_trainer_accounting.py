@@ -14,10 +14,11 @@ from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.data.ledger import UidState
 from skyrl_async.errors import GenerationError, NoEngineError
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
-from skyrl_async.types import GroupRequest, Trajectory
+from skyrl_async.types import Trajectory
 
 LONG_TAILED = SimulationSettings(
     mean_tokens=100.0, sigma=1.2, num_steps=10, seconds_per_token=1e-4, load_seconds=0.5, step_seconds=1.0

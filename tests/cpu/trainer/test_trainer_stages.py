@@ -17,12 +17,13 @@ from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.run import Schedule, TrainerConfig
 from skyrl_async.errors import ConfigError, GenerationError, PublishError
 from skyrl_async.metrics.names import METRICS
+from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.runtime.shutdown import StopRequest
 from skyrl_async.runtime.stages import StageState
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
-from skyrl_async.types import Group, GroupRequest, Trajectory
+from skyrl_async.types import Group, Trajectory
 
 SLOW_PUBLISH = SimulationSettings(
     mean_tokens=100.0,

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: their files, what they hold, and the lock on a run's directory."""

@@ -1,0 +1,1 @@
+"""Rules across sections and about this machine."""

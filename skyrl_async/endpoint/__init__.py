@@ -1,0 +1,1 @@
+"""The OpenAI-compatible endpoint, which serves the policy while it trains."""

@@ -1,0 +1,1 @@
+"""The text of an answer as content, reasoning and tool calls."""

@@ -1,0 +1,1 @@
+"""The application, the processes that serve it, and forwarding between them."""

@@ -1,0 +1,1 @@
+"""Sessions: the token-exact tree of turns of one sample, and its training rows."""

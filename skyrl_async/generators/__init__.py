@@ -1,0 +1,1 @@
+"""Generators: how a prompt becomes trajectories."""

@@ -1,0 +1,1 @@
+"""Episodes in ``skyrl_gym`` environments over ``generate()``, in process."""

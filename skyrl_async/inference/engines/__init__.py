@@ -1,0 +1,1 @@
+"""Engines by where they run: in Ray actors, or in this process and reproducible bit for bit."""

@@ -1,0 +1,1 @@
+"""The policy as processes: ranks, their actors, dispatch and recovery."""

@@ -1,0 +1,1 @@
+"""What both ends of a weight transfer share: memory files, shared tensors, dtypes, checksums, adapters."""
