@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.report import arguments, conditions, report
-from skyrl_async.composition.parts import Listeners
+from skyrl_async.composition.parts import TrainerCallbacks
 from skyrl_async.composition.run import Parts, started_parts, trainer_of
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.run import Config
@@ -61,7 +61,7 @@ async def measure(config: Config, variant: Variant, parts: Parts, start: Path, n
             replace(config, trainer=trainer_config, evaluation=evaluation),
             parts,
             run_dir=Path(directory),
-            listeners=Listeners(log=lambda step, values: logged.append(values)),
+            listeners=TrainerCallbacks(log=lambda step, values: logged.append(values)),
             trace=Trace(None, time.monotonic),
         )
         await trainer.run()

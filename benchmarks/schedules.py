@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import arguments, conditions, report
-from skyrl_async.composition.parts import Listeners
+from skyrl_async.composition.parts import TrainerCallbacks
 from skyrl_async.composition.run import started_parts, trainer_of
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.run import Config
@@ -56,7 +56,7 @@ async def measure(config: Config, variant: Variant, target: float) -> dict[str, 
             config,
             parts,
             run_dir=directory,
-            listeners=Listeners(log=lambda step, values: logged.append((time.monotonic(), values))),
+            listeners=TrainerCallbacks(log=lambda step, values: logged.append((time.monotonic(), values))),
             trace=trace,
         )
         await trainer.run()

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.report import arguments, conditions, report
 from benchmarks.staleness_picture import draw_staleness_curves
-from skyrl_async.composition.parts import Listeners
+from skyrl_async.composition.parts import TrainerCallbacks
 from skyrl_async.composition.run import Parts, started_parts, trainer_of
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.run import Config
@@ -96,7 +96,7 @@ class Plan:
             f"trainer.staleness_policy={self.policy}",
             f"trainer.num_steps={self.num_steps}",
             f"trainer.max_staleness_steps={max(self.bounds)}",
-            "trainer.limit_buffered_groups=false",
+            "trainer.count_buffered_as_in_flight=false",
             f"trainer.eval_interval_steps={math.ceil(self.num_steps / 5)}",
             "trainer.checkpoint_interval_steps=0",
             "trainer.logprob_probe_interval_steps=0",
@@ -131,7 +131,7 @@ async def measure(config: Config, bound: int, parts: Parts) -> dict[str, Any]:
             replace(config, trainer=replace(config.trainer, max_staleness_steps=bound)),
             parts,
             run_dir=Path(directory),
-            listeners=Listeners(log=lambda step, values: logged.append((step, values))),
+            listeners=TrainerCallbacks(log=lambda step, values: logged.append((step, values))),
             trace=Trace(None, time.monotonic),
         )
         await trainer.run()

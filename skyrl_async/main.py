@@ -24,7 +24,7 @@ from skyrl_async.checkpoint.run_lock import only_run_in
 from skyrl_async.composition.closing import ClosingStack, leave_process
 from skyrl_async.composition.interruption import Interruption, Phase
 from skyrl_async.composition.kept_config import KeptConfig
-from skyrl_async.composition.parts import Listeners, LogGroups
+from skyrl_async.composition.parts import LogGroups, TrainerCallbacks
 from skyrl_async.composition.restoring import checkpoint_to_resume, make_room
 from skyrl_async.composition.run import Parts, started_parts, trainer_of
 from skyrl_async.config.help import value_text
@@ -241,7 +241,7 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
                 config,
                 parts,
                 run_dir=run_dir,
-                listeners=Listeners(log=log, log_groups=log_groups, show_stuck=show_stuck),
+                listeners=TrainerCallbacks(log=log, log_groups=log_groups, show_stuck=show_stuck),
                 trace=trace,
                 stop=interruption.stop,
                 disk=left.disk,
@@ -288,7 +288,7 @@ async def _train(
     console.phase("training")
     interruption.enter(Phase.TRAINING)
     await trainer.run()
-    if interruption.stop.is_asked and not trainer.is_complete:
+    if interruption.stop.is_requested and not trainer.is_complete:
         raise _Stopped
     interruption.enter(Phase.FINISHING)
     if trainer.evaluation_failure is not None:

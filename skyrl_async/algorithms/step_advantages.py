@@ -24,7 +24,7 @@ def _whole(group: Group) -> Group:
     return group
 
 
-class Credit:
+class StepAdvantages:
     """Advantages that depend on the other groups of the step, or on the step's penalty for divergence.
 
     Args:
@@ -43,19 +43,19 @@ class Credit:
         self._penalty = penalty
         self._mark = mark
 
-    def __call__(self, groups: Sequence[Group], trained_part: TrainedPart = _whole) -> Sequence[Group]:
+    def __call__(self, groups: Sequence[Group], masked_group: TrainedPart = _whole) -> Sequence[Group]:
         """Groups of one step, with advantages: all of them at once where estimator or marks need that; each once.
 
         Rewards, and the penalty, are of whole answers; tokens are counted and marked among those that are trained.
         """
-        credited = groups if self._estimator is None else self._with_advantages(groups, trained_part)
+        credited = groups if self._estimator is None else self._with_advantages(groups, masked_group)
         if self._mark is None:
             return credited
-        marked = self._mark([trained_part(group) for group in credited])
+        marked = self._mark([masked_group(group) for group in credited])
         return [_with_marks_of(*pair) for pair in zip(credited, marked, strict=True)]
 
-    def _with_advantages(self, groups: Sequence[Group], trained_part: TrainedPart) -> Sequence[Group]:
-        rewards = [self._rewards_of(group, trained_part(group)) for group in groups]
+    def _with_advantages(self, groups: Sequence[Group], masked_group: TrainedPart) -> Sequence[Group]:
+        rewards = [self._rewards_of(group, masked_group(group)) for group in groups]
         live = [index for index, of_one in enumerate(rewards) if of_one.rewards]
         found = dict(zip(live, self._advantages([rewards[index] for index in live]), strict=True))
         return [_credited(group, found.get(index, ())) for index, group in enumerate(groups)]
@@ -84,7 +84,7 @@ class Credit:
         """Of the penalty in the next step, for checkpoints; None without one."""
         return None if self._penalty is None else self._penalty.controller.coefficient
 
-    def take_up(self, kl_coef: float | None) -> None:
+    def restore(self, kl_coef: float | None) -> None:
         """Go on with the coefficient of a checkpoint, where it follows a target: one that is fixed is the configuration's."""
         if kl_coef is not None and self._penalty is not None and self._penalty.controller.target is not None:
             self._penalty.controller.coefficient = kl_coef

@@ -11,18 +11,18 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from skyrl_async.algorithms.step_advantages import Credit
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import RunTotals
 from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.rollout.group_state import RunningGroup, TakenUp, admission_of
+from skyrl_async.rollout.group_state import RestoredGroups, RunningGroup, admission_of
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers
 from skyrl_async.runtime.daemon_threads import DaemonThreads
-from skyrl_async.runtime.shutdown import GRACE_S, StopAsked, StopRequest
+from skyrl_async.runtime.shutdown import GRACE_S, ShutdownRequest, ShutdownRequested
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Group
 
@@ -48,8 +48,8 @@ class RunSaver:
         workers: GenerationWorkers,
         recorder: Recorder,
         checkpointer: Checkpointer | None,
-        credit: Credit,
-        stop: StopRequest,
+        credit: StepAdvantages,
+        stop: ShutdownRequest,
     ) -> None:
         self._dataloader = dataloader
         self._staleness = staleness
@@ -75,7 +75,7 @@ class RunSaver:
         """Why the last checkpoint was not written; None when it was."""
         return self.checkpointer.failure if self.checkpointer is not None else None
 
-    async def take_up(self, policy: Policy, checkpoint: Path, *, holds_bound: bool) -> None:
+    async def restore(self, policy: Policy, checkpoint: Path, *, holds_bound: bool) -> None:
         """Have every part stand where the checkpoint was taken. Raises ``CheckpointError``.
 
         With another mini-batch size or staleness bound than the checkpoint's, groups that no longer fit are drawn again.
@@ -85,7 +85,7 @@ class RunSaver:
         await policy.load(checkpoint / "policy")
         await self._dataloader.load_state_from_checkpoint(state.dataloader)
         self._recorder.totals = totals = RunTotals(**state.totals)
-        self._credit.take_up(state.kl_coef)
+        self._credit.restore(state.kl_coef)
         self._dataloader.check_running([(group.epoch, group.uid) for group in state.running])
         admissions = await self._staleness.load_state_from_checkpoint(
             state.step,
@@ -94,13 +94,13 @@ class RunSaver:
             running=[admission_of(group) for group in state.running],
             holds_bound=holds_bound,
         )
-        taken_up = TakenUp.of(state.groups, state.running, admissions)
-        self._workers.take_up(taken_up.running)
+        taken_up = RestoredGroups.of(state.groups, state.running, admissions)
+        self._workers.restore(taken_up.running)
         for finished in taken_up.finished:
-            await self._workers.hand_over.put(finished)
-        self._workers.hand_over.take_up(state.filtered_in_a_row)
+            await self._workers.finished_groups.put(finished)
+        self._workers.finished_groups.restore(state.filtered_in_a_row)
         for dropped in reversed(taken_up.dropped):
-            await self._dataloader.give_back((dropped.epoch, dropped.uid))
+            await self._dataloader.requeue((dropped.epoch, dropped.uid))
         totals.wasted_tokens += taken_up.num_dropped_tokens
         self.newest, self.step = checkpoint, state.step
         self._known = self._progress(state.step, self._workers.running_groups())
@@ -144,8 +144,8 @@ class RunSaver:
 
     async def collect_open_tokens(self) -> None:
         """Have open generations know all of their tokens, as far as engines answer in time once a stop was asked for."""
-        with suppress(StopAsked):
-            async with self._stop.cut_short(grace_s=GRACE_S):
+        with suppress(ShutdownRequested):
+            async with self._stop.interruptible(grace_s=GRACE_S):
                 await self._workers.collect_open_tokens()
 
     def _state(self, step: int, taken: Sequence[Group]) -> TrainerState:
@@ -157,7 +157,7 @@ class RunSaver:
             running=self._workers.running_groups(),
             totals=asdict(self._recorder.totals),
             kl_coef=self._credit.kl_coef,
-            filtered_in_a_row=self._workers.hand_over.filtered_in_a_row,
+            filtered_in_a_row=self._workers.finished_groups.filtered_in_a_row,
         )
 
     def _progress(self, step: int, running: Sequence[RunningGroup]) -> tuple[int, int, int]:

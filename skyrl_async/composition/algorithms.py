@@ -12,7 +12,7 @@ from skyrl_async.algorithms.kl import get_kl_estimator
 from skyrl_async.algorithms.kl_penalty import KlController, KlPenalty
 from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import make_policy_loss
-from skyrl_async.algorithms.step_advantages import Credit
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.algorithms.trial import try_estimator, try_policy_loss
 from skyrl_async.config.schema.algorithm import AlgorithmConfig
 from skyrl_async.config.schema.kl_control import KlControl
@@ -25,7 +25,7 @@ class Advantages:
 
     of_stage: ComputeAdvantages | None
     """In the reward stage, as soon as a group is finished; None: nobody there."""
-    credit: Credit
+    credit: StepAdvantages
     """When the group is trained."""
     need_mini_batch: bool
     """All groups of a step at once."""
@@ -51,9 +51,11 @@ def make_advantages(algorithm: AlgorithmConfig) -> Advantages:
     mark = _mark(algorithm)
     need_mini_batch = estimator.of_mini_batch is not None or mark is not None
     if estimator.of_group is not None and not algorithm.use_kl_in_reward:
-        return Advantages(of_stage=estimator.of_group, credit=Credit(mark=mark), need_mini_batch=need_mini_batch)
+        return Advantages(
+            of_stage=estimator.of_group, credit=StepAdvantages(mark=mark), need_mini_batch=need_mini_batch
+        )
     penalty = _penalty(algorithm) if algorithm.use_kl_in_reward else None
-    return Advantages(of_stage=None, credit=Credit(estimator, penalty, mark), need_mini_batch=need_mini_batch)
+    return Advantages(of_stage=None, credit=StepAdvantages(estimator, penalty, mark), need_mini_batch=need_mini_batch)
 
 
 def _mark(algorithm: AlgorithmConfig) -> Mark | None:

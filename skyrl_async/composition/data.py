@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _TIED_HEAD = "lm_head.weight"
 """In files though it is no parameter of its own, where embeddings are tied."""
 
-Say = Callable[[str], None]
+ProgressFn = Callable[[str], None]
 """Takes one line about what is going on."""
 
 
@@ -118,7 +118,7 @@ def _task_to_learn(config: Config, held_out: Sequence[Prompt]) -> BuiltInTask:
 class PolicyFiles:
     """Where the policy's files are: at once for engines to boot from, and trained for the policy workers to load."""
 
-    def __init__(self, config: Config, prompts: Prompts, say: Say) -> None:
+    def __init__(self, config: Config, prompts: Prompts, say: ProgressFn) -> None:
         self._config = config
         self._prompts = prompts
         self._say = say
@@ -251,7 +251,7 @@ def check_checkpoint_is_of(checkpoint: Path, policy_dir: Path) -> None:
     check_model(checkpoint / "policy", there, model_type=model_type, shapes=shapes)
 
 
-def fitting_prompts(prompts: Prompts, renderer: ChatRenderer, max_model_len: int, say: Say) -> Prompts:
+def fitting_prompts(prompts: Prompts, renderer: ChatRenderer, max_model_len: int, say: ProgressFn) -> Prompts:
     """Leave out prompts that fill the context; says which. Raises ``DatasetError`` when none is left."""
 
     def num_tokens(prompt: Prompt) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from skyrl_async.composition.placement_group import Bundles, engine_seats
+from skyrl_async.composition.placement_group import Bundles, engine_resources
 from skyrl_async.config.rules.devices import engine_device
 from skyrl_async.config.schema.run import Config, EngineBackend
 from skyrl_async.inference.client import InferenceEngineClient
@@ -42,7 +42,7 @@ async def _start_vllm_engines(
 ) -> Sequence[InferenceEngine]:
     from skyrl_async.inference.engines.ray import start_ray_engines
 
-    engine, seats = config.engine, engine_seats(config, bundles, names)
+    engine, seats = config.engine, engine_resources(config, bundles, names)
     configs = [
         VLLMEngineConfig(
             name=name,
@@ -113,7 +113,7 @@ def make_fleet(
         start=start,
         settings=FleetSettings(
             life=_life(config),
-            all_gone_timeout_s=config.engine.all_gone_timeout_s,
+            no_engine_timeout_s=config.engine.no_engine_timeout_s,
         ),
         say=say,
         front_ends=front_ends,

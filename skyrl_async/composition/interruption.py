@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Self
 
-from skyrl_async.runtime.shutdown import StopRequest
+from skyrl_async.runtime.shutdown import ShutdownRequest
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Interruption:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self.stop = StopRequest()
+        self.stop = ShutdownRequest()
         self.signal: signal.Signals | None = None
         """The first one that came."""
         self._timeout_s = timeout_s

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from skyrl_async.composition.data import PolicyFiles
-from skyrl_async.composition.placement_group import Bundles, Seats, worker_seats
-from skyrl_async.composition.time_sharing import in_turn, turn_of
+from skyrl_async.composition.placement_group import ActorResources, Bundles, worker_resources
+from skyrl_async.composition.time_sharing import in_turn, lease_of
 from skyrl_async.config.rules.advice import advice
 from skyrl_async.config.rules.devices import training_device
 from skyrl_async.config.rules.idle import idle_settings
@@ -96,7 +96,7 @@ async def start_logprob_workers(
             _start_workers, config, files, initial, name=name, num_workers=num_workers, path=path, seats=seats
         )
         workers = await LogprobWorkers.start(
-            start, max_restarts=config.trainer.max_restarts, device_turn=turn_of(name, device_groups or {})
+            start, max_restarts=config.trainer.max_restarts, device_turn=lease_of(name, device_groups or {})
         )
         stack.push_async_callback(workers.close)
         return workers
@@ -108,12 +108,19 @@ async def start_logprob_workers(
     return LogprobParts(ref=ref.result(), old=old.result())
 
 
-def _seats(config: Config, name: str, bundles: Bundles | None) -> Seats:
-    return worker_seats(config, None) if bundles is None else bundles.seats(name)
+def _seats(config: Config, name: str, bundles: Bundles | None) -> ActorResources:
+    return worker_resources(config, None) if bundles is None else bundles.seats(name)
 
 
 async def _start_workers(
-    config: Config, files: PolicyFiles, initial: Path, *, name: str, num_workers: int, path: str | None, seats: Seats
+    config: Config,
+    files: PolicyFiles,
+    initial: Path,
+    *,
+    name: str,
+    num_workers: int,
+    path: str | None,
+    seats: ActorResources,
 ) -> ForwardWorkers:
     from skyrl_async.training.workers.policy_workers import PolicyWorkers
 

@@ -20,7 +20,7 @@ from skyrl_async.composition.data import Prompts, epoch_plan
 from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
 from skyrl_async.composition.processes import Endpoint
 from skyrl_async.composition.rewards import check_reward_shaping, environment_factory, reward_shapes
-from skyrl_async.composition.time_sharing import policy_in_turn, training_turn, turn_values
+from skyrl_async.composition.time_sharing import lease_values, policy_in_turn, training_lease
 from skyrl_async.config.schema.run import Config, GeneratorKind, SamplingConfig, Schedule, TrainerConfig
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.generators.agent.settings import check_agent_settings, make_agent_generator
@@ -32,7 +32,7 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.registries import import_function
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.dynamic_sampling import SignalFilter
-from skyrl_async.rollout.failed_samples import OnLostSamples
+from skyrl_async.rollout.failed_samples import OnFailedSamples
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.staleness_policies import staleness_policy
@@ -41,7 +41,7 @@ from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.runtime.backoff import Backoff
 from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.device_leases import DeviceGroup
-from skyrl_async.runtime.shutdown import StopRequest
+from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.runtime.stage_board import StageBoard
 from skyrl_async.trainer.evaluator import Evaluator
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer, TrainerSettings
@@ -59,7 +59,7 @@ ShowStuck = Callable[[Sequence[str]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listeners:
+class TrainerCallbacks:
     """Who is told what a trainer does."""
 
     log: Log
@@ -116,7 +116,7 @@ def make_generator(
             max_turns=generator.max_turns,
             agent_timeout_s=generator.agent_timeout_s,
             deadlines=client.pool.deadlines,
-            outage_timeout_s=config.engine.all_gone_timeout_s,
+            outage_timeout_s=config.engine.no_engine_timeout_s,
             max_concurrent_agents=generator.max_concurrent_agents,
             working_dir=None if generator.working_dir is None else Path(generator.working_dir),
             run_dir=run_dir,
@@ -136,7 +136,7 @@ def make_generator(
             max_turns=generator.max_turns,
             max_trajectory_tokens=generator.max_trajectory_tokens,
             outages=client.pool.deadlines.outages,
-            outage_timeout_s=config.engine.all_gone_timeout_s,
+            outage_timeout_s=config.engine.no_engine_timeout_s,
         )
         stack.push_async_callback(over_http.close)
         return cast(Generator, over_http)
@@ -181,9 +181,9 @@ def make_trainer(
     logprobs: LogprobParts,
     device_groups: Mapping[str, DeviceGroup],
     run_dir: Path,
-    listeners: Listeners,
+    listeners: TrainerCallbacks,
     trace: Trace,
-    stop: StopRequest | None = None,
+    stop: ShutdownRequest | None = None,
     disk: Executor | None = None,
 ) -> FullyAsyncTrainer:
     """A trainer, with generation's side of it, over running parts; checkpoints go below ``run_dir``, written by threads of ``disk``."""
@@ -192,7 +192,7 @@ def make_trainer(
 
     def log(step: int, values: dict[str, float]) -> None:
         restarts = {"trainer/restarts": float(policy.num_restarts + logprobs.num_restarts)}
-        listeners.log(step, restarts | publisher.lag_values() | turn_values(device_groups) | values)
+        listeners.log(step, restarts | publisher.lag_values() | lease_values(device_groups) | values)
 
     advantages = make_advantages(trainer.algorithm)
     return FullyAsyncTrainer(
@@ -220,7 +220,7 @@ def make_trainer(
         stop=stop,
         board=generation.board,
         prepare=stage_works(config, in_turn, logprobs, device_groups),
-        turn=training_turn(device_groups),
+        turn=training_lease(device_groups),
     )
 
 
@@ -253,7 +253,7 @@ def _generation(
         mini_batch_size,
         bound,
         None if trainer.num_steps is None else trainer.num_steps * mini_batch_size,
-        limits_buffered_groups=trainer.limit_buffered_groups and not (is_one_step_off or trainer.deterministic),
+        limits_buffered_groups=trainer.count_buffered_as_in_flight and not (is_one_step_off or trainer.deterministic),
         admits_whole_batches=is_one_step_off,
     )
     buffer = GroupBuffer(mini_batch_size * (bound + 1))
@@ -281,7 +281,7 @@ def _generation(
     )
 
 
-def _watchdog(config: Config, generation: _Generation, listeners: Listeners, trace: Trace) -> Watchdog:
+def _watchdog(config: Config, generation: _Generation, listeners: TrainerCallbacks, trace: Trace) -> Watchdog:
     workers, evaluator = generation.workers, generation.evaluator
     return Watchdog(
         Sources(rollouts=lambda: [*workers.statuses(), *evaluator.statuses()], stages=trace.open_spans),
@@ -300,9 +300,9 @@ def _rollout_settings(config: Config) -> RolloutSettings:
         max_retries=generator.max_retries,
         max_failed_fraction=generator.max_failed_fraction,
         timeout_s=generator.rollout_timeout_s,
-        on_lost_samples=OnLostSamples(generator.on_lost_samples.name),
+        on_failed_samples=OnFailedSamples(generator.on_failed_samples.name),
         backoff=_backoff(config),
-        redraws_groups=staleness_policy(config.trainer.staleness_policy.name).gives_up,
+        requeues_groups=staleness_policy(config.trainer.staleness_policy.name).gives_up,
         masks_overlong=generator.apply_overlong_filtering,
     )
 

@@ -30,7 +30,7 @@ RESERVE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seats:
+class ActorResources:
     """What Ray reserves for each actor of a stage, and where."""
 
     num_cpus: float
@@ -70,7 +70,7 @@ class Bundles:
         here = ray.get_runtime_context().get_node_id()
         return cls(plan, group, [node_of[index] for index in range(len(bundles))], here)
 
-    def seats(self, stage: str) -> Seats:
+    def seats(self, stage: str) -> ActorResources:
         """Of a stage with actors of its own."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -85,7 +85,9 @@ class Bundles:
         )
         reserved = group.reservation(stage)
         is_gpu = self.plan.unit is Unit.gpu
-        return Seats(num_cpus=0.0 if is_gpu else reserved, num_gpus=reserved if is_gpu else 0.0, strategies=strategies)
+        return ActorResources(
+            num_cpus=0.0 if is_gpu else reserved, num_gpus=reserved if is_gpu else 0.0, strategies=strategies
+        )
 
 
 async def reserve_devices(config: Config, stack: ClosingStack) -> Bundles | None:
@@ -106,7 +108,7 @@ async def reserve_devices(config: Config, stack: ClosingStack) -> Bundles | None
     return bundles
 
 
-def engine_seats(config: Config, bundles: Bundles | None, names: Sequence[str]) -> Seats:
+def engine_resources(config: Config, bundles: Bundles | None, names: Sequence[str]) -> ActorResources:
     """Of the engines of these names: ``engine-2`` has the third seat, and so have those that come after it, ``engine-2.1``.
 
     Raises ``EngineStartError`` when there is none for one of them.
@@ -121,22 +123,24 @@ def engine_seats(config: Config, bundles: Bundles | None, names: Sequence[str]) 
                 "remove an engine first"
             )
         strategies = tuple(seats.strategies[place] for place in places)
-        return Seats(num_cpus=seats.num_cpus, num_gpus=seats.num_gpus, strategies=strategies)
+        return ActorResources(num_cpus=seats.num_cpus, num_gpus=seats.num_gpus, strategies=strategies)
     engine, num_gpus = config.engine, config.placement.num_gpus_per_engine
     default = engine.tensor_parallel_size if engine_device(engine) is Device.cuda else 0.0
-    return Seats(
+    return ActorResources(
         num_cpus=config.placement.num_cpus_per_engine,
         num_gpus=default if num_gpus is None else num_gpus,
     )
 
 
-def worker_seats(config: Config, bundles: Bundles | None) -> Seats:
+def worker_resources(config: Config, bundles: Bundles | None) -> ActorResources:
     """Of the policy workers, by rank."""
     if bundles is not None:
         return bundles.seats("policy")
     num_gpus = config.placement.num_gpus_per_worker
     default = 1.0 if training_device(config.training) is Device.cuda else 0.0
-    return Seats(num_cpus=config.placement.num_cpus_per_worker, num_gpus=default if num_gpus is None else num_gpus)
+    return ActorResources(
+        num_cpus=config.placement.num_cpus_per_worker, num_gpus=default if num_gpus is None else num_gpus
+    )
 
 
 def _bundle_sizes(plan: DevicePlan) -> list[int]:

@@ -18,7 +18,7 @@ from skyrl_async.composition.corrections import correction_settings
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.composition.engines import is_supervised, start_engines
 from skyrl_async.composition.logprobs import reference_path
-from skyrl_async.composition.placement_group import Bundles, worker_seats
+from skyrl_async.composition.placement_group import Bundles, worker_resources
 from skyrl_async.composition.private_files import write_private
 from skyrl_async.config.rules.correction import whole_vocabulary_settings
 from skyrl_async.config.rules.devices import engine_device, training_device
@@ -34,7 +34,7 @@ from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.runtime.heartbeat import Heartbeat
 from skyrl_async.runtime.outages import Outages
-from skyrl_async.runtime.shutdown import StopRequest
+from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.training.backends.deepspeed_config import DeepSpeedSettings
 from skyrl_async.training.backends.settings import LoraSettings, TrainingSettings
 from skyrl_async.training.protocol import SendingPolicy
@@ -104,7 +104,7 @@ async def _start_policy(
     """Policy workers, and what replaces them when they die."""
     from skyrl_async.training.workers.policy_workers import PolicyWorkers
 
-    seats = worker_seats(config, bundles)
+    seats = worker_resources(config, bundles)
 
     async def start_workers() -> SendingPolicy:
         return await PolicyWorkers.start(
@@ -219,7 +219,7 @@ async def serving_endpoint(
     max_model_len: int,
     run_dir: Path,
     outages: Outages,
-    stop: StopRequest | None = None,
+    stop: ShutdownRequest | None = None,
 ) -> AsyncIterator[Endpoint]:
     """The endpoint's processes; their address and keys are in ``endpoint.json``, readable by its owner only, while they run.
 

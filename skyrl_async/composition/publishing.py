@@ -50,7 +50,7 @@ def make_publisher(
         directory=directory,
         bucket_bytes=config.weight_sync.send_bucket_mb << 20,
         load_bucket_bytes=config.weight_sync.load_bucket_mb << 20,
-        dual_buffer=config.weight_sync.dual_buffer,
+        double_buffer=config.weight_sync.double_buffer,
         pause_mode=PauseMode(config.engine.pause_mode.name),
         trace=trace,
         probe_prompt_token_ids=renderer.render(list(prompts.train[0].messages)),
@@ -103,4 +103,4 @@ def check_shared_memory(config: Config, policy_dir: Path) -> None:
         return
     num_elements = sum(math.prod(shape) for _, shape in read_manifest(str(policy_dir)).values())
     num_bytes = num_elements * {"float32": 4, "bfloat16": 2}[config.policy.dtype.name]
-    require_room(shared_memory(), num_bytes, dual_buffer=config.weight_sync.dual_buffer)
+    require_room(shared_memory(), num_bytes, double_buffer=config.weight_sync.double_buffer)

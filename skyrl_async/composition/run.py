@@ -17,8 +17,8 @@ from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.data import (
     Chat,
     PolicyFiles,
+    ProgressFn,
     Prompts,
-    Say,
     check_checkpoint_is_of,
     fitting_prompts,
     known_context,
@@ -30,7 +30,7 @@ from skyrl_async.composition.engines import is_supervised, make_fleet
 from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, start_logprob_workers
 from skyrl_async.composition.own_ray import start_ray
 from skyrl_async.composition.parts import (
-    Listeners,
+    TrainerCallbacks,
     check_generator,
     make_generator,
     make_trainer,
@@ -39,7 +39,7 @@ from skyrl_async.composition.parts import (
 from skyrl_async.composition.placement_group import reserve_devices
 from skyrl_async.composition.processes import serving_endpoint, start_engines_and_policy
 from skyrl_async.composition.publishing import check_shared_memory, make_publisher
-from skyrl_async.composition.time_sharing import device_groups, engine_turns, policy_in_turn
+from skyrl_async.composition.time_sharing import device_groups, engine_time_sharing, policy_in_turn
 from skyrl_async.config.rules.all import BUILT_IN_TASKS
 from skyrl_async.config.schema.run import Config
 from skyrl_async.inference.client import InferenceEngineClient
@@ -49,7 +49,7 @@ from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.runtime.device_leases import DeviceGroup
-from skyrl_async.runtime.shutdown import StopRequest
+from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
 from skyrl_async.training.rng import seed_all
 from skyrl_async.training.workers.recovering import RecoveringPolicy
@@ -80,11 +80,11 @@ async def started_parts(
     run_dir: Path,
     *,
     trace: Trace,
-    say: Say,
-    announce: Say = lambda _: None,
+    say: ProgressFn,
+    announce: ProgressFn = lambda _: None,
     checkpoint: Path | None = None,
     stack: ClosingStack | None = None,
-    stop: StopRequest | None = None,
+    stop: ShutdownRequest | None = None,
 ) -> AsyncIterator[Parts]:
     """Start everything a run needs, engines and warm start side by side; on exit everything is gone again.
 
@@ -123,10 +123,10 @@ async def started_parts(
             outages = client.pool.deadlines.outages
             serving = serving_endpoint(config, plan.initial, engines, client.max_model_len, run_dir, outages, stop)
             endpoint = await stack.enter_async_context(serving)
-        turns = engine_turns(
+        turns = engine_time_sharing(
             groups,
             client,
-            shortest_s=config.placement.shortest_generate_turn_s,
+            shortest_s=config.placement.min_generation_slice_s,
             is_busy=lambda: (
                 endpoint is not None or client.pool.is_busy
             ),  # who comes by the endpoint is not in this pool
@@ -172,7 +172,7 @@ class _Plan:
     chat: Chat | None
 
 
-def _planned(config: Config, checkpoint: Path | None, say: Say) -> _Plan:
+def _planned(config: Config, checkpoint: Path | None, say: ProgressFn) -> _Plan:
     """Refuse what can be refused without a process. Raises ``ConfigError`` and ``PolicyError``."""
     check_generator(config)
     generator = config.generator
@@ -210,9 +210,9 @@ def trainer_of(
     parts: Parts,
     *,
     run_dir: Path,
-    listeners: Listeners,
+    listeners: TrainerCallbacks,
     trace: Trace,
-    stop: StopRequest | None = None,
+    stop: ShutdownRequest | None = None,
     disk: Executor | None = None,
 ) -> FullyAsyncTrainer:
     """A trainer over running parts; checkpoints go below ``run_dir``, written by threads of ``disk``."""

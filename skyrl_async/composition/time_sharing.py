@@ -12,11 +12,11 @@ from pathlib import Path
 from skyrl_async.config.rules.device_plan import DevicePlan, PlannedGroup
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.rollout.preparation import InTurn, Prepare
-from skyrl_async.runtime.device_leases import DeviceGroup, Sitting, TakeTurn, groups_by_member
+from skyrl_async.rollout.preparation import OnSharedDevices, Prepare
+from skyrl_async.runtime.device_leases import DeviceGroup, DeviceLease, TakeTurn, groups_by_member
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
-from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTurns
+from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTimeSharing
 
 _WITH_WORKERS = ("policy", "ref", "logp")
 
@@ -35,7 +35,7 @@ def members_of(group: PlannedGroup) -> list[str]:
     return members + [GENERATE] * (GENERATE in group.stages)
 
 
-def engine_turns(
+def engine_time_sharing(
     groups: Mapping[str, DeviceGroup],
     client: InferenceEngineClient,
     *,
@@ -43,19 +43,19 @@ def engine_turns(
     is_busy: Callable[[], bool],
     trace: Trace,
     clock: Callable[[], float],
-) -> EngineTurns | None:
-    """Generation's turns; None where engines have their devices for themselves. For the arguments see ``EngineTurns``."""
+) -> EngineTimeSharing | None:
+    """Generation's turns; None where engines have their devices for themselves. For the arguments see ``EngineTimeSharing``."""
     if GENERATE not in groups:
         return None
-    return EngineTurns(client, groups[GENERATE], shortest_s=shortest_s, is_busy=is_busy, trace=trace, clock=clock)
+    return EngineTimeSharing(client, groups[GENERATE], shortest_s=shortest_s, is_busy=is_busy, trace=trace, clock=clock)
 
 
-def training_turn(groups: Mapping[str, DeviceGroup]) -> Sitting:
+def training_lease(groups: Mapping[str, DeviceGroup]) -> DeviceLease:
     """What the trainer holds over the groups it has at once and its optimizer step, instead of a turn for each."""
-    return turn_of("policy", groups)
+    return lease_of("policy", groups)
 
 
-def turn_values(groups: Mapping[str, DeviceGroup]) -> dict[str, float]:
+def lease_values(groups: Mapping[str, DeviceGroup]) -> dict[str, float]:
     """What the turns of each stage came to so far, as metrics."""
     values = {}
     for member, group in groups.items():
@@ -66,9 +66,9 @@ def turn_values(groups: Mapping[str, DeviceGroup]) -> dict[str, float]:
     return values
 
 
-def turn_of(member: str, groups: Mapping[str, DeviceGroup]) -> Sitting:
+def lease_of(member: str, groups: Mapping[str, DeviceGroup]) -> DeviceLease:
     """A turn over several calls of ``policy``, ``ref`` or ``logp``; nothing is waited for where it has its devices for itself."""
-    return Sitting(groups.get(member), member)
+    return DeviceLease(groups.get(member), member)
 
 
 def in_turn(
@@ -84,7 +84,7 @@ def in_turn(
     """
     if member not in groups:
         return work
-    return InTurn(work=work, take_turn=take_turn or partial(groups[member].turn, member))
+    return OnSharedDevices(work=work, take_turn=take_turn or partial(groups[member].turn, member))
 
 
 def policy_in_turn(policy: Policy, groups: Mapping[str, DeviceGroup]) -> Policy:
@@ -103,27 +103,27 @@ class PolicyInTurn:
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
     ) -> dict[str, float]:
         """See ``Policy``."""
-        async with self._group.turn_unless_held("policy"):
+        async with self._group.lease_unless_held("policy"):
             return await self._policy.forward_backward(trajectories, advantages, version)
 
     async def step(self, denominator: float) -> dict[str, float]:
         """See ``Policy``."""
-        async with self._group.turn_unless_held("policy"):
+        async with self._group.lease_unless_held("policy"):
             return await self._policy.step(denominator)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """See ``Policy``."""
-        async with self._group.turn_unless_held("policy"):
+        async with self._group.lease_unless_held("policy"):
             return await self._policy.logprobs(token_ids)
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
         """See ``Policy``."""
-        async with self._group.turn_unless_held("policy"):
+        async with self._group.lease_unless_held("policy"):
             return await self._policy.logprobs_of(trajectories, model)
 
     async def gather_weights(self, version: int) -> int:
         """See ``Policy``."""
-        async with self._group.turn_unless_held("policy"):
+        async with self._group.lease_unless_held("policy"):
             return await self._policy.gather_weights(version)
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:

@@ -87,9 +87,9 @@ class _AsyncDataloader:
         """Its rollouts failed for good in this epoch."""
         self._ledger.fail(key)
 
-    async def give_back(self, key: Key) -> None:
+    async def requeue(self, key: Key) -> None:
         """It was not generated after all: the next to be drawn."""
-        self._ledger.give_back(key)
+        self._ledger.requeue(key)
 
     def get_consumed_uids_list(self, epoch: int | None = None) -> list[str]:
         """The uids trained in an open epoch (by default the one drawn from)."""

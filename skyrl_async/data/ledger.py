@@ -87,7 +87,7 @@ class UidLedger:
         self._set((epoch, uid), UidState.RUNNING)
         return epoch, uid
 
-    def give_back(self, key: Key) -> None:
+    def requeue(self, key: Key) -> None:
         """A running or finished uid is new again, and the first to be drawn."""
         self._move(key, UidState.NEW)
         self._queue.appendleft(key)

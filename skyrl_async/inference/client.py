@@ -20,15 +20,15 @@ from dataclasses import replace
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError
-from skyrl_async.inference.continuation import blocks_of, continued, whole_of
-from skyrl_async.inference.generation_state import Joined, head_of
+from skyrl_async.inference.continuation import continued, generate_once, stream_once
+from skyrl_async.inference.generation_state import GenerationState, head_of
 from skyrl_async.inference.open_generations import FollowedGenerations
 from skyrl_async.inference.placement import PlacementSettings
 from skyrl_async.inference.pool import EnginePool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.text import CompletionText, Tokenizer
 from skyrl_async.rollout.sampler import OpenGeneration
-from skyrl_async.rollout.token_usage import charge, charge_cut_off
+from skyrl_async.rollout.token_usage import record_cut_off, record_tokens
 from skyrl_async.runtime.progress import report_engine
 from skyrl_async.runtime.tasks import run_together
 from skyrl_async.types import (
@@ -162,7 +162,7 @@ class InferenceEngineClient:
         streams = bool(sampling.stop) or (self._carries_tokens and sampling.is_resumable and is_long)
         num_restarts = 0
         while True:
-            joined = Joined(has_logprobs=sampling.reports_logprobs)
+            joined = GenerationState(has_logprobs=sampling.reports_logprobs)
             text = CompletionText.of(self._tokenizer, sampling)
             blocks = self._blocks(request, joined, session_id, streams=streams)
             with self._followed.following(generation if sampling.is_resumable else None, joined) as begin:
@@ -202,7 +202,7 @@ class InferenceEngineClient:
                 await self.generate_tokens(prompt_token_ids, sampling, session_id=session_id, priority=priority)
             )
             return
-        joined = Joined(has_logprobs=sampling.reports_logprobs)
+        joined = GenerationState(has_logprobs=sampling.reports_logprobs)
         text = CompletionText.of(self._tokenizer, sampling)
         request = replace(self._request(prompt_token_ids, sampling, priority), stream_interval=None)
         async with aclosing(self._blocks(request, joined, session_id, streams=True)) as blocks:
@@ -261,7 +261,7 @@ class InferenceEngineClient:
         )
 
     async def _blocks(
-        self, request: EngineRequest, joined: Joined, session_id: str | None, *, streams: bool
+        self, request: EngineRequest, joined: GenerationState, session_id: str | None, *, streams: bool
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield the tokens of one generation, from whichever engines live, and account for them."""
         segments = continued(
@@ -275,15 +275,15 @@ class InferenceEngineClient:
             self._counts["aborts"] += joined.num_aborts
             self._count_end(joined)
 
-    def _count_end(self, joined: Joined) -> None:
+    def _count_end(self, joined: GenerationState) -> None:
         """Nothing more is sampled of a generation, whether it has ended or was cut off."""
         if joined.has_ended:
             self._counts["tokens"] += len(joined.token_ids)
-            charge(len(joined.token_ids))
+            record_tokens(len(joined.token_ids))
         else:
-            num_tokens = len(joined.so_far().token_ids)
+            num_tokens = len(joined.partial_output().token_ids)
             self._counts["abandoned_tokens"] += num_tokens
-            charge_cut_off(num_tokens)
+            record_cut_off(num_tokens)
 
     async def _segment(
         self, request: EngineRequest, generation_id: str, session_id: str | None, *, streams: bool
@@ -292,7 +292,7 @@ class InferenceEngineClient:
         async with self.pool.seat(session_id, generation_id, request) as seat:
             report_engine(seat.engine.name)
             try:
-                async with aclosing(seat.blocks(blocks_of if streams else whole_of, request)) as blocks:
+                async with aclosing(seat.blocks(stream_once if streams else generate_once, request)) as blocks:
                     async for block in blocks:
                         self.policy_version = max(self.policy_version, *block.versions, 0)
                         yield block
@@ -302,7 +302,7 @@ class InferenceEngineClient:
         yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
 
 
-async def _read(blocks: AsyncIterator[EngineOutput], joined: Joined, text: CompletionText) -> bool:
+async def _read(blocks: AsyncIterator[EngineOutput], joined: GenerationState, text: CompletionText) -> bool:
     """Read to the end, or to where a stop string ends the text: then return True."""
     async for block in blocks:
         if _push(block, joined, text):
@@ -310,13 +310,13 @@ async def _read(blocks: AsyncIterator[EngineOutput], joined: Joined, text: Compl
     return False
 
 
-def _add(begin: EngineOutput, joined: Joined, text: CompletionText) -> bool:
+def _add(begin: EngineOutput, joined: GenerationState, text: CompletionText) -> bool:
     """Begin with tokens sampled before; True where a stop string is among them."""
     joined.add(begin)
     return bool(begin.token_ids) and _push(begin, joined, text)
 
 
-def _push(block: EngineOutput, joined: Joined, text: CompletionText) -> bool:
+def _push(block: EngineOutput, joined: GenerationState, text: CompletionText) -> bool:
     num_kept = text.push(_shown_tokens(block))
     if num_kept is not None:
         joined.end_at(num_kept)

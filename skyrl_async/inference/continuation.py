@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing
 
 from skyrl_async.errors import InferenceError
-from skyrl_async.inference.generation_state import Joined, without_abort
+from skyrl_async.inference.generation_state import GenerationState, without_abort
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
 
@@ -25,7 +25,7 @@ def _always() -> bool:
 
 
 async def continued(
-    request: EngineRequest, joined: Joined, segment: Segment, may_go_on: Callable[[], bool] = _always
+    request: EngineRequest, joined: GenerationState, segment: Segment, may_go_on: Callable[[], bool] = _always
 ) -> AsyncGenerator[EngineOutput, None]:
     """Yield what ``segment`` yields, call after call, until the generation has ended; ``joined`` follows, and may have ended before.
 
@@ -58,7 +58,7 @@ def is_part_of(call_id: str, request_ids: Collection[str]) -> bool:
     return any(".".join(parts[:end]) in request_ids for end in range(1, len(parts) + 1))
 
 
-async def blocks_of(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+async def stream_once(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
     """One call's blocks. Raises ``InferenceError`` when the engine ends it without a reason."""
     reason = None
     blocks: AsyncIterator[EngineOutput] = engine.stream(request)
@@ -73,8 +73,8 @@ async def blocks_of(engine: InferenceEngine, request: EngineRequest) -> AsyncGen
         raise InferenceError(f"{engine.name} ended request {request.request_id} without a finish reason")
 
 
-async def whole_of(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-    """One call's tokens as one block. Raises ``InferenceError`` like ``blocks_of``."""
+async def generate_once(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    """One call's tokens as one block. Raises ``InferenceError`` like ``stream_once``."""
     output = await engine.generate(request)
     yield output
     if output.finish_reason is None:
@@ -82,29 +82,29 @@ async def whole_of(engine: InferenceEngine, request: EngineRequest) -> AsyncGene
 
 
 def stream_to_end(
-    engine: InferenceEngine, request: EngineRequest, joined: Joined, may_go_on: Callable[[], bool] = _always
+    engine: InferenceEngine, request: EngineRequest, joined: GenerationState, may_go_on: Callable[[], bool] = _always
 ) -> AsyncGenerator[EngineOutput, None]:
     """Like ``engine.stream``, across aborts; ``joined`` follows."""
-    return continued(request, joined, lambda rest: blocks_of(engine, rest), may_go_on)
+    return continued(request, joined, lambda rest: stream_once(engine, rest), may_go_on)
 
 
 async def generate_to_end(
-    engine: InferenceEngine, request: EngineRequest, joined: Joined, may_go_on: Callable[[], bool] = _always
+    engine: InferenceEngine, request: EngineRequest, joined: GenerationState, may_go_on: Callable[[], bool] = _always
 ) -> EngineOutput:
     """Like ``engine.generate``, across aborts; ``joined`` follows."""
-    blocks = continued(request, joined, lambda rest: whole_of(engine, rest), may_go_on)
+    blocks = continued(request, joined, lambda rest: generate_once(engine, rest), may_go_on)
     async with aclosing(blocks):
         async for _ in blocks:
             pass
     return joined.output()
 
 
-def joined_for(request: EngineRequest) -> Joined:
+def joined_for(request: EngineRequest) -> GenerationState:
     """Where the segments of ``request`` are joined."""
-    return Joined(has_logprobs=request.sampling.reports_logprobs)
+    return GenerationState(has_logprobs=request.sampling.reports_logprobs)
 
 
-async def hold_partial_outputs(engine: InferenceEngine, generations: Collection[Joined]) -> None:
+async def hold_partial_outputs(engine: InferenceEngine, generations: Collection[GenerationState]) -> None:
     """Have generations know what the engine has sampled of them and not handed over yet. Raises what the engine raises."""
     calls = [joined.call_id for joined in generations if joined.call_id is not None]
     if not calls:

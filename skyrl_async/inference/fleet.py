@@ -30,7 +30,7 @@ class FleetSettings:
     """See ``config.schema.EngineConfig``."""
 
     life: LifeSettings
-    all_gone_timeout_s: float
+    no_engine_timeout_s: float
     """Without any engine for so long, nobody waits for one any more."""
 
 
@@ -81,7 +81,7 @@ class Fleet:
         self._client = client
         self._start = start
         self._settings = settings
-        self._outage = Outage(client.pool, settings.all_gone_timeout_s, say)
+        self._outage = Outage(client.pool, settings.no_engine_timeout_s, say)
         self._front_ends = [InformedFrontEnd(front_end) for front_end in front_ends]
         self._lives = {} if lives is None else lives
         """By place, which is the name of its first engine."""

@@ -97,7 +97,7 @@ class Outage:
         self._began = self._deadline = None
 
     def _expire(self) -> None:
-        self._pool.give_up(f"no inference engine came back within engine.all_gone_timeout_s={self._timeout_s:g}")
+        self._pool.give_up(f"no inference engine came back within engine.no_engine_timeout_s={self._timeout_s:g}")
 
     def _announce(self, line: str) -> None:
         logger.warning(line, extra=SHOWN)

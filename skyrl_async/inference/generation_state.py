@@ -12,7 +12,7 @@ from skyrl_async.errors import InferenceError
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, TopLogprobs
 
 
-class Joined:
+class GenerationState:
     """The segments of one generation, as one sequence.
 
     Args:
@@ -71,7 +71,7 @@ class Joined:
         if self.call_id is not None and self.call_id in held:
             self._held = held[self.call_id]
 
-    def so_far(self) -> EngineOutput:
+    def partial_output(self) -> EngineOutput:
         """All tokens known, with those that the open call's engine still holds; the finish reason is there once an engine ended it.
 
         Where a stop string did, the tokens say so themselves: who goes on from them finds it again.
@@ -121,21 +121,21 @@ class OpenCalls:
     """The tokens so far of the calls that an engine in this process is working on."""
 
     def __init__(self) -> None:
-        self._joined: dict[str, Joined] = {}
+        self._joined: dict[str, GenerationState] = {}
 
     @contextmanager
-    def following(self, request: EngineRequest) -> Iterator[Joined]:
+    def following(self, request: EngineRequest) -> Iterator[GenerationState]:
         """What the call yields is to be added to the one this gives."""
-        joined = Joined(has_logprobs=request.sampling.reports_logprobs)
+        joined = GenerationState(has_logprobs=request.sampling.reports_logprobs)
         self._joined[request.request_id] = joined
         try:
             yield joined
         finally:
             self._joined.pop(request.request_id, None)
 
-    def so_far(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
+    def partial_output(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
         """By request id, of those that are known."""
-        return {i: self._joined[i].so_far() for i in request_ids if i in self._joined}
+        return {i: self._joined[i].partial_output() for i in request_ids if i in self._joined}
 
 
 def head_of(output: EngineOutput, num_tokens: int) -> EngineOutput:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from skyrl_async.errors import EngineDeadError
 from skyrl_async.inference.continuation import hold_partial_outputs
-from skyrl_async.inference.generation_state import Joined
+from skyrl_async.inference.generation_state import GenerationState
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.rollout.sampler import NOTHING_SAMPLED, OpenGeneration
 from skyrl_async.runtime.tasks import run_together
@@ -20,15 +20,15 @@ class FollowedGenerations:
     """Those in flight that somebody follows."""
 
     def __init__(self) -> None:
-        self._joined: set[Joined] = set()
+        self._joined: set[GenerationState] = set()
 
     @contextmanager
-    def following(self, generation: OpenGeneration | None, joined: Joined) -> Iterator[EngineOutput]:
+    def following(self, generation: OpenGeneration | None, joined: GenerationState) -> Iterator[EngineOutput]:
         """Let ``generation`` read ``joined`` while it grows; gives what it begins with."""
         if generation is None:
             yield NOTHING_SAMPLED
             return
-        generation.follow(joined.so_far)
+        generation.follow(joined.partial_output)
         self._joined.add(joined)
         try:
             yield generation.begin

@@ -45,7 +45,7 @@ METRICS: dict[str, Metric] = {
     "async/staleness_wait_seconds": Metric(
         "s", "Waited in the step for groups that the next version would push past the bound."
     ),
-    "async/redrawn_groups": Metric(
+    "async/requeued_groups": Metric(
         "groups", "Given up by the policy resample since the run began, their prompts drawn again."
     ),
     "async/buffer_groups": Metric("groups", "Finished and waiting to be trained, at the step's end."),
@@ -181,7 +181,7 @@ METRICS: dict[str, Metric] = {
     "generate/filtered_all_one": Metric("groups", "The same, all 1."),
     "generate/filtered_constant": Metric("groups", "The same, all equal to something else."),
     "generate/filtered_too_few": Metric("groups", "The same, with fewer than two trained samples."),
-    "generate/lost_samples": Metric("samples", "That other groups were trained without, since the run began."),
+    "generate/failed_samples": Metric("samples", "That other groups were trained without, since the run began."),
     "generate/retries": Metric(
         "times", "Groups tried again since the run began, for all of their samples or for lost ones."
     ),
@@ -190,7 +190,7 @@ METRICS: dict[str, Metric] = {
     ),
     "agent/failed": Metric("share", "Of the step's samples, those whose harness failed, timed out or sampled nothing."),
     "agent/timeouts": Metric("share", "Of them, those whose harness took longer than generator.agent_timeout_s."),
-    "agent/cut_short": Metric(
+    "agent/interruptible": Metric(
         "share",
         "Of the step's samples, those whose harness failed when a cap of its session, the model's context or a cut answer let it go no "
         "further: rewarded for what it did, and truncated.",

@@ -185,7 +185,7 @@ class RunTotals:
     """Sampled and thrown away: of finished groups never trained, of finished samples of failed groups, and of cut off or restarted
     generations where it is known."""
     failed_groups: int = 0
-    lost_samples: int = 0
+    failed_samples: int = 0
     """That their groups were trained without."""
     retries: int = 0
     """Times a group was tried again, for all of its samples or for some."""
@@ -208,7 +208,7 @@ class RunTotals:
     masked_tokens: int = 0
     all_masked_steps: int = 0
     """Steps without a token that off-policy corrections left a policy loss."""
-    redrawn_groups: int = 0
+    requeued_groups: int = 0
     filtered_groups: int = 0
     """Finished and not trained: their rewards did not differ."""
     filtered_by: dict[str, int] = field(default_factory=dict)
@@ -254,12 +254,12 @@ class RunTotals:
         self.generated_tokens += new["tokens"]
         self.generated_trajectories += new["trajectories"]
         self.failed_groups += new["failed_groups"]
-        self.lost_samples += new["lost_samples"]
+        self.failed_samples += new["failed_samples"]
         self.side_tokens += new["side_tokens"]
         self.cut_short_samples += new["cut_short_samples"]
         self.retries += new["retries"]
         self.wasted_tokens += new["abandoned_tokens"] + new["lost_tokens"] + new["filtered_tokens"]
-        self.redrawn_groups += new["redrawn_groups"]
+        self.requeued_groups += new["requeued_groups"]
         self.filtered_groups += new["filtered_groups"]
         for name in (name for name in new if name.startswith(_FILTERED)):
             metric = name.replace("/", "_")
@@ -280,10 +280,10 @@ class RunTotals:
         return {
             "async/length_ratio": self.length_ratio,
             "async/wasted_tokens": float(self.wasted_tokens),
-            "async/redrawn_groups": float(self.redrawn_groups),
+            "async/requeued_groups": float(self.requeued_groups),
             "policy/all_masked_steps": float(self.all_masked_steps),
             "generate/failed_groups": float(self.failed_groups),
-            "generate/lost_samples": float(self.lost_samples),
+            "generate/failed_samples": float(self.failed_samples),
             "generate/retries": float(self.retries),
             "generate/filtered_groups": float(self.filtered_groups),
             **{f"generate/{name}": float(num) for name, num in self.filtered_by.items()},
@@ -302,13 +302,13 @@ class RunTotals:
             "staleness_wait_seconds": self.staleness_wait_seconds,
             "staleness_bound": self._bound_in_words(),
             "masked_share": self.masked_tokens / max(1, self.trained_tokens + self.masked_tokens),
-            "redrawn_groups": self.redrawn_groups,
+            "requeued_groups": self.requeued_groups,
             "filtered_groups": self.filtered_groups,
             "all_masked_steps": self.all_masked_steps,
             "wasted_tokens": self.wasted_tokens,
             "length_ratio": self.length_ratio,
             "failed_groups": self.failed_groups,
-            "lost_samples": self.lost_samples,
+            "failed_samples": self.failed_samples,
             "cut_short_samples": self.cut_short_samples,
             "side_tokens": self.side_tokens,
             "retries": self.retries,
@@ -330,8 +330,8 @@ class RunTotals:
             )
         if self.masked_tokens:
             cost += f"; {self.masked_tokens / (self.trained_tokens + self.masked_tokens):.1%} of the tokens were masked"
-        if self.redrawn_groups:
-            cost += f"; {self.redrawn_groups} groups were drawn again"
+        if self.requeued_groups:
+            cost += f"; {self.requeued_groups} groups were drawn again"
         return cost
 
 

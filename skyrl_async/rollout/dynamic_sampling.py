@@ -68,7 +68,7 @@ class SignalFilter:
         """Groups without a signal since the last one with one, by what they had."""
         return dict(self._in_a_row)
 
-    def take_up(self, in_a_row: Mapping[str, int]) -> None:
+    def restore(self, in_a_row: Mapping[str, int]) -> None:
         """Go on counting from those of a checkpoint."""
         self._in_a_row = Counter(in_a_row)
 

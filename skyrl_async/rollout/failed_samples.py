@@ -20,7 +20,7 @@ _MIN_SAMPLES = 2
 """Samples that a group needs, where it asks for as many: one alone has no advantage."""
 
 
-class OnLostSamples(StrEnum):
+class OnFailedSamples(StrEnum):
     """What to do with a group of which some samples failed, hung, or were abandoned by their agent."""
 
     FILL = "fill"
@@ -32,7 +32,7 @@ class OnLostSamples(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedGroup:
+class RolloutResult:
     """A group that can be trained."""
 
     trajectories: tuple[Trajectory, ...]
@@ -50,7 +50,7 @@ class CollectedGroup:
         policy: what to do about lost samples.
     """
 
-    def __init__(self, request: GroupRequest, policy: OnLostSamples) -> None:
+    def __init__(self, request: GroupRequest, policy: OnFailedSamples) -> None:
         self._request = request
         self._policy = policy
         self._rows: dict[int, tuple[Trajectory, ...]] = {}
@@ -83,7 +83,7 @@ class CollectedGroup:
             self.failure = error
             return
         by_sample = _by_sample(trajectories, asked)
-        takes_abandoned = self._policy is OnLostSamples.TRAIN_REST
+        takes_abandoned = self._policy is OnFailedSamples.TRAIN_REST
         for index, rows in by_sample.items():
             if takes_abandoned or (rows and not rows[0].is_abandoned):
                 self._rows[index] = rows
@@ -102,16 +102,16 @@ class CollectedGroup:
             if rows is not None and all(math.isfinite(row.reward) for row in rows):
                 self._rows[index] = _numbered(rows, index)
 
-    def finish(self) -> PlayedGroup:
+    def finish(self) -> RolloutResult:
         """The group, after the last try. Raises its failure when the policy does not let it go on without what is missing."""
         if self._whole is not None:
-            return PlayedGroup(trajectories=self._whole)
+            return RolloutResult(trajectories=self._whole)
         assert self.failure is not None
         rows = tuple(row for index in sorted(self._rows) for row in self._rows[index])
-        is_rest_trained = self._policy is OnLostSamples.TRAIN_REST and not self._request.is_evaluation
+        is_rest_trained = self._policy is OnFailedSamples.TRAIN_REST and not self._request.is_evaluation
         if self.missing and not (is_rest_trained and self._has_enough(rows)):
             raise self.failure
-        return PlayedGroup(trajectories=rows, num_lost=len(self.missing), failure=self.failure)
+        return RolloutResult(trajectories=rows, num_lost=len(self.missing), failure=self.failure)
 
     def _has_enough(self, rows: Sequence[Trajectory]) -> bool:
         live = live_samples_of(rows)

@@ -15,7 +15,7 @@ from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.types import Group
 
 
-class HandOver:
+class FinishedGroupFilter:
     """Decides on each group in the moment in which it is finished.
 
     Args:
@@ -66,10 +66,10 @@ class HandOver:
         """What the last groups were filtered for, and how many, for checkpoints; empty where the last one was not, or nothing filters."""
         return {} if self._signal is None else self._signal.in_a_row
 
-    def take_up(self, filtered_in_a_row: Mapping[str, int]) -> None:
+    def restore(self, filtered_in_a_row: Mapping[str, int]) -> None:
         """Go on from a checkpoint, after its finished groups were put."""
         if self._signal is not None:
-            self._signal.take_up(filtered_in_a_row)
+            self._signal.restore(filtered_in_a_row)
 
     def raise_if_nothing_is_left(self) -> None:
         """The data has ended: raise ``GenerationError`` when every group of the run was filtered, before a resume or since."""

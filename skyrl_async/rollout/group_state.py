@@ -11,7 +11,7 @@ from functools import cache
 from types import NoneType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
-from skyrl_async.rollout.sample_state import ResumeCounts, SampleState, SavedSamples, fields_of
+from skyrl_async.rollout.sample_state import ResumeCounts, SampleState, SampleStates, fields_of
 from skyrl_async.rollout.staleness import Admission
 from skyrl_async.types import Group, SamplingParams, Trajectory
 
@@ -47,12 +47,12 @@ class RunningGroup:
         now = sampling_to_json(sampling)
         return num_samples == self.num_samples and all(now.get(name) == self.sampling[name] for name in self.sampling)
 
-    def saved_samples(self, num_samples: int, sampling: SamplingParams, counts: ResumeCounts) -> SavedSamples:
+    def saved_samples(self, num_samples: int, sampling: SamplingParams, counts: ResumeCounts) -> SampleStates:
         """What its generator goes on from: nothing, where it is asked for otherwise than it was."""
         saved = self.samples
         if not self.has_settings(num_samples, sampling):
             saved = {i: SampleState(num_tokens=sample.num_tokens) for i, sample in saved.items()}
-        return SavedSamples(saved, num_samples=num_samples, counts=counts)
+        return SampleStates(saved, num_samples=num_samples, counts=counts)
 
 
 OpenGroup = Group | RunningGroup
@@ -65,7 +65,7 @@ def admission_of(group: OpenGroup) -> Admission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakenUp:
+class RestoredGroups:
     """What becomes of a checkpoint's open groups; oldest admitted first."""
 
     finished: tuple[Group, ...]

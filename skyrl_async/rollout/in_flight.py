@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from skyrl_async.rollout.group_state import RunningGroup, admission_of, sampling_to_json
-from skyrl_async.rollout.sample_state import ResumeCounts, SavedSamples
+from skyrl_async.rollout.sample_state import ResumeCounts, SampleStates
 from skyrl_async.rollout.staleness import Admission
-from skyrl_async.rollout.token_usage import TokenAccount
+from skyrl_async.rollout.token_usage import TokenUsage
 from skyrl_async.types import Prompt, SamplingParams
 
 
@@ -25,9 +25,9 @@ class GroupInFlight:
     prompt: Prompt
     started: float
     """Seconds on the loop's clock."""
-    account: TokenAccount = field(default_factory=TokenAccount)
+    account: TokenUsage = field(default_factory=TokenUsage)
     """Of what its members were delivered."""
-    saved: SavedSamples = field(default_factory=SavedSamples)
+    saved: SampleStates = field(default_factory=SampleStates)
     """Where its samples stand."""
 
     @property

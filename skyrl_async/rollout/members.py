@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from skyrl_async.errors import NoEngineError
 from skyrl_async.rollout.request import GroupRequest
-from skyrl_async.rollout.token_usage import charge
+from skyrl_async.rollout.token_usage import record_tokens
 from skyrl_async.runtime.tasks import run_together
 from skyrl_async.types import Trajectory
 
@@ -41,7 +41,7 @@ async def play_members(
     async def play_one(index: int) -> None:
         if (rows := request.saved.finish_as_saved(index)) is not None:
             played[index] = of_rows(rows)
-            charge(sum(row.num_sampled_tokens for row in rows))
+            record_tokens(sum(row.num_sampled_tokens for row in rows))
             return
         try:
             with request.progress.playing(index):

@@ -24,7 +24,7 @@ Prepare = Callable[[Group], Awaitable[Group]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InTurn:
+class OnSharedDevices:
     """A stage's work on devices that it shares: one turn is for all groups that wait, each of which is a call of its own."""
 
     work: Prepare
@@ -81,14 +81,14 @@ class Preparation:
 
     def _room_between(self, *stages: str) -> int:
         """Groups that wait for a turn have to be there when it comes, and in a turn nobody is waited for: room for all there can be."""
-        takes_turns = any(isinstance(self._steps[name], InTurn) for name in stages)
+        takes_turns = any(isinstance(self._steps[name], OnSharedDevices) for name in stages)
         return self._buffer.max_groups if takes_turns else 1
 
     async def _run_stage(
         self, name: str, inputs: Channel[Group], output: Callable[[Group], Awaitable[None]], close: Callable[[], None]
     ) -> None:
         work = self._steps[name]
-        take_turn = work.take_turn if isinstance(work, InTurn) else None
+        take_turn = work.take_turn if isinstance(work, OnSharedDevices) else None
         stage = self._board.stage(name)
         await run_stage(stage, inputs, work, output, name_of=lambda group: group.uid, take_turn=take_turn)
         close()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from skyrl_async.rollout.sample_state import SavedSamples
+from skyrl_async.rollout.sample_state import SampleStates
 from skyrl_async.runtime.progress import GroupProgress
 from skyrl_async.types import Prompt, SamplingParams
 
@@ -24,7 +24,7 @@ class GroupRequest:
     """The samples asked for; None: all of them. The others were finished by an earlier try."""
     progress: GroupProgress = field(default_factory=GroupProgress, repr=False, compare=False)
     """Where a generator may say what its samples do."""
-    saved: SavedSamples = field(default_factory=SavedSamples, repr=False, compare=False)
+    saved: SampleStates = field(default_factory=SampleStates, repr=False, compare=False)
     """Where its samples stand: what a generator goes on from, and what it leaves for the next try and for checkpoints."""
 
     @property

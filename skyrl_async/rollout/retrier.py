@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
-from skyrl_async.rollout.failed_samples import CollectedGroup, OnLostSamples, PlayedGroup
+from skyrl_async.rollout.failed_samples import CollectedGroup, OnFailedSamples, RolloutResult
 from skyrl_async.rollout.generator import Generator, does_keep_samples
 from skyrl_async.rollout.request import GroupRequest
-from skyrl_async.rollout.token_usage import write_off
+from skyrl_async.rollout.token_usage import record_wasted
 from skyrl_async.runtime.backoff import NO_BACKOFF, Backoff
 from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.progress import RolloutStatus
@@ -39,14 +39,14 @@ class _Rollout:
         return self.request.progress.statuses(self.request.prompt.uid, self.started)
 
 
-class Attempts:
+class RolloutRetrier:
     """A ``Generator`` over another one that may fail, hang or return something else than it should.
 
     Args:
         generator: plays a group.
         max_retries: times a failed rollout is tried again, >= 0; ``DROP`` never does.
         timeout_s: deadline of one try.
-        on_lost_samples: what to do with a group of which only some samples failed; one of an evaluation has to be whole.
+        on_failed_samples: what to do with a group of which only some samples failed; one of an evaluation has to be whole.
         backoff: between tries.
         deadlines: stand still while nothing can be sampled; what fails in an outage is tried again once that is over, and counts as no
             try. None: there is none.
@@ -58,15 +58,15 @@ class Attempts:
         *,
         max_retries: int,
         timeout_s: float,
-        on_lost_samples: OnLostSamples = OnLostSamples.TRAIN_REST,
+        on_failed_samples: OnFailedSamples = OnFailedSamples.TRAIN_REST,
         backoff: Backoff = NO_BACKOFF,
         deadlines: Deadlines | None = None,
     ) -> None:
         self._generator = generator
         self._deadlines = deadlines or Deadlines()
-        self._max_retries = 0 if on_lost_samples is OnLostSamples.DROP else max_retries
+        self._max_retries = 0 if on_failed_samples is OnFailedSamples.DROP else max_retries
         self._timeout_s = timeout_s
-        self._on_lost_samples = on_lost_samples
+        self._on_lost_samples = on_failed_samples
         self._backoff = backoff
         self._in_flight: dict[_Rollout, None] = {}
         self.num_retries = 0
@@ -77,7 +77,7 @@ class Attempts:
         """The trajectories of ``play``."""
         return (await self.play(request)).trajectories
 
-    async def play(self, request: GroupRequest) -> PlayedGroup:
+    async def play(self, request: GroupRequest) -> RolloutResult:
         """Try until the group is whole, or the last time; only what is missing is played again.
 
         Raises the last try's error when the group cannot be trained; ``NoEngineError`` at once.
@@ -152,7 +152,7 @@ class Attempts:
             raise
         except Exception as error:
             group.add_failure(error, request.saved.finished if does_keep_samples(self._generator) else {})
-            write_off()
+            record_wasted()
         else:
             group.add_returned(trajectories)
         request.saved.forget(group.missing)

@@ -1,6 +1,6 @@
 """Where the samples of a group stand while it is generated: told by its generator, for its next try and for checkpoints.
 
-    generator ──follow, finish──> SavedSamples ──samples──> checkpoint ──> SavedSamples of the next run ──take──> generator
+    generator ──follow, finish──> SampleStates ──samples──> checkpoint ──> SampleStates of the next run ──take──> generator
 
 Flows in: what says where a sample stands. Flows out: that, as values a file can hold, and counts of what became of them. Does not
 know what a generator's state means.
@@ -48,7 +48,7 @@ class ResumeCounts:
     """Sampled before the checkpoint, and sampled again."""
 
 
-class SavedSamples:
+class SampleStates:
     """The samples of one group.
 
     Args:

@@ -23,7 +23,7 @@ class OpenGeneration:
         """From now on ``read`` returns what is sampled so far."""
         self._read = read
 
-    def so_far(self) -> EngineOutput:
+    def partial_output(self) -> EngineOutput:
         """What is known to be sampled; with a finish reason where an engine has ended it, and its sampler is about to return."""
         return self._read()
 

@@ -36,11 +36,11 @@ class StalenessPolicy:
         """Whether a finished group may take one of the ``num_free`` places left in the step."""
         return not self.holds_back or staleness.may_train(group.scheduled_version, num_free)
 
-    def is_given_up(self, scheduled_version: int, staleness: _AsyncStalenessManager) -> bool:
+    def is_dropped(self, scheduled_version: int, staleness: _AsyncStalenessManager) -> bool:
         """Whether an open group admitted at ``scheduled_version`` is past the bound, and not to be waited for."""
         return self.gives_up and staleness.trained_version - scheduled_version > staleness.max_staleness_steps
 
-    def trained_part(self, group: Group, version: int, max_staleness_steps: int) -> Group:
+    def masked_group(self, group: Group, version: int, max_staleness_steps: int) -> Group:
         """The group as it is trained at ``version``: all of it, or what is within the bound.
 
         Masked tokens keep their place, log-probs and versions, so that what follows them has its context. Rewards, hence

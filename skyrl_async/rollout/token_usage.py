@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-_open: ContextVar["TokenAccount | None"] = ContextVar("token_account", default=None)
+_open: ContextVar["TokenUsage | None"] = ContextVar("token_account", default=None)
 
 
 @dataclass(slots=True)
-class TokenAccount:
+class TokenUsage:
     """What was sampled for one purpose."""
 
     num_tokens: int = 0
@@ -23,7 +23,7 @@ class TokenAccount:
 
 
 @contextmanager
-def charged_to(account: TokenAccount) -> Iterator[None]:
+def recording_tokens_to(account: TokenUsage) -> Iterator[None]:
     """Charge what is delivered inside, and in tasks begun inside, to ``account``."""
     token = _open.set(account)
     try:
@@ -32,19 +32,19 @@ def charged_to(account: TokenAccount) -> Iterator[None]:
         _open.reset(token)
 
 
-def charge(num_tokens: int) -> None:
+def record_tokens(num_tokens: int) -> None:
     """A generation of ``num_tokens`` was delivered to whoever runs now."""
     if account := _open.get():
         account.num_tokens += num_tokens
 
 
-def charge_cut_off(num_tokens: int) -> None:
+def record_cut_off(num_tokens: int) -> None:
     """A generation was cut off after ``num_tokens``."""
     if account := _open.get():
         account.num_cut_off_tokens += num_tokens
 
 
-def write_off() -> None:
+def record_wasted() -> None:
     """Nobody goes on with what was cut off so far."""
     if account := _open.get():
         account.num_cut_off_tokens = 0

@@ -16,17 +16,17 @@ from skyrl_async.errors import NoEngineError
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.dynamic_sampling import SignalFilter
-from skyrl_async.rollout.failed_samples import OnLostSamples, PlayedGroup
+from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
 from skyrl_async.rollout.failure_watch import FailureWatch
-from skyrl_async.rollout.finished_group_filter import HandOver
+from skyrl_async.rollout.finished_group_filter import FinishedGroupFilter
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.group_state import RunningGroup, admission_of
 from skyrl_async.rollout.in_flight import GroupInFlight
 from skyrl_async.rollout.request import GroupRequest
-from skyrl_async.rollout.retrier import Attempts
-from skyrl_async.rollout.sample_state import ResumeCounts, SavedSamples
+from skyrl_async.rollout.retrier import RolloutRetrier
+from skyrl_async.rollout.sample_state import ResumeCounts, SampleStates
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
-from skyrl_async.rollout.token_usage import charged_to
+from skyrl_async.rollout.token_usage import recording_tokens_to
 from skyrl_async.runtime.backoff import NO_BACKOFF, Backoff
 from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.progress import RolloutStatus
@@ -54,11 +54,11 @@ class RolloutSettings:
     """Share of failed groups, of the last 100, past which the run stops."""
     timeout_s: float
     """Deadline of one try."""
-    on_lost_samples: OnLostSamples = OnLostSamples.TRAIN_REST
+    on_failed_samples: OnFailedSamples = OnFailedSamples.TRAIN_REST
     """What to do with a group of which only some samples failed."""
     backoff: Backoff = NO_BACKOFF
     """Before a failed rollout is tried again."""
-    redraws_groups: bool = False
+    requeues_groups: bool = False
     """Groups may be given up until they are trained, and their prompts drawn again."""
     masks_overlong: bool = False
     """Samples that a length limit cut are not trained."""
@@ -81,7 +81,7 @@ class GenerationWorkers:
         num_abandoned_tokens: says how many tokens were sampled for generations that were cut off, where that is known.
         collect_open_tokens: has open generations know all of their tokens, before ``running_groups`` looks at them.
         board: shows the stages dataloader, generate and rollout.
-        deadlines: of the tries, see ``Attempts``.
+        deadlines: of the tries, see ``RolloutRetrier``.
         signal: filters finished groups that teach nothing; None keeps all.
     """
 
@@ -103,11 +103,11 @@ class GenerationWorkers:
         self._dataloader = dataloader
         self._staleness = staleness
         self._buffer = buffer
-        self._attempts = Attempts(
+        self._attempts = RolloutRetrier(
             generator,
             max_retries=settings.max_retries,
             timeout_s=settings.timeout_s,
-            on_lost_samples=settings.on_lost_samples,
+            on_failed_samples=settings.on_failed_samples,
             backoff=settings.backoff,
             deadlines=deadlines,
         )
@@ -117,7 +117,9 @@ class GenerationWorkers:
         self.collect_open_tokens = collect_open_tokens
         self._board = board or StageBoard()
         self._failures = FailureWatch(settings.max_failed_fraction)
-        self.hand_over = HandOver(dataloader, staleness, buffer, signal, masks_overlong=settings.masks_overlong)
+        self.finished_groups = FinishedGroupFilter(
+            dataloader, staleness, buffer, signal, masks_overlong=settings.masks_overlong
+        )
         self._resume_counts = ResumeCounts()
         self._in_flight: dict[int, GroupInFlight] = {}
         self._playing: dict[int, asyncio.Task[None]] = {}
@@ -126,8 +128,15 @@ class GenerationWorkers:
         self._on_failure: Callable[[Exception], None] = lambda error: None
         self._drawing: set[asyncio.Task[None]] = set()
         self._is_drawing = False
-        self._counts = {"groups": 0, "trajectories": 0, "tokens": 0, "aborts": 0, "failed_groups": 0, "lost_samples": 0}
-        self._counts |= {"redrawn_groups": 0, "redrawn_tokens": 0, "side_tokens": 0, "cut_short_samples": 0}
+        self._counts = {
+            "groups": 0,
+            "trajectories": 0,
+            "tokens": 0,
+            "aborts": 0,
+            "failed_groups": 0,
+            "failed_samples": 0,
+        }
+        self._counts |= {"requeued_groups": 0, "requeued_tokens": 0, "side_tokens": 0, "cut_short_samples": 0}
 
     @property
     def counts(self) -> dict[str, int]:
@@ -135,12 +144,12 @@ class GenerationWorkers:
         thrown away, and what became of a checkpoint's samples, so far."""
         return {
             **self._counts,
-            **self.hand_over.counts,
+            **self.finished_groups.counts,
             **asdict(self._resume_counts),
             "retries": self._attempts.num_retries,
             "abandoned_tokens": self._num_abandoned_tokens()
             - sum(group.account.num_cut_off_tokens for group in self._in_flight.values())
-            + self._counts["redrawn_tokens"]
+            + self._counts["requeued_tokens"]
             + self._attempts.num_wasted_tokens,
         }
 
@@ -149,7 +158,7 @@ class GenerationWorkers:
 
         Returns when the data has ended and every group with it; the buffer is closed then: where groups may be redrawn, not before
         all of them are taken. What a cancellation or a failure leaves
-        in flight stays as it stands, for a checkpoint, until ``give_back``. Raises ``GenerationError`` when too many rollouts failed,
+        in flight stays as it stands, for a checkpoint, until ``requeue``. Raises ``GenerationError`` when too many rollouts failed,
         or too many groups were filtered; ``on_failure`` is told at once, before the other groups have ended.
         """
         self._on_failure = on_failure
@@ -158,17 +167,17 @@ class GenerationWorkers:
                 for taken_up in self._in_flight.values():
                     self._start(taken_up, self._tasks)
                 await self._start_groups(self._tasks)
-                if self._settings.redraws_groups:
+                if self._settings.requeues_groups:
                     await self._until_none_can_come_back()
         finally:
             self._tasks = None
         self._failures.raise_if_too_many(has_ended=True)
-        self.hand_over.raise_if_nothing_is_left()
+        self.finished_groups.raise_if_nothing_is_left()
         for name in ("dataloader", "generate", "rollout"):
             self._board.stage(name).finish()
         self._buffer.close()
 
-    def take_up(self, groups: Sequence[RunningGroup]) -> None:
+    def restore(self, groups: Sequence[RunningGroup]) -> None:
         """Have ``run`` go on with groups of a checkpoint before it draws anything, in this order.
 
         Those that were asked for with another group size or other sampling begin anew.
@@ -190,32 +199,32 @@ class GenerationWorkers:
         num_samples, sampling = self._settings.num_samples, self._settings.sampling
         return tuple(group.for_checkpoint(num_samples, sampling) for _, group in sorted(self._in_flight.items()))
 
-    async def redraw(self, is_given_up: Callable[[Admission], bool]) -> None:
-        """Abort the groups in flight of which ``is_given_up`` says so; their prompts are the next to be drawn, oldest first.
+    async def abort_and_requeue(self, is_dropped: Callable[[Admission], bool]) -> None:
+        """Abort the groups in flight of which ``is_dropped`` says so; their prompts are the next to be drawn, oldest first.
 
         What was sampled for them is thrown away; it is counted, with what engines have not handed over. After they were asked no
         ``await`` waits: none of the groups can finish meanwhile.
         """
-        if any(is_given_up(group.admission) for group in self._in_flight.values()):
+        if any(is_dropped(group.admission) for group in self._in_flight.values()):
             await self.collect_open_tokens()
-        given_up = [group for group in self._in_flight.values() if is_given_up(group.admission)]
+        given_up = [group for group in self._in_flight.values() if is_dropped(group.admission)]
         for group in sorted(given_up, key=lambda g: -g.admission.index):
             del self._in_flight[group.admission.index]
             if task := self._playing.pop(group.admission.index, None):
                 task.cancel()
-            self._counts["redrawn_tokens"] += group.account.num_tokens
+            self._counts["requeued_tokens"] += group.account.num_tokens
             group.saved.close()
-            await self._dataloader.give_back(group.key)
+            await self._dataloader.requeue(group.key)
             await self._staleness.on_rollout_rejected(group.admission)
-        self._counts["redrawn_groups"] += len(given_up)
+        self._counts["requeued_groups"] += len(given_up)
         if given_up:
             self._draw_again()
 
-    async def redraw_finished(self, group: Group) -> None:
-        """Like ``redraw``, for a group just taken from the buffer."""
-        self._counts["redrawn_groups"] += 1
-        self._counts["redrawn_tokens"] += group.num_sampled_tokens
-        await self._dataloader.give_back((group.epoch, group.uid))
+    async def requeue_finished(self, group: Group) -> None:
+        """Like ``abort_and_requeue``, for a group just taken from the buffer."""
+        self._counts["requeued_groups"] += 1
+        self._counts["requeued_tokens"] += group.num_sampled_tokens
+        await self._dataloader.requeue((group.epoch, group.uid))
         await self._staleness.on_rollout_filtered(admission_of(group))
         self._draw_again()
 
@@ -243,9 +252,9 @@ class GenerationWorkers:
 
     async def generate(self, admission: Admission, prompt: Prompt) -> tuple[Trajectory, ...]:
         """The trajectories of one group. Raises its last try's error."""
-        return (await self._generate(admission, prompt, SavedSamples())).trajectories
+        return (await self._generate(admission, prompt, SampleStates())).trajectories
 
-    async def _generate(self, admission: Admission, prompt: Prompt, saved: SavedSamples) -> PlayedGroup:
+    async def _generate(self, admission: Admission, prompt: Prompt, saved: SampleStates) -> RolloutResult:
         settings = self._settings
         request = GroupRequest(
             prompt=prompt,
@@ -303,7 +312,7 @@ class GenerationWorkers:
                 generate.wait_for_input()
                 generate.process(uid)
                 try:
-                    with charged_to(group.account):
+                    with recording_tokens_to(group.account):
                         played = await self._generate(group.admission, group.prompt, group.saved)
                 except NoEngineError:
                     raise
@@ -328,7 +337,7 @@ class GenerationWorkers:
             self._on_failure(error)
             raise
 
-    async def _finish(self, group: GroupInFlight, played: PlayedGroup) -> None:
+    async def _finish(self, group: GroupInFlight, played: RolloutResult) -> None:
         trajectories = played.trajectories
         del self._in_flight[group.admission.index]
         group.saved.close()
@@ -346,12 +355,12 @@ class GenerationWorkers:
         self._counts["trajectories"] += len(live_samples_of(trajectories))
         self._counts["tokens"] += sum(t.num_sampled_tokens for t in trajectories)
         self._counts["aborts"] += sum(t.num_aborts for t in trajectories)
-        self._counts["lost_samples"] += played.num_lost
+        self._counts["failed_samples"] += played.num_lost
         for sample in samples_of(trajectories):
             figures = sample.rows[0].metrics
             self._counts["side_tokens"] += int(figures.get("agent/side_tokens", 0))
-            self._counts["cut_short_samples"] += int(figures.get("agent/cut_short", 0))
-        await self.hand_over.put(finished)
+            self._counts["cut_short_samples"] += int(figures.get("agent/interruptible", 0))
+        await self.finished_groups.put(finished)
         if played.failure is not None and played.num_lost:
             self._lose(group, played.num_lost, played.failure)
         else:
@@ -375,10 +384,10 @@ class GenerationWorkers:
         self._failures.count_failure(group.prompt.uid, error)
         self._failures.raise_if_too_many()
 
-    async def give_back(self) -> None:
+    async def requeue(self) -> None:
         """What is in flight will not be finished: its prompts are the next to be drawn, oldest first. Idempotent."""
         for _, group in sorted(self._in_flight.items(), reverse=True):
             group.saved.close()
-            await self._dataloader.give_back(group.key)
+            await self._dataloader.requeue(group.key)
             await self._staleness.on_rollout_rejected(group.admission)
         self._in_flight.clear()

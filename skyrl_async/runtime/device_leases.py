@@ -18,7 +18,7 @@ TakeTurn = Callable[[], contextlib.AbstractAsyncContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnStatistics:
+class LeaseStatistics:
     """Of one group, now."""
 
     holder: str | None
@@ -44,7 +44,7 @@ class Place:
     """When it entered the line, and then when its turn began, in seconds."""
 
 
-class TurnLine:
+class LeaseQueue:
     """A line whose first holds; no I/O, times are the caller's, in seconds."""
 
     def __init__(self, members: Sequence[str]) -> None:
@@ -89,14 +89,14 @@ class TurnLine:
         self._num_turns[place.member] += 1
         place.since = now
 
-    def statistics(self, now: float) -> TurnStatistics:
+    def statistics(self, now: float) -> LeaseStatistics:
         """Of everything so far."""
         held, waited = dict(self._seconds_held), dict(self._seconds_waited)
         if self.holder is not None:
             held[self.holder.member] += now - self.holder.since
         for place in self.waiting:
             waited[place.member] += now - place.since
-        return TurnStatistics(
+        return LeaseStatistics(
             holder=None if self.holder is None else self.holder.member,
             held_s=0.0 if self.holder is None else now - self.holder.since,
             waiting=tuple(place.member for place in self.waiting),
@@ -123,7 +123,7 @@ class DeviceGroup:
     """
 
     def __init__(self, members: Sequence[str]) -> None:
-        self._line = TurnLine(members)
+        self._line = LeaseQueue(members)
         self._turns: dict[Place, _Turn] = {}
         self._entered = asyncio.Event()
 
@@ -141,7 +141,7 @@ class DeviceGroup:
             self._leave(turn)
 
     @contextlib.asynccontextmanager
-    async def turn_unless_held(self, member: str) -> AsyncIterator[None]:
+    async def lease_unless_held(self, member: str) -> AsyncIterator[None]:
         """The same; in a turn of the member that this task holds already, the block is a part of that one."""
         if self._is_held_here(member):
             yield
@@ -155,7 +155,7 @@ class DeviceGroup:
             self._entered.clear()
             await self._entered.wait()
 
-    def statistics(self) -> TurnStatistics:
+    def statistics(self) -> LeaseStatistics:
         """Who holds, who waits, and for how long; seconds of the running loop."""
         return self._line.statistics(asyncio.get_running_loop().time())
 
@@ -198,7 +198,7 @@ class DeviceGroup:
             self._turns[self._line.holder].begun.set()
 
 
-class Sitting:
+class DeviceLease:
     """A turn over several calls of one task, which lets go before it waits for anybody else.
 
     Args:

@@ -4,8 +4,8 @@
      ├──after a grace──> engines that have not answered are no longer waited for
      └──after the patience──> waits for groups end: the step that lacks them is left
 
-Flows in: the wish, or an error that the run cannot go on after. Flows out: ``StopAsked`` in whoever waits. Knows neither signals nor what
-is waited for.
+Flows in: the request, or an error after which the run cannot go on. Flows out: ``ShutdownRequested`` in whoever waits. Knows neither
+signals nor what is waited for.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ GRACE_S = 3.0
 """What an engine has to answer what is asked of it at the end of a run."""
 
 
-class StopAsked(Exception):
-    """What was inside ``StopRequest.cut_short`` was cut short: the run is to end."""
+class ShutdownRequested(Exception):
+    """What was inside ``ShutdownRequest.interruptible`` was cut short: the run is to end."""
 
 
-class StopRequest:
+class ShutdownRequest:
     """Asked for once, from the loop that the run is in."""
 
     def __init__(self) -> None:
@@ -37,13 +37,13 @@ class StopRequest:
         """What the run failed of first; whatever fails later does not replace it."""
 
     @property
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether nothing new should begin."""
         return self._asked_at is not None
 
     def ask(self, patience_s: float) -> None:
         """End what is cut short now, and what is patient in so many seconds. The first call counts."""
-        if self.is_asked:
+        if self.is_requested:
             return
         self._asked_at, self._patience_s = asyncio.get_running_loop().time(), patience_s
         for wait, end in self._waits.items():
@@ -53,7 +53,7 @@ class StopRequest:
         """The run fails of ``error``. Ignored where it has failed before, or where that comes of a stop or of a cancellation."""
         task = asyncio.current_task()
         is_cancelled = task is not None and task.cancelling() > 0
-        if self.failure is None and not self.is_asked and not is_cancelled:
+        if self.failure is None and not self.is_requested and not is_cancelled:
             self.failure = error
 
     def fail(self, error: SkyRLAsyncError) -> None:
@@ -61,7 +61,7 @@ class StopRequest:
 
         Ignored once a stop was asked for.
         """
-        if self.is_asked:
+        if self.is_requested:
             logger.warning("while the run was being stopped: %s", error)
             return
         logger.error("the run is to be saved and to end: %s", error)
@@ -69,8 +69,8 @@ class StopRequest:
         self.ask(0.0)
 
     @asynccontextmanager
-    async def cut_short(self, *, is_patient: bool = False, grace_s: float = 0.0) -> AsyncIterator[None]:
-        """End what is inside with ``StopAsked`` once a stop was asked for; with ``is_patient``, once its patience is over.
+    async def interruptible(self, *, wait_for_step: bool = False, grace_s: float = 0.0) -> AsyncIterator[None]:
+        """End what is inside with ``ShutdownRequested`` once a stop was asked for; with ``wait_for_step``, once its patience is over.
 
         What is inside then has ``grace_s`` more, also where it begins after that.
         """
@@ -79,10 +79,10 @@ class StopRequest:
         def end() -> float | None:
             if self._asked_at is None:
                 return None
-            return max(begun, self._asked_at + (self._patience_s if is_patient else 0.0)) + grace_s
+            return max(begun, self._asked_at + (self._patience_s if wait_for_step else 0.0)) + grace_s
 
         if (at := end()) is not None and at <= begun:
-            raise StopAsked
+            raise ShutdownRequested
         try:
             async with asyncio.timeout_at(at) as wait:
                 self._waits[wait] = end
@@ -93,4 +93,4 @@ class StopRequest:
         except TimeoutError:
             if not wait.expired():
                 raise
-            raise StopAsked from None
+            raise ShutdownRequested from None

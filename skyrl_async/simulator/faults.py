@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from skyrl_async.errors import EngineDeadError
-from skyrl_async.inference.continuation import blocks_of
+from skyrl_async.inference.continuation import stream_once
 from skyrl_async.inference.protocol import InferenceEngine, paused_and_loaded
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
 
@@ -68,7 +68,7 @@ class FaultyEngine:
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See ``InferenceEngine.stream``."""
-        async with aclosing(blocks_of(self._engine, request)) as blocks:
+        async with aclosing(stream_once(self._engine, request)) as blocks:
             while (block := await self._answer(lambda: anext(blocks, None))) is not None:
                 yield block
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_async.algorithms.aggregation import Aggregation
-from skyrl_async.algorithms.step_advantages import Credit
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer
-from skyrl_async.composition.time_sharing import engine_turns, in_turn, policy_in_turn, training_turn
+from skyrl_async.composition.time_sharing import engine_time_sharing, in_turn, policy_in_turn, training_lease
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
@@ -33,7 +33,7 @@ from skyrl_async.rollout.watchdog import Sources, Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.device_leases import DeviceGroup, groups_by_member
-from skyrl_async.runtime.shutdown import StopRequest
+from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.runtime.stage_board import StageBoard
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
 from skyrl_async.simulator.settings import SimulationSettings
@@ -41,7 +41,7 @@ from skyrl_async.trainer.evaluator import Evaluator
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer, TrainerSettings
 from skyrl_async.trainer.validation import ValidationSettings
 from skyrl_async.types import Group, Prompt, SamplingParams
-from skyrl_async.weight_sync.engine_time_sharing import EngineTurns
+from skyrl_async.weight_sync.engine_time_sharing import EngineTimeSharing
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 __all__ = ["Simulation", "SimulationSettings", "build_simulation", "lognormal_length"]
@@ -61,13 +61,13 @@ class Simulation:
     workers: GenerationWorkers
     publisher: WeightPublisher
     device_groups: Mapping[str, DeviceGroup]
-    engine_turns: EngineTurns | None
+    engine_time_sharing: EngineTimeSharing | None
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """(step, values) as the trainer logged them."""
 
     async def run(self) -> None:
         """The trainer's run, with generation's turns beside it where it shares devices."""
-        async with self.engine_turns.running() if self.engine_turns else nullcontext():
+        async with self.engine_time_sharing.running() if self.engine_time_sharing else nullcontext():
             await self.trainer.run()
 
 
@@ -99,11 +99,11 @@ def build_simulation(
     max_checkpoints_to_keep: int = 0,
     generator_over: Callable[[InferenceEngineClient], Generator] = ModelledGenerator,
     log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None,
-    stop: StopRequest | None = None,
+    stop: ShutdownRequest | None = None,
     engine_around: Callable[[ModelledEngine], InferenceEngine] = lambda engine: engine,
     make_buffer: Callable[[int], GroupBuffer] = GroupBuffer,
     advantages: Callable[[Sequence[float]], Sequence[float]] | None = lambda rewards: [0.0] * len(rewards),
-    credit: Credit | None = None,
+    credit: StepAdvantages | None = None,
     prepare_with: Callable[[ModelledPolicy], Mapping[str, Prepare]] = lambda policy: {},
     trace: Trace | None = None,
 ) -> Simulation:
@@ -130,10 +130,10 @@ def build_simulation(
     )
     device_groups = groups_by_member([settings.shared_by] if settings.shared_by else [])
     policy_turns = policy_in_turn(policy, device_groups)
-    turns = engine_turns(
+    turns = engine_time_sharing(
         device_groups,
         client,
-        shortest_s=settings.shortest_generate_turn_s,
+        shortest_s=settings.min_generation_slice_s,
         is_busy=lambda: client.pool.is_busy,
         trace=trace,
         clock=loop.time,
@@ -171,7 +171,7 @@ def build_simulation(
         policy=policy_turns,
         directory=Path("unused"),
         bucket_bytes=1,
-        dual_buffer=settings.dual_buffer,
+        double_buffer=settings.double_buffer,
         pause_mode=settings.pause_mode,
         max_retries=settings.max_publish_retries,
         hold_engines=turns.holding if turns else nullcontext,
@@ -199,7 +199,7 @@ def build_simulation(
         advantages=advantages,
         credit=credit,
         prepare={name: _in_turn(name, work, device_groups) for name, work in prepare_with(policy).items()},
-        turn=training_turn(device_groups),
+        turn=training_lease(device_groups),
         log=lambda step, values: logged.append((step, values)),
         log_groups=log_groups,
         trace=trace,
@@ -218,7 +218,7 @@ def build_simulation(
         workers=workers,
         publisher=publisher,
         device_groups=device_groups,
-        engine_turns=turns,
+        engine_time_sharing=turns,
         logged=logged,
     )
 
@@ -271,9 +271,9 @@ def _rollout_settings(settings: SimulationSettings) -> RolloutSettings:
         max_retries=settings.max_retries,
         max_failed_fraction=settings.max_failed_fraction,
         timeout_s=settings.rollout_timeout_s,
-        on_lost_samples=settings.on_lost_samples,
+        on_failed_samples=settings.on_failed_samples,
         backoff=settings.backoff,
-        redraws_groups=staleness_policy(settings.staleness_policy).gives_up,
+        requeues_groups=staleness_policy(settings.staleness_policy).gives_up,
         masks_overlong=settings.masks_overlong,
     )
 

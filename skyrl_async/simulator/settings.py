@@ -5,7 +5,7 @@ Flows in: nothing. Flows out: sizes and speeds that ``simulator.run`` builds a r
 
 from dataclasses import dataclass
 
-from skyrl_async.rollout.failed_samples import OnLostSamples
+from skyrl_async.rollout.failed_samples import OnFailedSamples
 from skyrl_async.runtime.backoff import NO_BACKOFF, Backoff
 from skyrl_async.types import PauseMode
 
@@ -49,8 +49,8 @@ class SimulationSettings:
     """How long requests wait when there is no engine; None: until one comes."""
     gather_seconds: float = 0.0
     send_seconds: float = 0.0
-    dual_buffer: bool = True
-    """As ``weight_sync.dual_buffer``."""
+    double_buffer: bool = True
+    """As ``weight_sync.double_buffer``."""
     publish_every_steps: int = 1
     is_one_step_off: bool = False
     """See ``config.schema.Schedule``; ``max_staleness_steps`` is to be 1, and ``stream_mini_batch`` false."""
@@ -74,14 +74,14 @@ class SimulationSettings:
     rollout_timeout_s: float = 1e9
     max_retries: int = 0
     max_failed_fraction: float = 0.5
-    on_lost_samples: OnLostSamples = OnLostSamples.TRAIN_REST
+    on_failed_samples: OnFailedSamples = OnFailedSamples.TRAIN_REST
     backoff: Backoff = NO_BACKOFF
     masks_overlong: bool = False
     sample_full_batch: bool = False
     max_filtered_in_a_row: int = 0
     shared_by: tuple[str, ...] = ()
     """Stages that take turns on the same devices: ``policy``, ``ref``, ``logp``, ``generate``."""
-    shortest_generate_turn_s: float = 1.0
+    min_generation_slice_s: float = 1.0
     stall_warning_s: float | None = None
     """What takes longer is named; None watches nothing."""
     seed: int = 0

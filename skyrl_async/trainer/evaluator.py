@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from skyrl_async.errors import GenerationError, NoEngineError
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.request import GroupRequest
-from skyrl_async.rollout.retrier import Attempts
+from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.backoff import NO_BACKOFF, Backoff
 from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.progress import RolloutStatus
@@ -66,7 +66,7 @@ class Evaluator:
         max_retries: times a failed rollout is tried again.
         timeout_s: deadline of one try.
         backoff: between tries.
-        deadlines: of the tries, see ``Attempts``.
+        deadlines: of the tries, see ``RolloutRetrier``.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Evaluator:
         backoff: Backoff = NO_BACKOFF,
         deadlines: Deadlines | None = None,
     ) -> None:
-        self._attempts = Attempts(
+        self._attempts = RolloutRetrier(
             generator, max_retries=max_retries, timeout_s=timeout_s, backoff=backoff, deadlines=deadlines
         )
         self._prompts = tuple(prompts)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_async.algorithms.overlong import Shape
-from skyrl_async.algorithms.step_advantages import Credit
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.checkpoint.run_state import RunSaver
 from skyrl_async.data.dataloader import _AsyncDataloader
@@ -29,8 +29,8 @@ from skyrl_async.rollout.preparation import Preparation, Prepare, reward_with
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.watchdog import Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers
-from skyrl_async.runtime.device_leases import Sitting
-from skyrl_async.runtime.shutdown import StopRequest
+from skyrl_async.runtime.device_leases import DeviceLease
+from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.runtime.stage_board import StageBoard
 from skyrl_async.runtime.stages import Channel, StageStatus
 from skyrl_async.runtime.tasks import first_failure
@@ -39,7 +39,7 @@ from skyrl_async.trainer.mini_batches import MiniBatches
 from skyrl_async.trainer.settings import TrainerSettings
 from skyrl_async.trainer.train_stage import TrainStage
 from skyrl_async.trainer.validation import Validation
-from skyrl_async.trainer.weight_update_stage import ParamUpdate, Publisher, TrainedStep
+from skyrl_async.trainer.weight_update_stage import Publisher, TrainedStep, WeightUpdateStage
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Group
 
@@ -91,12 +91,12 @@ class FullyAsyncTrainer:
         log: Callable[[int, dict[str, float]], None],
         trace: Trace,
         log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None,
-        stop: StopRequest | None = None,
+        stop: ShutdownRequest | None = None,
         watchdog: Watchdog | None = None,
         prepare: Mapping[str, Prepare] | None = None,
         board: StageBoard | None = None,
-        turn: Sitting | None = None,
-        credit: Credit | None = None,
+        turn: DeviceLease | None = None,
+        credit: StepAdvantages | None = None,
     ) -> None:
         self._settings = settings
         self._dataloader = dataloader
@@ -107,8 +107,8 @@ class FullyAsyncTrainer:
         self._trace = trace
         self._watchdog = watchdog
         self._recorder = Recorder(log=log, trace=trace, log_groups=log_groups, generation_counts=lambda: workers.counts)
-        self._stop = stop or StopRequest()
-        credit, turn = credit or Credit(), turn or Sitting()
+        self._stop = stop or ShutdownRequest()
+        credit, turn = credit or StepAdvantages(), turn or DeviceLease()
         self._saver = RunSaver(
             dataloader=dataloader,
             staleness=staleness,
@@ -140,7 +140,7 @@ class FullyAsyncTrainer:
             turn=turn,
             credit=credit,
         )
-        self._param_update = ParamUpdate(
+        self._param_update = WeightUpdateStage(
             settings=settings,
             policy=policy,
             publisher=publisher,
@@ -209,12 +209,12 @@ class FullyAsyncTrainer:
         return self._train_stage.step
 
     async def resume(self, checkpoint: Path, *, evaluated_versions: Collection[int] = ()) -> None:
-        """Take up a checkpoint, before ``run``. Raises ``CheckpointError``; see ``RunSaver.take_up``.
+        """Take up a checkpoint, before ``run``. Raises ``CheckpointError``; see ``RunSaver.restore``.
 
         ``evaluated_versions`` are those whose evaluations are on record, perhaps since the checkpoint was written: one that was due
         and is on none is made up for.
         """
-        await self._saver.take_up(self._policy, checkpoint, holds_bound=self._settings.staleness_policy.bounds_groups)
+        await self._saver.restore(self._policy, checkpoint, holds_bound=self._settings.staleness_policy.bounds_groups)
         self._train_stage.policy_step = self._saver.step
         known = (version for version in evaluated_versions if version <= self.trained_step)
         self.totals.evaluated_version = max([self.totals.evaluated_version, *known])
@@ -280,8 +280,8 @@ class FullyAsyncTrainer:
                 await self._save_what_is_trained()
             raise failure from failure.__cause__
         finally:
-            await self._workers.give_back()
-        if self._stop.is_asked or self._stop.failure is not None:
+            await self._workers.requeue()
+        if self._stop.is_requested or self._stop.failure is not None:
             return
         self.is_complete = True
         self._recorder.count_generation()
@@ -312,9 +312,11 @@ class FullyAsyncTrainer:
         """Write a last checkpoint with what is still being generated; of a run that is stopped, whatever the interval."""
         step = self.trained_step
         is_due = self._settings.checkpoint_interval_steps and self._saver.step != step
-        if self._stop.is_asked or is_due:
+        if self._stop.is_requested or is_due:
             with self._trace.span("checkpoint", track="training", step=step):
-                await self._saver.write(self._policy, step, self._mini_batches.taken, unless_known=self._stop.is_asked)
+                await self._saver.write(
+                    self._policy, step, self._mini_batches.taken, unless_known=self._stop.is_requested
+                )
 
     async def _save_what_is_trained(self) -> None:
         """Write a checkpoint where engines or rollouts failed and not the training, unless an optimizer step was cut off by that.

@@ -7,14 +7,14 @@ Flows in: prepared groups. Flows out: those of a step, oldest admitted first. Do
 
 from collections.abc import AsyncIterator, Sequence
 
-from skyrl_async.algorithms.step_advantages import Credit
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers
-from skyrl_async.runtime.device_leases import Sitting
-from skyrl_async.runtime.shutdown import StopRequest
+from skyrl_async.runtime.device_leases import DeviceLease
+from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.trainer.settings import TrainerSettings
 from skyrl_async.types import Group
 
@@ -39,9 +39,9 @@ class MiniBatches:
         staleness: _AsyncStalenessManager,
         workers: GenerationWorkers,
         recorder: Recorder,
-        stop: StopRequest,
-        turn: Sitting,
-        credit: Credit,
+        stop: ShutdownRequest,
+        turn: DeviceLease,
+        credit: StepAdvantages,
     ) -> None:
         self._settings = settings
         self._buffer = buffer
@@ -55,11 +55,11 @@ class MiniBatches:
         """Groups of the step in progress: finished and untrained, for checkpoints; whoever trains them clears it."""
 
     async def groups(self, figures: StepFigures) -> AsyncIterator[Group]:
-        """The groups of the step, each as soon as it may be trained (all at once without streaming). Raises ``StopAsked``."""
+        """The groups of the step, each as soon as it may be trained (all at once without streaming). Raises ``ShutdownRequested``."""
         collected: list[Group] = []
         for num_taken in range(self._settings.mini_batch_size):
             with self._recorder.timed(figures, "wait_for_groups", track="waiting"):
-                async with self._stop.cut_short(is_patient=True):
+                async with self._stop.interruptible(wait_for_step=True):
                     group = await self._next_group(self._settings.mini_batch_size - num_taken, figures)
             if group is None:
                 break
@@ -76,15 +76,15 @@ class MiniBatches:
     def _credited(self, groups: Sequence[Group], figures: StepFigures) -> Sequence[Group]:
         """Whole groups; what the staleness policy leaves of them is what counts."""
 
-        def trained_part(group: Group) -> Group:
-            return self._settings.staleness_policy.trained_part(group, figures.version, figures.max_staleness_steps)
+        def masked_group(group: Group) -> Group:
+            return self._settings.staleness_policy.masked_group(group, figures.version, figures.max_staleness_steps)
 
-        return self._credit(groups, trained_part)
+        return self._credit(groups, masked_group)
 
     async def _next_group(self, num_free: int, figures: StepFigures) -> Group | None:
         """The oldest finished group that the staleness policy lets be trained."""
-        while (group := await self._next_finished(num_free, figures)) and self.is_given_up(group.scheduled_version):
-            await self._workers.redraw_finished(group)
+        while (group := await self._next_finished(num_free, figures)) and self.is_dropped(group.scheduled_version):
+            await self._workers.requeue_finished(group)
         return group
 
     async def _next_finished(self, num_free: int, figures: StepFigures) -> Group | None:
@@ -107,6 +107,6 @@ class MiniBatches:
             figures.add_wait(group, held_seconds)
         return group
 
-    def is_given_up(self, scheduled_version: int) -> bool:
+    def is_dropped(self, scheduled_version: int) -> bool:
         """Whether an open group admitted at this version is not to be waited for."""
-        return self._settings.staleness_policy.is_given_up(scheduled_version, self._staleness)
+        return self._settings.staleness_policy.is_dropped(scheduled_version, self._staleness)

@@ -1,6 +1,6 @@
 """Trains on prepared groups, one optimizer step after another, as a stage of its own.
 
-    MiniBatches ──group by group──> gradients ──> optimizer step, gather ──TrainedStep──> ParamUpdate
+    MiniBatches ──group by group──> gradients ──> optimizer step, gather ──TrainedStep──> WeightUpdateStage
                       └ the devices are this stage's, until it waits for groups or engines
 
 Flows in: groups that may be trained. Flows out: optimizer steps whose weights are copied. Does not know how groups come about, nor how
@@ -11,18 +11,18 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from skyrl_async.algorithms.step_advantages import Credit
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.metrics.overlap import OverlapThroughput
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
-from skyrl_async.runtime.device_leases import Sitting
-from skyrl_async.runtime.shutdown import StopAsked, StopRequest
+from skyrl_async.runtime.device_leases import DeviceLease
+from skyrl_async.runtime.shutdown import ShutdownRequest, ShutdownRequested
 from skyrl_async.runtime.stages import Channel, Lane, Stage
 from skyrl_async.trainer.mini_batches import MiniBatches
 from skyrl_async.trainer.settings import TrainerSettings, is_due
-from skyrl_async.trainer.weight_update_stage import ParamUpdate, TrainedStep
+from skyrl_async.trainer.weight_update_stage import TrainedStep, WeightUpdateStage
 from skyrl_async.training.protocol import WAIT_SECONDS, Policy
 from skyrl_async.types import Group
 
@@ -51,13 +51,13 @@ class TrainStage:
         settings: TrainerSettings,
         policy: Policy,
         mini_batches: MiniBatches,
-        param_update: ParamUpdate,
+        param_update: WeightUpdateStage,
         dataloader: _AsyncDataloader,
         staleness: _AsyncStalenessManager,
-        credit: Credit,
+        credit: StepAdvantages,
         recorder: Recorder,
-        stop: StopRequest,
-        turn: Sitting,
+        stop: ShutdownRequest,
+        turn: DeviceLease,
         validation_seconds: Callable[[], float],
     ) -> None:
         self._settings = settings
@@ -90,7 +90,7 @@ class TrainStage:
             lane.wait_for_input()
             self._beside_validation.lap()
             figures = self._next_figures()
-            while not self._is_done() and not self._stop.is_asked:
+            while not self._is_done() and not self._stop.is_requested:
                 try:
                     trained = await self._train_step(lane, figures)
                 finally:
@@ -142,7 +142,7 @@ class TrainStage:
                 lane.wait_for_input()
             if figures.groups:
                 await self._wait_for_publish(lane, figures)
-        except StopAsked:
+        except ShutdownRequested:
             logger.warning("step %d is left: %d of its groups were there", version, len(self._mini_batches.taken))
             return None
         if not figures.groups:
@@ -177,7 +177,7 @@ class TrainStage:
     async def _add_gradients(self, whole: Group, figures: StepFigures) -> None:
         """Train on a group, or on what the staleness policy leaves of it."""
         version = figures.version
-        group = self._settings.staleness_policy.trained_part(whole, version, figures.max_staleness_steps)
+        group = self._settings.staleness_policy.masked_group(whole, version, figures.max_staleness_steps)
         weighed = self._settings.aggregation(group.trajectories)
         timed = self._recorder.timed(figures, "forward_backward", track="training")
         with timed, self._beside_validation.piece(group.num_sampled_tokens):
@@ -193,7 +193,7 @@ class TrainStage:
                 await self._turn.take()
 
     async def _wait_for_publish(self, lane: Lane, figures: StepFigures) -> None:
-        """Weights stay as they are until their copy is sent, and compared where that is due. Raises ``StopAsked`` when it was given up."""
+        """Keep the weights until their copy is sent, and compared where that is due. Raises ``ShutdownRequested``."""
         if self._param_update.may_step:
             figures.add_seconds("wait_for_publish", 0.0)
         else:
@@ -204,8 +204,8 @@ class TrainStage:
                 await self._staleness.notify_trainer_waiting(True)
                 await self._param_update.wait_until_step()
                 await self._staleness.notify_trainer_waiting(False)
-        if self._stop.is_asked and self._param_update.is_cut:
-            raise StopAsked
+        if self._stop.is_requested and self._param_update.is_cut:
+            raise ShutdownRequested
 
 
 def _set_wait_apart(figures: StepFigures, name: str, answer: dict[str, float]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
-from skyrl_async.runtime.shutdown import StopAsked, StopRequest
+from skyrl_async.runtime.shutdown import ShutdownRequest, ShutdownRequested
 from skyrl_async.runtime.stages import Channel, Stage, run_stage
 from skyrl_async.trainer.evaluator import EvaluationResult, Evaluator
 
@@ -54,7 +54,7 @@ class Validation:
         settings: ValidationSettings,
         staleness: _AsyncStalenessManager,
         recorder: Recorder,
-        stop: StopRequest,
+        stop: ShutdownRequest,
     ) -> None:
         self._evaluator = evaluator
         self._settings = settings
@@ -150,8 +150,8 @@ class Validation:
         loop = asyncio.get_running_loop()
         step, started = self._staleness.version, loop.time()
         result: EvaluationResult | None = None
-        with self._recorder.trace.span("evaluate", track="evaluation", step=step), suppress(StopAsked):
-            async with self._stop.cut_short():
+        with self._recorder.trace.span("evaluate", track="evaluation", step=step), suppress(ShutdownRequested):
+            async with self._stop.interruptible():
                 result = await self._evaluator.evaluate(num_prompts, priority=self._staleness.next_index)
         if result is None:
             return None

@@ -1,6 +1,6 @@
 """Brings the weights of each trained step to the engines, as a stage of its own.
 
-    train: step, gather ──TrainedStep──> ParamUpdate: send, load, checkpoint, new version, log ──version──> validation
+    train: step, gather ──TrainedStep──> WeightUpdateStage: send, load, checkpoint, new version, log ──version──> validation
              ^  the next step waits ──────────────────┘
 
 Flows in: trained steps. Flows out: policy versions that every engine serves, checkpoints, the record of each step. Knows when each is due,
@@ -21,7 +21,7 @@ from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers
-from skyrl_async.runtime.shutdown import GRACE_S, StopAsked, StopRequest
+from skyrl_async.runtime.shutdown import GRACE_S, ShutdownRequest, ShutdownRequested
 from skyrl_async.runtime.stages import Channel, Stage, run_stage
 from skyrl_async.trainer.mini_batches import MiniBatches
 from skyrl_async.trainer.settings import TrainerSettings, is_due
@@ -77,7 +77,7 @@ class TrainedStep:
     """When its weights began to be copied, to be published; None where they are not. Seconds of the loop."""
 
 
-class ParamUpdate:
+class WeightUpdateStage:
     """Publishes steps.
 
     Args:
@@ -103,7 +103,7 @@ class ParamUpdate:
         validation: Validation,
         saver: RunSaver,
         recorder: Recorder,
-        stop: StopRequest,
+        stop: ShutdownRequest,
         values: Callable[[StepFigures], dict[str, float]],
     ) -> None:
         self._settings = settings
@@ -179,11 +179,11 @@ class ParamUpdate:
 
         try:
             if trained.gathered_at is not None:
-                async with self._stop.cut_short(is_patient=True):
+                async with self._stop.interruptible(wait_for_step=True):
                     is_published = await self._send_and_load(version, trained.gathered_at, figures)
                     if is_published:
                         values |= await self._check_if_due(version)
-        except StopAsked:
+        except ShutdownRequested:
             is_published, self.is_cut = False, True
             logger.warning("step %d is trained and not published", version)
             log()
@@ -194,9 +194,9 @@ class ParamUpdate:
             await self._log_and_save(version, figures, log)
             if is_published:
                 await self._staleness.notify_capacity_change(version)
-            with suppress(StopAsked):
-                async with self._stop.cut_short(grace_s=GRACE_S):
-                    await self._workers.redraw(self._is_given_up)
+            with suppress(ShutdownRequested):
+                async with self._stop.interruptible(grace_s=GRACE_S):
+                    await self._workers.abort_and_requeue(self._is_given_up)
         self._let_step(version)
         return version if is_published else None
 
@@ -247,15 +247,15 @@ class ParamUpdate:
     async def publish_the_rest(self) -> None:
         """Where the data ended between two publishes, or the last version was lost; not in a run that is stopped."""
         version = self._staleness.trained_version
-        if self._staleness.version == version or self._stop.is_asked:
+        if self._staleness.version == version or self._stop.is_requested:
             return
         try:
-            async with self._stop.cut_short(is_patient=True):
+            async with self._stop.interruptible(wait_for_step=True):
                 await self._publisher.gather(version)
                 if not await self._send(version):
                     raise PublishError(f"version {version} is lost, and no step follows it")
                 await self._load()
-        except StopAsked:
+        except ShutdownRequested:
             self.is_cut = True
             logger.warning("step %d is trained and not published", version)
         else:
@@ -300,7 +300,7 @@ class ParamUpdate:
             await self._publisher.check(version, is_first=True)
 
     def _is_given_up(self, admission: Admission) -> bool:
-        return self._mini_batches.is_given_up(admission.scheduled_version)
+        return self._mini_batches.is_dropped(admission.scheduled_version)
 
     async def _check_if_due(self, version: int) -> dict[str, float]:
         """Compare engines with the policy, which holds the same version until then."""

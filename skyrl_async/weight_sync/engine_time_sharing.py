@@ -13,10 +13,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.runtime.device_leases import DeviceGroup, Sitting
+from skyrl_async.runtime.device_leases import DeviceGroup, DeviceLease
 from skyrl_async.runtime.tasks import first_failure
 from skyrl_async.types import PauseMode
-from skyrl_async.weight_sync.engine_updater import EngineSwitch
+from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater
 
 GENERATE = "generate"
 """The member of a device group that engines are."""
@@ -25,7 +25,7 @@ HoldEngines = Callable[[], AbstractAsyncContextManager[None]]
 """In the block engines have their devices, and whoever holds them may pause and resume them."""
 
 
-class EngineTurns:
+class EngineTimeSharing:
     """See the module.
 
     Args:
@@ -53,7 +53,7 @@ class EngineTurns:
         self._is_busy = is_busy
         self._trace = trace
         # What is frozen goes on where it was: the weights are the same, unless a publish comes, which pauses in a way of its own.
-        self._switch = EngineSwitch(client, pause_mode=PauseMode.KEEP, trace=trace, clock=clock)
+        self._switch = EngineWeightUpdater(client, pause_mode=PauseMode.KEEP, trace=trace, clock=clock)
         self._have_devices = False
         self._num_holders = 0
         self._changed = asyncio.Event()
@@ -91,7 +91,7 @@ class EngineTurns:
 
     async def _take_turns(self) -> None:
         """Consumes turns; waits until others want the devices, then for its holders; unblocked by them."""
-        sitting = Sitting(self._group, GENERATE)
+        sitting = DeviceLease(self._group, GENERATE)
         try:
             while True:
                 with self._trace.span("others compute", track="devices"):

@@ -30,7 +30,7 @@ EngineCall = Callable[[InferenceEngine], Coroutine[Any, Any, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwitchTimes:
+class EngineUpdateTimes:
     """Seconds."""
 
     acknowledge: float
@@ -39,7 +39,7 @@ class SwitchTimes:
     """From then until all have loaded, each as soon as it has paused."""
 
 
-class EngineSwitch:
+class EngineWeightUpdater:
     """See the module.
 
     Args:
@@ -79,7 +79,7 @@ class EngineSwitch:
         before: WeightUpdate | None,
         serving_version: int | None,
         on_loaded: Callable[[], None] = lambda: None,
-    ) -> SwitchTimes:
+    ) -> EngineUpdateTimes:
         """Have ``engines`` serve ``update``; those that die leave the list.
 
         ``on_loaded`` is called when all have loaded it: whatever happens from then on, they serve it. Raises ``PublishError`` when one
@@ -98,7 +98,7 @@ class EngineSwitch:
         finally:
             await self.resume(engines)
         self._require(engines, "resume")
-        return SwitchTimes(acknowledge=acknowledge, load=loaded - asked - acknowledge)
+        return EngineUpdateTimes(acknowledge=acknowledge, load=loaded - asked - acknowledge)
 
     async def everywhere(self, what: str, call: EngineCall, engines: list[InferenceEngine]) -> dict[str, Any]:
         """Call every engine at once and return the answers by name; one that dies is closed, and leaves ``engines``.
@@ -123,7 +123,7 @@ class EngineSwitch:
                 await self._on_each("resume", lambda engine: engine.resume(), engines)
             raise
 
-    async def bury(self, engine: InferenceEngine, error: EngineDeadError) -> None:
+    async def remove_dead(self, engine: InferenceEngine, error: EngineDeadError) -> None:
         """Drop a dead engine, and see that it serves nobody else either."""
         self._client.drop_engine(engine, error)
         await engine.close()
@@ -200,7 +200,7 @@ class EngineSwitch:
                 return
             if before is None:
                 raise EngineDeadError(
-                    f"{engine.name} was closed: the weights it should go back to are not kept (weight_sync.dual_buffer=false)"
+                    f"{engine.name} was closed: the weights it should go back to are not kept (weight_sync.double_buffer=false)"
                 )
             try:
                 await engine.load_weights(before)
@@ -219,7 +219,7 @@ class EngineSwitch:
                 answers[engine.name] = await _answer(engine, what, call, timeout_s)
             except EngineDeadError as error:
                 engines.remove(engine)
-                await self.bury(engine, error)
+                await self.remove_dead(engine, error)
 
         await run_together({f"{what}-{engine.name}": one(engine) for engine in tuple(engines)})
         return answers
@@ -256,7 +256,7 @@ def files_of(update: WeightUpdate) -> list[Path]:
     return [Path(chunk[key]) for chunk in update.chunks for key in ("path", "config_path") if key in chunk]
 
 
-def discard(update: WeightUpdate) -> None:
+def delete_update_files(update: WeightUpdate) -> None:
     """Delete the files of an update, and the directory that was made for them."""
     paths = files_of(update)
     for path in paths:

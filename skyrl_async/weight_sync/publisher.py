@@ -29,11 +29,11 @@ from skyrl_async.types import PauseMode, WeightUpdate
 from skyrl_async.weight_sync.broadcast import WeightBroadcast
 from skyrl_async.weight_sync.device_sharing import ShareWeights, files_alone
 from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
-from skyrl_async.weight_sync.engine_updater import EngineSwitch, discard, files_of, what_serves
+from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater, delete_update_files, files_of, what_serves
 from skyrl_async.weight_sync.lag import Lag, LagMonitor
 from skyrl_async.weight_sync.shm_capacity import require_room
-from skyrl_async.weight_sync.verifier import EngineProof
-from skyrl_async.weight_sync.version_slots import SentUpdate, VersionShelf
+from skyrl_async.weight_sync.verifier import WeightVerifier
+from skyrl_async.weight_sync.version_slots import SentUpdate, VersionSlots
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class WeightPublisher:
         directory: where buckets are written, in shared memory; made here, emptied by ``close``.
         bucket_bytes: most bytes that are sent at a time.
         load_bucket_bytes: most bytes that an engine loads at a time, see ``weight_sync.load_bucket_mb``.
-        dual_buffer: whether the version served is kept while the next one is sent and loaded, and that is prepared in the engines' memory.
+        double_buffer: keep the version served while the next one is sent and loaded, and prepare that in the engines' memory.
         pause_mode: what happens to requests in flight.
         trace: one span per phase.
         probe_prompt_token_ids: prompt after which the engines' log-probs are compared with the trainer's; empty: never.
@@ -101,7 +101,7 @@ class WeightPublisher:
         directory: Path,
         bucket_bytes: int,
         load_bucket_bytes: int = 512 << 20,
-        dual_buffer: bool = True,
+        double_buffer: bool = True,
         pause_mode: PauseMode,
         trace: Trace,
         probe_prompt_token_ids: Sequence[int] = (),
@@ -118,7 +118,7 @@ class WeightPublisher:
         self._directory = directory
         self._bucket_bytes = bucket_bytes
         self._load_bucket_bytes = load_bucket_bytes
-        self._dual_buffer = dual_buffer
+        self._dual_buffer = double_buffer
         self._pause_mode = pause_mode
         self._trace = trace
         self._verify_checksums = verify_checksums
@@ -127,7 +127,7 @@ class WeightPublisher:
         self._broadcast = broadcast
         self._share = share
         self._clock = clock
-        self._shelf = VersionShelf()
+        self._shelf = VersionSlots()
         self._shelf_changed = asyncio.Event()
         self._gathered: tuple[int, float] | None = None
         """(version, seconds) of what is in the policy's staging memory."""
@@ -137,8 +137,8 @@ class WeightPublisher:
         self._threads = DaemonThreads("weight-files")
         self._deletions: dict[asyncio.Future[None], Callable[[], None]] = {}
         """Begun in a thread, and what each does: the kernel frees memory about as fast as it is written."""
-        self._switch = EngineSwitch(client, pause_mode=pause_mode, trace=trace, clock=clock)
-        self._proof = EngineProof(
+        self._switch = EngineWeightUpdater(client, pause_mode=pause_mode, trace=trace, clock=clock)
+        self._proof = WeightVerifier(
             client=client,
             policy=policy,
             switch=self._switch,
@@ -189,7 +189,7 @@ class WeightPublisher:
             with self._trace.span("gather", track="publish", version=version):
                 num_bytes = await self._policy.gather_weights(version)
             if not self._has_room:
-                require_room(self._directory, num_bytes, dual_buffer=self._dual_buffer)
+                require_room(self._directory, num_bytes, double_buffer=self._dual_buffer)
                 self._has_room = True
             self._gathered = version, self._clock() - started
 
@@ -352,7 +352,7 @@ class WeightPublisher:
             return 0.0
         started = self._clock()
         with self._trace.span("broadcast", track="publish", version=update.version):
-            await self._broadcast.deliver(engines, update, self._switch.bury, keep=self._shelf.serving)
+            await self._broadcast.deliver(engines, update, self._switch.remove_dead, keep=self._shelf.serving)
         return self._clock() - started
 
     async def _send(self, version: int) -> WeightUpdate:
@@ -377,7 +377,7 @@ class WeightPublisher:
     def _delete(self, update: WeightUpdate | None) -> None:
         """Begin to delete the files of an update: whoever is cancelled meanwhile, it goes on, and ``close`` leaves nothing of it."""
         if update is not None and files_of(update):
-            self._begin_deletion(partial(discard, update))
+            self._begin_deletion(partial(delete_update_files, update))
 
     def _begin_deletion(self, delete: Callable[[], None]) -> None:
         future = asyncio.get_running_loop().run_in_executor(self._threads, delete)
@@ -397,17 +397,17 @@ class WeightPublisher:
             await self._shelf_changed.wait()
 
     async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
-        """See ``EngineProof.check``."""
+        """See ``WeightVerifier.check``."""
         return await self._proof.check(version, is_first=is_first)
 
-    async def attest(self, version: int) -> str:
-        """See ``EngineProof.attest``."""
-        return await self._proof.attest(version)
+    async def verify_checksums(self, version: int) -> str:
+        """See ``WeightVerifier.verify_checksums``."""
+        return await self._proof.verify_checksums(version)
 
     def close(self) -> None:
         """Delete the buckets, here and now, those too that a thread has begun to delete. Idempotent."""
         for update in self._shelf.clear():
-            discard(update)
+            delete_update_files(update)
         for delete in self._deletions.values():
             delete()
 

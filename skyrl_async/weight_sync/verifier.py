@@ -16,7 +16,7 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import WeightUpdate
 from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
-from skyrl_async.weight_sync.engine_updater import EngineSwitch
+from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater
 from skyrl_async.weight_sync.probe import check_gap, engine_logprob_gap
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class EngineProof:
+class WeightVerifier:
     """See the module; for the arguments see ``WeightPublisher``."""
 
     def __init__(
@@ -32,7 +32,7 @@ class EngineProof:
         *,
         client: InferenceEngineClient,
         policy: Policy,
-        switch: EngineSwitch,
+        switch: EngineWeightUpdater,
         trace: Trace,
         probe_prompt_token_ids: Sequence[int],
         max_logprob_gap: float,
@@ -67,7 +67,7 @@ class EngineProof:
 
     async def _check(self, version: int, *, is_first: bool) -> dict[str, float]:
         if is_first:
-            await self.attest(version)
+            await self.verify_checksums(version)
         if not self._probe_prompt_token_ids:
             return {}
         with self._trace.span("probe", track="publish", version=version):
@@ -77,7 +77,7 @@ class EngineProof:
         check_gap(gap, self._max_logprob_gap, version)
         return {"async/engine_logprob_gap": gap}
 
-    async def attest(self, version: int) -> str:
+    async def verify_checksums(self, version: int) -> str:
         """The checksum all engines agree on. Raises ``PublishError`` when versions or checksums differ."""
         engines = list(self._client.engines)
         checksums = await self._switch.everywhere("checksum", lambda engine: engine.checksum(), engines)
@@ -94,7 +94,7 @@ class EngineProof:
 
     async def attest_when_expecting(self, version: int) -> str:
         """The same, of the next engine where the last one dies meanwhile and another is expected."""
-        return await self._while_expecting(lambda: self.attest(version))
+        return await self._while_expecting(lambda: self.verify_checksums(version))
 
     async def of_one(self, engine: InferenceEngine, update: WeightUpdate) -> None:
         """Hold an engine that has loaded what is served, and takes no requests yet, against what is known of that version's weights.
@@ -125,5 +125,5 @@ class EngineProof:
             try:
                 return await engine.checksum()
             except EngineDeadError as error:
-                await self._switch.bury(engine, error)
+                await self._switch.remove_dead(engine, error)
         return None

@@ -26,7 +26,7 @@ class SentUpdate:
         return self.update.version
 
 
-class VersionShelf:
+class VersionSlots:
     """Holds at most three updates, each with its files: one complete, one being loaded, one served.
 
     A run sends no version before the one before it is loaded: it has two of these at most, and only what is served is replaced.

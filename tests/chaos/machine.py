@@ -48,9 +48,9 @@ class ARunUnderFaults(RuleBasedStateMachine):
         self._stack.callback(shutil.rmtree, self._directory)
         self._num_hung = 0
 
-    @initialize(dual_buffer=st.booleans(), num_engines=st.sampled_from([1, 3]))
-    def a_run_begins(self, dual_buffer: bool, num_engines: int) -> None:
-        self._run = VirtualRun(self._directory, replace(SETTINGS, dual_buffer=dual_buffer, num_engines=num_engines))
+    @initialize(double_buffer=st.booleans(), num_engines=st.sampled_from([1, 3]))
+    def a_run_begins(self, double_buffer: bool, num_engines: int) -> None:
+        self._run = VirtualRun(self._directory, replace(SETTINGS, double_buffer=double_buffer, num_engines=num_engines))
         self._stack.callback(self._run.close)
         self._survivals = Survivals(self._run)
 

@@ -93,7 +93,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
         pause_mode=PauseMode.ABORT,
         trace=Trace(None, asyncio.get_running_loop().time),
     )
-    settings = FleetSettings(life=LIFE, all_gone_timeout_s=300.0)
+    settings = FleetSettings(life=LIFE, no_engine_timeout_s=300.0)
     run = Running(client, publisher, Fleet(client, start=start_one, settings=settings, say=print))
     run.fleet = Fleet(client, start=start_one, settings=settings, say=print, front_ends=[run])
     async with run.fleet.supervising():

@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_async.composition.logprobs import start_logprob_workers
-from skyrl_async.composition.placement_group import Seats
+from skyrl_async.composition.placement_group import ActorResources
 from skyrl_async.composition.publishing import make_broadcast
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.run import Config, WeightSyncConfig, WeightTransfer
@@ -76,9 +76,9 @@ class Elsewhere:
     def __init__(self, node: str) -> None:
         self._node = node
 
-    def seats(self, stage: str) -> Seats:
+    def seats(self, stage: str) -> ActorResources:
         strategies = (NodeAffinitySchedulingStrategy(self._node, soft=False),)
-        return Seats(num_cpus=1.0, num_gpus=0.0, strategies=strategies)
+        return ActorResources(num_cpus=1.0, num_gpus=0.0, strategies=strategies)
 
 
 async def test_workers_that_load_what_is_published_are_on_the_trainer_s_node_or_refused_at_the_start(

@@ -20,7 +20,7 @@ from skyrl_async.inference.engine_life import LifeSettings
 from skyrl_async.inference.fleet import Fleet, FleetSettings
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.metrics.trained_groups import TrainedGroupsLog
-from skyrl_async.rollout.failed_samples import OnLostSamples
+from skyrl_async.rollout.failed_samples import OnFailedSamples
 from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.runtime.backoff import Backoff
 from skyrl_async.runtime.shutdown import GRACE_S
@@ -41,7 +41,7 @@ _FROZEN_ENGINE_S = 2 * GRACE_S
 """A publish that is cut off has engines go back, and then sample again, each of which one that is frozen is waited for so long."""
 _FLEET = FleetSettings(
     life=LifeSettings(heartbeat_interval_s=2.0, heartbeat_timeout_s=6.0, max_restarts=1 << 30, restart_backoff_s=0.5),
-    all_gone_timeout_s=1e6,
+    no_engine_timeout_s=1e6,
 )
 SETTINGS = SimulationSettings(
     mini_batch_size=3,
@@ -62,7 +62,7 @@ SETTINGS = SimulationSettings(
     rollout_timeout_s=60.0,
     max_retries=1000,
     max_failed_fraction=1.0,
-    on_lost_samples=OnLostSamples.FILL,
+    on_failed_samples=OnFailedSamples.FILL,
     backoff=Backoff(base_s=0.5, max_s=5.0),
     sample_full_batch=True,
 )

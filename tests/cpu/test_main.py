@@ -54,7 +54,7 @@ NO_VLLM = ("engine=deterministic", "logging.tensorboard=false", "evaluation.num_
 FOR_EVER = "trainer.num_steps=100000"
 REFERENCE = ("trainer.algorithm.use_kl_loss=true", "training.num_ref_workers=1")
 SEPARATE = ("placement.groups=[[policy],[ref],[generate]]", "placement.devices=[1,1,1]", "placement.num_cpu_slots=3")
-SHARED = ("placement.groups=[[policy,generate]]", "placement.devices=[1]", "placement.shortest_generate_turn_s=0.2")
+SHARED = ("placement.groups=[[policy,generate]]", "placement.devices=[1]", "placement.min_generation_slice_s=0.2")
 SUMMARY_KEYS = {
     "reward_before",
     "reward_after",

@@ -57,7 +57,7 @@ class EngineConfig:
     restart_backoff_s: float = doc(
         1.0, "Wait before a dead engine is started anew; doubled, to a minute at most, at each death in a row."
     )
-    all_gone_timeout_s: float = doc(
+    no_engine_timeout_s: float = doc(
         900.0,
         "With no engine left, generation and training wait so long for one to come back; then the run ends, with a checkpoint.",
     )
@@ -89,7 +89,7 @@ class EngineConfig:
         require(self.stream_interval >= 1, "engine.stream_interval", ">= 1", self.stream_interval)
         require(self.start_timeout_s > 0, "engine.start_timeout_s", "> 0", self.start_timeout_s)
         require(self.call_timeout_s > 0, "engine.call_timeout_s", "> 0", self.call_timeout_s)
-        for key in ("heartbeat_interval_s", "all_gone_timeout_s"):
+        for key in ("heartbeat_interval_s", "no_engine_timeout_s"):
             require(getattr(self, key) > 0, f"engine.{key}", "> 0", getattr(self, key))
         for key in ("max_restarts", "restart_backoff_s"):
             require(getattr(self, key) >= 0, f"engine.{key}", ">= 0", getattr(self, key))

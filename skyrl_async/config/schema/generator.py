@@ -6,7 +6,7 @@ from enum import Enum
 from skyrl_async.config.schema.fields import doc, require
 
 
-class OnLostSamples(Enum):
+class OnFailedSamples(Enum):
     fill = "fill"
     train_rest = "train_rest"
     drop = "drop"
@@ -88,8 +88,8 @@ class GeneratorConfig:
         "Wait before the first retry, doubled for each further one, less up to half of it at random; 0 never waits.",
     )
     max_retry_backoff_s: float = doc(60.0, "Longest wait before a retry.")
-    on_lost_samples: OnLostSamples = doc(
-        OnLostSamples.train_rest,
+    on_failed_samples: OnFailedSamples = doc(
+        OnFailedSamples.train_rest,
         "What becomes of a group of which some samples failed, hung or were abandoned by their agent. fill plays these again, "
         "max_retries times; a group that stays incomplete fails. train_rest does too, and then trains the others if they are at least "
         "two; an agent's abandoned samples are played again only while fewer than two finished. drop fails the group at once.",

@@ -11,7 +11,7 @@ from enum import Enum
 from skyrl_async.config.schema.choices import Device, DType
 from skyrl_async.config.schema.engine import EngineBackend, EngineConfig, PauseModeName
 from skyrl_async.config.schema.fields import doc, require
-from skyrl_async.config.schema.generator import GeneratorConfig, GeneratorKind, OnLostSamples, SamplingConfig
+from skyrl_async.config.schema.generator import GeneratorConfig, GeneratorKind, OnFailedSamples, SamplingConfig
 from skyrl_async.config.schema.policy import PolicyConfig, WarmStartConfig
 from skyrl_async.config.schema.server import BranchPolicyName, ReasoningPolicy, ServerConfig
 from skyrl_async.config.schema.task import TaskConfig
@@ -38,7 +38,7 @@ __all__ = [
     "GeneratorKind",
     "LoggingConfig",
     "LrSchedule",
-    "OnLostSamples",
+    "OnFailedSamples",
     "PauseModeName",
     "PlacementConfig",
     "PolicyConfig",
@@ -87,7 +87,7 @@ class WeightSyncConfig:
         512,
         "Most of a publish that an engine hands to its model, or keeps mapped, at a time, MiB; a larger tensor goes alone.",
     )
-    dual_buffer: bool = doc(
+    double_buffer: bool = doc(
         True,
         "Keep the version served until the next one is loaded everywhere, and let engines on CPUs prepare that in memory of their own, so "
         "that the pause is a swap: up to two versions are in shared memory, and an engine holds its weights twice for a while. false: the "
@@ -157,7 +157,7 @@ class PlacementConfig:
         None,
         "CPU slots of a Ray of the run's own; null: one per core. Slots are counted, not enforced: more of them than cores share these.",
     )
-    shortest_generate_turn_s: float = doc(
+    min_generation_slice_s: float = doc(
         1.0,
         "Seconds that a turn of generation lasts at least, where its engines share devices (placement.groups), have requests, and others "
         "wait: what bounds how often devices change hands, and how long training waits.",
@@ -170,8 +170,8 @@ class PlacementConfig:
     def __post_init__(self) -> None:
         slots = self.num_cpu_slots
         require(slots is None or slots >= 1, "placement.num_cpu_slots", ">= 1 or null", slots)
-        shortest_s = self.shortest_generate_turn_s
-        require(shortest_s >= 0, "placement.shortest_generate_turn_s", ">= 0", shortest_s)
+        shortest_s = self.min_generation_slice_s
+        require(shortest_s >= 0, "placement.min_generation_slice_s", ">= 0", shortest_s)
 
 
 @dataclass

@@ -95,7 +95,7 @@ class TrainerConfig:
         "Groups in flight at once, from policy_mini_batch_size to policy_mini_batch_size * (max_staleness_steps + 1). "
         "Null: as many as that allows, at most twice a mini-batch or what the engines run at once, whichever is more.",
     )
-    limit_buffered_groups: bool = doc(
+    count_buffered_as_in_flight: bool = doc(
         True,
         "While the trainer is busy, finished groups count among num_parallel_generation_workers until they are trained, so that "
         "none is generated earlier than it can be used. False fills the buffer up to the staleness bound.",
@@ -115,8 +115,8 @@ class TrainerConfig:
     deterministic: bool = doc(
         False,
         "Nothing that is trained depends on how long anything took: groups are trained in the order of admission, weights change when no "
-        "group is in flight, and limit_buffered_groups is off. With engine=deterministic two runs are equal bit for bit; policy workers on "
-        "CUDA take deterministic kernels for that, which has not been run.",
+        "group is in flight, and count_buffered_as_in_flight is off. With engine=deterministic two runs are equal bit for bit; "
+        "policy workers on CUDA take deterministic kernels for that, which has not been run.",
     )
     seed: int = doc(0, "Of everything that is drawn: shuffling, the warm start, sampling where the engine allows.")
     algorithm: AlgorithmConfig = doc(AlgorithmConfig, "Advantages and loss.")

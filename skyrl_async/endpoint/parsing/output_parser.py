@@ -13,7 +13,7 @@ from skyrl_async.endpoint.parsing.parsing import AnswerParser
 from skyrl_async.types import StructuredOutput
 
 
-class Reading(Protocol):
+class OutputParser(Protocol):
     """Reads one completion: ``whole`` once, or ``push`` for each block and ``finish``."""
 
     @property
@@ -44,14 +44,14 @@ def forced_call(tools: Sequence[Tool] | None, tool_choice: str) -> StructuredOut
     return StructuredOutput(json_schema=forced_tool_schema(tools or (), _named(tool_choice)))
 
 
-def reading_of(
+def output_parser_of(
     parser: AnswerParser,
     *,
     tools: Sequence[Tool] | None,
     tool_choice: str,
     is_chat: bool,
     starts_in_reasoning: bool,
-) -> Reading:
+) -> OutputParser:
     """The reading for one choice of a request.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.requests.errors import ApiError
-from skyrl_async.endpoint.requests.request_handler import Exchange
+from skyrl_async.endpoint.requests.request_handler import RequestHandler
 from skyrl_async.endpoint.sessions.store import SessionStore
 from skyrl_async.rollout.sampler import Sampler
 
@@ -20,7 +20,7 @@ class Serving:
     renderer: ChatRenderer
     model_name: str
     sessions: SessionStore
-    exchange: Exchange
+    exchange: RequestHandler
     """Answers a request."""
 
     def require_model(self, name: str | None) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from skyrl_async.chat import ChatRenderer, Tool
 from skyrl_async.endpoint.parsing.answers import ParsedAnswer, ToolCall
-from skyrl_async.endpoint.parsing.output_parser import Reading, forced_call, reading_of
+from skyrl_async.endpoint.parsing.output_parser import OutputParser, forced_call, output_parser_of
 from skyrl_async.endpoint.parsing.parsing import AnswerParser
 from skyrl_async.endpoint.parsing.stream_joining import joined_completion
 from skyrl_async.endpoint.requests.pending_turns import PendingTurns, SampledTurn
@@ -238,9 +238,9 @@ class Planned:
         async for delta in deltas:
             yield delta
 
-    def _reading(self) -> Reading:
+    def _reading(self) -> OutputParser:
         request, planner = self._request, self._planner
-        return reading_of(
+        return output_parser_of(
             planner.parser,
             tools=request.tools,
             tool_choice=request.tool_choice,
@@ -248,7 +248,7 @@ class Planned:
             starts_in_reasoning=planner.parser.starts_in_reasoning(self.prompt_token_ids),
         )
 
-    def _sampling(self, index: int, reading: Reading) -> SamplingParams:
+    def _sampling(self, index: int, reading: OutputParser) -> SamplingParams:
         sampling = self._request.sampling
         return replace(
             sampling,

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from skyrl_async.endpoint.requests.generation import Planner
 from skyrl_async.endpoint.requests.guard import principal_of
-from skyrl_async.endpoint.requests.shared_request import Emit, Event, Produce, Work
+from skyrl_async.endpoint.requests.shared_request import Emit, Event, Produce, SharedRequest
 from skyrl_async.endpoint.requests.streaming import Delivery, EventStyle
 from skyrl_async.endpoint.sessions.session import Session
 from skyrl_async.errors import SessionClosedError
@@ -57,12 +57,12 @@ class Slots:
             yield
 
 
-class _Desk:
+class _SessionRequests:
     """What one session has in flight, and what it was sent last."""
 
     def __init__(self, max_concurrent_requests: int) -> None:
         self.limit = asyncio.Semaphore(max_concurrent_requests)
-        self.in_flight: dict[bytes, Work] = {}
+        self.in_flight: dict[bytes, SharedRequest] = {}
         """By the request's digest."""
         self.last: tuple[bytes, Produce] | None = None
         """The digest of the request delivered last, and what answers it again."""
@@ -73,7 +73,7 @@ class _Desk:
         return self.last[1] if self.last is not None and is_last else None
 
 
-class Exchange:
+class RequestHandler:
     """Carries requests through.
 
     Args:
@@ -98,7 +98,7 @@ class Exchange:
         self._limit = asyncio.Semaphore(max_concurrent_requests)
         self._keepalive_interval_s = keepalive_interval_s
         self._on_session_end = on_session_end
-        self._desks: WeakKeyDictionary[Session, _Desk] = WeakKeyDictionary()
+        self._desks: WeakKeyDictionary[Session, _SessionRequests] = WeakKeyDictionary()
         self._counts = {"replays": 0, "joined_requests": 0}
 
     async def __call__(
@@ -117,13 +117,13 @@ class Exchange:
         shown = style if is_stream else None
         if session is None:
             planner = self._make_planner(None, Slots(self._limit))
-            return self._deliver(Work(_produce(make_call(planner), is_stream)), shown)
+            return self._deliver(SharedRequest(_produce(make_call(planner), is_stream)), shown)
         digest = await _digest(request)
         desk = self._desks.get(session)
         replay = desk.replay(digest) if desk is not None and _is_resend(request) else None
         if replay is not None:  # before caps are looked at: nothing is sampled
             self._counts["replays"] += 1
-            return self._deliver(Work(replay), shown)
+            return self._deliver(SharedRequest(replay), shown)
         session.begin_request(self._clock())
         try:
             work = self._session_work(session, digest, make_call, is_stream)
@@ -144,12 +144,14 @@ class Exchange:
         """Resends answered with the reply before, and requests that joined an equal one in flight."""
         return {f"{name}_total": float(count) for name, count in self._counts.items()}
 
-    def _deliver(self, work: Work, style: EventStyle | None, on_closed: Callable[[], None] = lambda: None) -> Response:
+    def _deliver(
+        self, work: SharedRequest, style: EventStyle | None, on_closed: Callable[[], None] = lambda: None
+    ) -> Response:
         return Delivery(work, style=style, keepalive_interval_s=self._keepalive_interval_s, on_closed=on_closed)
 
     def _session_work(
         self, session: Session, digest: bytes, make_call: Callable[[Planner], Call], is_stream: bool
-    ) -> Work:
+    ) -> SharedRequest:
         desk = self._desk_of(session)
         joined = desk.in_flight.get(digest)
         if joined is not None and not joined.has_failed:
@@ -157,23 +159,23 @@ class Exchange:
             return joined
         planner = self._make_planner(session, Slots(desk.limit, self._limit))
 
-        def left(work: Work) -> None:
+        def left(work: SharedRequest) -> None:
             if desk.in_flight.get(digest) is work:
                 del desk.in_flight[digest]
 
-        def delivered(work: Work) -> None:
+        def delivered(work: SharedRequest) -> None:
             planner.turns.commit()
             left(work)
             desk.last = digest, work.recorded()
 
-        work = Work(_produce(make_call(planner), is_stream), on_delivered=delivered, on_left=left)
+        work = SharedRequest(_produce(make_call(planner), is_stream), on_delivered=delivered, on_left=left)
         desk.in_flight[digest] = work
         return work
 
-    def _desk_of(self, session: Session) -> _Desk:
+    def _desk_of(self, session: Session) -> _SessionRequests:
         desk = self._desks.get(session)
         if desk is None:
-            desk = self._desks[session] = _Desk(session.limits.max_concurrent_requests)
+            desk = self._desks[session] = _SessionRequests(session.limits.max_concurrent_requests)
         return desk
 
 

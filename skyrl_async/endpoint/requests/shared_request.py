@@ -24,7 +24,7 @@ _running: set["asyncio.Task[Event | None]"] = set()
 """Keeps tasks alive that everybody has left: they still have generations to cancel."""
 
 
-class Work:
+class SharedRequest:
     """Runs ``produce`` from the first follower's coming to the last one's leaving, at the longest.
 
     Args:
@@ -37,8 +37,8 @@ class Work:
         self,
         produce: Produce,
         *,
-        on_delivered: Callable[["Work"], None] = lambda _: None,
-        on_left: Callable[["Work"], None] = lambda _: None,
+        on_delivered: Callable[["SharedRequest"], None] = lambda _: None,
+        on_left: Callable[["SharedRequest"], None] = lambda _: None,
     ) -> None:
         self._produce = produce
         self._on_delivered = on_delivered

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from skyrl_async.endpoint.requests.errors import as_api_error
 from skyrl_async.endpoint.requests.json_text import json_bytes
-from skyrl_async.endpoint.requests.shared_request import Event, Work
+from skyrl_async.endpoint.requests.shared_request import Event, SharedRequest
 from skyrl_async.runtime.tasks import first_failure
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class Delivery(Response):
 
     def __init__(
         self,
-        work: Work,
+        work: SharedRequest,
         *,
         style: EventStyle | None,
         keepalive_interval_s: float,

@@ -1,6 +1,6 @@
 """The endpoint's application: one router module per surface, behind the keys and the body limit.
 
-    KeyGuard ──> BodyLimit ──> chat · completions · responses · messages ──> Exchange ──> Planner ──> sampler
+    KeyGuard ──> BodyLimit ──> chat · completions · responses · messages ──> RequestHandler ──> Planner ──> sampler
                           └──> sessions (controller only) · models · tokenize · health · metrics
 
 Flows in: a sampler, a renderer and settings. Flows out: a FastAPI application for any ASGI server. A further surface is a module
@@ -18,7 +18,7 @@ from skyrl_async.endpoint.requests.context import Serving
 from skyrl_async.endpoint.requests.errors import install_error_handlers
 from skyrl_async.endpoint.requests.generation import Planner
 from skyrl_async.endpoint.requests.guard import BodyLimit, KeyGuard
-from skyrl_async.endpoint.requests.request_handler import Exchange, Slots
+from skyrl_async.endpoint.requests.request_handler import RequestHandler, Slots
 from skyrl_async.endpoint.routes import (
     chat_completions,
     completions,
@@ -81,7 +81,7 @@ def create_app(
         clock=clock,
         front_end=settings.front_end,
     )
-    exchange = Exchange(
+    exchange = RequestHandler(
         make_planner,
         clock=clock,
         max_concurrent_requests=max_concurrent_requests,

@@ -19,7 +19,7 @@ from skyrl_async.generators.gym.turn import Speaker, Turn, TurnRequest
 from skyrl_async.rollout.members import play_members
 from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.sample_state import SampleState
-from skyrl_async.rollout.token_usage import charge
+from skyrl_async.rollout.token_usage import record_tokens
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.progress import report
 from skyrl_async.types import FinishReason, Trajectory
@@ -91,7 +91,7 @@ class EpisodePlayer:
             request.saved.discard(sample_index)
             calls.close()
             return self._calls(request, sample_index), EpisodeState()
-        charge(state.num_delivered_tokens)
+        record_tokens(state.num_delivered_tokens)
         return calls, state
 
     def _calls(self, request: GroupRequest, sample_index: int) -> EnvironmentCalls:

@@ -76,7 +76,7 @@ class EpisodeState:
         """
         if self.messages is None:
             return None
-        num_open_tokens = 0 if self.turn is not None else len(self.generation.so_far().token_ids)
+        num_open_tokens = 0 if self.turn is not None else len(self.generation.partial_output().token_ids)
         can_be_restored = self.num_steps == 0 or self.environment is not None
         state = self._to_json() if can_be_restored else None
         return SampleState(state=state, num_tokens=self.num_delivered_tokens + num_open_tokens)
@@ -87,7 +87,7 @@ class EpisodeState:
             messages = json.loads(json.dumps(self.messages))
         except (TypeError, ValueError):
             return None
-        turn, so_far = self.turn, self.generation.so_far()
+        turn, partial_output = self.turn, self.generation.partial_output()
         return {
             "kind": _KIND,
             "messages": messages,
@@ -96,7 +96,7 @@ class EpisodeState:
             "tokens": self.builder.to_json(),
             "environment": self.environment,
             "turn": None if turn is None else {**fields_of(turn), "completion": fields_of(turn.completion)},
-            "generation": fields_of(so_far) if turn is None and so_far.token_ids else None,
+            "generation": fields_of(partial_output) if turn is None and partial_output.token_ids else None,
         }
 
     @classmethod

@@ -17,7 +17,7 @@ import ray
 
 from skyrl_async.errors import EngineDeadError, EngineStartError
 from skyrl_async.inference.continuation import generate_to_end, hold_partial_outputs, joined_for, stream_to_end
-from skyrl_async.inference.generation_state import Joined
+from skyrl_async.inference.generation_state import GenerationState
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.inference.vllm.engine import VLLMEngine
 from skyrl_async.types import EngineOutput, EngineRequest, SamplingParams
@@ -44,7 +44,7 @@ class EngineActor:
         self._engine: VLLMEngine
         self._requests: dict[str, asyncio.Task[Any]] = {}
         self._evicted: set[str] = set()
-        self._joined: dict[str, Joined] = {}
+        self._joined: dict[str, GenerationState] = {}
         self._turns: dict[tuple[str, int], asyncio.Event] = {}
         """(caller, turn) -> whether it is over, of each caller's newest ones."""
 
@@ -84,7 +84,7 @@ class EngineActor:
         """See ``InferenceEngine.partial_outputs``: of all the engine's calls that a request took."""
         found = {i: self._joined[i] for i in request_ids if i in self._joined}
         await hold_partial_outputs(self._engine, found.values())
-        return {request_id: joined.so_far() for request_id, joined in found.items()}
+        return {request_id: joined.partial_output() for request_id, joined in found.items()}
 
     async def cancel(self, request_id: str) -> None:
         """End a request whose caller has gone."""
@@ -118,7 +118,7 @@ class EngineActor:
         return lambda: request.request_id not in self._evicted
 
     @contextlib.contextmanager
-    def _registered(self, request: EngineRequest) -> Iterator[Joined]:
+    def _registered(self, request: EngineRequest) -> Iterator[GenerationState]:
         task = asyncio.current_task()
         assert task is not None
         self._requests[request.request_id] = task

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from skyrl_async.errors import SkyRLAsyncError, TrainingError, WorkerDiedError
-from skyrl_async.runtime.device_leases import Sitting
+from skyrl_async.runtime.device_leases import DeviceLease
 from skyrl_async.training.workers.recovering import LOST
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
@@ -55,7 +55,7 @@ class LogprobWorkers:
         start: Callable[[], Awaitable[ForwardWorkers]],
         *,
         max_restarts: int,
-        device_turn: Sitting,
+        device_turn: DeviceLease,
     ) -> None:
         self._workers = workers
         self._start = start
@@ -74,7 +74,7 @@ class LogprobWorkers:
         start: Callable[[], Awaitable[ForwardWorkers]],
         *,
         max_restarts: int,
-        device_turn: Sitting | None = None,
+        device_turn: DeviceLease | None = None,
     ) -> "LogprobWorkers":
         """Start the first workers, again where one dies meanwhile; whatever else keeps these from coming up is raised as it is.
 
@@ -83,7 +83,7 @@ class LogprobWorkers:
             max_restarts: >= 0; over all calls.
             device_turn: held while workers compute or load, by these workers alone; None where they have their devices for themselves.
         """
-        workers = cls(None, start, max_restarts=max_restarts, device_turn=device_turn or Sitting())
+        workers = cls(None, start, max_restarts=max_restarts, device_turn=device_turn or DeviceLease())
         while workers._workers is None:
             try:
                 workers._workers = await start()
@@ -120,7 +120,7 @@ class LogprobWorkers:
     async def load_weights(self, update: WeightUpdate) -> None:
         """Go on with a published version; workers that replace dead ones begin with it, even before it is their turn to load it.
 
-        Where its files are gone by then (without ``weight_sync.dual_buffer`` they make room for the next version), the workers stay at
+        Where its files are gone by then (without ``weight_sync.double_buffer`` they make room for the next version), the workers stay at
         the version before, and new ones wait for the next.
 
         Raises:

@@ -21,7 +21,7 @@ from skyrl_async.algorithms.advantages import (
     rloo_advantages,
     row_advantages,
 )
-from skyrl_async.algorithms.step_advantages import Credit
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.errors import ConfigError, TrainingError
 from skyrl_async.types import Group, Trajectory
 from tests.cpu.enumerated_policy import IS_RIGHT, REWARDS, Outcome, logits_of, mean_of_estimator, policy_gradient
@@ -203,7 +203,7 @@ def test_a_mini_batch_gets_its_advantages_row_by_row_without_abandoned_samples()
     groups = [
         Group(uid=str(i), admission_index=i, scheduled_version=0, trajectories=of_one) for i, of_one in enumerate(rows)
     ]
-    first, second = Credit(AdvantageEstimator(of_mini_batch=reinforce_pp_advantages))(groups)
+    first, second = StepAdvantages(AdvantageEstimator(of_mini_batch=reinforce_pp_advantages))(groups)
     expected = reinforce_pp_advantages(
         [GroupRewards(rewards=(1.0, 0.0), num_tokens=(3, 2)), GroupRewards(rewards=(0.5,), num_tokens=(4,))]
     )
@@ -230,8 +230,8 @@ def test_a_group_of_which_no_sample_is_left_asks_no_estimator_and_has_no_advanta
         Group(uid=str(i), admission_index=i, scheduled_version=0, trajectories=rows)
         for i, rows in enumerate((gone, kept))
     ]
-    assert [group.advantages for group in Credit(estimator)(groups)] == [(0.0, 0.0), (0.0, -1.0)]
-    assert [group.advantages for group in Credit(estimator)(groups[:1])] == [(0.0, 0.0)]
+    assert [group.advantages for group in StepAdvantages(estimator)(groups)] == [(0.0, 0.0), (0.0, -1.0)]
+    assert [group.advantages for group in StepAdvantages(estimator)(groups[:1])] == [(0.0, 0.0)]
     assert row_advantages(gone, of_group) == [0.0, 0.0]
 
 

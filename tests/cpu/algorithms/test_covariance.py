@@ -18,7 +18,7 @@ from skyrl_async.algorithms.covariance import Mark, clip_cov_marks, kl_cov_marks
 from skyrl_async.algorithms.covariance_losses import clip_cov, kl_cov
 from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import LossTokens
-from skyrl_async.algorithms.step_advantages import Credit
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.composition.algorithms import loss_constants, make_advantages
 from skyrl_async.errors import TrainingError
 from skyrl_async.rollout.group_state import group_from_json, group_to_json
@@ -242,7 +242,7 @@ def test_in_the_loop_all_groups_of_a_step_are_marked_together() -> None:
 
     async def main(mark: Mark) -> list[tuple[Trajectory, ...]]:
         job = SimulationSettings(mean_tokens=50.0, num_steps=3, mini_batch_size=4, stream_mini_batch=False)
-        simulation = build_simulation(job, credit=Credit(mark=mark))
+        simulation = build_simulation(job, credit=StepAdvantages(mark=mark))
         await simulation.trainer.run()
         return [group for step in simulation.policy.steps for group in step]
 

@@ -17,7 +17,7 @@ from skyrl_async.algorithms.advantages import (
 )
 from skyrl_async.algorithms.kl import get_kl_estimator
 from skyrl_async.algorithms.kl_penalty import KlController, KlPenalty
-from skyrl_async.algorithms.step_advantages import Credit
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import read_state
 from skyrl_async.errors import TrainingError
 from skyrl_async.rollout.preparation import Prepare
@@ -133,10 +133,10 @@ class TestPenalty:
 
     def test_advantages_are_of_penalised_rewards_and_rewards_stay_what_the_environment_said(self) -> None:
         rows = (row((-1.0,), (-2.0,), reward=1.0), row((-1.0,), (-1.0,), reward=0.25))
-        (found,) = Credit(AdvantageEstimator(of_group=grpo_advantages), penalty())([group(*rows)])
+        (found,) = StepAdvantages(AdvantageEstimator(of_group=grpo_advantages), penalty())([group(*rows)])
         assert found.advantages == tuple(grpo_advantages([0.5, 0.25]))
         assert found.trajectories == rows
-        (alone,) = Credit(AdvantageEstimator(of_mini_batch=reinforce_pp_advantages), penalty())([group(*rows)])
+        (alone,) = StepAdvantages(AdvantageEstimator(of_mini_batch=reinforce_pp_advantages), penalty())([group(*rows)])
         assert alone.advantages == pytest.approx((1.0, -1.0), abs=1e-6)
 
 
@@ -187,7 +187,7 @@ def test_the_mean_gradient_is_that_of_the_reward_less_what_the_estimator_takes_a
         outcome: tuple(tuple(token_logprobs(of, outcome).tolist()) for of in (LOGITS, REFERENCE))
         for outcome in OUTCOMES
     }
-    credit = Credit(AdvantageEstimator(of_group=rloo_advantages), penalty(name, coefficient=0.3))
+    credit = StepAdvantages(AdvantageEstimator(of_group=rloo_advantages), penalty(name, coefficient=0.3))
 
     def advantages(outcomes: tuple[Outcome, ...]) -> tuple[float, ...]:
         (found,) = credit([group(*(row(*logs[outcome], reward=REWARDS[outcome]) for outcome in outcomes))])
@@ -242,7 +242,7 @@ class TestInTheLoop:
             simulation = build_simulation(
                 settings,
                 advantages=None,
-                credit=Credit(estimator, penalty(target=0.0471)),
+                credit=StepAdvantages(estimator, penalty(target=0.0471)),
                 prepare_with=self.reference,
                 checkpoint_dir=directory,
             )
@@ -273,9 +273,9 @@ class TestInTheLoop:
 
     def test_a_fixed_coefficient_is_the_configurations_also_after_a_resume(self) -> None:
         fixed, adaptive = (
-            Credit(penalty=penalty(coefficient=0.1)),
-            Credit(penalty=penalty(coefficient=0.1, target=0.05)),
+            StepAdvantages(penalty=penalty(coefficient=0.1)),
+            StepAdvantages(penalty=penalty(coefficient=0.1, target=0.05)),
         )
         for credit in (fixed, adaptive):
-            credit.take_up(0.7)
-        assert (fixed.kl_coef, adaptive.kl_coef, Credit().kl_coef) == (0.1, 0.7, None)
+            credit.restore(0.7)
+        assert (fixed.kl_coef, adaptive.kl_coef, StepAdvantages().kl_coef) == (0.1, 0.7, None)

@@ -14,7 +14,7 @@ from skyrl_async import main
 from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.interruption import Interruption, Phase
 from skyrl_async.errors import GenerationError
-from skyrl_async.runtime.shutdown import StopAsked
+from skyrl_async.runtime.shutdown import ShutdownRequested
 from skyrl_async.runtime.tasks import first_failure, run_together
 from skyrl_async.simulator.clock import run_in_virtual_time
 from tests.cpu.quick_config import config_of
@@ -206,9 +206,9 @@ class Interrupted:
         for phase, seconds in self.phases:
             self.interruption.enter(phase)
             try:
-                async with self.interruption.stop.cut_short(is_patient=True):
+                async with self.interruption.stop.interruptible(wait_for_step=True):
                     await asyncio.sleep(seconds)
-            except StopAsked:
+            except ShutdownRequested:
                 await asyncio.sleep(1.0)
                 return "saved"
         return "complete"

@@ -11,9 +11,9 @@ from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.placement_group import (
     Bundles,
     _indices_by_group,
-    engine_seats,
+    engine_resources,
     reserve_devices,
-    worker_seats,
+    worker_resources,
 )
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.device_plan import DevicePlan, StageSize, Unit, resolve
@@ -38,7 +38,7 @@ def plan_of(num_available: int, *overrides: str) -> DevicePlan:
 
 def test_without_groups_actors_reserve_what_their_own_keys_say_and_go_where_ray_likes() -> None:
     config = from_overrides("placement.num_cpus_per_engine=0.5", "placement.num_cpus_per_worker=2")
-    engine, worker = engine_seats(config, None, ["engine-0"]), worker_seats(config, None)
+    engine, worker = engine_resources(config, None, ["engine-0"]), worker_resources(config, None)
     assert (engine.num_cpus, engine.strategies) == (0.5, None)
     assert (worker.num_cpus, worker.strategies) == (2.0, None)
 
@@ -96,7 +96,7 @@ class TestOnRay:
         )
         async with ClosingStack() as stack:
             bundles = await reserve_devices(config, stack)
-            seats = worker_seats(config, bundles)
+            seats = worker_resources(config, bundles)
             workers = await PolicyWorkers.start(
                 settings_with_policy(tmp_path / "policy"),
                 num_workers=1,
@@ -107,7 +107,7 @@ class TestOnRay:
             stack.push_async_callback(workers.close)
             figures = await workers.forward_backward(trajectories(2, seed=1), [1.0, -1.0], 0)
             assert figures["num_tokens"] > 0
-            seats = engine_seats(config, bundles, ["engine-0.3", "engine-1"])
+            seats = engine_resources(config, bundles, ["engine-0.3", "engine-1"])
             engines = [
                 Engine.options(num_cpus=seats.num_cpus, scheduling_strategy=strategy).remote()
                 for strategy in seats.strategies or ()
@@ -146,8 +146,8 @@ class TestOnRay:
         config = config_of("placement.groups=[[policy],[generate]]", "placement.devices=[1,2]", "engine.num_engines=2")
         async with ClosingStack() as stack:
             bundles = await reserve_devices(config, stack)
-            assert len(engine_seats(config, bundles, ["engine-1", "engine-0.2"]).strategies or ()) == 2
+            assert len(engine_resources(config, bundles, ["engine-1", "engine-0.2"]).strategies or ()) == 2
             with pytest.raises(
                 EngineStartError, match="has devices for 2 engines, none for engine-2: remove an engine"
             ):
-                engine_seats(config, bundles, ["engine-1", "engine-2"])
+                engine_resources(config, bundles, ["engine-1", "engine-2"])

@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.logprobs import LogprobParts
-from skyrl_async.composition.parts import Listeners, make_trainer
+from skyrl_async.composition.parts import TrainerCallbacks, make_trainer
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -65,7 +65,7 @@ def trainer_of(overrides: Sequence[str], logged: list[dict[str, float]], run_dir
         logprobs=LogprobParts(),
         device_groups={},
         run_dir=run_dir,
-        listeners=Listeners(log=lambda step, values: logged.append(values)),
+        listeners=TrainerCallbacks(log=lambda step, values: logged.append(values)),
         trace=trace,
     )
 

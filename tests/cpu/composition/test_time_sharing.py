@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from skyrl_async.composition.logprobs import PublisherToWorkers
-from skyrl_async.composition.time_sharing import engine_turns, in_turn, policy_in_turn, turn_of
+from skyrl_async.composition.time_sharing import engine_time_sharing, in_turn, lease_of, policy_in_turn
 from skyrl_async.errors import TrainingError, WorkerDiedError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.rollout.preparation import InTurn, Prepare
+from skyrl_async.rollout.preparation import OnSharedDevices, Prepare
 from skyrl_async.runtime.device_leases import DeviceGroup, TakeTurn, groups_by_member
 from skyrl_async.runtime.stages import Channel, Stage, run_stage
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -81,7 +81,7 @@ def test_what_shares_devices_computes_one_after_another_and_what_does_not_overla
         async def start() -> Forward:
             return Forward(groups.get("ref"), "ref")
 
-        reference = await LogprobWorkers.start(start, max_restarts=0, device_turn=turn_of("ref", groups))
+        reference = await LogprobWorkers.start(start, max_restarts=0, device_turn=lease_of("ref", groups))
 
         async def train() -> None:
             await policy.forward_backward([ROW], [0.0], 0)
@@ -120,14 +120,14 @@ def test_log_prob_workers_that_die_while_a_version_is_sent_keep_no_engine_from_l
         trace, groups = Trace(None, loop.time), groups_by_member([["policy", "logp", "generate"]])
         engine = ModelledEngine("engine-0", num_tokens_of=lambda prompt, seed: 1, load_seconds=0.5)
         client = InferenceEngineClient([engine], tokenizer=None, max_model_len=1000)
-        turns = engine_turns(groups, client, shortest_s=1.0, is_busy=lambda: True, trace=trace, clock=loop.time)
+        turns = engine_time_sharing(groups, client, shortest_s=1.0, is_busy=lambda: True, trace=trace, clock=loop.time)
         assert turns is not None
         publisher = WeightPublisher(
             client=client,
             policy=policy_in_turn(SendingFiles(gather_seconds=0.5, send_seconds=9.0), groups),
             directory=tmp_path,
             bucket_bytes=1,
-            dual_buffer=False,
+            double_buffer=False,
             pause_mode=PauseMode.ABORT,
             trace=trace,
             hold_engines=turns.holding,
@@ -139,7 +139,7 @@ def test_log_prob_workers_that_die_while_a_version_is_sent_keep_no_engine_from_l
             started.append(Forward(groups["logp"], "logp"))
             return started[-1]
 
-        workers = await LogprobWorkers.start(start, max_restarts=1, device_turn=turn_of("logp", groups))
+        workers = await LogprobWorkers.start(start, max_restarts=1, device_turn=lease_of("logp", groups))
         with_workers = PublisherToWorkers(publisher, workers)
         async with turns.running():
             await with_workers.publish(1)
@@ -168,7 +168,7 @@ def test_log_prob_workers_that_die_in_a_turn_of_several_calls_are_replaced_in_no
             started.append(Forward(groups["logp"], "logp"))
             return started[-1]
 
-        workers = await LogprobWorkers.start(start, max_restarts=1, device_turn=turn_of("logp", groups))
+        workers = await LogprobWorkers.start(start, max_restarts=1, device_turn=lease_of("logp", groups))
         async with asyncio.TaskGroup() as tasks, workers.turn():
             newer = tasks.create_task(workers.load_weights(update(1)))
             assert (await workers.logprobs_of([ROW])).version == 0
@@ -226,12 +226,12 @@ async def work_on_shared_devices(groups: Mapping[str, DeviceGroup], has_own_work
         async def start() -> Forward:
             return Forward(groups["logp"], "logp")
 
-        workers = await LogprobWorkers.start(start, max_restarts=0, device_turn=turn_of("logp", groups))
+        workers = await LogprobWorkers.start(start, max_restarts=0, device_turn=lease_of("logp", groups))
         in_line = in_turn(LogprobStageWork(workers.logprobs_of, model), "logp", groups, workers.turn)
     else:
         policy = policy_in_turn(ModelledPolicy(seconds_per_token=0.6), groups)
         in_line = in_turn(LogprobStageWork(lambda rows: policy.logprobs_of(rows, model), model), "policy", groups)
-    assert isinstance(in_line, InTurn)
+    assert isinstance(in_line, OnSharedDevices)
     return in_line, in_line.take_turn
 
 

@@ -150,7 +150,7 @@ def test_a_dictionary_sets_several_keys_of_a_section() -> None:
             "training.heartbeat_timeout_s=1",
             "training.heartbeat_timeout_s must be >= training.heartbeat_interval_s (5), got 1.0",
         ),
-        ("engine.all_gone_timeout_s=0", "engine.all_gone_timeout_s must be > 0, got 0.0"),
+        ("engine.no_engine_timeout_s=0", "engine.no_engine_timeout_s must be > 0, got 0.0"),
         ("engine.max_restarts=-1", "engine.max_restarts must be >= 0, got -1"),
         ("weight_sync.max_retries=-1", "weight_sync.max_retries must be >= 0, got -1"),
         ("server.engine_wait_s=-1", "server.engine_wait_s must be >= 0, got -1.0"),

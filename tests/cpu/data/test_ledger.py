@@ -40,11 +40,11 @@ class LedgerMachine(RuleBasedStateMachine):
             self.running.append(key)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), event=st.sampled_from(["finish", "fail", "give_back"]))
+    @rule(data=st.data(), event=st.sampled_from(["finish", "fail", "requeue"]))
     def end_generation(self, data: st.DataObject, event: str) -> None:
         key = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         getattr(self.ledger, event)(key)
-        {"finish": self.finished, "fail": self.closed, "give_back": []}[event].append(key)
+        {"finish": self.finished, "fail": self.closed, "requeue": []}[event].append(key)
 
     @precondition(lambda self: self.finished)
     @rule(data=st.data(), event=st.sampled_from(["train", "filter"]))
@@ -118,7 +118,7 @@ def prompts(uids: list[str]) -> list[Prompt]:
 async def test_a_prompt_given_back_is_drawn_next() -> None:
     loader = _AsyncDataloader(prompts(UIDS), seed=0, num_epochs=1)
     key, prompt = await loader.get_next_non_consumed_data()
-    await loader.give_back(key)
+    await loader.requeue(key)
     again, same = await loader.get_next_non_consumed_data()
     assert (again, same) == (key, prompt)
 

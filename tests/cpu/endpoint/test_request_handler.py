@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from skyrl_async.endpoint.parsing.parsing import AnswerParser
-from skyrl_async.endpoint.requests.shared_request import Emit, Event, Work
+from skyrl_async.endpoint.requests.shared_request import Emit, Event, SharedRequest
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.sessions.session import SessionLimits
 from skyrl_async.endpoint.sessions.settings import SessionSettings
@@ -285,7 +285,7 @@ TestExchange.settings = settings(
 )
 
 
-def _work(log: list[str], produced: "asyncio.Future[str] | None" = None, **arguments: Any) -> Work:
+def _work(log: list[str], produced: "asyncio.Future[str] | None" = None, **arguments: Any) -> SharedRequest:
     async def produce(emit: Emit) -> Event:
         log.append("begun")
         emit({"n": 1})
@@ -297,7 +297,7 @@ def _work(log: list[str], produced: "asyncio.Future[str] | None" = None, **argum
         emit({"n": 2})
         return {"text": text}
 
-    return Work(produce, **arguments)
+    return SharedRequest(produce, **arguments)
 
 
 async def test_followers_share_one_run_and_a_late_one_gets_all_events() -> None:
@@ -315,7 +315,7 @@ async def test_followers_share_one_run_and_a_late_one_gets_all_events() -> None:
 
 async def test_the_last_to_leave_cancels_and_the_first_does_not() -> None:
     log: list[str] = []
-    left: list[Work] = []
+    left: list[SharedRequest] = []
     work = _work(log, asyncio.get_running_loop().create_future(), on_left=left.append)
     with work.followed():
         with work.followed():
@@ -327,7 +327,7 @@ async def test_the_last_to_leave_cancels_and_the_first_does_not() -> None:
 
 
 async def test_a_delivery_is_told_once() -> None:
-    told: list[Work] = []
+    told: list[SharedRequest] = []
     work = _work([], on_delivered=told.append, on_left=lambda _: pytest.fail("somebody has it"))
     with work.followed():
         await work.reply()
@@ -380,7 +380,7 @@ async def test_what_is_recorded_is_the_same_again_and_holds_nothing_of_what_made
     work = _work([])
     with work.followed():
         reply = await work.reply()
-        again = Work(work.recorded())
+        again = SharedRequest(work.recorded())
     with again.followed():
         assert await again.reply() == reply
         assert await again.events(0, 9) == [{"n": 1}, {"n": 2}]
@@ -394,7 +394,7 @@ async def test_a_failure_after_everyone_has_left_is_logged_and_nothing_else(capl
             raise NoEngineError("in the middle of leaving") from None
         raise AssertionError
 
-    work = Work(produce)
+    work = SharedRequest(produce)
     with caplog.at_level(logging.INFO):
         with work.followed():
             await work.events(0, 0)

@@ -20,7 +20,7 @@ from skyrl_async.endpoint.server.process import EndpointServer, EndpointSettings
 from skyrl_async.errors import ConfigError, InferenceError, SkyRLAsyncError
 from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.rollout.request import GroupRequest
-from skyrl_async.rollout.retrier import Attempts
+from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.heartbeat import Heartbeat
 from skyrl_async.runtime.outages import Outages
@@ -252,7 +252,7 @@ async def test_a_rollout_over_http_outlives_its_front_end_and_costs_no_retry(tmp
             outages=deadlines.outages,
             outage_timeout_s=PATIENCE_S,
         )
-        attempts = Attempts(generator, max_retries=0, timeout_s=PATIENCE_S, deadlines=deadlines)
+        attempts = RolloutRetrier(generator, max_retries=0, timeout_s=PATIENCE_S, deadlines=deadlines)
         prompt = Prompt(uid="p", messages=tuple(HELLO), env_class="chat")
         request = GroupRequest(prompt=prompt, num_samples=2, sampling=SamplingParams(max_tokens=9))
         async with asyncio.TaskGroup() as tasks:

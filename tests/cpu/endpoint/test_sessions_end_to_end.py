@@ -206,8 +206,8 @@ def assert_is_exactly(row: Trajectory, turns: list[Any]) -> None:
     """The row holds what was sampled, in place, and nothing that was sampled is anywhere tokenized again."""
     whole = [*row.prompt_token_ids, *row.response_token_ids]
     for turn, later in itertools.pairwise(turns):
-        so_far = turn["prompt"] + turn["ids"]
-        assert later["prompt"][: len(so_far)] == so_far
+        partial_output = turn["prompt"] + turn["ids"]
+        assert later["prompt"][: len(partial_output)] == partial_output
     assert turns[-1]["prompt"] + turns[-1]["ids"] == whole
     sampled = [False] * len(whole)
     for turn in turns:

@@ -28,7 +28,7 @@ from skyrl_async.generators.agent.reward import AgentEpisode, EnvironmentJudge, 
 from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.generators.agent.settings import make_agent_generator
 from skyrl_async.rollout.request import GroupRequest
-from skyrl_async.rollout.retrier import Attempts
+from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.types import Prompt, SamplingParams, Trajectory
 from tests.cpu.agent_endpoint import CONTROLLER_KEY, StandIn, stand_in
@@ -240,7 +240,7 @@ async def test_agents_that_finished_are_kept_when_too_few_do_and_the_others_alon
             raise RuntimeError(f"tool {task.sample_index} broke")
 
     async with stand_in(echo) as endpoint, agents(endpoint, fail_at_first) as generator:
-        attempts = Attempts(generator, max_retries=1, timeout_s=30)
+        attempts = RolloutRetrier(generator, max_retries=1, timeout_s=30)
         rows = by_sample(await attempts.generate(request(3)))
         assert [rows[i].reward for i in range(3)] == [1.0, 1.0, 1.0] and sorted(runs) == [0, 1, 1, 2, 2]
         assert everything_is_released(endpoint)
@@ -349,7 +349,7 @@ async def test_an_agent_that_fails_of_a_cut_answer_is_rewarded_as_truncated_and_
     assert [rows[i].is_truncated for i in range(3)] == [True, False, True]
     assert [rows[i].is_abandoned for i in range(3)] == [False, True, False]
     assert [rows[i].reward for i in range(3)] == [0.25, 0.0, 0.25]
-    assert [rows[i].metrics["agent/cut_short"] for i in range(3)] == [1.0, 0.0, 1.0]
+    assert [rows[i].metrics["agent/interruptible"] for i in range(3)] == [1.0, 0.0, 1.0]
     assert [rows[i].metrics["agent/failed"] for i in range(3)] == [0.0, 1.0, 0.0]
     assert {row.metrics["agent/side_tokens"] for row in rows.values()} == {14.0}
 
@@ -541,7 +541,7 @@ async def test_an_agent_that_fails_in_an_outage_is_played_again_and_not_masked()
             raise ConnectionResetError("the session is gone")
 
     async with stand_in(say) as endpoint, agents(endpoint, run, deadlines=deadlines) as generator:
-        attempts = Attempts(generator, max_retries=0, timeout_s=PATIENCE_S, deadlines=deadlines)
+        attempts = RolloutRetrier(generator, max_retries=0, timeout_s=PATIENCE_S, deadlines=deadlines)
         rows = by_sample(await attempts.generate(request(3)))
     assert [rows[i].is_abandoned for i in range(3)] == [False] * 3
     assert len(endpoint.sessions) == 4 and attempts.num_retries == 0

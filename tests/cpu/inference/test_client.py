@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, PromptTooLongError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.continuation import generate_to_end, joined_for, stream_to_end
-from skyrl_async.inference.generation_state import Joined
+from skyrl_async.inference.generation_state import GenerationState
 from skyrl_async.inference.text import CompletionText
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
@@ -413,14 +413,14 @@ def test_text_of_a_sentencepiece_tokenizer_with_special_tokens_streams_as_a_whol
 ) -> None:
     tokenizer = SentencePieceTokenizer(PIECES)
     streamed, growing = "", CompletionText(tokenizer)
-    for block in blocks_of(token_ids, sizes):
+    for block in stream_once(token_ids, sizes):
         growing.push(block)
         streamed += growing.take()
     whole, rest = growing.finish(is_stopped=False)
     assert streamed + rest == whole == tokenizer.decode(token_ids)
 
 
-def blocks_of(token_ids: list[int], sizes: list[int]) -> Iterator[list[int]]:
+def stream_once(token_ids: list[int], sizes: list[int]) -> Iterator[list[int]]:
     """The tokens in blocks of these sizes; the last takes what is left."""
     position = 0
     for size in sizes:
@@ -454,7 +454,7 @@ def test_where_a_stop_string_cuts_does_not_depend_on_the_blocks(
     encoded = text.encode()
     token_ids = list(encoded[: len(encoded) - num_bytes_cut])
     by_token = cut_at_stop(ByteTokenizer(), tuple(stop), [[t] for t in token_ids])
-    by_block = cut_at_stop(ByteTokenizer(), tuple(stop), blocks_of(token_ids, sizes))
+    by_block = cut_at_stop(ByteTokenizer(), tuple(stop), stream_once(token_ids, sizes))
     assert by_block == by_token
     assert by_token[0] == by_token[1]
     assert (by_token[2] is None) == (not any(s in ByteTokenizer().decode(token_ids) for s in stop))
@@ -652,11 +652,11 @@ def test_deaths_publishes_and_cancellation_cost_no_token_and_leave_no_load(
 
 
 def test_tokens_come_without_log_probs_where_none_were_asked_for() -> None:
-    joined = Joined(has_logprobs=False)
+    joined = GenerationState(has_logprobs=False)
     joined.add(EngineOutput(token_ids=(1, 2), logprobs=(), versions=(0, 0), finish_reason=FinishReason.STOP))
     assert joined.output().logprobs == ()
-    told = Joined(has_logprobs=False)
+    told = GenerationState(has_logprobs=False)
     told.add(EngineOutput(token_ids=(1, 2), logprobs=(0.0, 0.0), versions=(0, 0), finish_reason=FinishReason.STOP))
     assert told.output().logprobs == ()
     with pytest.raises(InferenceError, match="2 tokens with 0 log-probs"):
-        Joined().add(EngineOutput(token_ids=(1, 2), logprobs=(), versions=(0, 0), finish_reason=None))
+        GenerationState().add(EngineOutput(token_ids=(1, 2), logprobs=(), versions=(0, 0), finish_reason=None))

@@ -24,7 +24,7 @@ from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simu
 from skyrl_async.types import Group, PauseMode, WeightUpdate
 
 LIFE = LifeSettings(heartbeat_interval_s=5.0, heartbeat_timeout_s=20.0, max_restarts=3, restart_backoff_s=1.0)
-FLEET = FleetSettings(life=LIFE, all_gone_timeout_s=900.0)
+FLEET = FleetSettings(life=LIFE, no_engine_timeout_s=900.0)
 BOOT_SECONDS = 30.0
 RUN = SimulationSettings(
     mini_batch_size=4,
@@ -196,13 +196,13 @@ def test_after_the_deadline_without_engines_the_run_ends_with_a_checkpoint_from_
     config = replace(RUN, checkpoint_interval_steps=7, num_steps=None, num_epochs=1)
 
     async def fail() -> int:
-        setting = Setting(config, replace(FLEET, all_gone_timeout_s=50.0), path=tmp_path)
+        setting = Setting(config, replace(FLEET, no_engine_timeout_s=50.0), path=tmp_path)
 
         def fails(name: str) -> FaultyEngine:
             raise EngineStartError(f"{name} has no memory")
 
         setting.make = fails
-        with pytest.raises(NoEngineError, match="no inference engine came back within engine.all_gone_timeout_s=50"):
+        with pytest.raises(NoEngineError, match="no inference engine came back within engine.no_engine_timeout_s=50"):
             await setting.run(setting.at(20.0, setting["engine-0"].kill, setting["engine-1"].freeze))
         step = setting.simulation.trainer.trained_step
         latest = Checkpointer(tmp_path, max_to_keep=0).usable().path
@@ -234,7 +234,7 @@ def test_a_version_that_no_engine_is_left_to_serve_is_in_the_checkpoint(tmp_path
     config = replace(RUN, checkpoint_interval_steps=100)
 
     async def main() -> None:
-        setting = Setting(config, replace(FLEET, all_gone_timeout_s=5.0), path=tmp_path)
+        setting = Setting(config, replace(FLEET, no_engine_timeout_s=5.0), path=tmp_path)
         publisher, load = setting.simulation.publisher, setting.simulation.publisher.load
 
         async def without_engines() -> object:
@@ -244,7 +244,7 @@ def test_a_version_that_no_engine_is_left_to_serve_is_in_the_checkpoint(tmp_path
             return await load()
 
         publisher.load = without_engines  # type: ignore[method-assign,assignment]
-        with pytest.raises(NoEngineError, match="came back within engine.all_gone_timeout_s=5"):
+        with pytest.raises(NoEngineError, match="came back within engine.no_engine_timeout_s=5"):
             await setting.run()
         latest = Checkpointer(tmp_path, max_to_keep=0).usable().path
         assert latest is not None and read_state(latest).step == 10, "a step was made beside the load of the one before"
@@ -294,7 +294,7 @@ def test_contract_7_an_outage_in_a_step_saves_the_step_before_again_with_what_wa
     config = replace(RUN, checkpoint_interval_steps=1, max_staleness_steps=0)
 
     async def main() -> None:
-        setting = Setting(config, replace(FLEET, all_gone_timeout_s=5.0), path=tmp_path)
+        setting = Setting(config, replace(FLEET, no_engine_timeout_s=5.0), path=tmp_path)
         simulation = setting.simulation
         before: list[TrainerState] = []
         put = simulation.buffer.put
@@ -309,7 +309,7 @@ def test_contract_7_an_outage_in_a_step_saves_the_step_before_again_with_what_wa
                 setting["engine-1"].kill()
 
         simulation.buffer.put = put_and_kill  # type: ignore[method-assign]
-        with pytest.raises(NoEngineError, match="came back within engine.all_gone_timeout_s=5"):
+        with pytest.raises(NoEngineError, match="came back within engine.no_engine_timeout_s=5"):
             await setting.run()
         assert [(state.step, len(state.groups)) for state in before] == [(3, 0)]
         newest = simulation.trainer.newest_checkpoint
@@ -485,7 +485,7 @@ def test_an_engine_that_does_not_come_up_leaves_its_place_free_and_nobody_waitin
             NoEngineError, match="no inference engine is left, .*; the last failure: engine-2 has no mem"
         ):
             await setting.run(change())
-        assert asyncio.get_running_loop().time() < FLEET.all_gone_timeout_s
+        assert asyncio.get_running_loop().time() < FLEET.no_engine_timeout_s
 
     run_in_virtual_time(main())
 

@@ -505,9 +505,9 @@ def assert_is_walked(trajectory: Trajectory, turns: Sequence[Completion]) -> Non
     assert trajectory.prompt_token_ids == turns[0].prompt_token_ids
     mask: list[int] = []
     for turn, following in itertools.pairwise(turns):
-        so_far = (*turn.prompt_token_ids, *turn.token_ids)
-        assert following.prompt_token_ids[: len(so_far)] == so_far
-        mask += [1] * len(turn.token_ids) + [0] * (len(following.prompt_token_ids) - len(so_far))
+        partial_output = (*turn.prompt_token_ids, *turn.token_ids)
+        assert following.prompt_token_ids[: len(partial_output)] == partial_output
+        mask += [1] * len(turn.token_ids) + [0] * (len(following.prompt_token_ids) - len(partial_output))
     mask += [1] * len(turns[-1].token_ids)
     assert trajectory.loss_mask == tuple(mask)
     whole = (*turns[-1].prompt_token_ids, *turns[-1].token_ids)

@@ -19,7 +19,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
 from skyrl_async.types import EngineRequest, PauseMode, SamplingParams, WeightUpdate
-from skyrl_async.weight_sync.engine_updater import EngineSwitch
+from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater
 
 ENGINES = ("e0", "e1", "e2")
 
@@ -247,7 +247,7 @@ def test_an_engine_that_joins_gets_its_share_at_the_next_update_and_one_that_was
             max_model_len=1000,
             placement=PlacementSettings(oldest_weight=1.0, oldest_age=8),
         )
-        switch = EngineSwitch(
+        switch = EngineWeightUpdater(
             client, pause_mode=PauseMode.KEEP, trace=Trace(None, lambda: 0.0), clock=asyncio.get_running_loop().time
         )
 

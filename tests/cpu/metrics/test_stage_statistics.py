@@ -137,7 +137,7 @@ def test_training_that_stands_in_line_for_its_devices_waits_and_processes_nothin
         max_staleness_steps=2,
         seconds_per_token=2e-4,
         shared_by=("policy", "generate"),
-        shortest_generate_turn_s=5.0,
+        min_generation_slice_s=5.0,
     )
 
     async def main() -> None:

@@ -19,11 +19,11 @@ from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
 from skyrl_async.generators.agent.reward import AgentEpisode, FunctionJudge
 from skyrl_async.generators.gym.episode import derive_seed
 from skyrl_async.generators.gym.generator import GymGenerator
-from skyrl_async.rollout.failed_samples import OnLostSamples, PlayedGroup
+from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
 from skyrl_async.rollout.generator import Generator, keeps_samples
 from skyrl_async.rollout.members import play_members
 from skyrl_async.rollout.request import GroupRequest
-from skyrl_async.rollout.retrier import Attempts
+from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.backoff import Backoff
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -34,7 +34,7 @@ from tests.cpu.generators.test_gym_generator import Quiz, ScriptedSampler
 from tests.cpu.tiny_chat import RENDERER
 from tests.patience import PATIENCE_S
 
-FILL, TRAIN_REST, DROP = OnLostSamples.FILL, OnLostSamples.TRAIN_REST, OnLostSamples.DROP
+FILL, TRAIN_REST, DROP = OnFailedSamples.FILL, OnFailedSamples.TRAIN_REST, OnFailedSamples.DROP
 TIMEOUT_S = 100.0
 
 
@@ -101,23 +101,23 @@ class Unaware(Scripted):
 
 def play(
     generator: Generator,
-    policy: OnLostSamples = FILL,
+    policy: OnFailedSamples = FILL,
     *,
     group: GroupRequest | None = None,
     max_retries: int = 2,
     backoff: Backoff | None = None,
-) -> PlayedGroup:
-    attempts = Attempts(
+) -> RolloutResult:
+    attempts = RolloutRetrier(
         generator,
         max_retries=max_retries,
         timeout_s=TIMEOUT_S,
-        on_lost_samples=policy,
+        on_failed_samples=policy,
         backoff=backoff or Backoff(base_s=0, max_s=0),
     )
     return run_in_virtual_time(attempts.play(group or request()))
 
 
-def rewards(played: PlayedGroup) -> list[float]:
+def rewards(played: RolloutResult) -> list[float]:
     return [row.reward for row in played.trajectories]
 
 
@@ -165,7 +165,7 @@ def test_drop_fails_the_group_at_its_first_loss() -> None:
 
 
 def test_what_was_finished_in_a_group_that_fails_is_counted_as_wasted() -> None:
-    attempts = Attempts(Scripted({0: [FAIL] * 9}), max_retries=1, timeout_s=TIMEOUT_S, on_lost_samples=FILL)
+    attempts = RolloutRetrier(Scripted({0: [FAIL] * 9}), max_retries=1, timeout_s=TIMEOUT_S, on_failed_samples=FILL)
     with pytest.raises(ValueError, match="sample 0 broke"):
         run_in_virtual_time(attempts.play(request()))
     assert (attempts.num_wasted_tokens, attempts.num_retries) == (6, 1)
@@ -257,7 +257,7 @@ def test_no_engine_is_no_failed_rollout_and_waits_for_no_other_sample() -> None:
 
     async def timed() -> float:
         with pytest.raises(NoEngineError):
-            await Attempts(generator, max_retries=2, timeout_s=TIMEOUT_S).play(request())
+            await RolloutRetrier(generator, max_retries=2, timeout_s=TIMEOUT_S).play(request())
         return asyncio.get_running_loop().time()
 
     generator = Deserted({})
@@ -287,11 +287,11 @@ outcomes = st.lists(st.sampled_from([OK, FAIL, HANG]), max_size=4)
     script=st.dictionaries(st.integers(0, 4), outcomes, max_size=5),
     num_samples=st.integers(1, 5),
     max_retries=st.integers(0, 3),
-    policy=st.sampled_from(OnLostSamples),
+    policy=st.sampled_from(OnFailedSamples),
 )
 @settings(max_examples=200, deadline=None)
 def test_a_group_comes_out_once_in_bounded_time_and_no_finished_sample_is_played_again(
-    script: dict[int, list[str]], num_samples: int, max_retries: int, policy: OnLostSamples
+    script: dict[int, list[str]], num_samples: int, max_retries: int, policy: OnFailedSamples
 ) -> None:
     generator = Scripted(script)
     num_tries = 1 if policy is DROP else max_retries + 1
@@ -300,23 +300,23 @@ def test_a_group_comes_out_once_in_bounded_time_and_no_finished_sample_is_played
     may_be_trained = len(finished) == num_samples or (policy is TRAIN_REST and len(finished) >= min(2, num_samples))
     backoff = Backoff(base_s=1, max_s=8)
 
-    async def timed() -> tuple[PlayedGroup | Exception, float]:
-        attempts = Attempts(
-            generator, max_retries=max_retries, timeout_s=TIMEOUT_S, on_lost_samples=policy, backoff=backoff
+    async def timed() -> tuple[RolloutResult | Exception, float]:
+        attempts = RolloutRetrier(
+            generator, max_retries=max_retries, timeout_s=TIMEOUT_S, on_failed_samples=policy, backoff=backoff
         )
         try:
-            outcome: PlayedGroup | Exception = await attempts.play(request(num_samples))
+            outcome: RolloutResult | Exception = await attempts.play(request(num_samples))
         except (ValueError, DeadlineError) as error:
             outcome = error
         assert attempts.statuses() == [] and len(asyncio.all_tasks()) == 1
         return outcome, asyncio.get_running_loop().time()
 
     outcome, seconds = run_in_virtual_time(timed())
-    assert isinstance(outcome, PlayedGroup) == may_be_trained
+    assert isinstance(outcome, RolloutResult) == may_be_trained
     assert seconds <= num_tries * TIMEOUT_S + (num_tries - 1) * 8
     for i in range(num_samples):
         assert generator.plays.count(i) == min(num_tries, ends[i].index(OK) + 1)
-    if isinstance(outcome, PlayedGroup):
+    if isinstance(outcome, RolloutResult):
         assert rewards(outcome) == finished and outcome.num_lost == num_samples - len(finished)
 
 
@@ -426,9 +426,9 @@ def test_groups_with_fewer_members_are_trained_and_counted_each_prompt_once() ->
     assert len(groups) == 32 and sum(map(len, groups)) == 32 * 4 - len(lost)
     assert {len(group) for group in groups} == {3, 4}
     counts, totals = simulation.workers.counts, simulation.trainer.totals
-    assert counts["lost_samples"] == totals.lost_samples == len(lost) and counts["failed_groups"] == 0
-    last = [values for _, values in simulation.logged if "generate/lost_samples" in values][-1]
-    assert last["generate/lost_samples"] == len(lost) and last["generate/retries"] == len(lost)
+    assert counts["failed_samples"] == totals.failed_samples == len(lost) and counts["failed_groups"] == 0
+    last = [values for _, values in simulation.logged if "generate/failed_samples" in values][-1]
+    assert last["generate/failed_samples"] == len(lost) and last["generate/retries"] == len(lost)
 
 
 class AsksForTitles(ModelledGenerator):
@@ -436,7 +436,7 @@ class AsksForTitles(ModelledGenerator):
 
     async def _one(self, request: GroupRequest, index: int, seed: int) -> Trajectory:
         row = await super()._one(request, index, seed)
-        return replace(row, metrics={"agent/side_tokens": 14.0, "agent/cut_short": float(index % 2)})
+        return replace(row, metrics={"agent/side_tokens": 14.0, "agent/interruptible": float(index % 2)})
 
 
 def test_tokens_of_side_requests_and_agents_that_were_cut_short_are_said_in_the_summary() -> None:
@@ -457,7 +457,7 @@ def test_contract_8_lost_samples_count_by_their_share_towards_the_limit_of_failu
 
 
 def test_the_same_losses_fail_whole_groups_where_they_have_to_be_full() -> None:
-    settings = replace(RUN, group_size=4, max_failed_fraction=1.0, on_lost_samples=FILL, max_retries=1)
+    settings = replace(RUN, group_size=4, max_failed_fraction=1.0, on_failed_samples=FILL, max_retries=1)
     simulation = simulate(settings, LosesSamples)
     lost = {number for number in range(32) for index in range(4) if (number + index) % 9 == 0}
     assert simulation.workers.counts["failed_groups"] == len(lost)
@@ -492,13 +492,13 @@ class Unreliable(ModelledGenerator):
 @given(
     seed=st.integers(0, 1000),
     share=st.sampled_from([0.05, 0.2, 0.5]),
-    policy=st.sampled_from(OnLostSamples),
+    policy=st.sampled_from(OnFailedSamples),
     bound=st.integers(0, 2),
     max_retries=st.integers(0, 2),
 )
 @settings(max_examples=25, deadline=None)
 def test_contract_8_whatever_fails_every_prompt_is_trained_or_failed_once(
-    seed: int, share: float, policy: OnLostSamples, bound: int, max_retries: int
+    seed: int, share: float, policy: OnFailedSamples, bound: int, max_retries: int
 ) -> None:
     run = replace(
         RUN,
@@ -506,7 +506,7 @@ def test_contract_8_whatever_fails_every_prompt_is_trained_or_failed_once(
         mini_batch_size=4,
         group_size=3,
         max_staleness_steps=bound,
-        on_lost_samples=policy,
+        on_failed_samples=policy,
         max_retries=max_retries,
         max_failed_fraction=1.0,
         backoff=Backoff(base_s=2, max_s=9),
@@ -531,7 +531,7 @@ def test_contract_8_whatever_fails_every_prompt_is_trained_or_failed_once(
     assert simulation.dataloader.statistics()["trained_total"] == len(groups)
     assert simulation.dataloader.statistics()["failed_total"] == totals.failed_groups
     assert totals.groups_over_bound == 0
-    assert totals.lost_samples == sum(3 - len(group) for group in groups)
+    assert totals.failed_samples == sum(3 - len(group) for group in groups)
     assert min(map(len, groups)) >= (2 if policy is TRAIN_REST else 3)
     assert set(generator.ended.values()) == {1} and {len(seeds) for seeds in generator.seeds.values()} == {1}
     assert max(generator.plays.values()) <= (1 if policy is DROP else max_retries + 1)
@@ -561,7 +561,7 @@ async def test_calls_of_environments_that_never_return_take_no_place_from_others
         return made[-1]
 
     generator = GymGenerator(ScriptedSampler(["a"] * 9), RENDERER, make, max_environment_threads=1)
-    attempts = Attempts(generator, max_retries=20, timeout_s=0.3)
+    attempts = RolloutRetrier(generator, max_retries=20, timeout_s=0.3)
     try:
         (row,) = await attempts.generate(request(1))
         assert row.reward == pytest.approx(0.2) and attempts.num_retries >= 3

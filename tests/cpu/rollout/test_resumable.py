@@ -17,7 +17,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.generation_state import OpenCalls
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.rollout.request import GroupRequest
-from skyrl_async.rollout.sample_state import ResumeCounts, SampleState, SavedSamples
+from skyrl_async.rollout.sample_state import ResumeCounts, SampleState, SampleStates
 from skyrl_async.rollout.sampler import OpenGeneration
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine
@@ -138,11 +138,11 @@ def test_calls_of_an_engine_that_have_ended_say_so_and_those_cut_at_a_stop_strin
     calls, request = OpenCalls(), EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=sampling)
     with calls.following(request) as joined:
         joined.add(sampled(range(5)))
-        assert calls.so_far(["r"])["r"].finish_reason is None
+        assert calls.partial_output(["r"])["r"].finish_reason is None
         joined.add(sampled(range(5), finish_reason=FinishReason.STOP))
-        assert calls.so_far(["r"])["r"].finish_reason is FinishReason.STOP
+        assert calls.partial_output(["r"])["r"].finish_reason is FinishReason.STOP
         joined.end_at(3)
-        assert calls.so_far(["r"])["r"] == replace(sampled(range(3)), num_aborts=4)
+        assert calls.partial_output(["r"])["r"] == replace(sampled(range(3)), num_aborts=4)
 
 
 def test_what_cannot_be_continued_begins_anew_and_is_not_followed() -> None:
@@ -153,7 +153,7 @@ def test_what_cannot_be_continued_begins_anew_and_is_not_followed() -> None:
         return await client(engine()).generate_tokens((1,), sampling, generation=generation)
 
     assert set(run_in_virtual_time(main()).versions) == {0}
-    assert generation.so_far().token_ids == tuple(range(10))
+    assert generation.partial_output().token_ids == tuple(range(10))
 
 
 @pytest.mark.parametrize("mode", PauseMode)
@@ -185,9 +185,9 @@ def test_what_is_sampled_so_far_is_a_head_of_the_completion_whenever_one_looks(
             tasks.create_task(publishing())
             for seconds in looks:
                 await asyncio.sleep(seconds)
-                before.append(generation.so_far())
+                before.append(generation.partial_output())
                 await user.collect_open_tokens()
-                after.append(generation.so_far())
+                after.append(generation.partial_output())
         return before, after, running.result()
 
     before, after, completion = run_in_virtual_time(main())
@@ -247,7 +247,7 @@ STATE = SampleState(state={"kind": "x"}, num_tokens=5)
 def test_saved_samples_count_what_goes_on_what_begins_anew_and_what_that_loses() -> None:
     counts = ResumeCounts()
     lost = SampleState(num_tokens=7)
-    samples = SavedSamples(
+    samples = SampleStates(
         {0: STATE, 1: SampleState(rows=(ROW,), num_tokens=2), 2: lost, 3: STATE}, num_samples=5, counts=counts
     )
     assert (counts.restarted_trajectories, counts.lost_tokens) == (2, 7)
@@ -264,7 +264,7 @@ def test_saved_samples_count_what_goes_on_what_begins_anew_and_what_that_loses()
 
 
 def test_a_sample_is_where_it_was_told_to_be_last() -> None:
-    samples = SavedSamples({0: STATE}, num_samples=1)
+    samples = SampleStates({0: STATE}, num_samples=1)
     samples.take(0)
     assert samples.samples() == {0: STATE}
     now: list[SampleState | None] = [None]
@@ -355,7 +355,7 @@ class StoppingSampler:
         )
 
 
-def request(saved: SavedSamples, num_samples: int = 1, **options: Any) -> GroupRequest:
+def request(saved: SampleStates, num_samples: int = 1, **options: Any) -> GroupRequest:
     prompt = Prompt(uid="u", messages=({"role": "user", "content": "go"},), env_class="sums")
     sampling = SamplingParams(max_tokens=50)
     return GroupRequest(prompt=prompt, num_samples=num_samples, sampling=sampling, saved=saved, **options)
@@ -364,7 +364,7 @@ def request(saved: SavedSamples, num_samples: int = 1, **options: Any) -> GroupR
 async def stopped_at(turn: int, environment: type[Sums]) -> dict[int, SampleState]:
     """Where an episode stands that is cut off while it samples a turn; as a file gives it back."""
     environment.made.clear()
-    sampler, samples = StoppingSampler(turn), SavedSamples()
+    sampler, samples = StoppingSampler(turn), SampleStates()
     generator = GymGenerator(sampler, RENDERER, lambda name, extras: environment())
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(generator.generate(request(samples)))
@@ -375,7 +375,7 @@ async def stopped_at(turn: int, environment: type[Sums]) -> dict[int, SampleStat
     return {i: SampleState(**json.loads(json.dumps(asdict(sample)))) for i, sample in found.items()}
 
 
-async def play(saved: SavedSamples, environment: type[Sums]) -> tuple[StoppingSampler, Trajectory]:
+async def play(saved: SampleStates, environment: type[Sums]) -> tuple[StoppingSampler, Trajectory]:
     sampler = StoppingSampler()
     generator = GymGenerator(sampler, RENDERER, lambda name, extras: environment())
     (row,) = await generator.generate(request(saved))
@@ -384,10 +384,10 @@ async def play(saved: SavedSamples, environment: type[Sums]) -> tuple[StoppingSa
 
 @pytest.mark.parametrize("turn", [0, 1, 2])
 async def test_an_episode_of_a_restorable_environment_goes_on_in_the_turn_it_was_in(turn: int) -> None:
-    _, whole = await play(SavedSamples(), RestorableSums)
+    _, whole = await play(SampleStates(), RestorableSums)
     counts = ResumeCounts()
     saved = await stopped_at(turn, RestorableSums)
-    sampler, row = await play(SavedSamples(saved, num_samples=1, counts=counts), RestorableSums)
+    sampler, row = await play(SampleStates(saved, num_samples=1, counts=counts), RestorableSums)
     assert row == whole and row.metrics == {"answers": 3.0} and row.reward == 3.0
     assert [len(begin) for begin in sampler.begun] == [4] + [0] * (2 - turn)
     (made,) = RestorableSums.made
@@ -397,9 +397,9 @@ async def test_an_episode_of_a_restorable_environment_goes_on_in_the_turn_it_was
 
 @pytest.mark.parametrize(("turn", "lost"), [(0, 0), (1, 13), (2, 22)])
 async def test_an_episode_of_another_environment_goes_on_in_its_first_turn_only(turn: int, lost: int) -> None:
-    _, whole = await play(SavedSamples(), Sums)
+    _, whole = await play(SampleStates(), Sums)
     counts = ResumeCounts()
-    sampler, row = await play(SavedSamples(await stopped_at(turn, Sums), num_samples=1, counts=counts), Sums)
+    sampler, row = await play(SampleStates(await stopped_at(turn, Sums), num_samples=1, counts=counts), Sums)
     assert row == whole
     (made,) = Sums.made
     assert made.calls[0] == "init"
@@ -432,7 +432,7 @@ async def test_an_episode_that_cannot_go_on_begins_anew_says_why_and_is_counted(
     environment: type[Sums], before: type[Sums], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     counts = ResumeCounts()
-    sampler, row = await play(SavedSamples(await stopped_at(0, before), num_samples=1, counts=counts), environment)
+    sampler, row = await play(SampleStates(await stopped_at(0, before), num_samples=1, counts=counts), environment)
     assert row.reward == 3.0 and sampler.begun == [(), (), ()]
     assert counts == ResumeCounts(restarted_trajectories=1, lost_tokens=4)
     assert "sample 0 of u begins anew" in caplog.text and reason in caplog.text
@@ -441,14 +441,14 @@ async def test_an_episode_that_cannot_go_on_begins_anew_says_why_and_is_counted(
 async def test_the_state_of_another_generator_begins_anew() -> None:
     counts = ResumeCounts()
     _, row = await play(
-        SavedSamples({0: SampleState(state={"mine": 1}, num_tokens=3)}, num_samples=1, counts=counts), Sums
+        SampleStates({0: SampleState(state={"mine": 1}, num_tokens=3)}, num_samples=1, counts=counts), Sums
     )
     assert row.reward == 3.0 and counts.lost_tokens == 3
 
 
 async def test_finished_samples_of_a_running_group_are_not_played_again() -> None:
     counts = ResumeCounts()
-    samples = SavedSamples({0: SampleState(rows=(ROW,), num_tokens=2)}, num_samples=1, counts=counts)
+    samples = SampleStates({0: SampleState(rows=(ROW,), num_tokens=2)}, num_samples=1, counts=counts)
     sampler, row = await play(samples, Sums)
     assert row is ROW and not sampler.begun and counts == ResumeCounts(resumed_trajectories=1)
 
@@ -458,7 +458,7 @@ async def test_tokens_that_a_sampler_does_not_go_on_from_are_counted() -> None:
     other = asdict(sampled(spelled("other")))
     state = {**saved[0].state, "generation": json.loads(json.dumps(other))}
     counts = ResumeCounts()
-    await play(SavedSamples({0: replace(saved[0], state=state)}, num_samples=1, counts=counts), Sums)
+    await play(SampleStates({0: replace(saved[0], state=state)}, num_samples=1, counts=counts), Sums)
     assert counts == ResumeCounts(resumed_trajectories=1, lost_tokens=5)
 
 
@@ -469,7 +469,7 @@ class Unsayable(RestorableSums):
 
 async def test_a_snapshot_that_is_no_json_is_named() -> None:
     with pytest.raises(GenerationError, match="Unsayable.snapshot must return JSON"):
-        await play(SavedSamples(), Unsayable)
+        await play(SampleStates(), Unsayable)
 
 
 async def test_an_episode_whose_turn_the_environment_is_answering_is_kept_with_that_turn() -> None:
@@ -481,12 +481,12 @@ async def test_an_episode_whose_turn_the_environment_is_answering_is_kept_with_t
             seen.append(samples.samples().get(0))
             return super().step(action)
 
-    samples = SavedSamples()
+    samples = SampleStates()
     generator = GymGenerator(sampler, RENDERER, lambda name, extras: Looking())
     (whole,) = await generator.generate(request(samples))
     for number, sample in enumerate(seen):
         assert sample is not None and sample.state is not None
         state = EpisodeState.from_json(json.loads(json.dumps(sample.state)))
         assert state.turn is not None and state.turn.text == f"answer {number}"
-        again, row = await play(SavedSamples({0: sample}, num_samples=1), RestorableSums)
+        again, row = await play(SampleStates({0: sample}, num_samples=1), RestorableSums)
         assert row == whole and len(again.begun) == 2 - number

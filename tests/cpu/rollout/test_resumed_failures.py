@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from skyrl_async.errors import GenerationError
 from skyrl_async.generators.agent.generator import AgentGenerator
-from skyrl_async.rollout.failed_samples import OnLostSamples, PlayedGroup
+from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
 from skyrl_async.rollout.generator import keeps_samples
 from skyrl_async.rollout.members import play_members
 from skyrl_async.rollout.request import GroupRequest
-from skyrl_async.rollout.retrier import Attempts
-from skyrl_async.rollout.sample_state import ResumeCounts, SampleState, SavedSamples
-from skyrl_async.rollout.token_usage import TokenAccount, charged_to
+from skyrl_async.rollout.retrier import RolloutRetrier
+from skyrl_async.rollout.sample_state import ResumeCounts, SampleState, SampleStates
+from skyrl_async.rollout.token_usage import TokenUsage, recording_tokens_to
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.types import Trajectory
 from tests.cpu.rollout.test_failed_samples import request, row
@@ -59,11 +59,11 @@ class Halves:
         return row(reward=float(index))
 
 
-def play(generator: Halves, saved: SavedSamples, looks: list[dict[int, SampleState]]) -> PlayedGroup:
+def play(generator: Halves, saved: SampleStates, looks: list[dict[int, SampleState]]) -> RolloutResult:
     """Play the group, and take a look at where it stands every half second."""
 
-    async def main() -> PlayedGroup:
-        attempts = Attempts(generator, max_retries=2, timeout_s=100.0, on_lost_samples=OnLostSamples.FILL)
+    async def main() -> RolloutResult:
+        attempts = RolloutRetrier(generator, max_retries=2, timeout_s=100.0, on_failed_samples=OnFailedSamples.FILL)
         async with asyncio.TaskGroup() as tasks:
             playing = tasks.create_task(attempts.play(replace(request(NUM_SAMPLES), saved=saved)))
             await asyncio.sleep(0.25)
@@ -87,7 +87,7 @@ def test_contract_7_a_resumed_group_plays_what_failed_again_and_what_finished_ne
     counts = ResumeCounts()
     states = {i: finished(i) if is_finished else HALF for i, is_finished in kept.items()}
     generator, looks = Halves(num_failures), []
-    group = play(generator, SavedSamples(states, num_samples=NUM_SAMPLES, counts=counts), looks)
+    group = play(generator, SampleStates(states, num_samples=NUM_SAMPLES, counts=counts), looks)
     assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0] and group.num_lost == 0
     done = {i for i, is_finished in kept.items() if is_finished}
     for index in range(NUM_SAMPLES):
@@ -104,7 +104,7 @@ def test_contract_7_a_resumed_group_plays_what_failed_again_and_what_finished_ne
 
 def test_a_sample_that_failed_is_not_where_it_failed_while_it_waits_for_its_retry() -> None:
     """A run resumed from there would begin where the failure is certain to come again."""
-    saved, looks = SavedSamples(), []
+    saved, looks = SampleStates(), []
     play(Halves({1: 1}), saved, looks)
     at = dict(zip((0.25 + i / 2 for i in range(len(looks))), looks, strict=True))
     assert 1 not in at[0.75] and at[1.25][1] is HALF
@@ -114,9 +114,9 @@ def test_a_sample_that_failed_is_not_where_it_failed_while_it_waits_for_its_retr
 
 def test_tokens_of_finished_samples_are_on_the_account_of_their_group_again() -> None:
     """They are thrown away with it, should it be drawn again."""
-    account = TokenAccount()
-    with charged_to(account):
-        play(Halves({}), SavedSamples({0: finished(0), 3: finished(3)}, num_samples=NUM_SAMPLES), [])
+    account = TokenUsage()
+    with recording_tokens_to(account):
+        play(Halves({}), SampleStates({0: finished(0), 3: finished(3)}, num_samples=NUM_SAMPLES), [])
     assert account.num_tokens == 4
 
 
@@ -128,6 +128,6 @@ def test_agents_that_were_finished_in_the_checkpoint_do_not_run_again() -> None:
     async def main() -> tuple[Trajectory, ...]:
         with ThreadPoolExecutor(1) as executor:
             generator = AgentGenerator(None, None, None, agent_timeout_s=1.0, executor=executor)
-            return await generator.generate(replace(request(2), saved=SavedSamples(states, num_samples=2)))
+            return await generator.generate(replace(request(2), saved=SampleStates(states, num_samples=2)))
 
     assert run_in_virtual_time(main()) == (*rows[0], *rows[1])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.continuation import generate_to_end, joined_for
-from skyrl_async.inference.generation_state import Joined
+from skyrl_async.inference.generation_state import GenerationState
 from skyrl_async.metrics.bound_cost import BoundCost, needed_bound
 from skyrl_async.metrics.step import RunTotals, StepFigures
 from skyrl_async.rollout.staleness_policies import staleness_policy
@@ -105,7 +105,7 @@ def test_contract_2_resample_trains_no_group_past_the_bound_and_each_uid_once(
 def test_what_resample_gives_up_is_drawn_again_and_counted_as_wasted() -> None:
     simulation = simulate(replace(LONG_TAILED, staleness_policy="resample", max_staleness_steps=1))
     totals, counts = simulation.trainer.totals, simulation.workers.counts
-    assert totals.redrawn_groups == counts["redrawn_groups"] > 0
+    assert totals.requeued_groups == counts["requeued_groups"] > 0
     assert totals.trained_groups == LONG_TAILED.num_steps * LONG_TAILED.mini_batch_size
     sampled = sum(engine.num_sampled_tokens for engine in simulation.engines)
     assert totals.generated_tokens + totals.wasted_tokens >= sampled - 1
@@ -118,7 +118,7 @@ class OneCallEngine(ModelledEngine):
 
     def __init__(self, engine: ModelledEngine) -> None:
         super().__init__(engine.name, num_tokens_of=engine._num_tokens_of, load_seconds=engine._load_seconds)
-        self._open: dict[str, Joined] = {}
+        self._open: dict[str, GenerationState] = {}
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         joined = self._open[request.request_id] = joined_for(request)
@@ -132,7 +132,7 @@ class OneCallEngine(ModelledEngine):
         held = await super().partial_outputs([joined.call_id for joined in found.values() if joined.call_id])
         for joined in found.values():
             joined.hold(held)
-        return {i: joined.so_far() for i, joined in found.items()}
+        return {i: joined.partial_output() for i, joined in found.items()}
 
 
 class _Segments:
@@ -155,14 +155,14 @@ def test_tokens_that_an_engine_has_not_handed_over_when_a_group_is_given_up_are_
 
     settings = replace(LONG_TAILED, staleness_policy="resample", max_staleness_steps=1, load_seconds=0.2)
     totals = simulate(settings, engine_around=around).trainer.totals
-    assert totals.redrawn_groups > 3
+    assert totals.requeued_groups > 3
     assert sum(engine.num_sampled_tokens for engine in engines) == totals.trained_tokens + totals.wasted_tokens
 
 
 def test_the_account_of_a_group_that_is_given_up_includes_its_finished_members() -> None:
     simulation = simulate(replace(LONG_TAILED, staleness_policy="resample", max_staleness_steps=1, group_size=8))
     delivered, totals = simulation.client.statistics()["tokens_total"], simulation.trainer.totals
-    assert simulation.workers.counts["redrawn_tokens"] == delivered - totals.trained_tokens > 0
+    assert simulation.workers.counts["requeued_tokens"] == delivered - totals.trained_tokens > 0
     assert totals.generated_tokens < delivered, "groups were given up of which some members had finished"
 
 
@@ -199,7 +199,7 @@ def group_of(versions: list[list[int]], loss_masks: list[list[int]] | None = Non
 def test_masked_tokens_keep_their_place_and_all_else(rows: list[list[int]], version: int, bound: int) -> None:
     """Version -1 is the environment's; its tokens were never trained."""
     whole = group_of(rows, [[int(v >= 0) for v in row] for row in rows])
-    part = staleness_policy("mask").trained_part(whole, version, bound)
+    part = staleness_policy("mask").masked_group(whole, version, bound)
     for row, trained in zip(whole.trajectories, part.trajectories, strict=True):
         assert trained.loss_mask == tuple(int(v >= 0 and version - v <= bound) for v in row.versions)
         assert replace(trained, loss_mask=row.loss_mask) == row
@@ -211,13 +211,13 @@ def test_masked_tokens_keep_their_place_and_all_else(rows: list[list[int]], vers
 @pytest.mark.parametrize("policy", ["wait", "resample", "allow"])
 def test_other_policies_train_groups_as_they_are(policy: str) -> None:
     whole = group_of([[0, 0, 5]])
-    assert staleness_policy(policy).trained_part(whole, 9, 1) is whole
+    assert staleness_policy(policy).masked_group(whole, 9, 1) is whole
 
 
 def test_a_step_whose_tokens_are_all_masked_counts_a_version_and_divides_by_no_zero() -> None:
     figures = StepFigures(version=5, max_staleness_steps=1)
     whole = group_of([[0, 1], [2]])
-    part = staleness_policy("mask").trained_part(whole, 5, 1)
+    part = staleness_policy("mask").masked_group(whole, 5, 1)
     figures.add_group(part, {"num_tokens": 0.0}, whole.num_sampled_tokens - part.num_sampled_tokens)
     assert (figures.num_tokens, figures.num_masked_tokens, figures.loss_denominator) == (0, 3, 1.0)
     figures.add_seconds("step", 1.0)

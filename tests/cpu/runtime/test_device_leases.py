@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from skyrl_async.errors import StateError
-from skyrl_async.runtime.device_leases import DeviceGroup, Place, Sitting, TurnLine, groups_by_member
+from skyrl_async.runtime.device_leases import DeviceGroup, DeviceLease, LeaseQueue, Place, groups_by_member
 from skyrl_async.simulator.clock import run_in_virtual_time
 
 MEMBERS = ("policy", "ref", "generate")
@@ -19,7 +19,7 @@ class ALine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.line, self.now = TurnLine(MEMBERS), 0.0
+        self.line, self.now = LeaseQueue(MEMBERS), 0.0
         self.places: list[Place] = []
         self.num_held = self.num_entered = 0
         self.held = self.waited = 0.0
@@ -207,14 +207,14 @@ def test_a_stage_of_another_group_gets_no_turn() -> None:
 def test_a_sitting_is_one_turn_over_several_calls_until_it_is_left() -> None:
     async def main() -> None:
         group = DeviceGroup(MEMBERS)
-        sitting = Sitting(group, "policy")
+        sitting = DeviceLease(group, "policy")
         assert not sitting.is_held
         await sitting.take()
         await sitting.take()
-        async with group.turn_unless_held("policy"):
+        async with group.lease_unless_held("policy"):
             assert group.statistics().num_turns["policy"] == 1
         other = asyncio.ensure_future(group.wanted())
-        waiting = asyncio.ensure_future(Sitting(group, "ref").take())
+        waiting = asyncio.ensure_future(DeviceLease(group, "ref").take())
         await other
         assert sitting.is_held and not waiting.done()
         sitting.leave()
@@ -232,7 +232,7 @@ def test_a_sitting_is_one_turn_over_several_calls_until_it_is_left() -> None:
 
 def test_a_sitting_without_a_group_holds_what_nobody_else_wants() -> None:
     async def main() -> None:
-        sitting = Sitting()
+        sitting = DeviceLease()
         assert sitting.is_held
         await sitting.take()
         sitting.leave()

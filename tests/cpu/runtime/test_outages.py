@@ -7,8 +7,8 @@ import pytest
 
 from skyrl_async.errors import GenerationError, NoEngineError, OutageError
 from skyrl_async.inference.pool import EnginePool
-from skyrl_async.rollout.failed_samples import OnLostSamples, PlayedGroup
-from skyrl_async.rollout.retrier import Attempts
+from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
+from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.outages import Outages, Resending
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -31,15 +31,15 @@ def play(
     generator: Scripted,
     schedule: Schedule,
     *,
-    policy: OnLostSamples = OnLostSamples.FILL,
+    policy: OnFailedSamples = OnFailedSamples.FILL,
     max_retries: int = 0,
     timeout_s: float = 100.0,
-) -> PlayedGroup:
-    async def main() -> PlayedGroup:
+) -> RolloutResult:
+    async def main() -> RolloutResult:
         deadlines = Deadlines()
         schedule(deadlines.outages)
-        attempts = Attempts(
-            generator, max_retries=max_retries, timeout_s=timeout_s, on_lost_samples=policy, deadlines=deadlines
+        attempts = RolloutRetrier(
+            generator, max_retries=max_retries, timeout_s=timeout_s, on_failed_samples=policy, deadlines=deadlines
         )
         try:
             return await attempts.play(request())
@@ -49,8 +49,8 @@ def play(
     return run_in_virtual_time(main())
 
 
-@pytest.mark.parametrize("policy", OnLostSamples)
-def test_what_fails_in_an_outage_is_played_again_after_it_and_costs_no_retry(policy: OnLostSamples) -> None:
+@pytest.mark.parametrize("policy", OnFailedSamples)
+def test_what_fails_in_an_outage_is_played_again_after_it_and_costs_no_retry(policy: OnFailedSamples) -> None:
     generator = Scripted({0: [FAIL]})
     assert rewards(play(generator, outage(0.5, 50.0), policy=policy)) == [0, 1, 2, 3]
     assert generator.asked == [(0, 1, 2, 3), (0,)]

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
 from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
-from skyrl_async.composition.time_sharing import turn_of
+from skyrl_async.composition.time_sharing import lease_of
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.placement import device_plan
 from skyrl_async.training.backends.settings import TrainingSettings
@@ -36,7 +36,7 @@ class Apart:
         async def start() -> ForwardWorkers:
             return InProcessPolicy(self._settings)
 
-        device_turn = turn_of(name, running.device_groups)
+        device_turn = lease_of(name, running.device_groups)
         self._started.append(await LogprobWorkers.start(start, max_restarts=0, device_turn=device_turn))
         return self._started[-1]
 

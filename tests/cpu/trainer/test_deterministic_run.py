@@ -13,7 +13,7 @@ from skyrl_async.algorithms.advantages import grpo_advantages
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
 from skyrl_async.composition.parts import _trainer_settings
-from skyrl_async.composition.time_sharing import device_groups, engine_turns, policy_in_turn, training_turn
+from skyrl_async.composition.time_sharing import device_groups, engine_time_sharing, policy_in_turn, training_lease
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.device_plan import DevicePlan
 from skyrl_async.data.dataloader import _AsyncDataloader
@@ -35,7 +35,7 @@ from skyrl_async.trainer.validation import ValidationSettings
 from skyrl_async.training.backends.settings import LoraSettings, TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import PauseMode, Prompt, SamplingParams
-from skyrl_async.weight_sync.engine_time_sharing import EngineTurns
+from skyrl_async.weight_sync.engine_time_sharing import EngineTimeSharing
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 SIZES = PolicySizes(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
@@ -128,7 +128,7 @@ class Running:
     workers: GenerationWorkers
     dataloader: _AsyncDataloader
     staleness: _AsyncStalenessManager
-    turns: EngineTurns | None
+    turns: EngineTimeSharing | None
     device_groups: Mapping[str, DeviceGroup]
     logged: list[dict[str, float]] = field(default_factory=list)
 
@@ -166,7 +166,9 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
     groups = device_groups(job.plan) or groups_by_member([job.shared_by] if job.shared_by else [])
     in_turn = policy_in_turn(policy, groups)
     clock = asyncio.get_running_loop().time
-    turns = engine_turns(groups, client, shortest_s=0.05, is_busy=lambda: client.pool.is_busy, trace=trace, clock=clock)
+    turns = engine_time_sharing(
+        groups, client, shortest_s=0.05, is_busy=lambda: client.pool.is_busy, trace=trace, clock=clock
+    )
     publisher = WeightPublisher(
         client=client,
         policy=in_turn,
@@ -216,7 +218,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         buffer=buffer,
         workers=workers,
         policy=in_turn,
-        turn=training_turn(groups),
+        turn=training_lease(groups),
         publisher=publisher,
         evaluator=None,
         checkpointer=Checkpointer(directory / "checkpoints", max_to_keep=0),

@@ -14,7 +14,7 @@ from skyrl_async.checkpoint.checkpointer import read_state
 from skyrl_async.errors import GenerationError, InferenceError, NoEngineError, PublishError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.rollout.request import GroupRequest
-from skyrl_async.runtime.shutdown import StopRequest
+from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
@@ -110,11 +110,11 @@ async def _fails(*arguments: object) -> None:
     raise RuntimeError("and that fails, too")
 
 
-def _breaks(part: str, method: str) -> Callable[[Simulation, StopRequest], None]:
+def _breaks(part: str, method: str) -> Callable[[Simulation, ShutdownRequest], None]:
     return lambda simulation, stop: setattr(getattr(simulation, part), method, _fails)
 
 
-AFTERWARDS: dict[str, Callable[[Simulation, StopRequest], None]] = {
+AFTERWARDS: dict[str, Callable[[Simulation, ShutdownRequest], None]] = {
     "nothing": lambda simulation, stop: None,
     "the engine dies": lambda simulation, stop: simulation.client.pool.drop(simulation.client.engines[0], "killed"),
     "the endpoint is given up": lambda simulation, stop: stop.fail(InferenceError("the endpoint is gone")),
@@ -150,7 +150,7 @@ def test_a_run_ends_with_what_it_failed_of_first_whatever_happens_until_it_has_e
     after_s: float,
 ) -> None:
     async def main() -> Simulation:
-        stop = StopRequest()
+        stop = ShutdownRequest()
         simulation = build_simulation(
             run,
             checkpoint_dir=tmp_path_factory.mktemp("checkpoints"),

@@ -18,7 +18,7 @@ from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read
 from skyrl_async.errors import CheckpointError, GenerationError, InferenceError, NoEngineError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.rollout.request import GroupRequest
-from skyrl_async.runtime.shutdown import GRACE_S, StopAsked, StopRequest
+from skyrl_async.runtime.shutdown import GRACE_S, ShutdownRequest, ShutdownRequested
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
@@ -59,7 +59,7 @@ def stopped_after(
     """A run asked to stop, and when it had ended (seconds)."""
 
     async def main() -> tuple[Simulation, float]:
-        stop = StopRequest()
+        stop = ShutdownRequest()
         simulation = build_simulation(settings, checkpoint_dir=directory, stop=stop, **parts)
         asyncio.get_running_loop().call_later(seconds, stop.ask, patience_s)
         await simulation.trainer.run()
@@ -134,7 +134,7 @@ def test_contract_7_a_run_that_cannot_go_on_saves_what_there_is_and_ends_with_th
     settings = replace(LONG_TAILED, max_staleness_steps=1, checkpoint_interval_steps=1)
 
     async def main() -> Simulation:
-        stop = StopRequest()
+        stop = ShutdownRequest()
         simulation = build_simulation(settings, checkpoint_dir=tmp_path, stop=stop)
         asyncio.get_running_loop().call_later(at, stop.fail, gone)
         with pytest.raises(InferenceError) as raised:
@@ -156,7 +156,7 @@ def test_contract_7_a_run_that_cannot_go_on_saves_what_there_is_and_ends_with_th
 
 def test_what_fails_once_a_run_cannot_go_on_does_not_hide_the_reason(tmp_path: Path) -> None:
     async def main() -> None:
-        stop = StopRequest()
+        stop = ShutdownRequest()
 
         class FailsWithIt(ModelledGenerator):
             async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
@@ -205,7 +205,7 @@ def test_a_checkpoint_just_written_is_not_written_again(tmp_path: Path) -> None:
     writes = []
 
     async def main() -> None:
-        stop = StopRequest()
+        stop = ShutdownRequest()
         simulation = build_simulation(settings, checkpoint_dir=tmp_path, stop=stop)
 
         class StopsWhileSaving(ModelledPolicy):
@@ -328,38 +328,43 @@ def test_a_last_checkpoint_that_fails_is_known_when_the_run_has_ended(tmp_path: 
 
 
 def test_a_wait_ends_when_its_patience_does_and_a_timeout_of_its_own_stays_one() -> None:
-    async def ended(stop: StopRequest, *, is_patient: bool, timeout_s: float | None = None) -> tuple[str, float]:
+    async def ended(stop: ShutdownRequest, *, wait_for_step: bool, timeout_s: float | None = None) -> tuple[str, float]:
         try:
-            async with stop.cut_short(is_patient=is_patient), asyncio.timeout(timeout_s):
+            async with stop.interruptible(wait_for_step=wait_for_step), asyncio.timeout(timeout_s):
                 await asyncio.Event().wait()
-        except (StopAsked, TimeoutError) as error:
+        except (ShutdownRequested, TimeoutError) as error:
             return type(error).__name__, asyncio.get_running_loop().time()
         raise AssertionError
 
     async def main() -> None:
-        stop, loop = StopRequest(), asyncio.get_running_loop()
+        stop, loop = ShutdownRequest(), asyncio.get_running_loop()
         loop.call_later(5.0, stop.ask, 10.0)
         loop.call_later(7.0, stop.ask, 100.0)
         waits = (
-            ended(stop, is_patient=False, timeout_s=1.0),
-            ended(stop, is_patient=False),
-            ended(stop, is_patient=True),
-            ended(stop, is_patient=True, timeout_s=14.0),
+            ended(stop, wait_for_step=False, timeout_s=1.0),
+            ended(stop, wait_for_step=False),
+            ended(stop, wait_for_step=True),
+            ended(stop, wait_for_step=True, timeout_s=14.0),
         )
-        outcomes = [("TimeoutError", 1.0), ("StopAsked", 5.0), ("StopAsked", 15.0), ("TimeoutError", 14.0)]
+        outcomes = [
+            ("TimeoutError", 1.0),
+            ("ShutdownRequested", 5.0),
+            ("ShutdownRequested", 15.0),
+            ("TimeoutError", 14.0),
+        ]
         assert await asyncio.gather(*waits) == outcomes
-        assert await ended(stop, is_patient=True) == ("StopAsked", 15.0), "nothing new begins"
+        assert await ended(stop, wait_for_step=True) == ("ShutdownRequested", 15.0), "nothing new begins"
 
     run_in_virtual_time(main())
 
 
 def test_what_is_begun_after_a_stop_has_its_grace_and_what_was_begun_before_has_it_from_then_on() -> None:
     async def main() -> None:
-        stop, loop = StopRequest(), asyncio.get_running_loop()
+        stop, loop = ShutdownRequest(), asyncio.get_running_loop()
 
         async def ended() -> float:
-            with pytest.raises(StopAsked):
-                async with stop.cut_short(grace_s=GRACE_S):
+            with pytest.raises(ShutdownRequested):
+                async with stop.interruptible(grace_s=GRACE_S):
                     await asyncio.Event().wait()
             return loop.time()
 
@@ -405,7 +410,7 @@ def test_a_stop_while_an_engine_is_frozen_saves_and_ends_in_time(method: str, tm
     settings = replace(FREEZING, checkpoint_interval_steps=1 if method == "partial_outputs" else 0)
 
     async def main() -> None:
-        stop, engines, loop = StopRequest(), [], asyncio.get_running_loop()
+        stop, engines, loop = ShutdownRequest(), [], asyncio.get_running_loop()
 
         def around(model: ModelledEngine) -> FaultyEngine:
             engines.append(FreezesIn(model, method) if model.name == "engine-0" else FaultyEngine(model))
@@ -431,7 +436,7 @@ def test_a_second_signal_ends_a_run_with_a_frozen_engine_at_once(method: str) ->
     """Before or after the first one has run out of patience."""
 
     async def main(patience_s: float) -> None:
-        stop, engines, loop = StopRequest(), [], asyncio.get_running_loop()
+        stop, engines, loop = ShutdownRequest(), [], asyncio.get_running_loop()
 
         def around(model: ModelledEngine) -> FaultyEngine:
             engines.append(FreezesIn(model, method) if model.name == "engine-0" else FaultyEngine(model))
@@ -528,7 +533,7 @@ def test_a_stop_while_no_engine_can_take_a_trained_step_saves_it(tmp_path: Path)
     settings = replace(LONG_TAILED, num_engines=1, engine_wait_s=None, checkpoint_interval_steps=0)
 
     async def main() -> Simulation:
-        stop = StopRequest()
+        stop = ShutdownRequest()
         simulation = build_simulation(settings, checkpoint_dir=tmp_path, stop=stop)
         loop, load = asyncio.get_running_loop(), simulation.publisher.load
 

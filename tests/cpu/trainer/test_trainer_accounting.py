@@ -152,7 +152,7 @@ def test_prompts_given_back_are_drawn_again_in_their_order() -> None:
         first = simulation.dataloader._ledger.uids(0, UidState.RUNNING)
         generating.cancel()
         await asyncio.wait([generating])
-        await simulation.workers.give_back()
+        await simulation.workers.requeue()
         drawn = [await simulation.dataloader.get_next_non_consumed_data() for _ in first]
         order = build_simulation(LONG_TAILED).dataloader
         return [key[1] for key, _ in drawn], [(await order.get_next_non_consumed_data())[0][1] for _ in first]
@@ -178,7 +178,7 @@ def test_a_generator_that_makes_an_error_of_its_cancellation_is_cancelled_all_th
         await asyncio.wait([generating])
         assert generating.cancelled()
         assert asyncio.get_running_loop().time() == 1.0
-        await simulation.workers.give_back()
+        await simulation.workers.requeue()
         return simulation
 
     simulation = run_in_virtual_time(main())
@@ -290,7 +290,7 @@ def test_contract_1_a_group_given_up_when_all_data_was_drawn_is_drawn_again_and_
         )
         assert states(simulation)["trained_total"] == 31
         assert max(logged(simulation, "async/staleness_max")) <= 1
-        num_redrawn += simulation.trainer.totals.redrawn_groups
+        num_redrawn += simulation.trainer.totals.requeued_groups
     assert num_redrawn > 0
 
 

@@ -18,7 +18,7 @@ from skyrl_async.config.schema.run import Schedule, TrainerConfig
 from skyrl_async.errors import ConfigError, GenerationError, PublishError
 from skyrl_async.metrics.names import METRICS
 from skyrl_async.rollout.request import GroupRequest
-from skyrl_async.runtime.shutdown import StopRequest
+from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.runtime.stages import StageState
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
@@ -539,7 +539,7 @@ def test_a_stop_after_a_step_that_is_not_due_publishes_it_not(tmp_path: Path) ->
     """Groups of the next batch are in flight, under which weights must not change here."""
 
     async def main() -> None:
-        stop = StopRequest()
+        stop = ShutdownRequest()
         simulation = build_simulation(replace(ONE_STEP_OFF, publish_every_steps=2), checkpoint_dir=tmp_path, stop=stop)
         events, step = events_of(simulation), simulation.policy.step
 
@@ -559,7 +559,7 @@ def test_a_stop_after_a_step_that_is_not_due_publishes_it_not(tmp_path: Path) ->
 
 def test_a_stop_cuts_the_last_publish_short_and_saves_in_time(tmp_path: Path) -> None:
     async def main() -> None:
-        stop, loop = StopRequest(), asyncio.get_running_loop()
+        stop, loop = ShutdownRequest(), asyncio.get_running_loop()
         simulation = build_simulation(ENDING, checkpoint_dir=tmp_path, stop=stop)
         send = simulation.publisher.send
 
@@ -679,7 +679,7 @@ def interrupted_while_evaluating(directory: Path) -> int:
     """A run that is stopped while version 4 is evaluated; the step that it is saved at."""
 
     async def main() -> int:
-        stop, loop = StopRequest(), asyncio.get_running_loop()
+        stop, loop = ShutdownRequest(), asyncio.get_running_loop()
         simulation = build_simulation(replace(OWING, checkpoint_interval_steps=4), checkpoint_dir=directory, stop=stop)
         request = simulation.trainer._validation.request
 

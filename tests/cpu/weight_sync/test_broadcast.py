@@ -135,7 +135,7 @@ class Receiver(ModelledEngine):
 
 class Setting:
     def __init__(
-        self, *plans: list[str], dual_buffer: bool = True, max_retries: int = 0, wait_s: float | None = 0.0
+        self, *plans: list[str], double_buffer: bool = True, max_retries: int = 0, wait_s: float | None = 0.0
     ) -> None:
         clock = asyncio.get_running_loop().time
         self.policy = Sender()
@@ -149,7 +149,7 @@ class Setting:
             policy=self.policy,
             directory=Path("unused"),
             bucket_bytes=1,
-            dual_buffer=dual_buffer,
+            double_buffer=double_buffer,
             max_retries=max_retries,
             pause_mode=PauseMode.ABORT,
             trace=Trace(None, clock),
@@ -164,13 +164,13 @@ class Setting:
 events = st.lists(st.sampled_from(["fine", "fine", "die", "refuse", "freeze"]), max_size=5)
 
 
-@given(plans=st.lists(events, min_size=1, max_size=4), dual_buffer=st.booleans())
+@given(plans=st.lists(events, min_size=1, max_size=4), double_buffer=st.booleans())
 @settings(max_examples=80, deadline=None)
 def test_contract_5_whatever_happens_in_broadcasts_all_engines_that_are_left_serve_one_version(
-    plans: list[list[str]], dual_buffer: bool
+    plans: list[list[str]], double_buffer: bool
 ) -> None:
     async def main() -> None:
-        setting = Setting(*([] for _ in plans), dual_buffer=dual_buffer)
+        setting = Setting(*([] for _ in plans), double_buffer=double_buffer)
         await setting.publisher.publish(0)
         for engine, plan in zip(setting.engines, plans, strict=True):
             engine.plan = plan
@@ -186,7 +186,7 @@ def test_contract_5_whatever_happens_in_broadcasts_all_engines_that_are_left_ser
                 return
             assert await setting.versions() == {served}
             assert not any(engine.is_paused for engine in setting.engines)
-            assert all(len(engine.held) <= 1 + dual_buffer for engine in setting.client.engines)
+            assert all(len(engine.held) <= 1 + double_buffer for engine in setting.client.engines)
         assert served == 11, "plans are over by then"
         assert {engine._is_dead for engine in setting.client.engines} == {False}
 

@@ -16,7 +16,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
 from skyrl_async.types import Completion, Group, SamplingParams
-from skyrl_async.weight_sync.engine_time_sharing import EngineTurns
+from skyrl_async.weight_sync.engine_time_sharing import EngineTimeSharing
 
 SHARED = SimulationSettings(
     mean_tokens=100.0,
@@ -131,7 +131,7 @@ def test_whatever_shares_devices_and_however_staleness_is_bound_every_step_is_tr
         max_staleness_steps=bound,
         publish_every_steps=min(every, bound + 1),
         sigma=sigma,
-        shortest_generate_turn_s=shortest_s,
+        min_generation_slice_s=shortest_s,
         stream_mini_batch=streamed,
         deterministic=deterministic,
         limits_buffered_groups=limits,
@@ -194,7 +194,7 @@ class Setting:
         self.engine = ModelledEngine("engine-0", num_tokens_of=lambda prompt, seed: 990, half_speed_requests=1e9)
         self.client = InferenceEngineClient([self.engine], tokenizer=Letters(), max_model_len=10_000)
         self.group: DeviceGroup = groups_by_member([["ref", "generate"]])["ref"]
-        self.turns = EngineTurns(
+        self.turns = EngineTimeSharing(
             self.client,
             self.group,
             shortest_s=shortest_s,
@@ -311,5 +311,5 @@ def test_engines_that_are_all_gone_keep_nobody_from_a_turn() -> None:
 
 def test_without_a_group_nothing_is_waited_for() -> None:
     simulation = run(replace(SHARED, shared_by=()))
-    assert simulation.engine_turns is None and not simulation.device_groups
+    assert simulation.engine_time_sharing is None and not simulation.device_groups
     assert all("timing/wait_for_devices" not in values for _, values in simulation.logged)

@@ -122,7 +122,7 @@ class Setting:
         *,
         make: Callable[[str], Troubled] = Troubled,
         max_retries: int = 0,
-        dual_buffer: bool = True,
+        double_buffer: bool = True,
         wait_s: float | None = 0.0,
         verify_checksums: bool | None = False,
         directory: Path = Path("unused"),
@@ -136,7 +136,7 @@ class Setting:
             policy=self.policy,
             directory=directory,
             max_retries=max_retries,
-            dual_buffer=dual_buffer,
+            double_buffer=double_buffer,
             verify_checksums=verify_checksums,
             bucket_bytes=1,
             pause_mode=PauseMode.ABORT,
@@ -404,16 +404,16 @@ def freeing(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, 
     ended.set()
 
 
-@pytest.mark.parametrize("dual_buffer", [True, False])
+@pytest.mark.parametrize("double_buffer", [True, False])
 async def test_the_loop_runs_while_files_are_deleted_and_the_next_version_waits_for_their_room(
-    tmp_path: Path, freeing: tuple[threading.Event, list[threading.Thread]], dual_buffer: bool
+    tmp_path: Path, freeing: tuple[threading.Event, list[threading.Thread]], double_buffer: bool
 ) -> None:
     ended, threads = freeing
-    setting = Setting(1, InstantlyWritten(), make=Instant, dual_buffer=dual_buffer, directory=tmp_path)
+    setting = Setting(1, InstantlyWritten(), make=Instant, double_buffer=double_buffer, directory=tmp_path)
     publisher = setting.publisher
     await publisher.publish(0)
     before = files(tmp_path)
-    if dual_buffer:
+    if double_buffer:
         await publisher.publish(1)
         assert await setting.versions_served() == {1} and before < files(tmp_path)
     there = files(tmp_path)
@@ -588,7 +588,7 @@ def test_engines_that_disagree_are_found_by_attestation() -> None:
         setting = Setting(2)
         await setting.publisher.publish(0)
         setting.engines[1]._version = 7
-        await setting.publisher.attest(0)
+        await setting.publisher.verify_checksums(0)
 
     with pytest.raises(PublishError, match="expected version 0 and equal weights in every engine"):
         run_in_virtual_time(main())
@@ -666,21 +666,21 @@ def versions_in(directory: Path) -> set[str]:
     return {path.stem for path in directory.rglob("*.safetensors")}
 
 
-@pytest.mark.parametrize("dual_buffer", [True, False])
+@pytest.mark.parametrize("double_buffer", [True, False])
 @pytest.mark.parametrize("phase", ["gather", "send", "stage", "pause", "load"])
 def test_a_publish_killed_in_any_phase_leaves_every_engine_on_the_old_version_and_nothing_of_the_new_one(
-    phase: str, dual_buffer: bool, tmp_path: Path
+    phase: str, double_buffer: bool, tmp_path: Path
 ) -> None:
     """Killed by an error that nobody foresaw, and by a cancellation."""
 
     async def main(is_cancelled: bool) -> None:
         policy = Buckets()
-        setting = Setting(2, policy, directory=tmp_path, dual_buffer=dual_buffer)
+        setting = Setting(2, policy, directory=tmp_path, double_buffer=double_buffer)
         await setting.publisher.publish(1)
         policy.failures[phase, 2] = RuntimeError("killed")
         setting.engines[0].plan = {} if is_cancelled else {phase: ["break"]}
         publishing = asyncio.ensure_future(setting.publisher.publish(2))
-        stage_seconds = 0.75 if dual_buffer else 0.0
+        stage_seconds = 0.75 if double_buffer else 0.0
         until = {"gather": 0.5, "send": 3.0, "stage": 5.3, "pause": 5.1 + stage_seconds, "load": 6.3}[phase]
         if is_cancelled:
             await asyncio.sleep(until)
@@ -697,22 +697,22 @@ def test_a_publish_killed_in_any_phase_leaves_every_engine_on_the_old_version_an
         setting.publisher.close()
         assert files(tmp_path) == set()
 
-    if not (phase == "stage" and not dual_buffer):
+    if not (phase == "stage" and not double_buffer):
         run_in_virtual_time(main(is_cancelled=False))
     run_in_virtual_time(main(is_cancelled=True))
 
 
-@pytest.mark.parametrize("dual_buffer", [True, False])
+@pytest.mark.parametrize("double_buffer", [True, False])
 @given(at=st.floats(5.0, 9.0))
 @settings(max_examples=40, deadline=None)
 def test_a_publish_cancelled_while_engines_load_elsewhere_leaves_all_of_them_on_one_version(
-    dual_buffer: bool, at: float, tmp_path_factory: pytest.TempPathFactory
+    double_buffer: bool, at: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The load goes on in their processes. What they serve is what the publisher says, and what an engine that comes up loads."""
     directory = tmp_path_factory.mktemp("buckets")
 
     async def main() -> None:
-        setting = Setting(2, Buckets(), make=Remote, directory=directory, dual_buffer=dual_buffer, wait_s=None)
+        setting = Setting(2, Buckets(), make=Remote, directory=directory, double_buffer=double_buffer, wait_s=None)
         publisher = setting.publisher
         await publisher.publish(1)
         setting.engines[0]._load_seconds = 0.1
@@ -725,9 +725,9 @@ def test_a_publish_cancelled_while_engines_load_elsewhere_leaves_all_of_them_on_
         assert setting.client.policy_version == version in (1, 2)
         assert await setting.versions_served() <= {version}
         has_loaded = at >= 5.25  # when both have paused; without a dual buffer there is nothing to go back to
-        assert len(setting.client.engines) == 2 or (has_loaded and not dual_buffer)
+        assert len(setting.client.engines) == 2 or (has_loaded and not double_buffer)
         assert versions_in(directory) <= {f"v{version}"}
-        if dual_buffer:
+        if double_buffer:
             await setting.client.add_engine(Troubled("engine-9"))
             assert await setting.versions_served() == {version}
         await asyncio.sleep(100.0)
@@ -753,12 +753,12 @@ def test_an_engine_that_keeps_a_cancellation_waiting_is_closed() -> None:
     run_in_virtual_time(main())
 
 
-@pytest.mark.parametrize("dual_buffer", [True, False])
+@pytest.mark.parametrize("double_buffer", [True, False])
 def test_an_engine_that_breaks_when_the_others_have_loaded_makes_these_go_back(
-    dual_buffer: bool, tmp_path: Path
+    double_buffer: bool, tmp_path: Path
 ) -> None:
     async def main() -> None:
-        setting = Setting(3, Buckets(), directory=tmp_path, dual_buffer=dual_buffer)
+        setting = Setting(3, Buckets(), directory=tmp_path, double_buffer=double_buffer)
         await setting.publisher.publish(1)
         first = setting.engines[0]
 
@@ -771,8 +771,8 @@ def test_an_engine_that_breaks_when_the_others_have_loaded_makes_these_go_back(
         load, first.load_weights = first.load_weights, break_late  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="engine-0 breaks"):
             await setting.publisher.publish(2)
-        assert await setting.versions_served() == ({1} if dual_buffer else set())
-        assert setting.client.engines == (tuple(setting.engines) if dual_buffer else ())
+        assert await setting.versions_served() == ({1} if double_buffer else set())
+        assert setting.client.engines == (tuple(setting.engines) if double_buffer else ())
         assert not any(engine.is_paused for engine in setting.engines)
 
     run_in_virtual_time(main())
@@ -828,7 +828,7 @@ def test_the_newest_complete_version_is_loaded_and_those_it_overtook_are_deleted
 
 def test_without_a_dual_buffer_a_version_is_sent_when_the_one_before_is_loaded_and_gone(tmp_path: Path) -> None:
     async def main() -> None:
-        setting = Setting(1, Buckets(), directory=tmp_path, dual_buffer=False)
+        setting = Setting(1, Buckets(), directory=tmp_path, double_buffer=False)
         publisher = setting.publisher
         await publisher.publish(1)
         await publisher.gather(2)
@@ -858,7 +858,7 @@ def test_an_engine_that_loaded_what_another_refused_is_closed_where_nothing_is_k
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        setting = Setting(2, Buckets(), directory=tmp_path, dual_buffer=False)
+        setting = Setting(2, Buckets(), directory=tmp_path, double_buffer=False)
         await setting.publisher.publish(1)
         setting.engines[0].plan = {"load": ["refuse"]}
         with pytest.raises(PublishError, match="engine-0 refused version 2 .* still serves version 1"):
@@ -893,6 +893,8 @@ def test_weights_that_do_not_fit_twice_are_refused_before_any_is_sent(tmp_path: 
         setting = Setting(1, Huge(), directory=tmp_path)
         await setting.publisher.publish(0)
 
-    with pytest.raises(ConfigError, match="weight_sync.dual_buffer must be false, got true: 2 versions of the weights"):
+    with pytest.raises(
+        ConfigError, match="weight_sync.double_buffer must be false, got true: 2 versions of the weights"
+    ):
         run_in_virtual_time(main())
     assert files(tmp_path) == set()

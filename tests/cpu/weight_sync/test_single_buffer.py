@@ -14,7 +14,7 @@ from skyrl_async.simulator.models import ModelledEngine
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation, lognormal_length
 
 JOB = SimulationSettings(
-    dual_buffer=False,
+    double_buffer=False,
     mini_batch_size=4,
     num_steps=6,
     num_engines=1,
@@ -105,7 +105,7 @@ def test_a_death_of_the_only_engine_between_a_send_and_its_load_stops_no_run_and
 @pytest.mark.slow
 @given(
     job=st.sampled_from([JOB, PINNED, ONE_STEP_OFF, replace(JOB, publishes_between_batches=True, deterministic=True)]),
-    dual_buffer=st.booleans(),
+    double_buffer=st.booleans(),
     num_engines=st.integers(1, 2),
     deaths=st.lists(st.floats(0.0, 120.0), min_size=1, max_size=4),
     send_seconds=st.sampled_from([0.0, 0.5, 10.0]),
@@ -114,7 +114,7 @@ def test_a_death_of_the_only_engine_between_a_send_and_its_load_stops_no_run_and
 @settings(max_examples=60, deadline=None)
 def test_whenever_engines_die_with_or_without_a_second_buffer_the_run_gets_on_and_versions_are_kept_apart(
     job: SimulationSettings,
-    dual_buffer: bool,
+    double_buffer: bool,
     num_engines: int,
     deaths: list[float],
     send_seconds: float,
@@ -122,7 +122,7 @@ def test_whenever_engines_die_with_or_without_a_second_buffer_the_run_gets_on_an
 ) -> None:
     job = replace(
         job,
-        dual_buffer=dual_buffer,
+        double_buffer=double_buffer,
         num_engines=num_engines,
         send_seconds=send_seconds,
         seconds_per_token=seconds_per_token,

@@ -21,7 +21,7 @@ from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simu
 from skyrl_async.types import WeightUpdate
 from skyrl_async.weight_sync.lag import Lag, LagMonitor
 from skyrl_async.weight_sync.shm_capacity import NUM_COPIES, require_room
-from skyrl_async.weight_sync.version_slots import SentUpdate, VersionShelf
+from skyrl_async.weight_sync.version_slots import SentUpdate, VersionSlots
 
 
 def sent(version: int) -> SentUpdate:
@@ -34,7 +34,7 @@ class ShelfMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shelf = VersionShelf()
+        self.shelf = VersionSlots()
         self.newest = 0
         self.held: set[int] = set()
         self.loading: int | None = None
@@ -132,19 +132,19 @@ def test_a_lag_is_never_negative_and_none_is_reported_by_an_engine_that_is_ahead
 
 
 def test_weights_that_do_not_fit_are_refused_with_the_sizes_and_what_to_set(tmp_path: Path) -> None:
-    require_room(tmp_path / "not" / "there", 1 << 20, dual_buffer=True)
+    require_room(tmp_path / "not" / "there", 1 << 20, double_buffer=True)
     with pytest.raises(
         ConfigError,
-        match=r"weight_sync.dual_buffer must be false, got true: 2 versions .* \(2,097,152 MiB are needed in .*, [\d,]+ MiB are free\)",
+        match=r"weight_sync.double_buffer must be false, got true: 2 versions .* \(2,097,152 MiB are needed in .*, [\d,]+ MiB are free\)",
     ):
-        require_room(tmp_path, 1 << 40, dual_buffer=True)
-    with pytest.raises(ConfigError, match=r"do not fit into shared memory, even with weight_sync.dual_buffer=false"):
-        require_room(tmp_path, 1 << 60, dual_buffer=False)
+        require_room(tmp_path, 1 << 40, double_buffer=True)
+    with pytest.raises(ConfigError, match=r"do not fit into shared memory, even with weight_sync.double_buffer=false"):
+        require_room(tmp_path, 1 << 60, double_buffer=False)
 
 
 def test_weights_that_fit_twice_are_not_refused(tmp_path: Path) -> None:
     status = os.statvfs(tmp_path)
-    require_room(tmp_path, int(status.f_bavail * status.f_frsize / 2.5), dual_buffer=True)
+    require_room(tmp_path, int(status.f_bavail * status.f_frsize / 2.5), double_buffer=True)
 
 
 class Files:
