@@ -24,7 +24,6 @@ from skyrl_async.checkpoint.run_lock import only_run_in
 from skyrl_async.composition.closing import ClosingStack, leave_process
 from skyrl_async.composition.interruption import Interruption, Phase
 from skyrl_async.composition.kept_config import KeptConfig
-from skyrl_async.composition.parts import LogGroups, TrainerCallbacks
 from skyrl_async.composition.restoring import checkpoint_to_resume, make_room
 from skyrl_async.composition.run import Parts, started_parts, trainer_of
 from skyrl_async.config.help import value_text
@@ -44,6 +43,7 @@ from skyrl_async.metrics.wandb import WandbSink
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.tasks import first_failure
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
+from skyrl_async.trainer.run import LogGroups, TrainerCallbacks
 from skyrl_async.weight_sync.lag import Lag
 
 logger = logging.getLogger("skyrl_async.main")
@@ -181,10 +181,10 @@ def _last_words(interruption: Interruption, left: _Left, *, is_saved: bool) -> i
     trainer, code = left.trainer, interruption.exit_code
     saved = trainer.newest_checkpoint if trainer is not None else None
     if trainer is not None and is_saved and trainer.checkpoint_failure is not None:
-        sys.stderr.write(f"error: step {trainer.trained_step} is not saved: {trainer.checkpoint_failure}\n")
+        sys.stderr.write(f"error: step {trainer.trained_version} is not saved: {trainer.checkpoint_failure}\n")
         code = 1
     elif trainer is not None and is_saved and saved is not None:
-        sys.stderr.write(f"stopped after step {trainer.trained_step}, saved in {saved}\n")
+        sys.stderr.write(f"stopped after step {trainer.trained_version}, saved in {saved}\n")
     else:
         sys.stderr.write(f"ended at once, {f'the last checkpoint is {saved}' if saved else 'nothing is saved'}\n")
     sys.stderr.write(
@@ -234,16 +234,16 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
             announce=console.message,
             checkpoint=checkpoint,
             stack=left.ending,
-            stop=interruption.stop,
+            shutdown=interruption.stop,
         )
         async with parts_of_run as parts:
             trainer = left.trainer = trainer_of(
                 config,
                 parts,
                 run_dir=run_dir,
-                listeners=TrainerCallbacks(log=log, log_groups=log_groups, show_stuck=show_stuck),
+                callbacks=TrainerCallbacks(log=log, log_groups=log_groups, show_stuck=show_stuck),
                 trace=trace,
-                stop=interruption.stop,
+                shutdown=interruption.stop,
                 disk=left.disk,
             )
             left.lags = parts.publisher.lags
@@ -325,7 +325,7 @@ def _evaluation(left: _Left, checkpoint: Path | None, started: float, booted: fl
     assert left.trainer is not None
     result = left.trainer.first_evaluation
     return {
-        "steps": left.trainer.step,
+        "steps": left.trainer.served_version,
         **({} if result is None else result.values()),
         "seconds": time.monotonic() - started,
         "boot_seconds": booted - started,
@@ -351,7 +351,7 @@ def _summary(left: _Left, started: float, booted: float, has_policy: bool) -> di
         "reward_before": trainer.totals.reward_before,
         "reward_after": trainer.reward_after,
         "throughput_beside_validation": trainer.throughput_beside_validation,
-        "steps": trainer.step,
+        "steps": trainer.served_version,
         "seconds": now - started,
         "boot_seconds": booted - started,
         **trainer.totals.summary(),

@@ -1,4 +1,4 @@
-"""Puts a run's state into checkpoints, and takes it up again.
+"""Puts a run's state into checkpoints, and restores it.
 
 Flows in: where the parts of a run stand. Flows out: a ``TrainerState`` in which they fit together; or the parts, standing where one
 was taken. Does not know files, nor when a checkpoint is due.
@@ -35,8 +35,8 @@ class RunSaver:
     Args:
         dataloader, staleness, buffer, workers, recorder: the parts, besides the policy.
         checkpointer: None writes nothing.
-        credit: holds the coefficient of a penalty that follows a target.
-        stop: a run that is to end waits for no engine.
+        step_advantages: holds the KL coefficient, where that follows a target.
+        shutdown: once it is requested, no engine is waited for.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class RunSaver:
         workers: GenerationWorkers,
         recorder: Recorder,
         checkpointer: Checkpointer | None,
-        credit: StepAdvantages,
-        stop: ShutdownRequest,
+        step_advantages: StepAdvantages,
+        shutdown: ShutdownRequest,
     ) -> None:
         self._dataloader = dataloader
         self._staleness = staleness
@@ -57,10 +57,10 @@ class RunSaver:
         self._workers = workers
         self._recorder = recorder
         self.checkpointer = checkpointer
-        self._credit = credit
-        self._stop = stop
+        self._step_advantages = step_advantages
+        self._shutdown = shutdown
         self.newest: Path | None = None
-        """The checkpoint written or taken up last."""
+        """The checkpoint written or restored last."""
         self.step: int | None = None
         """Its step."""
         self._known = (0, 0, 0)
@@ -85,7 +85,7 @@ class RunSaver:
         await policy.load(checkpoint / "policy")
         await self._dataloader.load_state_from_checkpoint(state.dataloader)
         self._recorder.totals = totals = RunTotals(**state.totals)
-        self._credit.restore(state.kl_coef)
+        self._step_advantages.restore(state.kl_coef)
         self._dataloader.check_running([(group.epoch, group.uid) for group in state.running])
         admissions = await self._staleness.load_state_from_checkpoint(
             state.step,
@@ -94,23 +94,23 @@ class RunSaver:
             running=[admission_of(group) for group in state.running],
             holds_bound=holds_bound,
         )
-        taken_up = RestoredGroups.of(state.groups, state.running, admissions)
-        self._workers.restore(taken_up.running)
-        for finished in taken_up.finished:
+        restored = RestoredGroups.of(state.groups, state.running, admissions)
+        self._workers.restore(restored.running)
+        for finished in restored.finished:
             await self._workers.finished_groups.put(finished)
         self._workers.finished_groups.restore(state.filtered_in_a_row)
-        for dropped in reversed(taken_up.dropped):
+        for dropped in reversed(restored.dropped):
             await self._dataloader.requeue((dropped.epoch, dropped.uid))
-        totals.wasted_tokens += taken_up.num_dropped_tokens
+        totals.wasted_tokens += restored.num_dropped_tokens
         self.newest, self.step = checkpoint, state.step
         self._known = self._progress(state.step, self._workers.running_groups())
-        logger.info("resumed %s: %s", checkpoint.name, taken_up)
+        logger.info("resumed %s: %s", checkpoint.name, restored)
 
     async def write(
         self,
         policy: Policy,
         step: int,
-        taken: Sequence[Group],
+        groups_in_step: Sequence[Group],
         *,
         unless_known: bool = False,
         on_taken: Callable[[], None] = lambda: None,
@@ -123,7 +123,7 @@ class RunSaver:
         Args:
             policy: after ``step`` steps.
             step: completed optimizer steps.
-            taken: groups of the step in progress: finished and untrained.
+            groups_in_step: finished and untrained groups of the step in progress.
             unless_known: write nothing where the last checkpoint holds all there is.
             on_taken: called when the state is taken, before any of it is written.
         """
@@ -133,7 +133,7 @@ class RunSaver:
         await self.collect_open_tokens()
         on_taken()
         self._recorder.count_generation()
-        state = self._state(step, taken)
+        state = self._state(step, groups_in_step)
         progress = self._progress(step, state.running)
         if unless_known and progress == self._known:
             return
@@ -145,18 +145,18 @@ class RunSaver:
     async def collect_open_tokens(self) -> None:
         """Have open generations know all of their tokens, as far as engines answer in time once a stop was asked for."""
         with suppress(ShutdownRequested):
-            async with self._stop.interruptible(grace_s=GRACE_S):
+            async with self._shutdown.interruptible(grace_s=GRACE_S):
                 await self._workers.collect_open_tokens()
 
-    def _state(self, step: int, taken: Sequence[Group]) -> TrainerState:
+    def _state(self, step: int, groups_in_step: Sequence[Group]) -> TrainerState:
         return TrainerState(
             step=step,
             next_admission_index=self._staleness.next_index,
             dataloader=self._dataloader.state_for_checkpoint(),
-            groups=tuple(sorted((*taken, *self._buffer.snapshot()), key=lambda group: group.admission_index)),
+            groups=tuple(sorted((*groups_in_step, *self._buffer.snapshot()), key=lambda group: group.admission_index)),
             running=self._workers.running_groups(),
             totals=asdict(self._recorder.totals),
-            kl_coef=self._credit.kl_coef,
+            kl_coef=self._step_advantages.kl_coef,
             filtered_in_a_row=self._workers.finished_groups.filtered_in_a_row,
         )
 

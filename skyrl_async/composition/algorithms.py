@@ -25,7 +25,7 @@ class Advantages:
 
     of_stage: ComputeAdvantages | None
     """In the reward stage, as soon as a group is finished; None: nobody there."""
-    credit: StepAdvantages
+    of_step: StepAdvantages
     """When the group is trained."""
     need_mini_batch: bool
     """All groups of a step at once."""
@@ -52,10 +52,10 @@ def make_advantages(algorithm: AlgorithmConfig) -> Advantages:
     need_mini_batch = estimator.of_mini_batch is not None or mark is not None
     if estimator.of_group is not None and not algorithm.use_kl_in_reward:
         return Advantages(
-            of_stage=estimator.of_group, credit=StepAdvantages(mark=mark), need_mini_batch=need_mini_batch
+            of_stage=estimator.of_group, of_step=StepAdvantages(mark=mark), need_mini_batch=need_mini_batch
         )
     penalty = _penalty(algorithm) if algorithm.use_kl_in_reward else None
-    return Advantages(of_stage=None, credit=StepAdvantages(estimator, penalty, mark), need_mini_batch=need_mini_batch)
+    return Advantages(of_stage=None, of_step=StepAdvantages(estimator, penalty, mark), need_mini_batch=need_mini_batch)
 
 
 def _mark(algorithm: AlgorithmConfig) -> Mark | None:

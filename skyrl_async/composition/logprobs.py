@@ -18,7 +18,7 @@ from pathlib import Path
 
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.composition.placement_group import ActorResources, Bundles, worker_resources
-from skyrl_async.composition.time_sharing import in_turn, lease_of
+from skyrl_async.composition.time_sharing import lease_of, on_leased_devices
 from skyrl_async.config.rules.advice import advice
 from skyrl_async.config.rules.devices import training_device
 from skyrl_async.config.rules.idle import idle_settings
@@ -96,7 +96,7 @@ async def start_logprob_workers(
             _start_workers, config, files, initial, name=name, num_workers=num_workers, path=path, seats=seats
         )
         workers = await LogprobWorkers.start(
-            start, max_restarts=config.trainer.max_restarts, device_turn=lease_of(name, device_groups or {})
+            start, max_restarts=config.trainer.max_restarts, device_lease=lease_of(name, device_groups or {})
         )
         stack.push_async_callback(workers.close)
         return workers
@@ -171,8 +171,8 @@ def stage_works(
     def work_of(model: LogprobModel, member: str, workers: LogprobWorkers | None) -> Prepare:
         groups = device_groups or {}
         if workers is None:
-            return in_turn(LogprobStageWork(_of_policy(policy, model), model), "policy", groups)
-        return in_turn(LogprobStageWork(workers.logprobs_of, model), member, groups, workers.turn)
+            return on_leased_devices(LogprobStageWork(_of_policy(policy, model), model), "policy", groups)
+        return on_leased_devices(LogprobStageWork(workers.logprobs_of, model), member, groups, workers.lease)
 
     algorithm = config.trainer.algorithm
     works = {}

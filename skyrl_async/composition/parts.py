@@ -6,9 +6,9 @@ here; no part gets the configuration itself, but for a user's own generator.
 
 import contextlib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -20,51 +20,32 @@ from skyrl_async.composition.data import Prompts, epoch_plan
 from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
 from skyrl_async.composition.processes import Endpoint
 from skyrl_async.composition.rewards import check_reward_shaping, environment_factory, reward_shapes
-from skyrl_async.composition.time_sharing import lease_values, policy_in_turn, training_lease
+from skyrl_async.composition.time_sharing import lease_values, leasing_policy, training_lease
 from skyrl_async.config.schema.run import Config, GeneratorKind, SamplingConfig, Schedule, TrainerConfig
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.generators.agent.settings import check_agent_settings, make_agent_generator
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
-from skyrl_async.metrics.stage_trace import trace_stages
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.registries import import_function
-from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.rollout.dynamic_sampling import SignalFilter
+from skyrl_async.rollout.dynamic_sampling import SignalSettings
 from skyrl_async.rollout.failed_samples import OnFailedSamples
 from skyrl_async.rollout.generator import Generator
-from skyrl_async.rollout.staleness import _AsyncStalenessManager
+from skyrl_async.rollout.preparation import reward_with
 from skyrl_async.rollout.staleness_policies import staleness_policy
-from skyrl_async.rollout.watchdog import Sources, Watchdog
-from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
+from skyrl_async.rollout.worker import RolloutSettings
 from skyrl_async.runtime.backoff import Backoff
 from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.runtime.shutdown import ShutdownRequest
-from skyrl_async.runtime.stage_board import StageBoard
 from skyrl_async.trainer.evaluator import Evaluator
-from skyrl_async.trainer.fully_async import FullyAsyncTrainer, TrainerSettings
-from skyrl_async.trainer.validation import ValidationSettings
+from skyrl_async.trainer.fully_async import FullyAsyncTrainer
+from skyrl_async.trainer.run import TrainerCallbacks, make_run
+from skyrl_async.trainer.settings import AdmissionSettings, TrainerSettings, ValidationSettings
 from skyrl_async.training.workers.recovering import RecoveringPolicy
-from skyrl_async.types import Group, SamplingParams
+from skyrl_async.types import SamplingParams
 from skyrl_async.weight_sync.publisher import WeightPublisher
-
-Log = Callable[[int, dict[str, float]], None]
-"""Takes (step, values)."""
-LogGroups = Callable[[int, Sequence[Group]], None]
-"""Takes (policy version trained at, groups)."""
-ShowStuck = Callable[[Sequence[str]], None]
-"""Takes a line for each thing that takes too long; none when nothing does any more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerCallbacks:
-    """Who is told what a trainer does."""
-
-    log: Log
-    log_groups: LogGroups = lambda version, groups: None
-    show_stuck: ShowStuck = lambda lines: None
 
 
 def sampling_params(sampling: SamplingConfig) -> SamplingParams:
@@ -181,113 +162,52 @@ def make_trainer(
     logprobs: LogprobParts,
     device_groups: Mapping[str, DeviceGroup],
     run_dir: Path,
-    listeners: TrainerCallbacks,
+    callbacks: TrainerCallbacks,
     trace: Trace,
-    stop: ShutdownRequest | None = None,
+    shutdown: ShutdownRequest | None = None,
     disk: Executor | None = None,
 ) -> FullyAsyncTrainer:
     """A trainer, with generation's side of it, over running parts; checkpoints go below ``run_dir``, written by threads of ``disk``."""
-    trainer, in_turn = config.trainer, policy_in_turn(policy, device_groups)
-    generation = _generation(config, prompts, client, generator, trace)
+    leasing = leasing_policy(policy, device_groups)
 
     def log(step: int, values: dict[str, float]) -> None:
         restarts = {"trainer/restarts": float(policy.num_restarts + logprobs.num_restarts)}
-        listeners.log(step, restarts | publisher.lag_values() | lease_values(device_groups) | values)
+        callbacks.log(step, restarts | publisher.lag_values() | lease_values(device_groups) | values)
 
-    advantages = make_advantages(trainer.algorithm)
+    advantages = make_advantages(config.trainer.algorithm)
+    evaluator = _evaluator(config, generator, prompts, client.deadlines)
+    run = make_run(
+        _trainer_settings(config, must_wait_for_mini_batch=advantages.need_mini_batch),
+        dataloader=_AsyncDataloader(
+            prompts.train,
+            seed=config.trainer.seed,
+            num_epochs=config.trainer.num_epochs,
+            plan=epoch_plan(config, prompts),
+        ),
+        client=client,
+        generator=generator,
+        evaluator=evaluator,
+        callbacks=replace(callbacks, log=log),
+        trace=trace,
+        shutdown=shutdown,
+    )
     return FullyAsyncTrainer(
-        settings=_trainer_settings(config, must_wait_for_mini_batch=advantages.need_mini_batch),
-        dataloader=generation.dataloader,
-        staleness=generation.staleness,
-        buffer=generation.buffer,
-        workers=generation.workers,
-        policy=in_turn,
+        run,
+        policy=leasing,
         publisher=publisher if logprobs.old is None else PublisherToWorkers(publisher, logprobs.old),
-        evaluator=generation.evaluator,
+        prepare={
+            "reward": reward_with(advantages.of_stage, reward_shapes(config)),
+            **stage_works(config, leasing, logprobs, device_groups),
+        },
+        evaluator=evaluator,
         checkpointer=Checkpointer(
             run_dir / "checkpoints",
-            max_to_keep=trainer.max_checkpoints_to_keep,
+            max_to_keep=config.trainer.max_checkpoints_to_keep,
             on_written=lambda checkpoint: policy.checkpoint_written(checkpoint / "policy"),
             threads=disk,
         ),
-        reward_shapes=reward_shapes(config),
-        advantages=advantages.of_stage,
-        credit=advantages.credit,
-        log=log,
-        log_groups=listeners.log_groups,
-        trace=trace,
-        watchdog=_watchdog(config, generation, listeners, trace),
-        stop=stop,
-        board=generation.board,
-        prepare=stage_works(config, in_turn, logprobs, device_groups),
-        turn=training_lease(device_groups),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Generation:
-    """What a trainer takes groups from."""
-
-    dataloader: _AsyncDataloader
-    staleness: _AsyncStalenessManager
-    buffer: GroupBuffer
-    board: StageBoard
-    workers: GenerationWorkers
-    evaluator: Evaluator
-
-
-def _generation(
-    config: Config, prompts: Prompts, client: InferenceEngineClient, generator: Generator, trace: Trace
-) -> _Generation:
-    trainer = config.trainer
-    mini_batch_size, bound = trainer.policy_mini_batch_size, trainer.staleness_bound
-    is_one_step_off = trainer.schedule is Schedule.one_step_off
-    dataloader = _AsyncDataloader(
-        prompts.train,
-        seed=trainer.seed,
-        num_epochs=trainer.num_epochs,
-        plan=epoch_plan(config, prompts),
-    )
-    staleness = _AsyncStalenessManager(
-        trainer.max_concurrent_generation_groups(config.num_group_places),
-        mini_batch_size,
-        bound,
-        None if trainer.num_steps is None else trainer.num_steps * mini_batch_size,
-        limits_buffered_groups=trainer.count_buffered_as_in_flight and not (is_one_step_off or trainer.deterministic),
-        admits_whole_batches=is_one_step_off,
-    )
-    buffer = GroupBuffer(mini_batch_size * (bound + 1))
-    board = StageBoard(on_left=trace_stages(trace))
-    workers = GenerationWorkers(
-        dataloader=dataloader,
-        staleness=staleness,
-        buffer=buffer,
-        generator=generator,
-        settings=_rollout_settings(config),
-        trace=trace,
-        num_abandoned_tokens=lambda: client.num_abandoned_tokens,
-        collect_open_tokens=client.collect_open_tokens,
-        board=board,
-        deadlines=client.pool.deadlines,
-        signal=_signal(trainer),
-    )
-    return _Generation(
-        dataloader=dataloader,
-        staleness=staleness,
-        buffer=buffer,
-        board=board,
-        workers=workers,
-        evaluator=_evaluator(config, generator, prompts, client.pool.deadlines),
-    )
-
-
-def _watchdog(config: Config, generation: _Generation, listeners: TrainerCallbacks, trace: Trace) -> Watchdog:
-    workers, evaluator = generation.workers, generation.evaluator
-    return Watchdog(
-        Sources(rollouts=lambda: [*workers.statuses(), *evaluator.statuses()], stages=trace.open_spans),
-        threshold_s=config.trainer.stall_warning_s,
-        log=lambda values: listeners.log(generation.staleness.version, values),
-        show=listeners.show_stuck,
+        step_advantages=advantages.of_step,
+        lease=training_lease(device_groups),
     )
 
 
@@ -303,15 +223,27 @@ def _rollout_settings(config: Config) -> RolloutSettings:
         on_failed_samples=OnFailedSamples(generator.on_failed_samples.name),
         backoff=_backoff(config),
         requeues_groups=staleness_policy(config.trainer.staleness_policy.name).gives_up,
+        signal=_signal(config.trainer),
         masks_overlong=generator.apply_overlong_filtering,
     )
 
 
-def _signal(trainer: TrainerConfig) -> SignalFilter | None:
+def _signal(trainer: TrainerConfig) -> SignalSettings | None:
     if not trainer.fully_async.sample_full_batch:
         return None
-    return SignalFilter(
+    return SignalSettings(
         max_in_a_row=trainer.max_filtered_in_a_row, tolerance=trainer.algorithm.zero_variance_filter_tol
+    )
+
+
+def _admission_settings(config: Config) -> AdmissionSettings:
+    trainer = config.trainer
+    is_one_step_off = trainer.schedule is Schedule.one_step_off
+    return AdmissionSettings(
+        max_concurrent_groups=trainer.max_concurrent_generation_groups(config.num_group_places),
+        max_staleness_steps=trainer.staleness_bound,
+        limits_buffered_groups=trainer.count_buffered_as_in_flight and not (is_one_step_off or trainer.deterministic),
+        admits_whole_batches=is_one_step_off,
     )
 
 
@@ -337,6 +269,9 @@ def _trainer_settings(config: Config, *, must_wait_for_mini_batch: bool) -> Trai
     trainer, evaluation = config.trainer, config.evaluation
     is_fully_async = trainer.schedule is Schedule.fully_async
     return TrainerSettings(
+        admission=_admission_settings(config),
+        rollout=_rollout_settings(config),
+        stall_warning_s=trainer.stall_warning_s,
         mini_batch_size=trainer.policy_mini_batch_size,
         num_steps=trainer.num_steps,
         staleness_policy=staleness_policy(trainer.staleness_policy.name),

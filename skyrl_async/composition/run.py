@@ -30,7 +30,6 @@ from skyrl_async.composition.engines import is_supervised, make_fleet
 from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, start_logprob_workers
 from skyrl_async.composition.own_ray import start_ray
 from skyrl_async.composition.parts import (
-    TrainerCallbacks,
     check_generator,
     make_generator,
     make_trainer,
@@ -39,7 +38,7 @@ from skyrl_async.composition.parts import (
 from skyrl_async.composition.placement_group import reserve_devices
 from skyrl_async.composition.processes import serving_endpoint, start_engines_and_policy
 from skyrl_async.composition.publishing import check_shared_memory, make_publisher
-from skyrl_async.composition.time_sharing import device_groups, engine_time_sharing, policy_in_turn
+from skyrl_async.composition.time_sharing import device_groups, engine_time_sharing, leasing_policy
 from skyrl_async.config.rules.all import BUILT_IN_TASKS
 from skyrl_async.config.schema.run import Config
 from skyrl_async.inference.client import InferenceEngineClient
@@ -51,6 +50,7 @@ from skyrl_async.rollout.generator import Generator
 from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
+from skyrl_async.trainer.run import TrainerCallbacks
 from skyrl_async.training.rng import seed_all
 from skyrl_async.training.workers.recovering import RecoveringPolicy
 from skyrl_async.weight_sync.publisher import WeightPublisher
@@ -84,7 +84,7 @@ async def started_parts(
     announce: ProgressFn = lambda _: None,
     checkpoint: Path | None = None,
     stack: ClosingStack | None = None,
-    stop: ShutdownRequest | None = None,
+    shutdown: ShutdownRequest | None = None,
 ) -> AsyncIterator[Parts]:
     """Start everything a run needs, engines and warm start side by side; on exit everything is gone again.
 
@@ -96,7 +96,7 @@ async def started_parts(
         announce: takes one line about an event that people should see, such as the death of the last engine.
         checkpoint: what will be resumed; one of another model is refused before anything boots.
         stack: ends the parts; it knows afterwards what did not end.
-        stop: told what the run cannot go on without, and the trainer should save after; None: that ends the block at once.
+        shutdown: told what the run cannot go on without, and the trainer should save after; None: that ends the block at once.
     """
     seed_all(config.trainer.seed)
     plan = _planned(config, checkpoint, say)
@@ -121,7 +121,7 @@ async def started_parts(
         if config.serves_endpoint:
             say("starting the endpoint")
             outages = client.pool.deadlines.outages
-            serving = serving_endpoint(config, plan.initial, engines, client.max_model_len, run_dir, outages, stop)
+            serving = serving_endpoint(config, plan.initial, engines, client.max_model_len, run_dir, outages, shutdown)
             endpoint = await stack.enter_async_context(serving)
         turns = engine_time_sharing(
             groups,
@@ -133,11 +133,11 @@ async def started_parts(
             trace=trace,
             clock=time.monotonic,
         )
-        in_turn = policy_in_turn(policy, groups)
+        leasing = leasing_policy(policy, groups)
         hold_engines = turns.holding if turns else contextlib.nullcontext
         generator = make_generator(config, client, chat.renderer, endpoint, run_dir, stack)
         publisher = make_publisher(
-            config, client, in_turn, policy, chat.renderer, plan.prompts, trace, stack, hold_engines
+            config, client, leasing, policy, chat.renderer, plan.prompts, trace, stack, hold_engines
         )
         fleet = None
         if is_supervised(config):
@@ -210,15 +210,15 @@ def trainer_of(
     parts: Parts,
     *,
     run_dir: Path,
-    listeners: TrainerCallbacks,
+    callbacks: TrainerCallbacks,
     trace: Trace,
-    stop: ShutdownRequest | None = None,
+    shutdown: ShutdownRequest | None = None,
     disk: Executor | None = None,
 ) -> FullyAsyncTrainer:
     """A trainer over running parts; checkpoints go below ``run_dir``, written by threads of ``disk``."""
 
     def log_with_engines(step: int, values: dict[str, float]) -> None:
-        listeners.log(step, values | (parts.fleet.statistics() if parts.fleet else {}))
+        callbacks.log(step, values | (parts.fleet.statistics() if parts.fleet else {}))
 
     return make_trainer(
         config,
@@ -230,8 +230,8 @@ def trainer_of(
         publisher=parts.publisher,
         generator=parts.generator,
         run_dir=run_dir,
-        listeners=replace(listeners, log=log_with_engines),
+        callbacks=replace(callbacks, log=log_with_engines),
         trace=trace,
-        stop=stop,
+        shutdown=shutdown,
         disk=disk,
     )

@@ -13,7 +13,7 @@ from skyrl_async.config.rules.device_plan import DevicePlan, PlannedGroup
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.preparation import OnSharedDevices, Prepare
-from skyrl_async.runtime.device_leases import DeviceGroup, DeviceLease, TakeTurn, groups_by_member
+from skyrl_async.runtime.device_leases import DeviceGroup, DeviceLease, LeaseDevices, groups_by_member
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTimeSharing
@@ -71,8 +71,8 @@ def lease_of(member: str, groups: Mapping[str, DeviceGroup]) -> DeviceLease:
     return DeviceLease(groups.get(member), member)
 
 
-def in_turn(
-    work: Prepare, member: str, groups: Mapping[str, DeviceGroup], take_turn: TakeTurn | None = None
+def on_leased_devices(
+    work: Prepare, member: str, groups: Mapping[str, DeviceGroup], lease_devices: LeaseDevices | None = None
 ) -> Prepare:
     """A stage's work that takes one turn for all groups that wait; as it is where the member has its devices for itself.
 
@@ -80,19 +80,19 @@ def in_turn(
         work: computes on the member's devices.
         member: whose workers compute: ``policy``, ``ref`` or ``logp``.
         groups: member -> its devices.
-        take_turn: the workers' own; None where their calls are parts of any turn that the task holds.
+        lease_devices: the workers' own; None where their calls are parts of any turn that the task holds.
     """
     if member not in groups:
         return work
-    return OnSharedDevices(work=work, take_turn=take_turn or partial(groups[member].turn, member))
+    return OnSharedDevices(work=work, lease_devices=lease_devices or partial(groups[member].lease, member))
 
 
-def policy_in_turn(policy: Policy, groups: Mapping[str, DeviceGroup]) -> Policy:
+def leasing_policy(policy: Policy, groups: Mapping[str, DeviceGroup]) -> Policy:
     """The policy, which computes in its turns; as it is where it has its devices for itself."""
-    return PolicyInTurn(policy, groups["policy"]) if "policy" in groups else policy
+    return LeasingPolicy(policy, groups["policy"]) if "policy" in groups else policy
 
 
-class PolicyInTurn:
+class LeasingPolicy:
     """A ``Policy`` that takes a turn for whatever computes; what only reads or writes files goes on beside others'."""
 
     def __init__(self, policy: Policy, group: DeviceGroup) -> None:

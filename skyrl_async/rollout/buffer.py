@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Callable
 
 from skyrl_async.errors import StateError
+from skyrl_async.runtime.changes import Changes
 from skyrl_async.runtime.stages import Channel
 from skyrl_async.types import Group
 
@@ -28,8 +29,7 @@ class GroupBuffer:
         self._unprepared: dict[int, Group] = {}
         self._preparing: Channel[Group] | None = None
         self._is_closed = False
-        self._changed: asyncio.Future[None] | None = None
-        self._emptied: asyncio.Future[None] | None = None
+        self._changes = Changes()
         self._held_seconds = 0.0
 
     def prepare(self) -> Channel[Group]:
@@ -66,8 +66,7 @@ class GroupBuffer:
 
     def notify(self) -> None:
         """What the consumer's rule depends on has changed: let it look again."""
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
+        self._changes.notify()
 
     async def get(self, is_allowed: Callable[[Group], bool]) -> Group | None:
         """Wait for the oldest admitted group held and for ``is_allowed`` to let it go; None when closed and empty.
@@ -75,30 +74,19 @@ class GroupBuffer:
         A closed buffer of which every group is prepared gives them out without asking. Unblocked by ``put``, ``notify`` and ``close``.
         """
         loop = asyncio.get_running_loop()
-        while True:
-            if self._may_give(is_allowed):
-                return self._pop()
-            if self._is_closed and not len(self):
-                return None
+        while not self.can_give(is_allowed):
             is_held_back = bool(self._heap)
-            self._changed = loop.create_future()
             started = loop.time()
             try:
-                await self._changed
+                await self._changes.next()
             finally:
-                self._changed = None
                 if is_held_back:
                     self._held_seconds += loop.time() - started
+        return self._pop() if self._heap else None
 
     async def emptied(self) -> None:
-        """Wait until the last group held is taken. For one producer; unblocked by ``get``."""
-        if not len(self):
-            return
-        self._emptied = asyncio.get_running_loop().create_future()
-        try:
-            await self._emptied
-        finally:
-            self._emptied = None
+        """Wait until the last group held is taken. Unblocked by ``get``."""
+        await self._changes.until(lambda: not len(self))
 
     def can_give(self, is_allowed: Callable[[Group], bool]) -> bool:
         """Whether ``get`` would return at once."""
@@ -106,8 +94,7 @@ class GroupBuffer:
 
     def _pop(self) -> Group:
         group = heapq.heappop(self._heap)[1]
-        if not len(self) and self._emptied is not None and not self._emptied.done():
-            self._emptied.set_result(None)
+        self._changes.notify()
         return group
 
     def _may_give(self, is_allowed: Callable[[Group], bool]) -> bool:

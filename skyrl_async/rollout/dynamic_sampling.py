@@ -14,6 +14,7 @@ admissions or training.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from skyrl_async.errors import GenerationError
@@ -34,17 +35,22 @@ class NoSignal(StrEnum):
     """Fewer than two samples are trained."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalSettings:
+    """Which groups have a signal, and how many may lack one."""
+
+    max_in_a_row: int = 0
+    """So many groups without a signal, one after the other, end the run; 0: never."""
+    tolerance: float = 0.0
+    """Rewards that differ by no more are equal, >= 0."""
+
+
 class SignalFilter:
-    """Tells groups with a signal from those without, and watches that there are some.
+    """Tells groups with a signal from those without, and watches that there are some."""
 
-    Args:
-        max_in_a_row: so many groups without a signal, one after the other, end the run; 0: never.
-        tolerance: rewards that differ by no more are equal, >= 0.
-    """
-
-    def __init__(self, *, max_in_a_row: int, tolerance: float) -> None:
-        self._max_in_a_row = max_in_a_row
-        self._tolerance = tolerance
+    def __init__(self, settings: SignalSettings) -> None:
+        self._max_in_a_row = settings.max_in_a_row
+        self._tolerance = settings.tolerance
         self._num_kept = 0
         self._num_filtered = 0
         self._in_a_row: Counter[str] = Counter()

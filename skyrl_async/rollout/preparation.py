@@ -14,7 +14,7 @@ from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.algorithms.overlong import Shape
 from skyrl_async.algorithms.reward_shaping import shaped
 from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.runtime.device_leases import TakeTurn
+from skyrl_async.runtime.device_leases import LeaseDevices
 from skyrl_async.runtime.stage_board import StageBoard
 from skyrl_async.runtime.stages import Channel, run_stage
 from skyrl_async.types import Group
@@ -29,7 +29,7 @@ class OnSharedDevices:
 
     work: Prepare
     """Its calls in the block are parts of that turn; others take one each."""
-    take_turn: TakeTurn
+    lease_devices: LeaseDevices
 
     async def __call__(self, group: Group) -> Group:
         """See ``Prepare``."""
@@ -88,7 +88,7 @@ class Preparation:
         self, name: str, inputs: Channel[Group], output: Callable[[Group], Awaitable[None]], close: Callable[[], None]
     ) -> None:
         work = self._steps[name]
-        take_turn = work.take_turn if isinstance(work, OnSharedDevices) else None
+        lease_devices = work.lease_devices if isinstance(work, OnSharedDevices) else None
         stage = self._board.stage(name)
-        await run_stage(stage, inputs, work, output, name_of=lambda group: group.uid, take_turn=take_turn)
+        await run_stage(stage, inputs, work, output, name_of=lambda group: group.uid, lease_devices=lease_devices)
         close()

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
+from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.types import Completion, CompletionDelta, EngineOutput, SamplingParams
 
 NOTHING_SAMPLED = EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=None)
@@ -70,4 +71,22 @@ class Sampler(Protocol):
         """Like ``generate_tokens``, in blocks as they are sampled; as a single one at the end where ``sampling`` is not
         ``is_resumable``, because what has been passed on could not be taken back.
         """
+        ...
+
+
+class GenerationClient(Protocol):
+    """What generation workers ask of the client that generators sample through."""
+
+    @property
+    def num_abandoned_tokens(self) -> int:
+        """Tokens sampled so far for generations that were cut off."""
+        ...
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Deadlines of rollouts, which stand still while there is nothing to sample from."""
+        ...
+
+    async def collect_open_tokens(self) -> None:
+        """Have open generations know all of their tokens."""
         ...

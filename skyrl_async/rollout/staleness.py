@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from skyrl_async.errors import StateError
 from skyrl_async.rollout.open_groups import OpenGroups
+from skyrl_async.runtime.changes import Changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ class _AsyncStalenessManager:
         self._limits_buffered_groups = limits_buffered_groups
         self._admits_whole_batches = admits_whole_batches
         self._is_trainer_waiting = True
-        self._version = 0
+        self._served_version = 0
         self._trained_version = 0
         self._num_trained = 0
         self._next_index = 0
@@ -72,7 +73,7 @@ class _AsyncStalenessManager:
         self._finished: dict[int, Admission] = {}
         self._open = OpenGroups()
         self._waiters: OrderedDict[asyncio.Future[None], None] = OrderedDict()
-        self._drained: list[asyncio.Future[None]] = []
+        self._changes = Changes()
 
     @property
     def max_staleness_steps(self) -> int:
@@ -80,9 +81,9 @@ class _AsyncStalenessManager:
         return self._max_staleness_steps
 
     @property
-    def version(self) -> int:
+    def served_version(self) -> int:
         """Completed optimizer steps that every engine has acknowledged: what groups are admitted at."""
-        return self._version
+        return self._served_version
 
     @property
     def trained_version(self) -> int:
@@ -107,7 +108,7 @@ class _AsyncStalenessManager:
     @property
     def capacity(self) -> int:
         """Groups that may be admitted now."""
-        limit = (self._max_staleness_steps + self._version + 1) * self._mini_batch_size
+        limit = (self._max_staleness_steps + self._served_version + 1) * self._mini_batch_size
         if self._max_groups is not None:
             limit = min(limit, self._max_groups)
         num_admitted = self.num_accepted + len(self._running)
@@ -175,9 +176,11 @@ class _AsyncStalenessManager:
 
         It is the next one, or any later one that steps have been completed for.
         """
-        if not self._version < version <= max(self._version + 1, self._trained_version):
-            raise StateError(f"policy version {version} cannot follow {self._version}: versions count optimizer steps")
-        self._version = version
+        if not self._served_version < version <= max(self._served_version + 1, self._trained_version):
+            raise StateError(
+                f"policy version {version} cannot follow {self._served_version}: versions count optimizer steps"
+            )
+        self._served_version = version
         self._trained_version = max(version, self._trained_version)
         self._wake()
 
@@ -186,10 +189,7 @@ class _AsyncStalenessManager:
 
         Unblocked by groups that end. With ``admits_whole_batches``, a mini-batch is complete then.
         """
-        while not self._is_drained:
-            waiter = asyncio.get_running_loop().create_future()
-            self._drained.append(waiter)
-            await waiter
+        await self._changes.until(lambda: self._is_drained)
 
     @property
     def _is_drained(self) -> bool:
@@ -233,9 +233,9 @@ class _AsyncStalenessManager:
         Running ones may be more than ``max_concurrent_generation_groups``; none is admitted then until enough have ended. Raises
         ``StateError`` on a manager that was used.
         """
-        if self._next_index or self._version:
+        if self._next_index or self._served_version:
             raise StateError("a staleness manager takes a checkpoint's state only before its first admission")
-        self._version = self._trained_version = version
+        self._served_version = self._trained_version = version
         self._num_trained = version * self._mini_batch_size
         self._next_index = next_index
         taken_up: list[Admission] = []
@@ -267,7 +267,7 @@ class _AsyncStalenessManager:
         }
 
     def _admit(self) -> Admission:
-        admission = Admission(index=self._next_index, scheduled_version=self._version)
+        admission = Admission(index=self._next_index, scheduled_version=self._served_version)
         self._next_index += 1
         self._running[admission.index] = admission
         self._open.add(admission.index, admission.scheduled_version)
@@ -290,8 +290,4 @@ class _AsyncStalenessManager:
         first = next(iter(self._waiters), None)
         if first is not None and not first.done() and self.capacity > 0:
             first.set_result(None)
-        if self._drained and self._is_drained:
-            drained, self._drained = self._drained, []
-            for waiter in drained:
-                if not waiter.done():
-                    waiter.set_result(None)
+        self._changes.notify()

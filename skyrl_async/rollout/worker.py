@@ -7,7 +7,7 @@ samples. A rollout that fails is tried again, then counted; too many failures, a
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -15,7 +15,7 @@ from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.errors import NoEngineError
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.rollout.dynamic_sampling import SignalFilter
+from skyrl_async.rollout.dynamic_sampling import SignalFilter, SignalSettings
 from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
 from skyrl_async.rollout.failure_watch import FailureWatch
 from skyrl_async.rollout.finished_group_filter import FinishedGroupFilter
@@ -25,10 +25,10 @@ from skyrl_async.rollout.in_flight import GroupInFlight
 from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.rollout.sample_state import ResumeCounts, SampleStates
+from skyrl_async.rollout.sampler import GenerationClient
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
 from skyrl_async.rollout.token_usage import recording_tokens_to
 from skyrl_async.runtime.backoff import NO_BACKOFF, Backoff
-from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.stage_board import StageBoard
 from skyrl_async.runtime.stages import Lane
@@ -60,12 +60,10 @@ class RolloutSettings:
     """Before a failed rollout is tried again."""
     requeues_groups: bool = False
     """Groups may be given up until they are trained, and their prompts drawn again."""
+    signal: SignalSettings | None = None
+    """Filters finished groups that teach nothing; None keeps all."""
     masks_overlong: bool = False
     """Samples that a length limit cut are not trained."""
-
-
-async def _nothing_to_collect() -> None:
-    pass
 
 
 class GenerationWorkers:
@@ -78,11 +76,8 @@ class GenerationWorkers:
         generator: plays a group.
         settings: see ``RolloutSettings``.
         trace: one span per group.
-        num_abandoned_tokens: says how many tokens were sampled for generations that were cut off, where that is known.
-        collect_open_tokens: has open generations know all of their tokens, before ``running_groups`` looks at them.
+        client: what the generator samples through.
         board: shows the stages dataloader, generate and rollout.
-        deadlines: of the tries, see ``RolloutRetrier``.
-        signal: filters finished groups that teach nothing; None keeps all.
     """
 
     def __init__(
@@ -92,13 +87,10 @@ class GenerationWorkers:
         staleness: _AsyncStalenessManager,
         buffer: GroupBuffer,
         generator: Generator,
+        client: GenerationClient,
         settings: RolloutSettings,
         trace: Trace,
-        num_abandoned_tokens: Callable[[], int] = lambda: 0,
-        collect_open_tokens: Callable[[], Awaitable[None]] = _nothing_to_collect,
         board: StageBoard | None = None,
-        deadlines: Deadlines | None = None,
-        signal: SignalFilter | None = None,
     ) -> None:
         self._dataloader = dataloader
         self._staleness = staleness
@@ -109,16 +101,19 @@ class GenerationWorkers:
             timeout_s=settings.timeout_s,
             on_failed_samples=settings.on_failed_samples,
             backoff=settings.backoff,
-            deadlines=deadlines,
+            deadlines=client.deadlines,
         )
         self._settings = settings
         self._trace = trace
-        self._num_abandoned_tokens = num_abandoned_tokens
-        self.collect_open_tokens = collect_open_tokens
+        self._client = client
         self._board = board or StageBoard()
         self._failures = FailureWatch(settings.max_failed_fraction)
         self.finished_groups = FinishedGroupFilter(
-            dataloader, staleness, buffer, signal, masks_overlong=settings.masks_overlong
+            dataloader,
+            staleness,
+            buffer,
+            None if settings.signal is None else SignalFilter(settings.signal),
+            masks_overlong=settings.masks_overlong,
         )
         self._resume_counts = ResumeCounts()
         self._in_flight: dict[int, GroupInFlight] = {}
@@ -147,7 +142,7 @@ class GenerationWorkers:
             **self.finished_groups.counts,
             **asdict(self._resume_counts),
             "retries": self._attempts.num_retries,
-            "abandoned_tokens": self._num_abandoned_tokens()
+            "abandoned_tokens": self._client.num_abandoned_tokens
             - sum(group.account.num_cut_off_tokens for group in self._in_flight.values())
             + self._counts["requeued_tokens"]
             + self._attempts.num_wasted_tokens,
@@ -199,6 +194,10 @@ class GenerationWorkers:
         num_samples, sampling = self._settings.num_samples, self._settings.sampling
         return tuple(group.for_checkpoint(num_samples, sampling) for _, group in sorted(self._in_flight.items()))
 
+    async def collect_open_tokens(self) -> None:
+        """Have open generations know all of their tokens, before ``running_groups`` looks at them."""
+        await self._client.collect_open_tokens()
+
     async def abort_and_requeue(self, is_dropped: Callable[[Admission], bool]) -> None:
         """Abort the groups in flight of which ``is_dropped`` says so; their prompts are the next to be drawn, oldest first.
 
@@ -206,7 +205,7 @@ class GenerationWorkers:
         ``await`` waits: none of the groups can finish meanwhile.
         """
         if any(is_dropped(group.admission) for group in self._in_flight.values()):
-            await self.collect_open_tokens()
+            await self._client.collect_open_tokens()
         given_up = [group for group in self._in_flight.values() if is_dropped(group.admission)]
         for group in sorted(given_up, key=lambda g: -g.admission.index):
             del self._in_flight[group.admission.index]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from skyrl_async.errors import StateError
 
-TakeTurn = Callable[[], contextlib.AbstractAsyncContextManager[None]]
+LeaseDevices = Callable[[], contextlib.AbstractAsyncContextManager[None]]
 """In the block a member has its devices."""
 
 
@@ -36,7 +36,7 @@ class LeaseStatistics:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class QueuedLease:
     """Somebody's place in line."""
 
     member: str
@@ -48,32 +48,32 @@ class LeaseQueue:
     """A line whose first holds; no I/O, times are the caller's, in seconds."""
 
     def __init__(self, members: Sequence[str]) -> None:
-        self._line: list[Place] = []
+        self._line: list[QueuedLease] = []
         self._seconds_held = dict.fromkeys(members, 0.0)
         self._seconds_waited = dict.fromkeys(members, 0.0)
         self._num_turns = dict.fromkeys(members, 0)
 
     @property
-    def holder(self) -> Place | None:
+    def holder(self) -> QueuedLease | None:
         """Whose turn it is."""
         return self._line[0] if self._line else None
 
     @property
-    def waiting(self) -> tuple[Place, ...]:
+    def waiting(self) -> tuple[QueuedLease, ...]:
         """Who is in line, the next one first."""
         return tuple(self._line[1:])
 
-    def enter(self, member: str, now: float) -> Place:
+    def enter(self, member: str, now: float) -> QueuedLease:
         """Get in line, or hold at once where there is none. Raises ``StateError`` when it is not of this group."""
         if member not in self._num_turns:
             raise StateError(f"expected one of {', '.join(self._num_turns)}, whose devices these are, got {member!r}")
-        place = Place(member, now)
+        place = QueuedLease(member, now)
         self._line.append(place)
         if self.holder is place:
             self._begin(place, now)
         return place
 
-    def leave(self, place: Place, now: float) -> None:
+    def leave(self, place: QueuedLease, now: float) -> None:
         """Let go, or give up waiting; the next in line holds. Raises ``StateError`` when it has left already."""
         if place not in self._line:
             raise StateError(f"{place.member} has left the line already")
@@ -84,7 +84,7 @@ class LeaseQueue:
         if has_held and self.holder is not None:
             self._begin(self.holder, now)
 
-    def _begin(self, place: Place, now: float) -> None:
+    def _begin(self, place: QueuedLease, now: float) -> None:
         self._seconds_waited[place.member] += now - place.since
         self._num_turns[place.member] += 1
         place.since = now
@@ -106,10 +106,10 @@ class LeaseQueue:
         )
 
 
-class _Turn:
-    """Of one member that holds the devices, or waits for them."""
+class _Waiter:
+    """A task that holds the devices, or waits for them."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: QueuedLease) -> None:
         self.place = place
         self.task = asyncio.current_task()
         self.begun = asyncio.Event()
@@ -124,11 +124,11 @@ class DeviceGroup:
 
     def __init__(self, members: Sequence[str]) -> None:
         self._line = LeaseQueue(members)
-        self._turns: dict[Place, _Turn] = {}
+        self._turns: dict[QueuedLease, _Waiter] = {}
         self._entered = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def turn(self, member: str) -> AsyncIterator[None]:
+    async def lease(self, member: str) -> AsyncIterator[None]:
         """Hold the devices in the block, after all who asked before; leaving it in any way lets go, at once.
 
         Raises ``StateError`` when the member is not of this group, and when the task holds the devices already: it would wait for
@@ -146,7 +146,7 @@ class DeviceGroup:
         if self._is_held_here(member):
             yield
             return
-        async with self.turn(member):
+        async with self.lease(member):
             yield
 
     async def wanted(self) -> None:
@@ -159,7 +159,7 @@ class DeviceGroup:
         """Who holds, who waits, and for how long; seconds of the running loop."""
         return self._line.statistics(asyncio.get_running_loop().time())
 
-    async def _begun(self, member: str) -> _Turn:
+    async def _begun(self, member: str) -> _Waiter:
         turn = self._enter(member)
         try:
             await turn.begun.wait()
@@ -168,14 +168,14 @@ class DeviceGroup:
             raise
         return turn
 
-    def _enter(self, member: str) -> _Turn:
+    def _enter(self, member: str) -> _Waiter:
         holder = self._line.holder
         if holder is not None and self._is_held_here(holder.member):
             raise StateError(
                 f"{member} asks for a turn inside of one of {holder.member}, of the same task: one is enough"
             )
         place = self._line.enter(member, asyncio.get_running_loop().time())
-        turn = self._turns[place] = _Turn(place)
+        turn = self._turns[place] = _Waiter(place)
         self._entered.set()
         self._tell()
         return turn
@@ -187,7 +187,7 @@ class DeviceGroup:
             return False
         return self._turns[holder].task is asyncio.current_task()
 
-    def _leave(self, turn: _Turn) -> None:
+    def _leave(self, turn: _Waiter) -> None:
         self._line.leave(turn.place, asyncio.get_running_loop().time())
         del self._turns[turn.place]
         self._tell()
@@ -199,7 +199,7 @@ class DeviceGroup:
 
 
 class DeviceLease:
-    """A turn over several calls of one task, which lets go before it waits for anybody else.
+    """A lease on a device group that one task holds across calls. Release it before waiting for anything.
 
     Args:
         group: whose devices; None where the member has them for itself: then nothing is waited for.
@@ -209,19 +209,19 @@ class DeviceLease:
     def __init__(self, group: DeviceGroup | None = None, member: str = "") -> None:
         self._group = group
         self._member = member
-        self._turn: _Turn | None = None
+        self._turn: _Waiter | None = None
 
     @property
     def is_held(self) -> bool:
         """Whether there is nothing to wait for before computing."""
         return self._group is None or self._turn is not None
 
-    async def take(self) -> None:
+    async def acquire(self) -> None:
         """Hold the devices, after all who asked before; nothing to do where they are held. Raises what ``DeviceGroup.turn`` raises."""
         if self._group is not None and self._turn is None:
             self._turn = await self._group._begun(self._member)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Let go. Idempotent."""
         turn, self._turn = self._turn, None
         if self._group is not None and turn is not None:

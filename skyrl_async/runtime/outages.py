@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from skyrl_async.errors import NoEngineError, OutageError
 from skyrl_async.runtime.backoff import Backoff
+from skyrl_async.runtime.changes import Changes
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Outages:
         self._on_over = on_over
         self._on: set[str] = set()
         self._verdicts: dict[str, str] = {}
-        self._news = asyncio.Event()
+        self._changes = Changes()
         self._num_begun = 0
         self.num_over = 0
 
@@ -69,15 +70,14 @@ class Outages:
                 raise NoEngineError(reason)
             if not self._on:
                 return
-            self._news.clear()
-            await self._news.wait()
+            await self._changes.next()
 
     def _leave(self, what: str) -> None:
         if what in self._on:
             self._on.remove(what)
             self.num_over += 1
             self._on_over(what)
-        self._news.set()
+        self._changes.notify()
 
 
 class Resending:

@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Generic, TypeVar
 
 from skyrl_async.errors import ChannelClosedError, StageError
+from skyrl_async.runtime.changes import Changes
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -241,7 +242,7 @@ class Channel(Generic[T]):
         self._num_open = 0
         self._getters: deque[asyncio.Future[None]] = deque()
         self._putters: deque[asyncio.Future[None]] = deque()
-        self._joiners: deque[asyncio.Future[None]] = deque()
+        self._changes = Changes()
 
     async def put(self, item: T) -> None:
         """Add an item, first come first served. Waits for room. Raises ``ChannelClosedError``; cancelled, nothing was added."""
@@ -270,16 +271,11 @@ class Channel(Generic[T]):
     def item_done(self) -> None:
         """An item that was taken is through."""
         self._num_open -= 1
-        if self._num_open == 0:
-            while self._joiners:
-                _release(self._joiners.popleft())
+        self._changes.notify()
 
     async def join(self) -> None:
         """Wait until every item that was put is through."""
-        while self._num_open:
-            joiner = asyncio.get_running_loop().create_future()
-            self._joiners.append(joiner)
-            await joiner
+        await self._changes.until(lambda: not self._num_open)
 
     def close(self) -> None:
         """No item will follow; those held can still be taken. Idempotent."""
@@ -347,14 +343,14 @@ async def run_stage(
     *,
     name_of: Callable[[A], str] = str,
     finishes: bool = True,
-    take_turn: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+    lease_devices: Callable[[], AbstractAsyncContextManager[None]] | None = None,
 ) -> None:
     """Work on one item after another until the inputs end; then the stage is done, if it ``finishes`` with them.
 
     Consumes ``inputs``; produces to ``output``, which waits where there is no room; unblocked by both. What ``work`` raises is the stage's
     error, and is raised.
 
-    With ``take_turn``, an item is worked on in its block, and with it the items that wait by the time it is through; until the block is
+    With ``lease_devices``, an item is worked on in its block, and with it the items that wait by the time it is through; until the block is
     entered it is shown as waiting. There must then be no other consumer, and room for all of them in the output: nobody is waited for in a
     turn.
     """
@@ -370,11 +366,11 @@ async def run_stage(
 
         lane.wait_for_input()
         async for item in inputs:
-            if take_turn is None:
+            if lease_devices is None:
                 await put_through(item)
                 continue
             lane.wait_for_input(name_of(item))
-            async with take_turn():
+            async with lease_devices():
                 await put_through(item)
                 for _ in range(len(inputs)):
                     await put_through(await inputs.get())

@@ -16,30 +16,28 @@ from typing import Any
 from skyrl_async.algorithms.aggregation import Aggregation
 from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer
-from skyrl_async.composition.time_sharing import engine_time_sharing, in_turn, policy_in_turn, training_lease
+from skyrl_async.composition.time_sharing import engine_time_sharing, leasing_policy, on_leased_devices, training_lease
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
 from skyrl_async.inference.protocol import InferenceEngine
-from skyrl_async.metrics.stage_trace import trace_stages
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.rollout.dynamic_sampling import SignalFilter
+from skyrl_async.rollout.dynamic_sampling import SignalSettings
 from skyrl_async.rollout.generator import Generator
-from skyrl_async.rollout.preparation import Prepare
+from skyrl_async.rollout.preparation import Prepare, reward_with
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.staleness_policies import staleness_policy
-from skyrl_async.rollout.watchdog import Sources, Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.device_leases import DeviceGroup, groups_by_member
 from skyrl_async.runtime.shutdown import ShutdownRequest
-from skyrl_async.runtime.stage_board import StageBoard
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
 from skyrl_async.simulator.settings import SimulationSettings
 from skyrl_async.trainer.evaluator import Evaluator
-from skyrl_async.trainer.fully_async import FullyAsyncTrainer, TrainerSettings
-from skyrl_async.trainer.validation import ValidationSettings
+from skyrl_async.trainer.fully_async import FullyAsyncTrainer
+from skyrl_async.trainer.run import Run, TrainerCallbacks, make_run
+from skyrl_async.trainer.settings import AdmissionSettings, TrainerSettings, ValidationSettings
 from skyrl_async.types import Group, Prompt, SamplingParams
 from skyrl_async.weight_sync.engine_time_sharing import EngineTimeSharing
 from skyrl_async.weight_sync.publisher import WeightPublisher
@@ -56,14 +54,27 @@ class Simulation:
     policy: ModelledPolicy
     client: InferenceEngineClient
     dataloader: _AsyncDataloader
-    staleness: _AsyncStalenessManager
-    buffer: GroupBuffer
-    workers: GenerationWorkers
+    run_parts: Run
     publisher: WeightPublisher
     device_groups: Mapping[str, DeviceGroup]
     engine_time_sharing: EngineTimeSharing | None
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """(step, values) as the trainer logged them."""
+
+    @property
+    def staleness(self) -> _AsyncStalenessManager:
+        """Of the trainer's run."""
+        return self.run_parts.staleness
+
+    @property
+    def buffer(self) -> GroupBuffer:
+        """Of the trainer's run."""
+        return self.run_parts.buffer
+
+    @property
+    def workers(self) -> GenerationWorkers:
+        """Of the trainer's run."""
+        return self.run_parts.workers
 
     async def run(self) -> None:
         """The trainer's run, with generation's turns beside it where it shares devices."""
@@ -99,18 +110,18 @@ def build_simulation(
     max_checkpoints_to_keep: int = 0,
     generator_over: Callable[[InferenceEngineClient], Generator] = ModelledGenerator,
     log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None,
-    stop: ShutdownRequest | None = None,
+    shutdown: ShutdownRequest | None = None,
     engine_around: Callable[[ModelledEngine], InferenceEngine] = lambda engine: engine,
     make_buffer: Callable[[int], GroupBuffer] = GroupBuffer,
     advantages: Callable[[Sequence[float]], Sequence[float]] | None = lambda rewards: [0.0] * len(rewards),
-    credit: StepAdvantages | None = None,
+    step_advantages: StepAdvantages | None = None,
     prepare_with: Callable[[ModelledPolicy], Mapping[str, Prepare]] = lambda policy: {},
     trace: Trace | None = None,
 ) -> Simulation:
     """Make every part; call inside ``run_in_virtual_time``.
 
     ``engine_around`` makes what the client uses of each engine, ``make_buffer`` is given the most groups that are held.
-    ``advantages`` and ``credit`` are the trainer's; ``prepare_with`` makes what finished groups go through after them.
+    ``advantages`` and ``step_advantages`` are the trainer's; ``prepare_with`` makes what finished groups go through after them.
     """
     loop = asyncio.get_running_loop()
     trace = trace or Trace(None, loop.time)
@@ -129,8 +140,8 @@ def build_simulation(
         send_seconds=settings.send_seconds,
     )
     device_groups = groups_by_member([settings.shared_by] if settings.shared_by else [])
-    policy_turns = policy_in_turn(policy, device_groups)
-    turns = engine_time_sharing(
+    leasing = leasing_policy(policy, device_groups)
+    time_sharing = engine_time_sharing(
         device_groups,
         client,
         shortest_s=settings.min_generation_slice_s,
@@ -140,72 +151,44 @@ def build_simulation(
     )
     prompts = _prompts(settings)
     dataloader = _AsyncDataloader(prompts, seed=settings.seed, num_epochs=settings.num_epochs)
-    credits = settings.mini_batch_size * (settings.max_staleness_steps + 1)
-    max_groups = None if settings.num_steps is None else settings.num_steps * settings.mini_batch_size
-    staleness = _AsyncStalenessManager(
-        settings.num_workers or credits,
-        settings.mini_batch_size,
-        settings.max_staleness_steps,
-        max_groups,
-        limits_buffered_groups=settings.limits_buffered_groups,
-        admits_whole_batches=settings.is_one_step_off,
-    )
-    buffer = make_buffer(credits)
     generator = generator_over(client)
-    board = StageBoard(on_left=trace_stages(trace))
-    workers = GenerationWorkers(
-        dataloader=dataloader,
-        staleness=staleness,
-        buffer=buffer,
-        generator=generator,
-        settings=_rollout_settings(settings),
-        trace=trace,
-        num_abandoned_tokens=lambda: client.num_abandoned_tokens,
-        collect_open_tokens=client.collect_open_tokens,
-        board=board,
-        deadlines=client.pool.deadlines,
-        signal=_signal(settings),
-    )
+    evaluator = _evaluator(settings, generator, prompts, client.deadlines)
     publisher = WeightPublisher(
         client=client,
-        policy=policy_turns,
+        policy=leasing,
         directory=Path("unused"),
         bucket_bytes=1,
         double_buffer=settings.double_buffer,
         pause_mode=settings.pause_mode,
         max_retries=settings.max_publish_retries,
-        hold_engines=turns.holding if turns else nullcontext,
+        hold_engines=time_sharing.holding if time_sharing else nullcontext,
         trace=trace,
         clock=loop.time,
     )
     logged: list[tuple[int, dict[str, float]]] = []
-    watchdog = None
-    if settings.stall_warning_s is not None:
-        watchdog = Watchdog(
-            Sources(rollouts=workers.statuses, stages=trace.open_spans),
-            threshold_s=settings.stall_warning_s,
-            log=lambda values: logged.append((staleness.version, values)),
-        )
-    trainer = FullyAsyncTrainer(
-        settings=_trainer_settings(settings),
+    run = make_run(
+        _trainer_settings(settings),
         dataloader=dataloader,
-        staleness=staleness,
-        buffer=buffer,
-        workers=workers,
-        policy=policy_turns,
-        publisher=publisher,
-        evaluator=_evaluator(settings, generator, prompts, client.pool.deadlines),
-        checkpointer=Checkpointer(checkpoint_dir, max_to_keep=max_checkpoints_to_keep) if checkpoint_dir else None,
-        advantages=advantages,
-        credit=credit,
-        prepare={name: _in_turn(name, work, device_groups) for name, work in prepare_with(policy).items()},
-        turn=training_lease(device_groups),
-        log=lambda step, values: logged.append((step, values)),
-        log_groups=log_groups,
+        client=client,
+        generator=generator,
+        evaluator=evaluator,
+        callbacks=TrainerCallbacks(log=lambda step, values: logged.append((step, values)), log_groups=log_groups),
         trace=trace,
-        stop=stop,
-        watchdog=watchdog,
-        board=board,
+        shutdown=shutdown,
+        make_buffer=make_buffer,
+    )
+    trainer = FullyAsyncTrainer(
+        run,
+        policy=leasing,
+        publisher=publisher,
+        prepare={
+            "reward": reward_with(advantages),
+            **{name: _on_leased_devices(name, work, device_groups) for name, work in prepare_with(policy).items()},
+        },
+        evaluator=evaluator,
+        checkpointer=Checkpointer(checkpoint_dir, max_to_keep=max_checkpoints_to_keep) if checkpoint_dir else None,
+        step_advantages=step_advantages,
+        lease=training_lease(device_groups),
     )
     return Simulation(
         trainer=trainer,
@@ -213,19 +196,17 @@ def build_simulation(
         policy=policy,
         client=client,
         dataloader=dataloader,
-        staleness=staleness,
-        buffer=buffer,
-        workers=workers,
+        run_parts=run,
         publisher=publisher,
         device_groups=device_groups,
-        engine_time_sharing=turns,
+        engine_time_sharing=time_sharing,
         logged=logged,
     )
 
 
-def _in_turn(stage: str, work: Prepare, device_groups: Mapping[str, DeviceGroup]) -> Prepare:
+def _on_leased_devices(stage: str, work: Prepare, device_groups: Mapping[str, DeviceGroup]) -> Prepare:
     """As by workers of the stage's own."""
-    return in_turn(work, {"ref_logp": "ref"}.get(stage, stage), device_groups)
+    return on_leased_devices(work, {"ref_logp": "ref"}.get(stage, stage), device_groups)
 
 
 def _placement(settings: SimulationSettings) -> PlacementSettings | None:
@@ -274,14 +255,9 @@ def _rollout_settings(settings: SimulationSettings) -> RolloutSettings:
         on_failed_samples=settings.on_failed_samples,
         backoff=settings.backoff,
         requeues_groups=staleness_policy(settings.staleness_policy).gives_up,
+        signal=SignalSettings(max_in_a_row=settings.max_filtered_in_a_row) if settings.sample_full_batch else None,
         masks_overlong=settings.masks_overlong,
     )
-
-
-def _signal(settings: SimulationSettings) -> SignalFilter | None:
-    if not settings.sample_full_batch:
-        return None
-    return SignalFilter(max_in_a_row=settings.max_filtered_in_a_row, tolerance=0.0)
 
 
 def _evaluator(
@@ -301,6 +277,14 @@ def _evaluator(
 
 def _trainer_settings(settings: SimulationSettings) -> TrainerSettings:
     return TrainerSettings(
+        admission=AdmissionSettings(
+            max_concurrent_groups=settings.num_workers or settings.mini_batch_size * (settings.max_staleness_steps + 1),
+            max_staleness_steps=settings.max_staleness_steps,
+            limits_buffered_groups=settings.limits_buffered_groups,
+            admits_whole_batches=settings.is_one_step_off,
+        ),
+        rollout=_rollout_settings(settings),
+        stall_warning_s=settings.stall_warning_s,
         mini_batch_size=settings.mini_batch_size,
         num_steps=settings.num_steps,
         staleness_policy=staleness_policy(settings.staleness_policy),

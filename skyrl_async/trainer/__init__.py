@@ -1,6 +1,7 @@
 """The training loop: train, weight update and validation stages, and the ``FullyAsyncTrainer`` that runs them."""
 
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
-from skyrl_async.trainer.settings import TrainerSettings
+from skyrl_async.trainer.run import Run
+from skyrl_async.trainer.settings import TrainerSettings, ValidationSettings
 
-__all__ = ["FullyAsyncTrainer", "TrainerSettings"]
+__all__ = ["FullyAsyncTrainer", "Run", "TrainerSettings", "ValidationSettings"]

@@ -1,18 +1,43 @@
-"""The schedule of a training run, as values.
-
-Flows in: nothing. Flows out: settings that the trainer and its stages read.
-"""
+"""The schedule of a training run, as values."""
 
 from dataclasses import dataclass, field
 
 from skyrl_async.algorithms.aggregation import Aggregation
 from skyrl_async.rollout.staleness_policies import StalenessPolicy
-from skyrl_async.trainer.validation import ValidationSettings
+from skyrl_async.rollout.worker import RolloutSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationSettings:
+    """When held-out prompts are played, and how many; ``config.schema.run.EvaluationConfig`` says what each value means."""
+
+    interval_steps: int = 0
+    """Between evaluations while training; 0: none."""
+    num_prompts: int = 0
+    """Before and after training."""
+    num_prompts_while_training: int = 0
+    pins_version: bool = True
+    """No other version is published while one is evaluated."""
+    before_training: bool = True
+    at_the_end: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionSettings:
+    """When groups are admitted; arguments of ``_AsyncStalenessManager``."""
+
+    max_concurrent_groups: int
+    max_staleness_steps: int
+    limits_buffered_groups: bool = False
+    admits_whole_batches: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """The schedule; see ``config.schema.TrainerConfig`` for what each means."""
+    """The schedule; ``config.schema.trainer.TrainerConfig`` says what each value means."""
+
+    admission: AdmissionSettings
+    rollout: RolloutSettings
 
     mini_batch_size: int
     num_steps: int | None
@@ -28,6 +53,8 @@ class TrainerSettings:
     publishes_between_batches: bool = False
     """Weights change only when no group is being generated and none may be admitted: which version samples which token then
     depends on nothing that is measured in seconds."""
+    stall_warning_s: float | None = None
+    """Seconds after which what still does the same is named; None: never."""
     validates_only: bool = False
     """Nothing is trained."""
     aggregation: Aggregation = field(default_factory=Aggregation)

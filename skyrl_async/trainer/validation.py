@@ -10,57 +10,27 @@ Flows in: versions that engines serve. Flows out: evaluations. Does not know wha
 import asyncio
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
 
-from skyrl_async.metrics.recorder import Recorder
-from skyrl_async.rollout.staleness import _AsyncStalenessManager
-from skyrl_async.runtime.shutdown import ShutdownRequest, ShutdownRequested
+from skyrl_async.runtime.shutdown import ShutdownRequested
 from skyrl_async.runtime.stages import Channel, Stage, run_stage
 from skyrl_async.trainer.evaluator import EvaluationResult, Evaluator
+from skyrl_async.trainer.run import Run
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationSettings:
-    """When held-out prompts are played, and how many; see ``config.schema``."""
-
-    interval_steps: int = 0
-    """Between evaluations while training; 0: none."""
-    num_prompts: int = 0
-    """Before and after training."""
-    num_prompts_while_training: int = 0
-    pins_version: bool = True
-    """No other version is published while one is evaluated."""
-    before_training: bool = True
-    at_the_end: bool = True
 
 
 class Validation:
     """Evaluates versions.
 
     Args:
+        run: its settings say when, its recorder logs.
         evaluator: plays held-out prompts; None evaluates nothing.
-        settings: when.
-        staleness: knows how urgent a request admitted now is.
-        recorder: logs, and counts tokens.
-        stop: ends an evaluation early.
     """
 
-    def __init__(
-        self,
-        *,
-        evaluator: Evaluator | None,
-        settings: ValidationSettings,
-        staleness: _AsyncStalenessManager,
-        recorder: Recorder,
-        stop: ShutdownRequest,
-    ) -> None:
+    def __init__(self, run: Run, evaluator: Evaluator | None) -> None:
+        self._run = run
+        self._settings = run.settings.validation
         self._evaluator = evaluator
-        self._settings = settings
-        self._staleness = staleness
-        self._recorder = recorder
-        self._stop = stop
         self._versions = Channel[int](1)
         self._requested_version = 0
         self._has_ended = False
@@ -83,7 +53,7 @@ class Validation:
         interval = self._settings.interval_steps
         if self._evaluator is None or not interval:
             return False
-        newest = max(self._requested_version, self._recorder.totals.evaluated_version)
+        newest = max(self._requested_version, self._run.recorder.totals.evaluated_version)
         return version - version % interval > newest
 
     async def before_training(self, stage: Stage) -> EvaluationResult | None:
@@ -98,7 +68,7 @@ class Validation:
         """Consumes versions; produces evaluations; waits for neither training nor publishing. Another may follow at the end."""
 
         async def evaluate(requested_version: int) -> None:
-            is_another = self._staleness.version != requested_version
+            is_another = self._run.staleness.served_version != requested_version
             if is_another and self._has_ended and self._settings.at_the_end:
                 return  # the version served now is the last one: it is evaluated anyway
             await self._evaluate(self._settings.num_prompts_while_training)
@@ -130,7 +100,7 @@ class Validation:
 
     @property
     def _item(self) -> str:
-        return f"version {self._staleness.version}"
+        return f"version {self._run.staleness.served_version}"
 
     async def _evaluate_alone(self, stage: Stage) -> EvaluationResult | None:
         """As an item of the stage, while nothing is trained."""
@@ -148,15 +118,15 @@ class Validation:
         if self._evaluator is None:
             return None
         loop = asyncio.get_running_loop()
-        step, started = self._staleness.version, loop.time()
+        step, started = self._run.staleness.served_version, loop.time()
         result: EvaluationResult | None = None
-        with self._recorder.trace.span("evaluate", track="evaluation", step=step), suppress(ShutdownRequested):
-            async with self._stop.interruptible():
-                result = await self._evaluator.evaluate(num_prompts, priority=self._staleness.next_index)
+        with self._run.recorder.trace.span("evaluate", track="evaluation", step=step), suppress(ShutdownRequested):
+            async with self._run.shutdown.interruptible():
+                result = await self._evaluator.evaluate(num_prompts, priority=self._run.staleness.next_index)
         if result is None:
             return None
         step = max(step, result.versions[0])  # engines may have served one that the run had not acknowledged
-        self._recorder.totals.evaluation_tokens += result.num_tokens
-        self._recorder.totals.evaluated_version = step
-        self._recorder.log(step, result.values() | {"timing/eval": loop.time() - started})
+        self._run.recorder.totals.evaluation_tokens += result.num_tokens
+        self._run.recorder.totals.evaluated_version = step
+        self._run.recorder.log(step, result.values() | {"timing/eval": loop.time() - started})
         return result

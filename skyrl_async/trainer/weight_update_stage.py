@@ -17,14 +17,14 @@ from typing import Protocol
 
 from skyrl_async.checkpoint.run_state import RunSaver
 from skyrl_async.errors import PublishError
-from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.step import StepFigures
-from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
-from skyrl_async.rollout.worker import GenerationWorkers
-from skyrl_async.runtime.shutdown import GRACE_S, ShutdownRequest, ShutdownRequested
+from skyrl_async.rollout.staleness import Admission
+from skyrl_async.runtime.shutdown import GRACE_S, ShutdownRequested
 from skyrl_async.runtime.stages import Channel, Stage, run_stage
 from skyrl_async.trainer.mini_batches import MiniBatches
-from skyrl_async.trainer.settings import TrainerSettings, is_due
+from skyrl_async.trainer.run import Run
+from skyrl_async.trainer.settings import is_due
+from skyrl_async.trainer.step_gate import StepGate
 from skyrl_async.trainer.validation import Validation
 from skyrl_async.training.protocol import Policy
 from skyrl_async.weight_sync.publisher import PublishTimes
@@ -75,57 +75,49 @@ class TrainedStep:
     """What the policy said of its optimizer step."""
     gathered_at: float | None = None
     """When its weights began to be copied, to be published; None where they are not. Seconds of the loop."""
+    is_published: bool = False
+    """Every engine serves it."""
 
 
 class WeightUpdateStage:
-    """Publishes steps.
+    """Publishes trained steps.
 
     Args:
-        settings: when what is due.
-        policy, publisher: the weights, and who brings them to the engines.
-        staleness, workers, mini_batches: are told of new versions, or asked what is in the making.
-        validation: is told which versions are served.
+        run: its settings say when what is due; its staleness manager and workers learn of each served version.
+        policy: holds the weights.
+        publisher: brings them to the engines.
+        mini_batches: its groups of the step in progress are part of a checkpoint.
+        validation: evaluates served versions.
         saver: writes checkpoints.
-        recorder: logs steps.
-        stop: ends a publish early.
+        gate: learns how far each step has come.
         values: of the run's state, logged with each step.
     """
 
     def __init__(
         self,
+        run: Run,
         *,
-        settings: TrainerSettings,
         policy: Policy,
         publisher: Publisher,
-        staleness: _AsyncStalenessManager,
-        workers: GenerationWorkers,
         mini_batches: MiniBatches,
         validation: Validation,
         saver: RunSaver,
-        recorder: Recorder,
-        stop: ShutdownRequest,
+        gate: StepGate,
         values: Callable[[StepFigures], dict[str, float]],
     ) -> None:
-        self._settings = settings
+        self._run = run
+        self._settings = run.settings
         self._policy = policy
         self._publisher = publisher
-        self._staleness = staleness
-        self._workers = workers
         self._mini_batches = mini_batches
         self._validation = validation
         self._saver = saver
-        self._recorder = recorder
-        self._stop = stop
+        self._gate = gate
         self._values = values
-        self._may_step = asyncio.Event()
-        self._may_step.set()
-        self._gathered_version: int | None = None
         self._unlogged: list[TrainedStep] = []
         """In their order, which is that of the log."""
         self._owes_version = False
         """Whether a version was lost on its way, and the next one has to be published."""
-        self.stepping = asyncio.Lock()
-        """Held while the policy is between two versions. Kept by who ends the run: no step follows."""
         self.is_cut = False
         """Whether a stop has cut a publish short."""
 
@@ -139,39 +131,23 @@ class WeightUpdateStage:
         started = asyncio.get_running_loop().time()
         await self._publisher.gather(version)
         trained.gathered_at = started
-        self._gathered_version = version
-        self._may_step.clear()
-
-    @property
-    def may_step(self) -> bool:
-        """Whether weights may change and be gathered again: what was gathered is sent, and compared with the policy where that is due."""
-        return self._may_step.is_set()
-
-    async def wait_until_step(self) -> None:
-        """Wait until ``may_step``, or a stop has cut the publish short."""
-        await self._may_step.wait()
-
-    def _let_step(self, version: int) -> None:
-        """Nothing more is wanted of the policy for a version, nor of its copy; a later copy may be there already."""
-        if self._gathered_version == version:
-            self._may_step.set()
+        self._gate.copied(version)
 
     async def run(self, stage: Stage, steps: Channel[TrainedStep]) -> None:
         """Consumes trained steps; produces policy versions; waits for engines. The work of later steps overlaps it."""
-        await self._request_validation(self._staleness.version)  # owed by the run that this one goes on with
+        await self._request_validation(self._run.staleness.served_version)  # owed by the run that this one goes on with
         await run_stage(
             stage,
             steps,
             self._bring_to_engines,
-            self._request_validation,
+            self._finish,
             name_of=lambda trained: f"version {trained.version}",
         )
         self._validation.close()
 
-    async def _bring_to_engines(self, trained: TrainedStep) -> int | None:
-        """Publish a step that was gathered, and log it; returns the version that the engines now have."""
+    async def _bring_to_engines(self, trained: TrainedStep) -> TrainedStep:
+        """Publish a step that was gathered, log it, and save it where that is due."""
         version, figures = trained.version, trained.figures
-        is_published = False
         values: dict[str, float] = {}
 
         def log() -> None:
@@ -179,12 +155,12 @@ class WeightUpdateStage:
 
         try:
             if trained.gathered_at is not None:
-                async with self._stop.interruptible(wait_for_step=True):
-                    is_published = await self._send_and_load(version, trained.gathered_at, figures)
-                    if is_published:
+                async with self._run.shutdown.interruptible(wait_for_step=True):
+                    trained.is_published = await self._send_and_load(version, trained.gathered_at, figures)
+                    if trained.is_published:
                         values |= await self._check_if_due(version)
         except ShutdownRequested:
-            is_published, self.is_cut = False, True
+            trained.is_published, self.is_cut = False, True
             logger.warning("step %d is trained and not published", version)
             log()
         except BaseException:
@@ -192,17 +168,22 @@ class WeightUpdateStage:
             raise
         else:
             await self._log_and_save(version, figures, log)
-            if is_published:
-                await self._staleness.notify_capacity_change(version)
+            if trained.is_published:
+                await self._run.staleness.notify_capacity_change(version)
             with suppress(ShutdownRequested):
-                async with self._stop.interruptible(grace_s=GRACE_S):
-                    await self._workers.abort_and_requeue(self._is_given_up)
-        self._let_step(version)
-        return version if is_published else None
+                async with self._run.shutdown.interruptible(grace_s=GRACE_S):
+                    await self._run.workers.abort_and_requeue(self._is_dropped)
+        self._gate.sent(version)
+        return trained
+
+    async def _finish(self, trained: TrainedStep) -> None:
+        if trained.is_published:
+            await self._request_validation(trained.version)
+        self._gate.through(trained.version)
 
     def _log(self, trained: TrainedStep, values: Mapping[str, float] = MappingProxyType({})) -> None:
         self._unlogged.remove(trained)
-        self._recorder.log_step(trained.figures, trained.policy_values, {**values, **self._values(trained.figures)})
+        self._run.recorder.log_step(trained.figures, trained.policy_values, {**values, **self._values(trained.figures)})
 
     def log_the_rest(self) -> None:
         """Log the steps on their way, of a run that ends: they will not be published, and a checkpoint holds them."""
@@ -215,7 +196,7 @@ class WeightUpdateStage:
             self._owes_version = True
             return False
         if not is_due(self._settings.check_interval_steps, version):
-            self._let_step(version)
+            self._gate.sent(version)
         times = await self._load()
         for name in ("gather", "send", "stage", "acknowledge", "load", "pause"):
             figures.add_seconds(name, getattr(times, name))
@@ -235,22 +216,22 @@ class WeightUpdateStage:
         times = await self._publisher.load()
         assert times is not None, "it was sent"
         self._owes_version = False
-        self._recorder.totals.pauses.append(times.pause)
+        self._run.recorder.totals.pauses.append(times.pause)
         return times
 
     async def _until_version_may_go(self) -> None:
         """Wait for those who are to end under the version that is served now; unblocked by engines that serve it."""
         await self._validation.release_version()
         if self._settings.publishes_between_batches:
-            await self._staleness.drained()
+            await self._run.staleness.drained()
 
     async def publish_the_rest(self) -> None:
         """Where the data ended between two publishes, or the last version was lost; not in a run that is stopped."""
-        version = self._staleness.trained_version
-        if self._staleness.version == version or self._stop.is_requested:
+        version = self._run.staleness.trained_version
+        if self._run.staleness.served_version == version or self._run.shutdown.is_requested:
             return
         try:
-            async with self._stop.interruptible(wait_for_step=True):
+            async with self._run.shutdown.interruptible(wait_for_step=True):
                 await self._publisher.gather(version)
                 if not await self._send(version):
                     raise PublishError(f"version {version} is lost, and no step follows it")
@@ -259,11 +240,11 @@ class WeightUpdateStage:
             self.is_cut = True
             logger.warning("step %d is trained and not published", version)
         else:
-            await self._staleness.notify_capacity_change(version)
+            await self._run.staleness.notify_capacity_change(version)
 
-    async def _request_validation(self, version: int | None) -> None:
+    async def _request_validation(self, version: int) -> None:
         is_left_to_the_end = version == self._settings.num_steps and self._validation.is_done_at_the_end
-        if version is not None and not is_left_to_the_end and self._validation.is_owed(version):
+        if not is_left_to_the_end and self._validation.is_owed(version):
             self._validation.request(version)
 
     def _is_to_be_published(self, version: int) -> bool:
@@ -282,9 +263,9 @@ class WeightUpdateStage:
         if not is_due(self._settings.checkpoint_interval_steps, version):
             log()
             return
-        with self._recorder.timed(figures, "checkpoint", track="training"):
-            await self._saver.write(self._policy, version, self._mini_batches.taken, on_taken=log)
-        self._recorder.log(
+        with self._run.recorder.timed(figures, "checkpoint", track="training"):
+            await self._saver.write(self._policy, version, self._mini_batches.groups_in_step, on_taken=log)
+        self._run.recorder.log(
             version,
             {
                 "timing/checkpoint": figures.seconds["checkpoint"],
@@ -295,16 +276,16 @@ class WeightUpdateStage:
     async def publish_first(self, version: int) -> None:
         """Make every engine serve what training begins with, and prove it."""
         times = await self._publisher.publish(version)
-        self._recorder.totals.pauses.append(times.pause)
-        with self._recorder.trace.span("check", track="publish", version=version):
+        self._run.recorder.totals.pauses.append(times.pause)
+        with self._run.recorder.trace.span("check", track="publish", version=version):
             await self._publisher.check(version, is_first=True)
 
-    def _is_given_up(self, admission: Admission) -> bool:
+    def _is_dropped(self, admission: Admission) -> bool:
         return self._mini_batches.is_dropped(admission.scheduled_version)
 
     async def _check_if_due(self, version: int) -> dict[str, float]:
         """Compare engines with the policy, which holds the same version until then."""
         if not is_due(self._settings.check_interval_steps, version):
             return {}
-        with self._recorder.trace.span("check", track="publish", version=version):
+        with self._run.recorder.trace.span("check", track="publish", version=version):
             return await self._publisher.check(version, is_first=False)

@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.runtime.changes import Changes
 from skyrl_async.runtime.device_leases import DeviceGroup, DeviceLease
 from skyrl_async.runtime.tasks import first_failure
 from skyrl_async.types import PauseMode
@@ -56,7 +57,7 @@ class EngineTimeSharing:
         self._switch = EngineWeightUpdater(client, pause_mode=PauseMode.KEEP, trace=trace, clock=clock)
         self._have_devices = False
         self._num_holders = 0
-        self._changed = asyncio.Event()
+        self._changes = Changes()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -65,7 +66,7 @@ class EngineTimeSharing:
             async with asyncio.TaskGroup() as tasks:
                 turns = tasks.create_task(self._take_turns(), name="generation turns")
                 try:
-                    await self._until(
+                    await self._changes.until(
                         lambda: self._have_devices
                     )  # engines run until they are paused: the first turn is theirs
                     yield
@@ -83,23 +84,23 @@ class EngineTimeSharing:
         """
         self._num_holders += 1
         try:
-            await self._until(lambda: self._have_devices)
+            await self._changes.until(lambda: self._have_devices)
             yield
         finally:
             self._num_holders -= 1
-            self._changed.set()
+            self._changes.notify()
 
     async def _take_turns(self) -> None:
         """Consumes turns; waits until others want the devices, then for its holders; unblocked by them."""
-        sitting = DeviceLease(self._group, GENERATE)
+        lease = DeviceLease(self._group, GENERATE)
         try:
             while True:
                 with self._trace.span("others compute", track="devices"):
-                    await sitting.take()
+                    await lease.acquire()
                 await self._turn()
-                sitting.leave()
+                lease.release()
         finally:
-            sitting.leave()
+            lease.release()
 
     async def _turn(self) -> None:
         loop = asyncio.get_running_loop()
@@ -108,21 +109,16 @@ class EngineTimeSharing:
         await self._group.wanted()
         if self._is_busy():
             await asyncio.sleep(begun + self._shortest_s - loop.time())
-        await self._until(lambda: not self._num_holders)
+        await self._changes.until(lambda: not self._num_holders)
         await self._end()
 
     async def _begin(self) -> None:
         await self._switch.resume(list(self._client.engines))
         self._client.pool.deadlines.go_on(GENERATE)
         self._have_devices = True
-        self._changed.set()
+        self._changes.notify()
 
     async def _end(self) -> None:
         self._have_devices = False
         self._client.pool.deadlines.stand_still(GENERATE)
         await self._switch.pause(list(self._client.engines))
-
-    async def _until(self, is_so: Callable[[], bool]) -> None:
-        while not is_so():
-            self._changed.clear()
-            await self._changed.wait()

@@ -23,6 +23,7 @@ from skyrl_async.errors import EngineDeadError, PublishError, WeightsLostError, 
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.runtime.changes import Changes
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import PauseMode, WeightUpdate
@@ -127,8 +128,8 @@ class WeightPublisher:
         self._broadcast = broadcast
         self._share = share
         self._clock = clock
-        self._shelf = VersionSlots()
-        self._shelf_changed = asyncio.Event()
+        self._slots = VersionSlots()
+        self._slots_changes = Changes()
         self._gathered: tuple[int, float] | None = None
         """(version, seconds) of what is in the policy's staging memory."""
         self._staging_turn = asyncio.Lock()
@@ -137,11 +138,11 @@ class WeightPublisher:
         self._threads = DaemonThreads("weight-files")
         self._deletions: dict[asyncio.Future[None], Callable[[], None]] = {}
         """Begun in a thread, and what each does: the kernel frees memory about as fast as it is written."""
-        self._switch = EngineWeightUpdater(client, pause_mode=pause_mode, trace=trace, clock=clock)
-        self._proof = WeightVerifier(
+        self._updater = EngineWeightUpdater(client, pause_mode=pause_mode, trace=trace, clock=clock)
+        self._verifier = WeightVerifier(
             client=client,
             policy=policy,
-            switch=self._switch,
+            updater=self._updater,
             trace=trace,
             probe_prompt_token_ids=probe_prompt_token_ids,
             max_logprob_gap=max_logprob_gap,
@@ -155,7 +156,7 @@ class WeightPublisher:
     @property
     def serving(self) -> WeightUpdate | None:
         """What every engine serves; its files stay until the next publish has succeeded. None before the first."""
-        return self._shelf.serving
+        return self._slots.serving
 
     @property
     def keeps_version_before(self) -> bool:
@@ -169,7 +170,7 @@ class WeightPublisher:
         times = await self.load()
         if times is None or times.version != version:
             raise PublishError(
-                f"version {version} was not published: {what_serves(self._shelf.serving_version)}, and a publish has to be the only "
+                f"version {version} was not published: {what_serves(self._slots.serving_version)}, and a publish has to be the only "
                 "one that is under way"
             )
         return times
@@ -205,9 +206,9 @@ class WeightPublisher:
             if self._gathered is None or self._gathered[0] != version:
                 return False
             if not self._dual_buffer:
-                await self._until(lambda: self._shelf.is_settled)
+                await self._slots_changes.until(lambda: self._slots.is_settled)
                 async with self._engines_change:
-                    self._delete(self._shelf.let_go())
+                    self._delete(self._slots.let_go())
             started = self._clock()
             try:
                 with self._trace.span("send", track="publish", version=version):
@@ -218,7 +219,7 @@ class WeightPublisher:
             send_seconds = self._clock() - started
             gather_seconds = self._gathered[1]
             self._delete(
-                self._shelf.arrived(SentUpdate(update=update, gather_seconds=gather_seconds, send_seconds=send_seconds))
+                self._slots.arrived(SentUpdate(update=update, gather_seconds=gather_seconds, send_seconds=send_seconds))
             )
             return True
 
@@ -235,7 +236,7 @@ class WeightPublisher:
             return None
         await self._client.pool.wait_for_engine()
         if self._is_to_be_attested(times.num_bytes):
-            await self._proof.attest_when_expecting(times.version)
+            await self._verifier.attest_when_expecting(times.version)
         return times
 
     def _is_to_be_attested(self, num_bytes: int) -> bool:
@@ -249,9 +250,9 @@ class WeightPublisher:
         share devices, it is done in their turn. Raises ``PublishError`` and ``EngineDeadError``: it must not serve.
         """
         while True:
-            await self._until(lambda: not self._shelf.is_bare)
+            await self._slots_changes.until(lambda: not self._slots.is_bare)
             async with self._engines_change:
-                if self._shelf.is_bare:
+                if self._slots.is_bare:
                     continue
                 async with self._hold_engines():
                     await self._bring_up(engine)
@@ -259,13 +260,13 @@ class WeightPublisher:
                 return
 
     async def _bring_up(self, engine: InferenceEngine) -> None:
-        if (serving := self._shelf.serving) is None:
+        if (serving := self._slots.serving) is None:
             return
         if self._broadcast is not None:
             await self._broadcast.deliver([engine], serving, _raise)
         await engine.pause(self._pause_mode)
         await engine.load_weights(replace(serving, is_compared=True))
-        await self._proof.of_one(engine, serving)
+        await self._verifier.of_one(engine, serving)
         await engine.resume()
         self.lag.joined(engine.name, serving.version)
 
@@ -295,7 +296,7 @@ class WeightPublisher:
 
     async def _load_newest(self, is_last_try: bool) -> PublishTimes | None:
         async with self._engines_change:
-            sent = self._shelf.take()
+            sent = self._slots.take()
             if sent is None:
                 return None
             try:
@@ -303,31 +304,31 @@ class WeightPublisher:
                     return await self._switch_to(sent)
             except PublishError:
                 if not is_last_try:
-                    self._delete(self._shelf.put_back())
+                    self._delete(self._slots.put_back())
                 raise
             finally:
-                self._delete(self._shelf.given_up())
-                self._shelf_changed.set()
+                self._delete(self._slots.given_up())
+                self._slots_changes.notify()
 
     async def _switch_to(self, sent: SentUpdate) -> PublishTimes:
         engines, update = list(self._client.engines), sent.update
         broadcast_seconds = await self._deliver(engines, update)
         staged = self._clock()
         if self._dual_buffer:
-            await self._switch.stage(engines, update)
+            await self._updater.stage(engines, update)
         replaced: WeightUpdate | None = None
 
         def note_loaded() -> None:
             nonlocal replaced
-            replaced = self._shelf.loaded()
+            replaced = self._slots.loaded()
             self._client.policy_version = sent.version
 
         try:
             async with self._share(update) as shared:
                 begun = self._clock()
                 with self._trace.span("switch", track="publish", version=sent.version):
-                    switched = await self._switch(
-                        engines, shared, self._shelf.serving, self._shelf.serving_version, on_loaded=note_loaded
+                    switched = await self._updater(
+                        engines, shared, self._slots.serving, self._slots.serving_version, on_loaded=note_loaded
                     )
                 resumed = self._clock()
             paused = begun + switched.acknowledge
@@ -352,7 +353,7 @@ class WeightPublisher:
             return 0.0
         started = self._clock()
         with self._trace.span("broadcast", track="publish", version=update.version):
-            await self._broadcast.deliver(engines, update, self._switch.remove_dead, keep=self._shelf.serving)
+            await self._broadcast.deliver(engines, update, self._updater.remove_dead, keep=self._slots.serving)
         return self._clock() - started
 
     async def _send(self, version: int) -> WeightUpdate:
@@ -368,7 +369,7 @@ class WeightPublisher:
             self._begin_deletion(partial(shutil.rmtree, directory, ignore_errors=True))
             if isinstance(error, WeightsWriteError | OSError):
                 raise PublishError(
-                    f"version {version} cannot be sent ({error}); {what_serves(self._shelf.serving_version)}"
+                    f"version {version} cannot be sent ({error}); {what_serves(self._slots.serving_version)}"
                 ) from error
             raise
         limit = {"load_bucket_bytes": self._load_bucket_bytes}
@@ -391,22 +392,17 @@ class WeightPublisher:
                 self._deletions.pop(deletion, None)
                 deletion.result()
 
-    async def _until(self, is_so: Callable[[], bool]) -> None:
-        while not is_so():
-            self._shelf_changed.clear()
-            await self._shelf_changed.wait()
-
     async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
         """See ``WeightVerifier.check``."""
-        return await self._proof.check(version, is_first=is_first)
+        return await self._verifier.check(version, is_first=is_first)
 
     async def verify_checksums(self, version: int) -> str:
         """See ``WeightVerifier.verify_checksums``."""
-        return await self._proof.verify_checksums(version)
+        return await self._verifier.verify_checksums(version)
 
     def close(self) -> None:
         """Delete the buckets, here and now, those too that a thread has begun to delete. Idempotent."""
-        for update in self._shelf.clear():
+        for update in self._slots.clear():
             delete_update_files(update)
         for delete in self._deletions.values():
             delete()

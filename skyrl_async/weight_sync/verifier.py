@@ -32,7 +32,7 @@ class WeightVerifier:
         *,
         client: InferenceEngineClient,
         policy: Policy,
-        switch: EngineWeightUpdater,
+        updater: EngineWeightUpdater,
         trace: Trace,
         probe_prompt_token_ids: Sequence[int],
         max_logprob_gap: float,
@@ -40,7 +40,7 @@ class WeightVerifier:
     ) -> None:
         self._client = client
         self._policy = policy
-        self._switch = switch
+        self._updater = updater
         self._trace = trace
         self._probe_prompt_token_ids = tuple(probe_prompt_token_ids)
         self._max_logprob_gap = max_logprob_gap
@@ -80,8 +80,8 @@ class WeightVerifier:
     async def verify_checksums(self, version: int) -> str:
         """The checksum all engines agree on. Raises ``PublishError`` when versions or checksums differ."""
         engines = list(self._client.engines)
-        checksums = await self._switch.everywhere("checksum", lambda engine: engine.checksum(), engines)
-        versions = await self._switch.everywhere("version", lambda engine: engine.version(), engines)
+        checksums = await self._updater.everywhere("checksum", lambda engine: engine.checksum(), engines)
+        versions = await self._updater.everywhere("version", lambda engine: engine.version(), engines)
         if not versions:
             raise NoEngineError("no inference engine survived 'version'; see the run's log for the first failure")
         agreed = {checksums[name] for name in versions}
@@ -125,5 +125,5 @@ class WeightVerifier:
             try:
                 return await engine.checksum()
             except EngineDeadError as error:
-                await self._switch.remove_dead(engine, error)
+                await self._updater.remove_dead(engine, error)
         return None

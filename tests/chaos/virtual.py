@@ -134,7 +134,7 @@ class VirtualRun:
     @property
     def step(self) -> int:
         """Optimizer steps completed."""
-        return self._simulation.trainer.step
+        return self._simulation.trainer.served_version
 
     def go_on(self, seconds: float) -> None:
         """Let virtual time pass. Raises what ended the run."""
@@ -219,7 +219,7 @@ class VirtualRun:
             max_checkpoints_to_keep=_NUM_CHECKPOINTS,
             generator_over=self._new_generator,
             log_groups=self._record.log,
-            stop=self._interruption.stop,
+            shutdown=self._interruption.stop,
             engine_around=self._process_of,
         )
         self._life = asyncio.create_task(self._live(usable.path if usable else None), name="life")
@@ -275,7 +275,9 @@ class VirtualRun:
         """A run that has ended by itself has saved its last step, or says why not."""
         if trainer.checkpoint_failure is None:
             saved = trainer.newest_checkpoint.name if trainer.newest_checkpoint else "global_step_0"
-            assert saved == f"global_step_{trainer.trained_step}", f"step {trainer.trained_step} ends with {saved}"
+            assert saved == f"global_step_{trainer.trained_version}", (
+                f"step {trainer.trained_version} ends with {saved}"
+            )
             self.num_saved += 1
 
     def _new_generator(self, client: InferenceEngineClient) -> _UnluckyGenerator:

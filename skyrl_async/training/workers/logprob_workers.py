@@ -55,11 +55,11 @@ class LogprobWorkers:
         start: Callable[[], Awaitable[ForwardWorkers]],
         *,
         max_restarts: int,
-        device_turn: DeviceLease,
+        device_lease: DeviceLease,
     ) -> None:
         self._workers = workers
         self._start = start
-        self._device_turn = device_turn
+        self._device_lease = device_lease
         self._calls = asyncio.Lock()
         self._caller: asyncio.Task[Any] | None = None
         self._max_restarts = max_restarts
@@ -74,16 +74,16 @@ class LogprobWorkers:
         start: Callable[[], Awaitable[ForwardWorkers]],
         *,
         max_restarts: int,
-        device_turn: DeviceLease | None = None,
+        device_lease: DeviceLease | None = None,
     ) -> "LogprobWorkers":
         """Start the first workers, again where one dies meanwhile; whatever else keeps these from coming up is raised as it is.
 
         Args:
             start: starts workers with the weights of version 0. Called again for each restart, when the ones before are closed.
             max_restarts: >= 0; over all calls.
-            device_turn: held while workers compute or load, by these workers alone; None where they have their devices for themselves.
+            device_lease: held while workers compute or load, by these workers alone; None where they have their devices for themselves.
         """
-        workers = cls(None, start, max_restarts=max_restarts, device_turn=device_turn or DeviceLease())
+        workers = cls(None, start, max_restarts=max_restarts, device_lease=device_lease or DeviceLease())
         while workers._workers is None:
             try:
                 workers._workers = await start()
@@ -92,17 +92,17 @@ class LogprobWorkers:
         return workers
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def lease(self) -> AsyncIterator[None]:
         """In the block, which begins with it, this task's calls are in one turn; calls of others follow it."""
         async with self._calls:
             self._caller = asyncio.current_task()
             try:
                 if self._workers is not None:
-                    await self._device_turn.take()
+                    await self._device_lease.acquire()
                 yield
             finally:
                 self._caller = None
-                self._device_turn.leave()
+                self._device_lease.release()
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory]) -> RowLogprobs:
         """Log-probs of the trajectories' sampled tokens as training's forward takes them, and the version of the weights.
@@ -112,7 +112,7 @@ class LogprobWorkers:
         """
 
         async def compute(workers: ForwardWorkers) -> RowLogprobs:
-            await self._device_turn.take()
+            await self._device_lease.acquire()
             return await workers.logprobs_of(trajectories, LogprobModel.POLICY)
 
         return await self._call(compute)
@@ -139,7 +139,7 @@ class LogprobWorkers:
     async def _call(self, call: Callable[[ForwardWorkers], Awaitable[T]]) -> T:
         if self._caller is asyncio.current_task():
             return await self._answered(call)
-        async with self.turn():
+        async with self.lease():
             return await self._answered(call)
 
     async def _answered(self, call: Callable[[ForwardWorkers], Awaitable[T]]) -> T:
@@ -150,7 +150,7 @@ class LogprobWorkers:
                     self._workers = await self._start_anew()
                 return await call(self._workers)
             except LOST as error:
-                self._device_turn.leave()
+                self._device_lease.release()
                 await self._bury(error)
 
     async def _bury(self, error: SkyRLAsyncError) -> None:
@@ -180,7 +180,7 @@ class LogprobWorkers:
 
     async def _load(self, workers: ForwardWorkers, update: WeightUpdate) -> bool:
         """Whether its files were still there."""
-        await self._device_turn.take()
+        await self._device_lease.acquire()
         try:
             await workers.load_weights(update)
         except TrainingError as error:
@@ -189,7 +189,7 @@ class LogprobWorkers:
             logger.info("log-prob workers do not load version %d, whose files are gone", update.version)
             return False
         finally:
-            self._device_turn.leave()
+            self._device_lease.release()
         return True
 
     async def _newer_than(self, update: WeightUpdate) -> None:

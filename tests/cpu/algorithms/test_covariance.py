@@ -242,7 +242,7 @@ def test_in_the_loop_all_groups_of_a_step_are_marked_together() -> None:
 
     async def main(mark: Mark) -> list[tuple[Trajectory, ...]]:
         job = SimulationSettings(mean_tokens=50.0, num_steps=3, mini_batch_size=4, stream_mini_batch=False)
-        simulation = build_simulation(job, credit=StepAdvantages(mark=mark))
+        simulation = build_simulation(job, step_advantages=StepAdvantages(mark=mark))
         await simulation.trainer.run()
         return [group for step in simulation.policy.steps for group in step]
 

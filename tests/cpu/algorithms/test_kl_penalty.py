@@ -242,7 +242,7 @@ class TestInTheLoop:
             simulation = build_simulation(
                 settings,
                 advantages=None,
-                credit=StepAdvantages(estimator, penalty(target=0.0471)),
+                step_advantages=StepAdvantages(estimator, penalty(target=0.0471)),
                 prepare_with=self.reference,
                 checkpoint_dir=directory,
             )

@@ -19,7 +19,7 @@ from skyrl_async.composition.rewards import reward_shapes
 from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.rollout.dynamic_sampling import NoSignal, SignalFilter
+from skyrl_async.rollout.dynamic_sampling import NoSignal, SignalFilter, SignalSettings
 from skyrl_async.rollout.group_state import group_from_json, group_to_json
 from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.samples import Sample, live_samples_of
@@ -161,7 +161,9 @@ def test_a_shape_that_raises_is_named() -> None:
 
 def test_a_group_of_right_answers_has_no_signal_whatever_their_lengths_cost() -> None:
     right = shaped(group(row(1.0, 2), row(1.0, 9)), [penalise_overlong(max_tokens=10, buffer_len=10, factor=1.0)])
-    assert SignalFilter(max_in_a_row=0, tolerance=0.0).judge("u", right.trajectories) is NoSignal.ALL_ONE
+    assert (
+        SignalFilter(SignalSettings(max_in_a_row=0, tolerance=0.0)).judge("u", right.trajectories) is NoSignal.ALL_ONE
+    )
 
 
 class Cutting(ModelledGenerator):

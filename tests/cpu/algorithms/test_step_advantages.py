@@ -27,7 +27,7 @@ def test_all_groups_of_a_step_are_credited_together_unless_it_streams(streamed: 
         simulation = build_simulation(
             replace(SETTINGS, stream_mini_batch=streamed),
             advantages=None,
-            credit=StepAdvantages(AdvantageEstimator(of_mini_batch=compute)),
+            step_advantages=StepAdvantages(AdvantageEstimator(of_mini_batch=compute)),
             log_groups=lambda _, groups: trained.append(list(groups)),
         )
         await simulation.trainer.run()
@@ -68,7 +68,7 @@ def test_tokens_that_the_staleness_policy_masks_are_neither_counted_nor_marked()
                 staleness_policy="mask",
             ),
             advantages=None,
-            credit=StepAdvantages(AdvantageEstimator(of_mini_batch=compute), mark=mark),
+            step_advantages=StepAdvantages(AdvantageEstimator(of_mini_batch=compute), mark=mark),
         )
         await simulation.trainer.run()
         return simulation

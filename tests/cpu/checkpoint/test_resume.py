@@ -125,7 +125,7 @@ def keep_account(simulation: Simulation) -> list[tuple[int, tuple[int, str]]]:
     mark = simulation.dataloader.mark_consumed_uids
 
     async def marking(keys: Sequence[tuple[int, str]]) -> None:
-        trained.extend((simulation.trainer.step + 1, key) for key in keys)
+        trained.extend((simulation.trainer.served_version + 1, key) for key in keys)
         await mark(keys)
 
     simulation.dataloader.mark_consumed_uids = marking  # type: ignore[method-assign]

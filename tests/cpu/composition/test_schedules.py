@@ -8,13 +8,14 @@ import pytest
 
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.logprobs import LogprobParts
-from skyrl_async.composition.parts import TrainerCallbacks, make_trainer
+from skyrl_async.composition.parts import make_trainer
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
 from skyrl_async.simulator.run import _NoText, lognormal_length
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
+from skyrl_async.trainer.run import TrainerCallbacks
 from skyrl_async.types import PauseMode, Prompt
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from tests.cpu.quick_config import config_of
@@ -65,19 +66,19 @@ def trainer_of(overrides: Sequence[str], logged: list[dict[str, float]], run_dir
         logprobs=LogprobParts(),
         device_groups={},
         run_dir=run_dir,
-        listeners=TrainerCallbacks(log=lambda step, values: logged.append(values)),
+        callbacks=TrainerCallbacks(log=lambda step, values: logged.append(values)),
         trace=trace,
     )
 
 
 def settings(trainer: FullyAsyncTrainer) -> Iterator[tuple[str, object]]:
     """What the trainer and generation were told, as far as a schedule may change it."""
-    yield "bound", trainer._staleness.max_staleness_steps
+    yield "bound", trainer._run.staleness.max_staleness_steps
     for name in ("stream_mini_batch", "publishes_between_batches"):
         yield name, getattr(trainer._settings, name)
     for name in ("admits_whole_batches", "limits_buffered_groups"):
-        yield name, getattr(trainer._staleness, f"_{name}")
-    yield "most groups held", trainer._buffer.max_groups
+        yield name, getattr(trainer._run.staleness, f"_{name}")
+    yield "most groups held", trainer._run.buffer.max_groups
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from skyrl_async.composition.logprobs import PublisherToWorkers
-from skyrl_async.composition.time_sharing import engine_time_sharing, in_turn, lease_of, policy_in_turn
+from skyrl_async.composition.time_sharing import engine_time_sharing, lease_of, leasing_policy, on_leased_devices
 from skyrl_async.errors import TrainingError, WorkerDiedError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.preparation import OnSharedDevices, Prepare
-from skyrl_async.runtime.device_leases import DeviceGroup, TakeTurn, groups_by_member
+from skyrl_async.runtime.device_leases import DeviceGroup, LeaseDevices, groups_by_member
 from skyrl_async.runtime.stages import Channel, Stage, run_stage
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
@@ -76,12 +76,12 @@ def test_what_shares_devices_computes_one_after_another_and_what_does_not_overla
     async def seconds(shared: list[str]) -> float:
         loop = asyncio.get_running_loop()
         groups = groups_by_member([shared]) if shared else {}
-        policy = policy_in_turn(ModelledPolicy(seconds_per_token=0.1, step_seconds=1.0), groups)
+        policy = leasing_policy(ModelledPolicy(seconds_per_token=0.1, step_seconds=1.0), groups)
 
         async def start() -> Forward:
             return Forward(groups.get("ref"), "ref")
 
-        reference = await LogprobWorkers.start(start, max_restarts=0, device_turn=lease_of("ref", groups))
+        reference = await LogprobWorkers.start(start, max_restarts=0, device_lease=lease_of("ref", groups))
 
         async def train() -> None:
             await policy.forward_backward([ROW], [0.0], 0)
@@ -124,7 +124,7 @@ def test_log_prob_workers_that_die_while_a_version_is_sent_keep_no_engine_from_l
         assert turns is not None
         publisher = WeightPublisher(
             client=client,
-            policy=policy_in_turn(SendingFiles(gather_seconds=0.5, send_seconds=9.0), groups),
+            policy=leasing_policy(SendingFiles(gather_seconds=0.5, send_seconds=9.0), groups),
             directory=tmp_path,
             bucket_bytes=1,
             double_buffer=False,
@@ -139,7 +139,7 @@ def test_log_prob_workers_that_die_while_a_version_is_sent_keep_no_engine_from_l
             started.append(Forward(groups["logp"], "logp"))
             return started[-1]
 
-        workers = await LogprobWorkers.start(start, max_restarts=1, device_turn=lease_of("logp", groups))
+        workers = await LogprobWorkers.start(start, max_restarts=1, device_lease=lease_of("logp", groups))
         with_workers = PublisherToWorkers(publisher, workers)
         async with turns.running():
             await with_workers.publish(1)
@@ -168,8 +168,8 @@ def test_log_prob_workers_that_die_in_a_turn_of_several_calls_are_replaced_in_no
             started.append(Forward(groups["logp"], "logp"))
             return started[-1]
 
-        workers = await LogprobWorkers.start(start, max_restarts=1, device_turn=lease_of("logp", groups))
-        async with asyncio.TaskGroup() as tasks, workers.turn():
+        workers = await LogprobWorkers.start(start, max_restarts=1, device_lease=lease_of("logp", groups))
+        async with asyncio.TaskGroup() as tasks, workers.lease():
             newer = tasks.create_task(workers.load_weights(update(1)))
             assert (await workers.logprobs_of([ROW])).version == 0
             started[0].is_dying = True
@@ -191,7 +191,7 @@ def test_a_group_that_stands_in_line_for_devices_is_shown_and_not_processed(has_
         loop, spans = asyncio.get_running_loop(), list[tuple[str, float, float]]()
         member = "logp" if has_own_workers else "policy"
         groups = groups_by_member([[member, "generate"]])
-        work, take_turn = await work_on_shared_devices(groups, has_own_workers)
+        work, lease_devices = await work_on_shared_devices(groups, has_own_workers)
         stage = Stage(
             "logp", loop.time, lambda _, state, item, begin, end: spans.append((f"{state.value} {item}", begin, end))
         )
@@ -203,8 +203,10 @@ def test_a_group_that_stands_in_line_for_devices_is_shown_and_not_processed(has_
         for index in range(2):
             inputs.put_nowait(Group(uid=f"p{index}", admission_index=index, scheduled_version=0, trajectories=(ROW,)))
         inputs.close()
-        async with asyncio.TaskGroup() as tasks, groups["generate"].turn("generate"):
-            running = run_stage(stage, inputs, work, output, name_of=lambda group: group.uid, take_turn=take_turn)
+        async with asyncio.TaskGroup() as tasks, groups["generate"].lease("generate"):
+            running = run_stage(
+                stage, inputs, work, output, name_of=lambda group: group.uid, lease_devices=lease_devices
+            )
             tasks.create_task(running)
             await asyncio.sleep(5.0)
             assert stage.status().where == "waiting for input p0 (5.0 s)"
@@ -218,7 +220,9 @@ def test_a_group_that_stands_in_line_for_devices_is_shown_and_not_processed(has_
     run_in_virtual_time(main())
 
 
-async def work_on_shared_devices(groups: Mapping[str, DeviceGroup], has_own_workers: bool) -> tuple[Prepare, TakeTurn]:
+async def work_on_shared_devices(
+    groups: Mapping[str, DeviceGroup], has_own_workers: bool
+) -> tuple[Prepare, LeaseDevices]:
     """Log-probs in 2 s a group, of workers of their own or of the policy's."""
     model = LogprobModel.POLICY
     if has_own_workers:
@@ -226,13 +230,15 @@ async def work_on_shared_devices(groups: Mapping[str, DeviceGroup], has_own_work
         async def start() -> Forward:
             return Forward(groups["logp"], "logp")
 
-        workers = await LogprobWorkers.start(start, max_restarts=0, device_turn=lease_of("logp", groups))
-        in_line = in_turn(LogprobStageWork(workers.logprobs_of, model), "logp", groups, workers.turn)
+        workers = await LogprobWorkers.start(start, max_restarts=0, device_lease=lease_of("logp", groups))
+        in_line = on_leased_devices(LogprobStageWork(workers.logprobs_of, model), "logp", groups, workers.lease)
     else:
-        policy = policy_in_turn(ModelledPolicy(seconds_per_token=0.6), groups)
-        in_line = in_turn(LogprobStageWork(lambda rows: policy.logprobs_of(rows, model), model), "policy", groups)
+        policy = leasing_policy(ModelledPolicy(seconds_per_token=0.6), groups)
+        in_line = on_leased_devices(
+            LogprobStageWork(lambda rows: policy.logprobs_of(rows, model), model), "policy", groups
+        )
     assert isinstance(in_line, OnSharedDevices)
-    return in_line, in_line.take_turn
+    return in_line, in_line.lease_devices
 
 
 SHARED = SimulationSettings(
@@ -282,9 +288,9 @@ def test_groups_that_wait_for_log_probs_share_a_turn_and_each_is_a_call_of_its_o
     run_in_virtual_time(main())
 
 
-def test_a_policy_in_turn_is_a_policy(tmp_path: Path) -> None:
+def test_a_leasing_policy_is_a_policy(tmp_path: Path) -> None:
     async def main() -> None:
-        policy = policy_in_turn(ModelledPolicy(), groups_by_member([["policy", "ref"]]))
+        policy = leasing_policy(ModelledPolicy(), groups_by_member([["policy", "ref"]]))
         assert (await policy.logprobs_of([ROW], LogprobModel.REF)).version == 0
         assert await policy.logprobs([1, 2]) == [-1.0]
         assert (await export_weights(policy, 3, tmp_path, 1)).version == 3

@@ -112,7 +112,7 @@ def test_an_engine_that_dies_or_freezes_is_replaced_by_one_of_the_current_versio
         async def look() -> None:
             nonlocal steps_before
             await setting.at(20.0, getattr(setting["engine-0"], fault))
-            steps_before = setting.simulation.trainer.step
+            steps_before = setting.simulation.trainer.served_version
             await setting.at(20.0 + LIFE.heartbeat_timeout_s + 2 * LIFE.heartbeat_interval_s + 0.1)
             assert setting.serving == ["engine-1"] and setting["engine-0"].is_dead
             assert setting.fleet.states()["engine-0"] is EngineState.restarting
@@ -158,9 +158,9 @@ def test_without_any_engine_the_run_waits_says_so_once_and_goes_on_with_the_next
         async def look() -> None:
             await setting.at(20.0, setting["engine-0"].kill, setting["engine-1"].kill)
             await asyncio.sleep(BOOT_SECONDS - 1)
-            steps.append(setting.simulation.trainer.step)
+            steps.append(setting.simulation.trainer.served_version)
             await asyncio.sleep(60.0)
-            steps.append(setting.simulation.trainer.step)
+            steps.append(setting.simulation.trainer.served_version)
 
         await setting.run(look())
         assert steps[1] > steps[0] + 3
@@ -204,7 +204,7 @@ def test_after_the_deadline_without_engines_the_run_ends_with_a_checkpoint_from_
         setting.make = fails
         with pytest.raises(NoEngineError, match="no inference engine came back within engine.no_engine_timeout_s=50"):
             await setting.run(setting.at(20.0, setting["engine-0"].kill, setting["engine-1"].freeze))
-        step = setting.simulation.trainer.trained_step
+        step = setting.simulation.trainer.trained_version
         latest = Checkpointer(tmp_path, max_to_keep=0).usable().path
         assert latest is not None
         saved = read_state(latest)
@@ -238,7 +238,7 @@ def test_a_version_that_no_engine_is_left_to_serve_is_in_the_checkpoint(tmp_path
         publisher, load = setting.simulation.publisher, setting.simulation.publisher.load
 
         async def without_engines() -> object:
-            if setting.simulation.trainer.step == 8:
+            if setting.simulation.trainer.served_version == 8:
                 for engine in setting.engines.values():
                     engine.kill()
             return await load()
@@ -269,7 +269,7 @@ def test_contract_7_a_publish_that_ends_the_run_costs_no_token(tmp_path: Path) -
     newest = failed.trainer.newest_checkpoint
     assert newest is not None
     saved = read_state(newest)
-    assert saved.step == failed.trainer.trained_step == failed.trainer.step + 1
+    assert saved.step == failed.trainer.trained_version == failed.trainer.served_version + 1
     num_sampled = sum(engine.num_sampled_tokens for engine in failed.engines)
     num_running = sum(group.num_tokens for group in saved.running)
     assert (saved.totals["generated_tokens"] + num_running, saved.totals["wasted_tokens"]) == (num_sampled, 0)
@@ -550,7 +550,7 @@ def test_contract_6_whatever_fails_and_when_all_that_serve_after_a_publish_serve
         is_full = False
 
         async def checked(is_last_try: bool) -> object:
-            version = publisher._shelf._complete.version
+            version = publisher._slots._complete.version
             try:
                 return await load(is_last_try)
             finally:

@@ -143,7 +143,7 @@ def test_training_that_stands_in_line_for_its_devices_waits_and_processes_nothin
     async def main() -> None:
         simulation = build_simulation(job)
         await simulation.run()
-        stage = simulation.trainer._board.stage("train")
+        stage = simulation.trainer._run.board.stage("train")
         assert simulation.device_groups["policy"].statistics().seconds_waited["policy"] > 10.0
         assert stage.statistics()["processing_seconds"] == pytest.approx(simulation.trainer.totals.train_seconds)
 
@@ -168,7 +168,7 @@ def test_evaluations_before_and_after_training_are_items_of_the_validation_stage
         await trainer.run()
         versions = [0] if validates_only else [0, SLOW_PUBLISH.num_steps]
         assert [where.partition(" (")[0] for (where,) in seen] == [f"processing version {v}" for v in versions]
-        statistics = trainer._board.stage("validation").statistics()
+        statistics = trainer._run.board.stage("validation").statistics()
         assert statistics["items"] == len(versions) and statistics["processing_seconds"] > 0
         assert trainer.stages()[-1].state is StageState.DONE
 

@@ -18,7 +18,7 @@ from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.console import cells
-from skyrl_async.rollout.dynamic_sampling import NoSignal, SignalFilter
+from skyrl_async.rollout.dynamic_sampling import NoSignal, SignalFilter, SignalSettings
 from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
@@ -190,7 +190,7 @@ def test_contract_3_staleness_zero_trains_what_a_plain_loop_of_draw_until_full_t
 
     async def plain_loop() -> list[list[str]]:
         simulation = build_simulation(job, generator_over=lambda c: SomeConstant(c, 0.4))
-        steps, signal = [], SignalFilter(max_in_a_row=0, tolerance=0.0)
+        steps, signal = [], SignalFilter(SignalSettings(max_in_a_row=0, tolerance=0.0))
         for _ in range(job.num_steps):
             step: list[str] = []
             while len(step) < job.mini_batch_size:
@@ -205,8 +205,8 @@ def test_contract_3_staleness_zero_trains_what_a_plain_loop_of_draw_until_full_t
                 else:
                     await simulation.staleness.on_rollout_filtered(admission)
             steps.append(step)
-            await simulation.publisher.publish(simulation.staleness.version + 1)
-            await simulation.staleness.notify_capacity_change(simulation.staleness.version + 1)
+            await simulation.publisher.publish(simulation.staleness.served_version + 1)
+            await simulation.staleness.notify_capacity_change(simulation.staleness.served_version + 1)
         return steps
 
     assert [[uid(group) for group in step] for step in trained(asynchronous)] == run_in_virtual_time(plain_loop())
@@ -365,7 +365,7 @@ def row(reward: float, **columns) -> Trajectory:
 def test_a_group_has_a_signal_where_rewards_of_its_live_samples_differ(
     rows: list[Trajectory], reason: NoSignal | None
 ) -> None:
-    assert SignalFilter(max_in_a_row=0, tolerance=1e-6).judge("p", rows) is reason
+    assert SignalFilter(SignalSettings(max_in_a_row=0, tolerance=1e-6)).judge("p", rows) is reason
 
 
 def test_the_limit_is_thirty_mini_batches_unless_it_is_said() -> None:

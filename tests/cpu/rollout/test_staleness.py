@@ -63,22 +63,22 @@ class CapacityRule(RuleBasedStateMachine):
         if not self.manager.may_train(oldest.scheduled_version, self.num_free):
             assert any(a.index < oldest.index for a in self.running), "nothing would ever let it go"
             return
-        assert self.manager.version - oldest.scheduled_version <= self.bound
+        assert self.manager.served_version - oldest.scheduled_version <= self.bound
         drive(self.manager.on_rollout_trained(oldest.index))
         self.finished.remove(oldest)
         self.trained.append(oldest)
         self.num_free -= 1
         if self.num_free == 0:
             self.num_free = self.batch
-            drive(self.manager.notify_capacity_change(self.manager.version + 1))
+            drive(self.manager.notify_capacity_change(self.manager.served_version + 1))
 
     @invariant()
     def the_rule_holds(self) -> None:
         accepted = len(self.finished) + len(self.trained)
         assert len(self.running) <= self.most
-        assert accepted + len(self.running) <= (self.bound + self.manager.version + 1) * self.batch
+        assert accepted + len(self.running) <= (self.bound + self.manager.served_version + 1) * self.batch
         opened = [a.scheduled_version for a in self.running + self.finished]
-        assert all(self.manager.version - v <= self.bound for v in opened)
+        assert all(self.manager.served_version - v <= self.bound for v in opened)
         drive(self.manager.validate_state_at_epoch_end(len(self.trained)))
 
     @invariant()
@@ -86,11 +86,11 @@ class CapacityRule(RuleBasedStateMachine):
         opened = self.running + self.finished
         assert self.manager.first_open_index() == min((a.index for a in opened), default=None)
         num_of_version = Counter(a.scheduled_version for a in opened)
-        for scheduled in range(self.manager.version + 1):
+        for scheduled in range(self.manager.served_version + 1):
             for num_free in range(1, self.batch + 1):
                 is_place_left = all(
                     sum(n for v, n in num_of_version.items() if v <= due)
-                    < num_free + (due + self.bound - self.manager.version) * self.batch
+                    < num_free + (due + self.bound - self.manager.served_version) * self.batch
                     for due in num_of_version
                     if due < scheduled
                 )
@@ -243,7 +243,7 @@ def test_what_is_taken_up_from_a_checkpoint_fits_the_credits_and_the_bound(
             num_free -= 1
             if num_free == 0:
                 num_free = batch
-                drive(manager.notify_capacity_change(manager.version + 1))
+                drive(manager.notify_capacity_change(manager.served_version + 1))
 
 
 def test_no_more_groups_are_admitted_than_the_run_needs() -> None:

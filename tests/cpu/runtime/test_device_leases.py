@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from skyrl_async.errors import StateError
-from skyrl_async.runtime.device_leases import DeviceGroup, DeviceLease, LeaseQueue, Place, groups_by_member
+from skyrl_async.runtime.device_leases import DeviceGroup, DeviceLease, LeaseQueue, QueuedLease, groups_by_member
 from skyrl_async.simulator.clock import run_in_virtual_time
 
 MEMBERS = ("policy", "ref", "generate")
@@ -20,7 +20,7 @@ class ALine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.line, self.now = LeaseQueue(MEMBERS), 0.0
-        self.places: list[Place] = []
+        self.places: list[QueuedLease] = []
         self.num_held = self.num_entered = 0
         self.held = self.waited = 0.0
 
@@ -85,7 +85,7 @@ def test_one_holds_at_a_time_in_the_order_they_asked_whoever_is_cancelled_or_fai
             nonlocal is_held
             await asyncio.sleep(at)
             asked.append(number)
-            async with group.turn(member):
+            async with group.lease(member):
                 assert not is_held
                 is_held = True
                 begun.append(number)
@@ -121,7 +121,7 @@ def test_a_cancellation_at_any_await_keeps_no_turn_and_gives_none_away(victim: i
         group, served = DeviceGroup(MEMBERS), []
 
         async def visit(member: str) -> None:
-            async with group.turn(member):
+            async with group.lease(member):
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
                 served.append(member)
@@ -133,7 +133,7 @@ def test_a_cancellation_at_any_await_keeps_no_turn_and_gives_none_away(victim: i
         await asyncio.wait(tasks)
         assert served == [m for m, task in zip(MEMBERS, tasks, strict=True) if not task.cancelled()]
         assert set(MEMBERS) - set(served) <= {MEMBERS[victim]}
-        async with asyncio.timeout(1), group.turn("ref"):
+        async with asyncio.timeout(1), group.lease("ref"):
             pass
 
     run_in_virtual_time(main())
@@ -144,11 +144,11 @@ def test_it_says_who_held_the_devices_and_who_waited_for_how_long() -> None:
         group = DeviceGroup(MEMBERS)
 
         async def take() -> None:
-            async with group.turn("ref"):
+            async with group.lease("ref"):
                 await asyncio.sleep(2)
 
         async with asyncio.TaskGroup() as tasks:
-            async with group.turn("policy"):
+            async with group.lease("policy"):
                 tasks.create_task(take())
                 await asyncio.sleep(5)
                 assert group.statistics().waiting == ("ref",)
@@ -169,7 +169,7 @@ def test_groups_overlap_each_other() -> None:
         assert group_of["policy"] is group_of["logp"] is not group_of["ref"]
 
         async def work(stage: str) -> None:
-            async with group_of[stage].turn(stage):
+            async with group_of[stage].lease(stage):
                 await asyncio.sleep(1)
 
         async with asyncio.TaskGroup() as tasks:
@@ -183,9 +183,9 @@ def test_groups_overlap_each_other() -> None:
 def test_a_turn_inside_of_ones_own_is_refused_instead_of_waited_for() -> None:
     async def main() -> None:
         group = DeviceGroup(MEMBERS)
-        async with group.turn("policy"):
+        async with group.lease("policy"):
             with pytest.raises(StateError, match="ref asks for a turn inside of one of policy, of the same task"):
-                async with group.turn("ref"):
+                async with group.lease("ref"):
                     pytest.fail("had a turn")
             assert group.statistics().holder == "policy"
         assert group.statistics().holder is None
@@ -197,44 +197,44 @@ def test_a_stage_of_another_group_gets_no_turn() -> None:
     async def main() -> None:
         group = DeviceGroup(MEMBERS)
         with pytest.raises(StateError, match="expected one of policy, ref, generate, .* got 'reward'"):
-            async with group.turn("reward"):
+            async with group.lease("reward"):
                 pytest.fail("had a turn")
         assert group.statistics().holder is None
 
     run_in_virtual_time(main())
 
 
-def test_a_sitting_is_one_turn_over_several_calls_until_it_is_left() -> None:
+def test_a_lease_is_one_turn_over_several_calls_until_it_is_left() -> None:
     async def main() -> None:
         group = DeviceGroup(MEMBERS)
-        sitting = DeviceLease(group, "policy")
-        assert not sitting.is_held
-        await sitting.take()
-        await sitting.take()
+        lease = DeviceLease(group, "policy")
+        assert not lease.is_held
+        await lease.acquire()
+        await lease.acquire()
         async with group.lease_unless_held("policy"):
             assert group.statistics().num_turns["policy"] == 1
         other = asyncio.ensure_future(group.wanted())
-        waiting = asyncio.ensure_future(DeviceLease(group, "ref").take())
+        waiting = asyncio.ensure_future(DeviceLease(group, "ref").acquire())
         await other
-        assert sitting.is_held and not waiting.done()
-        sitting.leave()
-        sitting.leave()
+        assert lease.is_held and not waiting.done()
+        lease.release()
+        lease.release()
         await waiting
-        assert group.statistics().holder == "ref" and not sitting.is_held
-        taking = asyncio.ensure_future(sitting.take())
+        assert group.statistics().holder == "ref" and not lease.is_held
+        taking = asyncio.ensure_future(lease.acquire())
         await group.wanted()
         taking.cancel()
         await asyncio.wait([taking])
-        assert group.statistics().waiting == () and not sitting.is_held
+        assert group.statistics().waiting == () and not lease.is_held
 
     run_in_virtual_time(main())
 
 
-def test_a_sitting_without_a_group_holds_what_nobody_else_wants() -> None:
+def test_a_lease_without_a_group_holds_what_nobody_else_wants() -> None:
     async def main() -> None:
-        sitting = DeviceLease()
-        assert sitting.is_held
-        await sitting.take()
-        sitting.leave()
+        lease = DeviceLease()
+        assert lease.is_held
+        await lease.acquire()
+        lease.release()
 
     run_in_virtual_time(main())

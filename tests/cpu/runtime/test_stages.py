@@ -237,14 +237,14 @@ def test_a_turn_is_for_the_items_that_wait_and_ends_though_others_keep_coming() 
             inputs.put_nowait(item)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(
-                run_stage(stage, inputs, work, output, take_turn=lambda: group.turn("logp"), name_of=str)
+                run_stage(stage, inputs, work, output, lease_devices=lambda: group.lease("logp"), name_of=str)
             )
             await asyncio.sleep(0.5)
-            async with group.turn("policy"):
+            async with group.lease("policy"):
                 assert done == [0, 1, 2, 10] and loop.time() == 4.0
                 assert (stage.status().state, stage.status().item) == (StageState.WAITING_FOR_INPUT, "11")
                 await asyncio.sleep(1.0)
-            async with group.turn("policy"):
+            async with group.lease("policy"):
                 assert done == [0, 1, 2, 10, 11, 12, 20, 21] and loop.time() == 9.0
                 assert stage.statistics()["processing_seconds"] == 8.0
                 assert stage.statistics()["items"] == len(done)

@@ -48,7 +48,7 @@ class Apart:
         async def prepare(running: Running) -> None:
             parts = LogprobParts(ref=await self._workers("ref", running), old=await self._workers("logp", running))
             complete_by(running, parts, config=BOTH)
-            running.trainer._param_update._publisher = PublisherToWorkers(running.publisher, parts.old)
+            running.trainer._weight_update._publisher = PublisherToWorkers(running.publisher, parts.old)
             if resume is not None:
                 await running.trainer.resume(resume)
 
@@ -154,7 +154,7 @@ def test_contract_7_a_resumed_run_with_both_kinds_of_log_probs_has_the_losses_an
         step = running.policy.step
 
         async def dying(num_tokens: float) -> dict[str, float]:
-            if running.trainer.step == 1:
+            if running.trainer.served_version == 1:
                 raise KeyboardInterrupt
             return await step(num_tokens)
 

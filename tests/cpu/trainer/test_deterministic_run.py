@@ -13,7 +13,7 @@ from skyrl_async.algorithms.advantages import grpo_advantages
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
 from skyrl_async.composition.parts import _trainer_settings
-from skyrl_async.composition.time_sharing import device_groups, engine_time_sharing, policy_in_turn, training_lease
+from skyrl_async.composition.time_sharing import device_groups, engine_time_sharing, leasing_policy, training_lease
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.device_plan import DevicePlan
 from skyrl_async.data.dataloader import _AsyncDataloader
@@ -21,7 +21,7 @@ from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.preparation import reward_with
 from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.staleness_policies import staleness_policy
@@ -30,8 +30,9 @@ from skyrl_async.runtime.device_leases import DeviceGroup, groups_by_member
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
 from skyrl_async.tasks.tokenizer import train_tokenizer
-from skyrl_async.trainer.fully_async import FullyAsyncTrainer, TrainerSettings
-from skyrl_async.trainer.validation import ValidationSettings
+from skyrl_async.trainer.fully_async import FullyAsyncTrainer
+from skyrl_async.trainer.run import TrainerCallbacks, make_run
+from skyrl_async.trainer.settings import AdmissionSettings, TrainerSettings, ValidationSettings
 from skyrl_async.training.backends.settings import LoraSettings, TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import PauseMode, Prompt, SamplingParams
@@ -164,14 +165,14 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
     client = InferenceEngineClient([engine], tokenizer=tokenizer, max_model_len=256)
     policy = InProcessPolicy(settings)
     groups = device_groups(job.plan) or groups_by_member([job.shared_by] if job.shared_by else [])
-    in_turn = policy_in_turn(policy, groups)
+    leasing = leasing_policy(policy, groups)
     clock = asyncio.get_running_loop().time
     turns = engine_time_sharing(
         groups, client, shortest_s=0.05, is_busy=lambda: client.pool.is_busy, trace=trace, clock=clock
     )
     publisher = WeightPublisher(
         client=client,
-        policy=in_turn,
+        policy=leasing,
         hold_engines=turns.holding if turns else nullcontext,
         directory=directory / "buckets",
         bucket_bytes=1 << 20,
@@ -185,24 +186,15 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         for i in range(10)
     ]
     dataloader = _AsyncDataloader(prompts, seed=0)
-    staleness = _AsyncStalenessManager(3 * (job.max_staleness_steps + 1), 3, job.max_staleness_steps, 3 * NUM_STEPS)
-    buffer = GroupBuffer(3 * (job.max_staleness_steps + 1))
-    workers = GenerationWorkers(
-        dataloader=dataloader,
-        staleness=staleness,
-        buffer=buffer,
-        generator=GymGenerator(
-            client, ChatRenderer(tokenizer), make_environment=lambda name, extras: ENVIRONMENTS[name]()
-        ),
-        settings=RolloutSettings(
-            num_samples=3, sampling=job.sampling, seed=0, max_retries=0, max_failed_fraction=0.0, timeout_s=1e6
-        ),
-        trace=trace,
-        collect_open_tokens=client.collect_open_tokens,
-    )
     running: list[Running] = []
-    trainer = FullyAsyncTrainer(
-        settings=TrainerSettings(
+    run = make_run(
+        TrainerSettings(
+            admission=AdmissionSettings(
+                max_concurrent_groups=3 * (job.max_staleness_steps + 1), max_staleness_steps=job.max_staleness_steps
+            ),
+            rollout=RolloutSettings(
+                num_samples=3, sampling=job.sampling, seed=0, max_retries=0, max_failed_fraction=0.0, timeout_s=1e6
+            ),
             mini_batch_size=3,
             num_steps=NUM_STEPS,
             staleness_policy=staleness_policy("wait"),
@@ -214,19 +206,23 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
             publishes_between_batches=job.publishes_between_batches,
         ),
         dataloader=dataloader,
-        staleness=staleness,
-        buffer=buffer,
-        workers=workers,
-        policy=in_turn,
-        turn=training_lease(groups),
-        publisher=publisher,
+        client=client,
+        generator=GymGenerator(
+            client, ChatRenderer(tokenizer), make_environment=lambda name, extras: ENVIRONMENTS[name]()
+        ),
         evaluator=None,
-        checkpointer=Checkpointer(directory / "checkpoints", max_to_keep=0),
-        advantages=grpo_advantages,
-        log=lambda step, values: running[0].logged.append(values),
+        callbacks=TrainerCallbacks(log=lambda step, values: running[0].logged.append(values)),
         trace=trace,
     )
-    running.append(Running(trainer, engine, policy, publisher, workers, dataloader, staleness, turns, groups))
+    trainer = FullyAsyncTrainer(
+        run,
+        policy=leasing,
+        publisher=publisher,
+        prepare={"reward": reward_with(grpo_advantages)},
+        checkpointer=Checkpointer(directory / "checkpoints", max_to_keep=0),
+        lease=training_lease(groups),
+    )
+    running.append(Running(trainer, engine, policy, publisher, run.workers, dataloader, run.staleness, turns, groups))
     return running[0]
 
 
@@ -410,7 +406,7 @@ def test_contract_7_a_resumed_run_has_the_losses_and_weights_of_one_that_was_not
         step = running.policy.step
 
         async def dying(num_tokens: int) -> dict[str, float]:
-            if running.trainer.step == 1:
+            if running.trainer.served_version == 1:
                 raise KeyboardInterrupt
             return await step(num_tokens)
 

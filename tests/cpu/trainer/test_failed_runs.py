@@ -86,7 +86,7 @@ def test_a_failure_in_an_optimizer_step_lets_it_end_and_saves_and_logs_it(
     path = simulation.trainer.newest_checkpoint
     assert path is not None, "whatever the moment"
     step = read_state(path).step
-    assert step == simulation.trainer.trained_step > 0
+    assert step == simulation.trainer.trained_version > 0
     logged = [step for step, values in simulation.logged if "timing/step" in values]
     assert logged == steps_of_groups == list(range(1, step + 1)), "each step of the checkpoint has its line, once"
 
@@ -203,14 +203,14 @@ def test_a_step_that_waits_for_a_publish_which_fails_has_its_line_too(tmp_path: 
 
     simulation = run_in_virtual_time(main())
     logged = [step for step, values in simulation.logged if "timing/step" in values]
-    assert logged == list(range(1, simulation.trainer.trained_step + 1)) == [1, 2, 3, 4, 5, 6]
+    assert logged == list(range(1, simulation.trainer.trained_version + 1)) == [1, 2, 3, 4, 5, 6]
     assert simulation.trainer.newest_checkpoint == tmp_path / "global_step_6"
 
 
 def test_a_last_evaluation_that_fails_leaves_a_complete_run_and_says_so() -> None:
     class JudgeGoesDown(ModelledGenerator):
         async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-            if request.is_evaluation and simulation[0].trainer.step == 6:
+            if request.is_evaluation and simulation[0].trainer.served_version == 6:
                 raise RuntimeError("the judge is down")
             return await super().generate(request)
 
@@ -223,5 +223,5 @@ def test_a_last_evaluation_that_fails_leaves_a_complete_run_and_says_so() -> Non
 
     run_in_virtual_time(main())
     trainer = simulation[0].trainer
-    assert trainer.is_complete and trainer.trained_step == 6 and trainer.reward_after is None
+    assert trainer.is_complete and trainer.trained_version == 6 and trainer.reward_after is None
     assert "the judge is down" in str(trainer.evaluation_failure)

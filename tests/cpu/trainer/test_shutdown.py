@@ -60,7 +60,7 @@ def stopped_after(
 
     async def main() -> tuple[Simulation, float]:
         stop = ShutdownRequest()
-        simulation = build_simulation(settings, checkpoint_dir=directory, stop=stop, **parts)
+        simulation = build_simulation(settings, checkpoint_dir=directory, shutdown=stop, **parts)
         asyncio.get_running_loop().call_later(seconds, stop.ask, patience_s)
         await simulation.trainer.run()
         assert len(asyncio.all_tasks()) == 1
@@ -115,7 +115,7 @@ def test_contract_7_a_stopped_run_ends_in_time_and_loses_no_finished_group(
         return
     saved = read_state(path)
     finished = simulation.dataloader.statistics()["finished"]
-    assert len(saved.groups) == finished and saved.step == simulation.trainer.trained_step
+    assert len(saved.groups) == finished and saved.step == simulation.trainer.trained_version
     assert saved.totals["trained_groups"] + len(saved.groups) == simulation.workers.counts["groups"]
     assert [g.admission_index for g in saved.groups] == sorted(g.admission_index for g in saved.groups)
 
@@ -135,7 +135,7 @@ def test_contract_7_a_run_that_cannot_go_on_saves_what_there_is_and_ends_with_th
 
     async def main() -> Simulation:
         stop = ShutdownRequest()
-        simulation = build_simulation(settings, checkpoint_dir=tmp_path, stop=stop)
+        simulation = build_simulation(settings, checkpoint_dir=tmp_path, shutdown=stop)
         asyncio.get_running_loop().call_later(at, stop.fail, gone)
         with pytest.raises(InferenceError) as raised:
             await simulation.trainer.run()
@@ -146,7 +146,7 @@ def test_contract_7_a_run_that_cannot_go_on_saves_what_there_is_and_ends_with_th
     path = simulation.trainer.newest_checkpoint
     assert path is not None
     saved = read_state(path)
-    assert saved.step == simulation.trainer.trained_step
+    assert saved.step == simulation.trainer.trained_version
     assert len(saved.groups) == simulation.dataloader.statistics()["finished"]
     again = resumed(path, settings)
     counts = Counter([*trained(simulation)[: saved.totals["trained_groups"]], *trained(again)])
@@ -163,7 +163,7 @@ def test_what_fails_once_a_run_cannot_go_on_does_not_hide_the_reason(tmp_path: P
                 stop.fail(InferenceError("the endpoint is gone"))
                 raise NoEngineError("no engine")
 
-        simulation = build_simulation(LONG_TAILED, checkpoint_dir=tmp_path, stop=stop, generator_over=FailsWithIt)
+        simulation = build_simulation(LONG_TAILED, checkpoint_dir=tmp_path, shutdown=stop, generator_over=FailsWithIt)
         with pytest.raises(InferenceError, match="the endpoint is gone"):
             await simulation.trainer.run()
 
@@ -197,7 +197,7 @@ def test_a_step_that_lacks_a_group_is_left_and_what_was_accumulated_is_kept(tmp_
 def test_a_step_whose_groups_come_in_time_is_finished(tmp_path: Path) -> None:
     settings = replace(LONG_TAILED, max_staleness_steps=0, sigma=0.0, stream_mini_batch=False)
     half_way, _ = stopped_after(0.6, 60.0, settings, tmp_path)
-    assert half_way.trainer.step == 1 and half_way.trainer.newest_checkpoint == tmp_path / "global_step_1"
+    assert half_way.trainer.served_version == 1 and half_way.trainer.newest_checkpoint == tmp_path / "global_step_1"
 
 
 def test_a_checkpoint_just_written_is_not_written_again(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_checkpoint_just_written_is_not_written_again(tmp_path: Path) -> None:
 
     async def main() -> None:
         stop = ShutdownRequest()
-        simulation = build_simulation(settings, checkpoint_dir=tmp_path, stop=stop)
+        simulation = build_simulation(settings, checkpoint_dir=tmp_path, shutdown=stop)
 
         class StopsWhileSaving(ModelledPolicy):
             async def save(self, directory: Path) -> None:
@@ -214,9 +214,9 @@ def test_a_checkpoint_just_written_is_not_written_again(tmp_path: Path) -> None:
                 stop.ask(10.0)
                 await super().save(directory)
 
-        simulation.trainer._policy = simulation.trainer._param_update._policy = StopsWhileSaving()
+        simulation.trainer._policy = simulation.trainer._weight_update._policy = StopsWhileSaving()
         await simulation.trainer.run()
-        assert simulation.trainer.step == 1
+        assert simulation.trainer.served_version == 1
 
     run_in_virtual_time(main())
     assert len(writes) == 1
@@ -247,7 +247,9 @@ def test_evaluations_are_cut_short_whether_before_beside_or_after_training(tmp_p
     assert ended <= at + 8.0 + 1.0 + STEP_S
     assert simulation.trainer.reward_after is None
     assert (simulation.trainer.newest_checkpoint is None) == (at < 1), "nothing was trained yet"
-    assert simulation.trainer.is_complete == (simulation.trainer.step == 4), "then the policy is still exported"
+    assert simulation.trainer.is_complete == (simulation.trainer.served_version == 4), (
+        "then the policy is still exported"
+    )
 
 
 class NoRoomPolicy(ModelledPolicy):
@@ -268,7 +270,7 @@ class NoRoomPolicy(ModelledPolicy):
 def run_with(policy: ModelledPolicy, settings: SimulationSettings, directory: Path) -> Simulation:
     async def main() -> Simulation:
         simulation = build_simulation(settings, checkpoint_dir=directory)
-        simulation.trainer._policy = simulation.trainer._param_update._policy = policy
+        simulation.trainer._policy = simulation.trainer._weight_update._policy = policy
         await simulation.trainer.run()
         return simulation
 
@@ -308,7 +310,7 @@ def test_a_checkpoint_that_fails_is_one_warning_and_a_figure_and_the_next_one_is
 ) -> None:
     settings = replace(LONG_TAILED, num_steps=6, num_epochs=None, checkpoint_interval_steps=2)
     simulation = run_with(NoRoomPolicy({2}), settings, tmp_path)
-    assert simulation.trainer.step == 6
+    assert simulation.trainer.served_version == 6
     failures = {step: values["checkpoint/failures"] for step, values in simulation.logged}
     assert failures == {1: 0, 2: 0, 3: 0, 4: 1, 5: 1, 6: 1}
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
@@ -321,7 +323,7 @@ def test_a_checkpoint_that_fails_is_one_warning_and_a_figure_and_the_next_one_is
 def test_a_last_checkpoint_that_fails_is_known_when_the_run_has_ended(tmp_path: Path) -> None:
     settings = replace(LONG_TAILED, num_steps=5, num_epochs=None, checkpoint_interval_steps=2)
     simulation = run_with(NoRoomPolicy({3}), settings, tmp_path)
-    assert simulation.trainer.step == 5
+    assert simulation.trainer.served_version == 5
     assert "No space left" in str(simulation.trainer.checkpoint_failure)
     latest = Checkpointer(tmp_path, max_to_keep=0).usable()
     assert latest is not None and latest.state.step == 4
@@ -416,7 +418,7 @@ def test_a_stop_while_an_engine_is_frozen_saves_and_ends_in_time(method: str, tm
             engines.append(FreezesIn(model, method) if model.name == "engine-0" else FaultyEngine(model))
             return engines[-1]
 
-        simulation = build_simulation(settings, checkpoint_dir=tmp_path, stop=stop, engine_around=around)
+        simulation = build_simulation(settings, checkpoint_dir=tmp_path, shutdown=stop, engine_around=around)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(simulation.trainer.run())
             await engines[0].has_frozen.wait()
@@ -426,7 +428,7 @@ def test_a_stop_while_an_engine_is_frozen_saves_and_ends_in_time(method: str, tm
             asked = loop.time()
         assert loop.time() <= asked + 5.0 + 2 * GRACE_S + STEP_S
         newest = simulation.trainer.newest_checkpoint
-        assert newest is not None and read_state(newest).step == simulation.trainer.trained_step > 0
+        assert newest is not None and read_state(newest).step == simulation.trainer.trained_version > 0
 
     run_in_virtual_time(main())
 
@@ -442,7 +444,7 @@ def test_a_second_signal_ends_a_run_with_a_frozen_engine_at_once(method: str) ->
             engines.append(FreezesIn(model, method) if model.name == "engine-0" else FaultyEngine(model))
             return engines[-1]
 
-        simulation = build_simulation(FREEZING, stop=stop, engine_around=around)
+        simulation = build_simulation(FREEZING, shutdown=stop, engine_around=around)
         running = asyncio.ensure_future(simulation.trainer.run())
         await engines[0].has_frozen.wait()
         await asyncio.sleep(3.0)
@@ -534,11 +536,11 @@ def test_a_stop_while_no_engine_can_take_a_trained_step_saves_it(tmp_path: Path)
 
     async def main() -> Simulation:
         stop = ShutdownRequest()
-        simulation = build_simulation(settings, checkpoint_dir=tmp_path, stop=stop)
+        simulation = build_simulation(settings, checkpoint_dir=tmp_path, shutdown=stop)
         loop, load = asyncio.get_running_loop(), simulation.publisher.load
 
         async def no_engine_is_there():
-            if simulation.trainer.step == 2:
+            if simulation.trainer.served_version == 2:
                 loop.call_later(50.0, stop.ask, 10.0)
                 await asyncio.Event().wait()
             return await load()
@@ -548,7 +550,9 @@ def test_a_stop_while_no_engine_can_take_a_trained_step_saves_it(tmp_path: Path)
         return simulation
 
     simulation = run_in_virtual_time(main())
-    assert (simulation.trainer.step, simulation.trainer.trained_step) == (2, 4), "a step is made beside the load"
+    assert (simulation.trainer.served_version, simulation.trainer.trained_version) == (2, 4), (
+        "a step is made beside the load"
+    )
     newest = simulation.trainer.newest_checkpoint
     assert newest is not None
     saved = read_state(newest)

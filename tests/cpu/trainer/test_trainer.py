@@ -91,8 +91,8 @@ def test_contract_3_staleness_zero_trains_what_a_plain_loop_trains() -> None:
                 await simulation.staleness.on_rollout_trained(admission.index)
             await simulation.dataloader.mark_consumed_uids([key for _, key, _ in requests])
             steps.append(groups)
-            await simulation.publisher.publish(simulation.staleness.version + 1)
-            await simulation.staleness.notify_capacity_change(simulation.staleness.version + 1)
+            await simulation.publisher.publish(simulation.staleness.served_version + 1)
+            await simulation.staleness.notify_capacity_change(simulation.staleness.served_version + 1)
         return steps
 
     assert asynchronous.policy.steps[:-1] == run_in_virtual_time(plain_loop())
@@ -334,7 +334,7 @@ def test_contract_7_a_resumed_run_trains_what_an_uninterrupted_one_trains(tmp_pa
         simulation = build_simulation(settings, checkpoint_dir=tmp_path)
 
         async def die_at_step_5(num_tokens: int) -> dict[str, float]:
-            if simulation.trainer.step == 4:
+            if simulation.trainer.served_version == 4:
                 raise KeyboardInterrupt
             simulation.policy.steps.append([])
             return {}

@@ -106,7 +106,7 @@ def test_each_step_is_trained_then_published_and_only_then_sampled_from(
         for begin, group in zip(begins, groups, strict=True):
             assert all(loaded[v][1] <= begin for row in group for v in row.versions)
     assert simulation.trainer.totals.staleness_max <= bound
-    assert simulation.trainer.step == simulation.trainer.trained_step == settings.num_steps
+    assert simulation.trainer.served_version == simulation.trainer.trained_version == settings.num_steps
 
 
 def test_the_next_step_is_worked_on_while_engines_get_the_last_one() -> None:
@@ -346,7 +346,7 @@ def test_a_publish_that_fails_beside_an_optimizer_step_cuts_it_not_off_and_the_s
             return await step(num_tokens)
 
         async def failing() -> object:
-            if simulation.trainer.step == 2:
+            if simulation.trainer.served_version == 2:
                 stepping.clear()
                 await stepping.wait()
                 await asyncio.sleep(1.0)
@@ -359,7 +359,7 @@ def test_a_publish_that_fails_beside_an_optimizer_step_cuts_it_not_off_and_the_s
         with pytest.raises(PublishError, match="refused"):
             await simulation.trainer.run()
         assert failed_at == [4], "the step went on after the failure"
-        assert (simulation.trainer.step, simulation.trainer.trained_step) == (2, 4)
+        assert (simulation.trainer.served_version, simulation.trainer.trained_version) == (2, 4)
         checkpoint = Checkpointer(tmp_path, max_to_keep=0).usable()
         assert checkpoint is not None and checkpoint.state.step == 4
 
@@ -540,11 +540,13 @@ def test_a_stop_after_a_step_that_is_not_due_publishes_it_not(tmp_path: Path) ->
 
     async def main() -> None:
         stop = ShutdownRequest()
-        simulation = build_simulation(replace(ONE_STEP_OFF, publish_every_steps=2), checkpoint_dir=tmp_path, stop=stop)
+        simulation = build_simulation(
+            replace(ONE_STEP_OFF, publish_every_steps=2), checkpoint_dir=tmp_path, shutdown=stop
+        )
         events, step = events_of(simulation), simulation.policy.step
 
         async def last(num_tokens: float) -> dict[str, float]:
-            if simulation.trainer.trained_step == 2:
+            if simulation.trainer.trained_version == 2:
                 stop.ask(10.0)
             return await step(num_tokens)
 
@@ -552,7 +554,7 @@ def test_a_stop_after_a_step_that_is_not_due_publishes_it_not(tmp_path: Path) ->
         await simulation.trainer.run()
         assert sorted(spans_of("gather", events)) == [0, 2]
         checkpoint = Checkpointer(tmp_path, max_to_keep=0).usable()
-        assert checkpoint is not None and checkpoint.state.step == simulation.trainer.trained_step == 3
+        assert checkpoint is not None and checkpoint.state.step == simulation.trainer.trained_version == 3
 
     run_in_virtual_time(main())
 
@@ -560,7 +562,7 @@ def test_a_stop_after_a_step_that_is_not_due_publishes_it_not(tmp_path: Path) ->
 def test_a_stop_cuts_the_last_publish_short_and_saves_in_time(tmp_path: Path) -> None:
     async def main() -> None:
         stop, loop = ShutdownRequest(), asyncio.get_running_loop()
-        simulation = build_simulation(ENDING, checkpoint_dir=tmp_path, stop=stop)
+        simulation = build_simulation(ENDING, checkpoint_dir=tmp_path, shutdown=stop)
         send = simulation.publisher.send
 
         async def hanging(version: int) -> bool:
@@ -640,7 +642,7 @@ def test_without_pinning_each_evaluation_is_logged_at_a_version_that_its_tokens_
 @settings(max_examples=10, deadline=None)
 def test_pinned_evaluations_hold_up_no_bound_for_ever(bound: int, every: int, sigma: float) -> None:
     simulation, _ = run(replace(VALIDATING, max_staleness_steps=bound, eval_interval_steps=every, sigma=sigma))
-    assert simulation.trainer.step == VALIDATING.num_steps
+    assert simulation.trainer.served_version == VALIDATING.num_steps
     assert all(step == oldest == newest for step, oldest, newest in evaluations_of(simulation))
     assert simulation.trainer.totals.staleness_max <= bound
 
@@ -652,7 +654,7 @@ def test_a_run_that_only_validates_trains_nothing() -> None:
         return simulation
 
     simulation = run_in_virtual_time(main())
-    assert simulation.trainer.step == 0 and simulation.policy.steps == [[]]
+    assert simulation.trainer.served_version == 0 and simulation.policy.steps == [[]]
     assert simulation.trainer.first_evaluation is not None and simulation.trainer.first_evaluation.reward == 0.0
     assert [step for step, _, _ in evaluations_of(simulation)] == [0]
 
@@ -680,7 +682,9 @@ def interrupted_while_evaluating(directory: Path) -> int:
 
     async def main() -> int:
         stop, loop = ShutdownRequest(), asyncio.get_running_loop()
-        simulation = build_simulation(replace(OWING, checkpoint_interval_steps=4), checkpoint_dir=directory, stop=stop)
+        simulation = build_simulation(
+            replace(OWING, checkpoint_interval_steps=4), checkpoint_dir=directory, shutdown=stop
+        )
         request = simulation.trainer._validation.request
 
         def requested(version: int) -> None:
@@ -691,7 +695,7 @@ def interrupted_while_evaluating(directory: Path) -> int:
         simulation.trainer._validation.request = requested
         await simulation.trainer.run()
         assert [step for step, *_ in evaluations_of(simulation)] == [0]
-        return simulation.trainer.trained_step
+        return simulation.trainer.trained_version
 
     return run_in_virtual_time(main())
 

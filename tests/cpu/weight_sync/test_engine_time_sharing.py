@@ -140,7 +140,7 @@ def test_whatever_shares_devices_and_however_staleness_is_bound_every_step_is_tr
         seed=seed,
     )
     simulation = run(job, prepare_with=logprob_stages)
-    assert simulation.trainer.step == simulation.trainer.trained_step == job.num_steps
+    assert simulation.trainer.served_version == simulation.trainer.trained_version == job.num_steps
     assert [len(step) for step in simulation.policy.steps] == [job.mini_batch_size] * job.num_steps + [0]
     if job.staleness_policy == "wait":
         assert simulation.trainer.totals.staleness_max <= bound
@@ -176,7 +176,7 @@ def test_engines_that_die_in_any_turn_cost_no_group() -> None:
         simulation.engines[0].pause = dying
         await simulation.run()
         assert simulation.client.engines == (simulation.engines[1],)
-        assert simulation.trainer.trained_step == SHARED.num_steps
+        assert simulation.trainer.trained_version == SHARED.num_steps
 
     run_in_virtual_time(main())
 
@@ -207,7 +207,7 @@ class Setting:
         return await self.client.generate_tokens((1,), SamplingParams(max_tokens=1000))
 
     async def compute(self, seconds: float) -> None:
-        async with self.group.turn("ref"):
+        async with self.group.lease("ref"):
             await asyncio.sleep(seconds)
 
 

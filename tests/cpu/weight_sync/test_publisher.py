@@ -624,7 +624,7 @@ def test_contract_6_a_probe_that_no_engine_answers_proves_nothing() -> None:
     async def main() -> None:
         setting = Setting(0)
         setting.client = InferenceEngineClient([Mute("mute")], tokenizer=Letters(), max_model_len=100)
-        setting.publisher._proof._client = setting.client
+        setting.publisher._verifier._client = setting.client
         await setting.publisher.check(0, is_first=False)
 
     with pytest.raises(NoEngineError, match="no inference engine survived the probe"):
@@ -634,7 +634,7 @@ def test_contract_6_a_probe_that_no_engine_answers_proves_nothing() -> None:
 def test_contract_6_a_prompt_that_fills_the_context_is_probed_at_its_end() -> None:
     async def main() -> dict[str, float]:
         setting = Setting(1)
-        setting.publisher._proof._probe_prompt_token_ids = tuple(range(100))
+        setting.publisher._verifier._probe_prompt_token_ids = tuple(range(100))
         await setting.publisher.publish(0)
         return await setting.publisher.check(0, is_first=True)
 
@@ -720,7 +720,7 @@ def test_a_publish_cancelled_while_engines_load_elsewhere_leaves_all_of_them_on_
         await asyncio.sleep(at)
         publishing.cancel()
         await asyncio.wait([publishing])
-        version = publisher._shelf.serving_version
+        version = publisher._slots.serving_version
         assert not any(engine.is_paused for engine in setting.engines)
         assert setting.client.policy_version == version in (1, 2)
         assert await setting.versions_served() <= {version}

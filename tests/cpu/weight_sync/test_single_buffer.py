@@ -64,7 +64,7 @@ class Mortal:
 
 
 def assert_versions_are_kept_apart(simulation: Simulation, job: SimulationSettings) -> None:
-    assert simulation.trainer.step == job.num_steps
+    assert simulation.trainer.served_version == job.num_steps
     assert simulation.trainer.totals.staleness_max <= job.max_staleness_steps
     evaluated = [
         (step, v["eval/version_min"], v["eval/version_max"]) for step, v in simulation.logged if "reward/eval" in v

@@ -1,0 +1,131 @@
+"""What every stage of a training run uses, put together.
+
+dataloader, client, generator, settings ──make_run──> Run: staleness manager, buffer, workers, stages, recorder, watchdog
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from skyrl_async.data.dataloader import _AsyncDataloader
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.metrics.recorder import Recorder
+from skyrl_async.metrics.stage_trace import trace_stages
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.generator import Generator
+from skyrl_async.rollout.staleness import _AsyncStalenessManager
+from skyrl_async.rollout.watchdog import Sources, Watchdog
+from skyrl_async.rollout.worker import GenerationWorkers
+from skyrl_async.runtime.shutdown import ShutdownRequest
+from skyrl_async.runtime.stage_board import StageBoard
+from skyrl_async.trainer.evaluator import Evaluator
+from skyrl_async.trainer.settings import TrainerSettings
+from skyrl_async.types import Group
+
+Log = Callable[[int, dict[str, float]], None]
+"""Takes (step, values by metric name)."""
+LogGroups = Callable[[int, Sequence[Group]], None]
+"""Takes (policy version trained at, groups) of each step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerCallbacks:
+    """Who is told what a trainer does."""
+
+    log: Log
+    log_groups: LogGroups = lambda version, groups: None
+    show_stuck: Callable[[Sequence[str]], None] = lambda lines: None
+    """Takes a line for each thing that takes too long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The parts that exist once in a run and that several stages share."""
+
+    settings: TrainerSettings
+    dataloader: _AsyncDataloader
+    staleness: _AsyncStalenessManager
+    """Admits groups, and holds the two version numbers: trained, and served by every engine."""
+    buffer: GroupBuffer
+    workers: GenerationWorkers
+    recorder: Recorder
+    board: StageBoard
+    shutdown: ShutdownRequest = field(default_factory=ShutdownRequest)
+    """Ends the run early."""
+    watchdog: Watchdog | None = None
+    """Names what takes too long; None: nobody does."""
+
+
+def make_run(
+    settings: TrainerSettings,
+    *,
+    dataloader: _AsyncDataloader,
+    client: InferenceEngineClient,
+    generator: Generator,
+    evaluator: Evaluator | None,
+    callbacks: TrainerCallbacks,
+    trace: Trace,
+    shutdown: ShutdownRequest | None = None,
+    make_buffer: Callable[[int], GroupBuffer] = GroupBuffer,
+) -> Run:
+    """Put the parts of a run together, for real and simulated runs alike.
+
+    Args:
+        settings: the schedule.
+        dataloader: gives prompts.
+        client: knows which engines are there, and what was sampled for groups that were aborted.
+        generator: plays a group over it.
+        evaluator: the watchdog looks at its rollouts too.
+        callbacks: take metrics, trained groups, and what takes too long.
+        trace: one span per stage, group and timed part of a step.
+        shutdown: ends the run early; None makes one.
+        make_buffer: takes the most groups held at a time.
+    """
+    admission, mini_batch_size = settings.admission, settings.mini_batch_size
+    staleness = _AsyncStalenessManager(
+        admission.max_concurrent_groups,
+        mini_batch_size,
+        admission.max_staleness_steps,
+        None if settings.num_steps is None else settings.num_steps * mini_batch_size,
+        limits_buffered_groups=admission.limits_buffered_groups,
+        admits_whole_batches=admission.admits_whole_batches,
+    )
+    buffer = make_buffer(mini_batch_size * (admission.max_staleness_steps + 1))
+    board = StageBoard(on_left=trace_stages(trace))
+    workers = GenerationWorkers(
+        dataloader=dataloader,
+        staleness=staleness,
+        buffer=buffer,
+        generator=generator,
+        client=client,
+        settings=settings.rollout,
+        trace=trace,
+        board=board,
+    )
+    watchdog = None
+    if settings.stall_warning_s is not None:
+        watchdog = Watchdog(
+            Sources(
+                rollouts=lambda: [*workers.statuses(), *(evaluator.statuses() if evaluator is not None else ())],
+                stages=trace.open_spans,
+            ),
+            threshold_s=settings.stall_warning_s,
+            log=lambda values: callbacks.log(staleness.served_version, values),
+            show=callbacks.show_stuck,
+        )
+    return Run(
+        settings=settings,
+        dataloader=dataloader,
+        staleness=staleness,
+        buffer=buffer,
+        workers=workers,
+        recorder=Recorder(
+            log=callbacks.log,
+            trace=trace,
+            log_groups=callbacks.log_groups,
+            generation_counts=lambda: workers.counts,
+        ),
+        board=board,
+        shutdown=shutdown or ShutdownRequest(),
+        watchdog=watchdog,
+    )
