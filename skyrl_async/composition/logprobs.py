@@ -35,7 +35,6 @@ from skyrl_async.training.protocol import Policy
 from skyrl_async.training.workers.logprob_stage import ComputeLogprobs, LogprobStageWork
 from skyrl_async.training.workers.logprob_workers import ForwardWorkers, LogprobWorkers
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory
-from skyrl_async.weight_sync.publisher import PublishTimes, WeightPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -181,51 +180,6 @@ def stage_works(
     if POLICY_LOSSES.entry(algorithm.policy_loss_type).needs_old_logprobs:
         works["logp"] = work_of(LogprobModel.POLICY, "logp", parts.old)
     return works
-
-
-class PublisherToWorkers:
-    """A publisher whose versions are also loaded by workers that recompute log-probs, after the engines serve them."""
-
-    def __init__(self, publisher: WeightPublisher, workers: LogprobWorkers) -> None:
-        self._publisher = publisher
-        self._workers = workers
-
-    @property
-    def keeps_version_before(self) -> bool:
-        """See ``WeightPublisher``."""
-        return self._publisher.keeps_version_before
-
-    def trained(self, version: int) -> None:
-        """See ``WeightPublisher``."""
-        self._publisher.trained(version)
-
-    async def gather(self, version: int) -> None:
-        """See ``WeightPublisher``."""
-        await self._publisher.gather(version)
-
-    async def send(self, version: int) -> bool:
-        """See ``WeightPublisher``."""
-        return await self._publisher.send(version)
-
-    async def load(self) -> PublishTimes | None:
-        """See ``WeightPublisher``. Raises ``TrainingError`` where the workers cannot load it."""
-        times = await self._publisher.load()
-        await self._load_workers()
-        return times
-
-    async def publish(self, version: int) -> PublishTimes:
-        """See ``WeightPublisher``. Raises ``TrainingError`` where the workers cannot load it."""
-        times = await self._publisher.publish(version)
-        await self._load_workers()
-        return times
-
-    async def _load_workers(self) -> None:
-        assert self._publisher.serving is not None, "it was published"
-        await self._workers.load_weights(self._publisher.serving)
-
-    async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
-        """See ``WeightPublisher``."""
-        return await self._publisher.check(version, is_first=is_first)
 
 
 def _of_policy(policy: Policy, model: LogprobModel) -> ComputeLogprobs:

@@ -17,7 +17,7 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.composition.algorithms import make_advantages
 from skyrl_async.composition.data import Prompts, epoch_plan
-from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
+from skyrl_async.composition.logprobs import LogprobParts, stage_works
 from skyrl_async.composition.processes import Endpoint
 from skyrl_async.composition.rewards import check_reward_shaping, environment_factory, reward_shapes
 from skyrl_async.composition.time_sharing import lease_values, leasing_policy, training_lease
@@ -194,7 +194,7 @@ def make_trainer(
     return FullyAsyncTrainer(
         run,
         policy=leasing,
-        publisher=publisher if logprobs.old is None else PublisherToWorkers(publisher, logprobs.old),
+        publisher=publisher,
         prepare={
             "reward": reward_with(advantages.of_stage, reward_shapes(config)),
             **stage_works(config, leasing, logprobs, device_groups),

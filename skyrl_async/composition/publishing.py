@@ -6,6 +6,7 @@ would not fit.
 
 import contextlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from skyrl_async.chat import ChatRenderer
@@ -23,7 +24,7 @@ from skyrl_async.types import PauseMode
 from skyrl_async.weight_sync.broadcast import WeightBroadcast
 from skyrl_async.weight_sync.device_sharing import files_alone, sharing
 from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
-from skyrl_async.weight_sync.publisher import WeightPublisher
+from skyrl_async.weight_sync.publisher import Follower, WeightPublisher
 from skyrl_async.weight_sync.shm_capacity import require_room
 
 
@@ -37,6 +38,7 @@ def make_publisher(
     trace: Trace,
     stack: contextlib.ExitStack | contextlib.AsyncExitStack,
     hold_engines: HoldEngines = contextlib.nullcontext,
+    followers: Sequence[Follower] = (),
 ) -> WeightPublisher:
     """A publisher; its buckets are deleted with ``stack``.
 
@@ -58,6 +60,7 @@ def make_publisher(
         verify_checksums=_verifies_checksums(config),
         max_retries=config.weight_sync.max_retries,
         hold_engines=hold_engines,
+        followers=followers,
         broadcast=make_broadcast(config, client, sender) if is_supervised(config) else None,
         share=sharing(sender) if config.weight_sync.transfer is WeightTransfer.ipc else files_alone,
     )

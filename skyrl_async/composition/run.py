@@ -137,7 +137,16 @@ async def started_parts(
         hold_engines = turns.holding if turns else contextlib.nullcontext
         generator = make_generator(config, client, chat.renderer, endpoint, run_dir, stack)
         publisher = make_publisher(
-            config, client, leasing, policy, chat.renderer, plan.prompts, trace, stack, hold_engines
+            config,
+            client,
+            leasing,
+            policy,
+            chat.renderer,
+            plan.prompts,
+            trace,
+            stack,
+            hold_engines,
+            followers=() if logprobs.old is None else (logprobs.old.load_weights,),
         )
         fleet = None
         if is_supervised(config):

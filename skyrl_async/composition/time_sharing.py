@@ -5,9 +5,9 @@
 Flows in: a device plan, a policy, engines. Flows out: the same, each in its turn. Knows nothing of what is done in a turn.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
+from typing import Any, cast
 
 from skyrl_async.config.rules.device_plan import DevicePlan, PlannedGroup
 from skyrl_async.inference.client import InferenceEngineClient
@@ -15,7 +15,6 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.preparation import OnSharedDevices, Prepare
 from skyrl_async.runtime.device_leases import DeviceGroup, DeviceLease, LeaseDevices, groups_by_member
 from skyrl_async.training.protocol import Policy
-from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTimeSharing
 
 _WITH_WORKERS = ("policy", "ref", "logp")
@@ -89,59 +88,26 @@ def on_leased_devices(
 
 def leasing_policy(policy: Policy, groups: Mapping[str, DeviceGroup]) -> Policy:
     """The policy, which computes in its turns; as it is where it has its devices for itself."""
-    return LeasingPolicy(policy, groups["policy"]) if "policy" in groups else policy
+    return cast(Policy, LeasingPolicy(policy, groups["policy"])) if "policy" in groups else policy
 
 
 class LeasingPolicy:
-    """A ``Policy`` that takes a turn for whatever computes; what only reads or writes files goes on beside others'."""
+    """A policy that holds a lease on its devices while it computes; what only reads or writes files goes on beside others' leases."""
+
+    _COMPUTES = frozenset({"forward_backward", "step", "logprobs", "logprobs_of", "gather_weights"})
 
     def __init__(self, policy: Policy, group: DeviceGroup) -> None:
         self._policy = policy
         self._group = group
 
-    async def forward_backward(
-        self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
-    ) -> dict[str, float]:
-        """See ``Policy``."""
-        async with self._group.lease_unless_held("policy"):
-            return await self._policy.forward_backward(trajectories, advantages, version)
+    def __getattr__(self, name: str) -> Any:
+        """A method of the policy, under a lease where it computes."""
+        method = getattr(self._policy, name)
+        if name not in self._COMPUTES:
+            return method
 
-    async def step(self, denominator: float) -> dict[str, float]:
-        """See ``Policy``."""
-        async with self._group.lease_unless_held("policy"):
-            return await self._policy.step(denominator)
+        async def leasing(*args: Any) -> Any:
+            async with self._group.lease_unless_held("policy"):
+                return await method(*args)
 
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """See ``Policy``."""
-        async with self._group.lease_unless_held("policy"):
-            return await self._policy.logprobs(token_ids)
-
-    async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
-        """See ``Policy``."""
-        async with self._group.lease_unless_held("policy"):
-            return await self._policy.logprobs_of(trajectories, model)
-
-    async def gather_weights(self, version: int) -> int:
-        """See ``Policy``."""
-        async with self._group.lease_unless_held("policy"):
-            return await self._policy.gather_weights(version)
-
-    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-        """See ``Policy``."""
-        return await self._policy.send_weights(version, directory, bucket_bytes)
-
-    async def save(self, directory: Path) -> None:
-        """See ``Policy``."""
-        await self._policy.save(directory)
-
-    async def load(self, directory: Path) -> None:
-        """See ``Policy``."""
-        await self._policy.load(directory)
-
-    async def export_hf(self, directory: Path) -> None:
-        """See ``Policy``."""
-        await self._policy.export_hf(directory)
-
-    async def close(self) -> None:
-        """See ``Policy``."""
-        await self._policy.close()
+        return leasing

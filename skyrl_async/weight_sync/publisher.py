@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+Follower = Callable[[WeightUpdate], Awaitable[None]]
+"""Loads a version that engines serve."""
+
 _RETRY_PAUSE_S = 1.0
 """What is full or refuses may need a moment."""
 _QUICK_CHECKSUM_BYTES = 16 << 20
@@ -91,6 +94,7 @@ class WeightPublisher:
         hold_engines: engines have their devices in its block, where they share them.
         broadcast: brings what was sent to engines that cannot map it; None: all can.
         share: lets engines load from the policy workers' devices; by default from files alone.
+        followers: load each version too, after the engines serve it, such as workers that recompute log-probs.
         clock: seconds, for the times reported.
     """
 
@@ -112,6 +116,7 @@ class WeightPublisher:
         hold_engines: HoldEngines = nullcontext,
         broadcast: WeightBroadcast | None = None,
         share: ShareWeights = files_alone,
+        followers: Sequence[Follower] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -127,6 +132,7 @@ class WeightPublisher:
         self._hold_engines = hold_engines
         self._broadcast = broadcast
         self._share = share
+        self._followers = followers
         self._clock = clock
         self._slots = VersionSlots()
         self._slots_changes = Changes()
@@ -229,7 +235,7 @@ class WeightPublisher:
         None where engines serve it already. Where several were sent, which a run never does, those before the newest are never loaded.
         An engine that dies meanwhile is closed; where none is left but one may come back, that one is waited for.
         Raises ``PublishError`` when an engine refuses, after the retries: the version before goes on being served everywhere. Raises
-        ``NoEngineError`` when no engine is left and none is expected.
+        ``NoEngineError`` when no engine is left and none is expected, and what a follower raises.
         """
         times = await self._retried(self._load_newest)
         if times is None:
@@ -237,6 +243,9 @@ class WeightPublisher:
         await self._client.pool.wait_for_engine()
         if self._is_to_be_attested(times.num_bytes):
             await self._verifier.attest_when_expecting(times.version)
+        for follower in self._followers:
+            assert self._slots.serving is not None, "it was loaded"
+            await follower(self._slots.serving)
         return times
 
     def _is_to_be_attested(self, num_bytes: int) -> bool:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_async.composition.logprobs import PublisherToWorkers
 from skyrl_async.composition.time_sharing import engine_time_sharing, lease_of, leasing_policy, on_leased_devices
 from skyrl_async.errors import TrainingError, WorkerDiedError
 from skyrl_async.inference.client import InferenceEngineClient
@@ -122,6 +121,13 @@ def test_log_prob_workers_that_die_while_a_version_is_sent_keep_no_engine_from_l
         client = InferenceEngineClient([engine], tokenizer=None, max_model_len=1000)
         turns = engine_time_sharing(groups, client, shortest_s=1.0, is_busy=lambda: True, trace=trace, clock=loop.time)
         assert turns is not None
+        started: list[Forward] = []
+
+        async def start() -> Forward:
+            started.append(Forward(groups["logp"], "logp"))
+            return started[-1]
+
+        workers = await LogprobWorkers.start(start, max_restarts=1, device_lease=lease_of("logp", groups))
         publisher = WeightPublisher(
             client=client,
             policy=leasing_policy(SendingFiles(gather_seconds=0.5, send_seconds=9.0), groups),
@@ -131,28 +137,21 @@ def test_log_prob_workers_that_die_while_a_version_is_sent_keep_no_engine_from_l
             pause_mode=PauseMode.ABORT,
             trace=trace,
             hold_engines=turns.holding,
+            followers=(workers.load_weights,),
             clock=loop.time,
         )
-        started: list[Forward] = []
-
-        async def start() -> Forward:
-            started.append(Forward(groups["logp"], "logp"))
-            return started[-1]
-
-        workers = await LogprobWorkers.start(start, max_restarts=1, device_lease=lease_of("logp", groups))
-        with_workers = PublisherToWorkers(publisher, workers)
         async with turns.running():
-            await with_workers.publish(1)
+            await publisher.publish(1)
             assert (await workers.logprobs_of([ROW])).version == 1
-            await with_workers.gather(2)
+            await publisher.gather(2)
             async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
-                sending = tasks.create_task(with_workers.send(2))
+                sending = tasks.create_task(publisher.send(2))
                 await asyncio.sleep(1.0)
                 started[0].is_dying = True
                 asked = tasks.create_task(workers.logprobs_of([ROW]))
                 await sending
                 assert workers.num_restarts == 1 and not asked.done()
-                await with_workers.load()
+                await publisher.load()
         assert asked.result().version == 2 and len(started) == 2
 
     run_in_virtual_time(main())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
-from skyrl_async.composition.logprobs import LogprobParts, PublisherToWorkers, stage_works
+from skyrl_async.composition.logprobs import LogprobParts, stage_works
 from skyrl_async.composition.time_sharing import lease_of
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.placement import device_plan
@@ -36,8 +36,8 @@ class Apart:
         async def start() -> ForwardWorkers:
             return InProcessPolicy(self._settings)
 
-        device_turn = lease_of(name, running.device_groups)
-        self._started.append(await LogprobWorkers.start(start, max_restarts=0, device_turn=device_turn))
+        lease = lease_of(name, running.device_groups)
+        self._started.append(await LogprobWorkers.start(start, max_restarts=0, device_lease=lease))
         return self._started[-1]
 
     async def close(self) -> None:
@@ -48,7 +48,7 @@ class Apart:
         async def prepare(running: Running) -> None:
             parts = LogprobParts(ref=await self._workers("ref", running), old=await self._workers("logp", running))
             complete_by(running, parts, config=BOTH)
-            running.trainer._weight_update._publisher = PublisherToWorkers(running.publisher, parts.old)
+            running.publisher._followers = (parts.old.load_weights,)
             if resume is not None:
                 await running.trainer.resume(resume)
 
