@@ -105,8 +105,7 @@ class Delivery(Response):
         headers = [*self.raw_headers, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": True})
-        # The client has every byte; after the last message it may be seen to leave before this goes on.
-        self._work.delivered()
+        await self._delivered()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_events(self, scope: Scope, receive: Receive, send: Send, style: EventStyle) -> None:
@@ -133,8 +132,16 @@ class Delivery(Response):
         else:
             if style is EventStyle.openai:
                 await send({"type": "http.response.body", "body": _DONE, "more_body": True})
-            self._work.delivered()
+            await self._delivered()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _delivered(self) -> None:
+        """The client has every byte. After the last message it may be seen to leave before this goes on, so it is said before.
+
+        A client that was seen to leave while its last bytes waited to be written, which are dropped then, is dealt with first.
+        """
+        await asyncio.sleep(0)
+        self._work.delivered()
 
 
 def _event_bytes(events: Iterable[Event], style: EventStyle) -> bytes:

@@ -5,7 +5,7 @@ import contextlib
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +88,9 @@ class HeldSampler:
 class Client:
     """One request over ASGI, by a client that may read slowly and leave at any time."""
 
-    def __init__(self, app: Any, key: str, body: dict[str, Any], *, is_resend: bool, is_slow: bool) -> None:
+    def __init__(
+        self, app: Any, key: str, body: dict[str, Any], *, marked: Mapping[str, str] = {}, is_slow: bool = False
+    ) -> None:
         self.is_stream = bool(body.get("stream"))
         self.status: int | None = None
         self.received = b""
@@ -97,8 +99,7 @@ class Client:
         if not is_slow:
             self.reads.set()
         self._unsent = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-        headers |= {"x-stainless-retry-count": "1"} if is_resend else {}
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json", **marked}
         scope = {
             "type": "http",
             "method": "POST",
@@ -180,14 +181,14 @@ class ExchangeMachine(RuleBasedStateMachine):
         which=st.integers(0, 1),
         word=st.sampled_from("ab"),
         is_stream=st.booleans(),
-        is_resend=st.booleans(),
+        marked=st.sampled_from([{}, {}, {"x-stainless-retry-count": "1"}, {"idempotency-key": "k"}]),
         is_slow=st.booleans(),
         then=st.integers(0, 6),
     )
-    def ask(self, which: int, word: str, is_stream: bool, is_resend: bool, is_slow: bool, then: int) -> None:
+    def ask(self, which: int, word: str, is_stream: bool, marked: dict[str, str], is_slow: bool, then: int) -> None:
         async def go() -> Client:
             body = {"messages": [{"role": "user", "content": word}], "stream": is_stream}
-            return Client(self.app, self.keys[which], body, is_resend=is_resend, is_slow=is_slow)
+            return Client(self.app, self.keys[which], body, marked=marked, is_slow=is_slow)
 
         client = self.run(go())
         self.clients.append(client)
@@ -269,7 +270,7 @@ class ExchangeMachine(RuleBasedStateMachine):
         async def go() -> list[Client]:
             keys = [self.serving.sessions.create()[1] for _ in range(MAX_CONCURRENT)]
             body = {"messages": [{"role": "user", "content": "c"}]}
-            return [Client(self.app, key, body, is_resend=False, is_slow=False) for key in keys]
+            return [Client(self.app, key, body) for key in keys]
 
         last = self.run(go())
         self.iterate(30)
@@ -283,6 +284,38 @@ TestExchange = pytest.mark.slow(ExchangeMachine.TestCase)
 TestExchange.settings = settings(
     max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+@pytest.mark.parametrize("is_write_resumed", [False, True])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_answer_that_a_broken_connection_could_not_take_goes_to_the_next_equal_request(
+    is_stream: bool, is_write_resumed: bool
+) -> None:
+    sampler = HeldSampler()
+    app = create_app(sampler, RENDERER, api_keys=["k"], parser=NO_PARSER)
+    session, key = app.state.serving.sessions.create()
+    body = {"messages": [{"role": "user", "content": "a"}], "stream": is_stream}
+    broken = Client(app, key, body, is_slow=True)
+    await _settle()
+    sampler.generations[0].outcome.set_result(None)
+    await _settle()
+    if is_write_resumed:  # at the same moment, and noticed first
+        broken.reads.set()
+    broken.leave()
+    await _settle()
+    assert broken.task.done() and broken.reply is None and session.num_turns == 0
+    resent, further = Client(app, key, body), Client(app, key, body)
+    await _settle()
+    assert resent.reply == "g0"
+    assert [turn.addition.text for turn in session.tree.turns] == ["g0"]
+    assert further.reply is None and len(sampler.generations) == 2
+    further.leave()
+    await _settle()
+
+
+async def _settle() -> None:
+    for _ in range(60):
+        await asyncio.sleep(0)
 
 
 def _work(log: list[str], produced: "asyncio.Future[str] | None" = None, **arguments: Any) -> SharedRequest:

@@ -20,7 +20,17 @@ from skyrl_async.endpoint.sessions.session import SessionLimits
 from skyrl_async.endpoint.sessions.settings import SessionSettings
 from skyrl_async.errors import NoEngineError, RequestRefusedError
 from tests.cpu.scripted_sampler import CONTROLLER_KEY, RENDERER, RUN_KEY
-from tests.cpu.session_endpoint import PARSER, Endpoint, HeldSampler, OpenSession, endpoint, error_of, events_of, user
+from tests.cpu.session_endpoint import (
+    PARSER,
+    RETRY_HEADER,
+    Endpoint,
+    HeldSampler,
+    OpenSession,
+    endpoint,
+    error_of,
+    events_of,
+    user,
+)
 from tests.patience import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
@@ -217,6 +227,7 @@ async def test_an_idle_session_expires_and_its_rows_train_nothing(sampler: HeldS
     async with aging(sampler) as (served, now):
         idle, busy = await served.begin(), await served.begin()
         await idle.post([user()])
+        await until(lambda: served.serving.sessions.statistics()["open_requests"] == 0)
         now[0] = 9.0
         await busy.post([user()])
         now[0] = 18.0
@@ -320,19 +331,89 @@ async def until(is_so: Any) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_equal_requests_in_flight_are_sampled_once(sampler: HeldSampler, is_streamed: bool) -> None:
+async def test_equal_requests_that_nothing_marks_are_a_sample_each(sampler: HeldSampler, is_streamed: bool) -> None:
     sampler.is_held = True
     async with endpoint(sampler) as served, asyncio.TaskGroup() as group:
-        session, other = await served.begin(), await served.begin()
-        asking = [group.create_task(session.post([user()], stream=is_streamed)) for _ in range(3)]
-        group.create_task(other.post([user()], stream=is_streamed))
-        await until(lambda: served.serving.sessions.statistics()["open_requests"] == 4)
+        session = await served.begin()
+        asking = [group.create_task(session.post([user()], stream=is_streamed)) for _ in range(8)]
+        await until(lambda: served.serving.sessions.statistics()["open_requests"] == 8)
         sampler.release.set()
         replies = [await task for task in asking]
+        status = await session.status()
+    assert len({reply.content for reply in replies}) == 8
+    assert sampler.num_begun == status["num_turns"] == 8
+
+
+@pytest.mark.parametrize("headers", [{RETRY_HEADER: "1"}, {"Idempotency-Key": "k"}, {"x-idempotency-key": "k"}])
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_marked_resends_join_the_request_in_flight(
+    sampler: HeldSampler, headers: dict[str, str], is_streamed: bool
+) -> None:
+    sampler.is_held = True
+    first_headers = {} if RETRY_HEADER in headers else headers
+    async with endpoint(sampler) as served, asyncio.TaskGroup() as group:
+        session, other = await served.begin(), await served.begin()
+        body = {**HELLO, "stream": is_streamed}
+        first = group.create_task(session.http.post(CHAT, json=body, headers=first_headers))
+        await sampler.asked.wait()
+        asking = [group.create_task(session.http.post(CHAT, json=body, headers=headers)) for _ in range(2)]
+        group.create_task(other.http.post(CHAT, json=body, headers=headers))
+        await until(lambda: served.serving.sessions.statistics()["open_requests"] == 4)
+        sampler.release.set()
+        replies = [await task for task in (first, *asking)]
         status = await session.status()
     assert len({reply.content for reply in replies}) == 1
     assert sampler.num_begun == 2
     assert status["num_turns"] == 1
+
+
+async def test_an_idempotency_key_names_one_request_and_its_reply(sampler: HeldSampler) -> None:
+    async with endpoint(sampler) as served:
+        session = await served.begin(limits={"max_turns": 3})
+
+        async def ask(text: str, key: str) -> httpx.Response:
+            body = {"messages": [user(text)]}
+            return await session.http.post(CHAT, json=body, headers={"Idempotency-Key": key})
+
+        broken = await session.http.post(CHAT, json={"messages": []}, headers={"Idempotency-Key": "1"})
+        first, second, third = await ask("x", "1"), await ask("x", "2"), await ask("y", "3")
+        again = [await ask("x", "1"), await ask("x", "2"), await ask("y", "3")]
+        refused = await ask("y", "1")
+    assert broken.status_code == 400
+    assert [content(reply) for reply in (first, second, third)] == ["a", "b", "c"]
+    assert [reply.content for reply in again] == [first.content, second.content, third.content]
+    assert (refused.status_code, error_of(refused)["code"]) == (400, "idempotency_error")
+    assert len(sampler.prompts) == 3
+
+
+async def test_resends_of_equal_requests_join_one_each(sampler: HeldSampler) -> None:
+    sampler.is_held = True
+    async with endpoint(sampler) as served, asyncio.TaskGroup() as group:
+        session = await served.begin()
+        figures = served.serving.sessions.statistics
+        asking = [group.create_task(session.post([user()])) for _ in range(3)]
+        await until(lambda: figures()["open_requests"] == 3)
+        asking += [group.create_task(session.post([user()], retry=1)) for _ in range(3)]
+        await until(lambda: figures()["open_requests"] == 6)
+        sampler.release.set()
+        replies = [content(await task) for task in asking]
+    assert sorted(replies[:3]) == sorted(replies[3:]) == ["a", "b", "c"]
+
+
+async def test_the_resend_of_a_request_given_up_joins_no_other_equal_one(sampler: HeldSampler) -> None:
+    sampler.is_held = True
+    async with endpoint(sampler) as served:
+        session = await served.begin()
+        figures = served.serving.sessions.statistics
+        leaving, staying = (asyncio.ensure_future(session.post([user()])) for _ in range(2))
+        await until(lambda: sampler.num_begun == 2)
+        await give_up(leaving)
+        await sampler.cancelled.wait()
+        resent = asyncio.ensure_future(session.post([user()], retry=1))
+        await until(lambda: figures()["open_requests"] == 2 and sampler.num_begun == 3)
+        sampler.release.set()
+        assert content(await staying) != content(await resent)
+        assert (await session.status())["num_turns"] == 2
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
