@@ -18,6 +18,7 @@ from skyrl_async.endpoint.requests.context import Serving
 from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, Planned, chat_tool_call
 from skyrl_async.endpoint.requests.response_parts import chat_logprobs, provenance, usage
 from skyrl_async.endpoint.requests.shared_request import Emit
+from skyrl_async.endpoint.routes.messages_fields import ignored_metadata
 from skyrl_async.endpoint.routes.schema import ChatCompletionRequest
 from skyrl_async.runtime.tasks import run_together
 from skyrl_async.types import Completion, CompletionDelta
@@ -60,7 +61,7 @@ class ChatCall:
             "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
             "usage": usage(len(self._planned.prompt_token_ids), num_tokens),
         }
-        return reply | self._prompt_ids()
+        return reply | self._extras()
 
     async def stream(self, emit: Emit) -> None:
         """The answer in chunks, those of ``n`` choices interleaved."""
@@ -77,7 +78,7 @@ class ChatCall:
         async with aclosing(self._planned.stream(index)) as blocks:
             async for block in blocks:
                 if not is_begun:  # only now: until the first event a failure has a status of its own
-                    emit(self._chunk([_role_choice(index)]) | self._prompt_ids())
+                    emit(self._chunk([_role_choice(index)]) | self._extras())
                     is_begun = True
                 emit(self._chunk([self._chunk_choice(index, block, num_calls)]))
                 num_tokens += len(block.delta.token_ids)
@@ -109,8 +110,11 @@ class ChatCall:
     def _provenance(self, block: Completion | CompletionDelta) -> dict[str, Any]:
         return provenance(block) if self._body.return_token_ids else {}
 
-    def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self._planned.prompt_token_ids} if self._body.return_token_ids else {}
+    def _extras(self) -> dict[str, Any]:
+        """What OpenAI's reply does not have, nor its first chunk."""
+        prompt_ids = {"prompt_token_ids": self._planned.prompt_token_ids} if self._body.return_token_ids else {}
+        metadata = ignored_metadata(self._body.ignored_tools)
+        return prompt_ids | ({"metadata": metadata} if metadata else {})
 
     def _logprobs(self, block: Completion | CompletionDelta) -> dict[str, Any] | None:
         return chat_logprobs(block, self._renderer) if self._body.logprobs else None

@@ -19,6 +19,7 @@ from skyrl_async.endpoint.requests.response_parts import provenance
 from skyrl_async.endpoint.requests.shared_request import Emit
 from skyrl_async.endpoint.requests.streaming import EventStyle
 from skyrl_async.endpoint.requests.validation import refused_values
+from skyrl_async.endpoint.routes.messages_fields import ignored_metadata
 from skyrl_async.endpoint.routes.messages_output import MessageWriter
 from skyrl_async.endpoint.routes.messages_schema import Conversation, MessagesRequest
 from skyrl_async.types import Completion, FinishReason
@@ -63,13 +64,13 @@ class MessagesCall:
         answer = await self._planned.answer()
         writer = self._writer(lambda _: None)
         writer.write(reasoning=self._shown(answer.reasoning), text=answer.content, tool_calls=answer.tool_calls)
-        return self._finish(writer, answer.completion, answer.finish_reason) | self._prompt_ids()
+        return self._finish(writer, answer.completion, answer.finish_reason) | self._extras()
 
     async def stream(self, emit: Emit) -> None:
         """The message in events."""
         writer, deltas = self._writer(emit), []
         finish_reason: str | None = None
-        writer.begin(self._prompt_ids())
+        writer.begin(self._extras())
         async with aclosing(self._planned.stream()) as blocks:
             async for block in blocks:
                 deltas.append(block.delta)
@@ -98,5 +99,8 @@ class MessagesCall:
     def _shown(self, reasoning: str | None) -> str | None:
         return reasoning if self._body.shows_thinking else None
 
-    def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self._planned.prompt_token_ids} if self._body.return_token_ids else {}
+    def _extras(self) -> dict[str, Any]:
+        """What Anthropic's message does not have."""
+        prompt_ids = {"prompt_token_ids": self._planned.prompt_token_ids} if self._body.return_token_ids else {}
+        metadata = ignored_metadata(self._body.ignored_tools)
+        return prompt_ids | ({"metadata": metadata} if metadata else {})

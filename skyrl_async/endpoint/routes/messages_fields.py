@@ -89,13 +89,31 @@ def chat_tool(tool: Mapping[str, Any], where: str, *, parameters: str) -> Tool:
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
-def checked_choice(choice: str, tools: Sequence[Tool], where: str = "tool_choice") -> str:
-    """``choice`` (``auto``, ``none``, ``required`` or a name) if ``tools`` can satisfy it."""
+def tool_name(tool: Mapping[str, Any]) -> str:
+    """What a tool that is no function is called in replies and errors: its type, and its name if it has one."""
+    inner = tool.get(tool["type"])
+    name = tool.get("name") or (inner.get("name") if isinstance(inner, dict) else None)
+    return f"{tool['type']} {name}" if isinstance(name, str) else str(tool["type"])
+
+
+def ignored_metadata(ignored: Sequence[str]) -> dict[str, str]:
+    """``metadata`` of a reply that says which tools were ignored; nothing where none were."""
+    return {"ignored_tools": ", ".join(ignored)} if ignored else {}
+
+
+def but_ignored(ignored: Sequence[str]) -> str:
+    """The end of an error about tools."""
+    return f"; ignored, because only functions can be called here: {', '.join(ignored)}" if ignored else ""
+
+
+def checked_choice(choice: str, tools: Sequence[Tool], ignored: Sequence[str] = ()) -> str:
+    """``choice`` (``auto``, ``none``, ``required`` or a name) if ``tools``, beside which others were ignored, can satisfy it."""
     names = [tool["function"]["name"] for tool in tools]
     if choice == "required" and not names:
-        raise refused(where, "asks for a call, but tools is empty")
+        raise refused("tool_choice", f"asks for a call, but tools holds no function{but_ignored(ignored)}")
     if choice not in ("auto", "none", "required", *names):
-        raise refused(where, f"names the function {choice!r}, which is not among the tools {names}")
+        message = f"names the function {choice!r}, which is not among the tools {names}{but_ignored(ignored)}"
+        raise refused("tool_choice", message)
     return choice
 
 

@@ -1,6 +1,6 @@
 """What clients may ask of ``POST /v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's API with text and tools.
 
-Flows in: bodies. Flows out: generation requests. Fields that are not here are ignored. Does not know HTTP.
+Flows in: bodies. Flows out: generation requests. Fields that are not here and server tools are ignored. Does not know HTTP.
 """
 
 import json
@@ -15,6 +15,8 @@ from skyrl_async.endpoint.routes.messages_fields import (
     checked_choice,
     name_at,
     object_at,
+    string_at,
+    tool_name,
     unsupported,
 )
 from skyrl_async.endpoint.routes.messages_input import chat_messages
@@ -37,7 +39,16 @@ class Conversation(BaseModel):
 
     def chat_tools(self) -> tuple[Tool, ...]:
         """The tools in chat form; ``ApiError`` names what is not served."""
-        return tuple(_chat_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or ()))
+        return tuple(
+            chat_tool(tool, f"tools.{i}", parameters="input_schema")
+            for i, tool in enumerate(self.tools or ())
+            if not _is_ignored(tool)
+        )
+
+    @property
+    def ignored_tools(self) -> tuple[str, ...]:
+        """The tools that Anthropic's servers run or have a schema for, by type and name."""
+        return tuple(tool_name(tool) for tool in self.tools or () if _is_ignored(tool))
 
 
 class ThinkingConfig(BaseModel):
@@ -75,7 +86,7 @@ class MessagesRequest(Conversation, SamplingFields):
         return GenerationRequest(
             messages=self.chat_messages(),
             tools=tools or None,
-            tool_choice=checked_choice(self._choice(), tools),
+            tool_choice=checked_choice(self._choice(), tools, self.ignored_tools),
             sampling=self.sampling(self.max_tokens, self._structured(), 0),
             session_label=self.session_id or session_label,
             priority=self.priority or 0,
@@ -102,7 +113,6 @@ class MessagesRequest(Conversation, SamplingFields):
         return StructuredOutput(json_schema=json.dumps(object_at(form.get("schema"), "output_config.format.schema")))
 
 
-def _chat_tool(tool: dict[str, Any], where: str) -> Tool:
-    if tool.get("type") not in (None, "custom"):
-        raise unsupported(where, tool.get("type"), "only tools that the client runs (custom) are")
-    return chat_tool(tool, where, parameters="input_schema")
+def _is_ignored(tool: dict[str, Any]) -> bool:
+    """Whether it is no tool that the client describes and runs (``custom``)."""
+    return tool.get("type") is not None and string_at(tool, "type", "tools") != "custom"

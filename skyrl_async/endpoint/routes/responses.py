@@ -19,6 +19,7 @@ from skyrl_async.endpoint.requests.generation import Planned
 from skyrl_async.endpoint.requests.response_parts import chat_logprobs, provenance
 from skyrl_async.endpoint.requests.shared_request import Emit
 from skyrl_async.endpoint.requests.streaming import EventStyle
+from skyrl_async.endpoint.routes.messages_fields import ignored_metadata
 from skyrl_async.endpoint.routes.responses_output import ResponseWriter
 from skyrl_async.endpoint.routes.responses_schema import ResponsesRequest
 from skyrl_async.types import Completion, CompletionDelta, FinishReason
@@ -101,7 +102,7 @@ class ResponsesCall:
             "completed_at": None,
             "model": self._model_name,
             "instructions": body.instructions,
-            "metadata": body.metadata or {},
+            "metadata": (body.metadata or {}) | ignored_metadata(body.ignored_tools),
             "tools": body.tools or [],
             "tool_choice": body.tool_choice or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,

@@ -1,7 +1,7 @@
 """What clients may ask of ``POST /v1/responses``: the stateless subset of OpenAI's Responses API.
 
-Flows in: bodies. Flows out: generation requests, or refusals of what needs a store or a hosted tool. Fields that are not
-here are ignored. Does not know HTTP.
+Flows in: bodies. Flows out: generation requests, or refusals of what needs a store. Fields that are not here and tools that are
+no functions are ignored. Does not know HTTP.
 """
 
 import json
@@ -9,14 +9,16 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from skyrl_async.chat import Tool
 from skyrl_async.endpoint.requests.generation import GenerationRequest
 from skyrl_async.endpoint.routes.messages_fields import (
+    but_ignored,
     chat_tool,
     checked_choice,
     name_at,
     object_at,
     refused,
+    string_at,
+    tool_name,
     unsupported,
 )
 from skyrl_async.endpoint.routes.responses_input import chat_messages
@@ -67,16 +69,25 @@ class ResponsesRequest(SamplingFields):
         """Text comes with the log-probs of the answer's tokens."""
         return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
+    @property
+    def ignored_tools(self) -> tuple[str, ...]:
+        """The tools that are no functions, by type and name: nothing else is run here, and clients send some by default."""
+        return tuple(tool_name(tool) for tool in self.tools or () if tool["type"] != "function")
+
     def to_generation(self, session_label: str | None) -> GenerationRequest:
         """The request without its wire format; ``ApiError`` names what is not served."""
         for name, advice in _STATEFUL.items():
             if getattr(self, name):
                 raise refused(name, f"is not supported; {advice}", code="unsupported_parameter")
-        tools = tuple(_chat_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or ()))
+        tools = tuple(
+            chat_tool(tool, f"tools.{i}", parameters="parameters")
+            for i, tool in enumerate(self.tools or ())
+            if string_at(tool, "type", f"tools.{i}") == "function"
+        )
         return GenerationRequest(
             messages=chat_messages(self.input, self.instructions),
             tools=tools or None,
-            tool_choice=checked_choice(self._choice(), tools),
+            tool_choice=checked_choice(self._choice(), tools, self.ignored_tools),
             sampling=self.sampling(
                 self.max_output_tokens,
                 self._structured(),
@@ -96,7 +107,8 @@ class ResponsesRequest(SamplingFields):
             case {"type": "function"}:
                 return name_at(self.tool_choice, "name", "tool_choice")
             case {"type": kind}:
-                raise unsupported("tool_choice", kind, "choose auto, none, required or a function")
+                ignored = but_ignored(self.ignored_tools)
+                raise unsupported("tool_choice", kind, f"choose auto, none, required or a function{ignored}")
         raise refused("tool_choice", f"must be auto, none, required or a function, got {self.tool_choice!r}")
 
     def _structured(self) -> StructuredOutput | None:
@@ -110,9 +122,3 @@ class ResponsesRequest(SamplingFields):
                 schema = object_at(form.get("schema"), "text.format.schema")
                 return StructuredOutput(json_schema=json.dumps(schema))
         raise unsupported("text.format", form.get("type"), "choose text, json_object or json_schema")
-
-
-def _chat_tool(tool: dict[str, Any], where: str) -> Tool:
-    if tool.get("type") != "function":
-        raise unsupported(where, tool.get("type"), "only function tools are: nothing else is run here")
-    return chat_tool(tool, where, parameters="parameters")

@@ -5,12 +5,22 @@ refused: every harness sends some of its own. Does not know HTTP.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from skyrl_async.chat import Tool
 from skyrl_async.endpoint.requests.generation import GenerationRequest
+from skyrl_async.endpoint.routes.messages_fields import but_ignored, tool_name
 from skyrl_async.types import SamplingParams, StructuredOutput
 
 UNBOUNDED = 2**31
@@ -126,16 +136,31 @@ class FunctionDefinition(BaseModel):
 
 
 class ToolDefinition(BaseModel):
-    """OpenAI's tool; functions are the only kind."""
+    """OpenAI's tool. Functions are the only kind that is served; others are ignored, since clients send some by default."""
 
     model_config = ConfigDict(extra="allow")
 
-    type: Literal["function"] = "function"
-    function: FunctionDefinition
+    type: str = "function"
+    function: FunctionDefinition | None = Field(default=None, validate_default=True)
+    """Set if ``type`` is ``function``, and only then."""
+
+    @field_validator("function", mode="before")
+    @classmethod
+    def _is_of_a_function(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.data.get("type") != "function":
+            return None
+        if value is None:
+            raise ValueError("a tool of type function must have a function, got none")
+        return value
 
     def to_tool(self) -> Tool:
         """The tool as templates get it: what the client sent."""
         return {"type": "function", **self.model_dump(exclude_unset=True)}
+
+
+def functions_of(tools: "Sequence[ToolDefinition] | None") -> tuple[Tool, ...]:
+    """The tools that are functions, as templates get them."""
+    return tuple(tool.to_tool() for tool in tools or () if tool.function is not None)
 
 
 class NamedFunction(BaseModel):
@@ -165,14 +190,27 @@ class ChatCompletionRequest(SamplingFields):
     max_total_tokens: int | None = Field(default=None, ge=1)
     """Most tokens of prompt and completion together."""
 
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _chooses_a_function(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type", "function") != "function":
+            raise ValueError(f"{value['type']!r} is not supported; choose auto, none, required or a function")
+        return value
+
     @model_validator(mode="after")
     def _tool_choice_has_tools(self) -> "ChatCompletionRequest":
-        names = [tool.function.name for tool in self.tools or ()]
+        names = [tool["function"]["name"] for tool in functions_of(self.tools)]
+        ignored = but_ignored(self.ignored_tools)
         if self.chosen_tool not in ("auto", "none", "required", *names):
-            raise ValueError(f"tool_choice must name one of tools {names}, got {self.chosen_tool!r}")
+            raise ValueError(f"tool_choice must name one of tools {names}, got {self.chosen_tool!r}{ignored}")
         if self.chosen_tool == "required" and not names:
-            raise ValueError("tools must hold at least one when tool_choice is required, got none")
+            raise ValueError(f"tools must hold at least one function when tool_choice is required, got none{ignored}")
         return self
+
+    @property
+    def ignored_tools(self) -> tuple[str, ...]:
+        """The tools that are no functions, by type and name."""
+        return tuple(tool_name(tool.model_dump()) for tool in self.tools or () if tool.function is None)
 
     @property
     def chosen_tool(self) -> str:
@@ -186,7 +224,7 @@ class ChatCompletionRequest(SamplingFields):
         return GenerationRequest(
             messages=tuple(self.messages),
             prompt_token_ids=None if self.prefix_token_ids is None else tuple(self.prefix_token_ids),
-            tools=tuple(tool.to_tool() for tool in self.tools or ()) or None,
+            tools=functions_of(self.tools) or None,
             tool_choice=self.chosen_tool,
             sampling=self.sampling(
                 self.max_completion_tokens or self.max_tokens,

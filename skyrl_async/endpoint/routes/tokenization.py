@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from skyrl_async.endpoint.requests.context import Serving
 from skyrl_async.endpoint.requests.validation import known_ids, refused_values
-from skyrl_async.endpoint.routes.schema import ToolDefinition
+from skyrl_async.endpoint.routes.schema import ToolDefinition, functions_of
 
 
 class TokenizeRequest(BaseModel):
@@ -50,7 +50,7 @@ def make_router(serving: Serving) -> APIRouter:
         if body.messages is None:
             ids = renderer.encode(body.prompt or "")
         else:
-            tools = [tool.to_tool() for tool in body.tools or ()]
+            tools = functions_of(body.tools)
             with refused_values("messages"):
                 ids = renderer.render(
                     body.messages, tools=tools or None, add_generation_prompt=body.add_generation_prompt is not False

@@ -193,6 +193,27 @@ async def test_tokens_are_counted_as_they_will_be_sampled_from() -> None:
     assert sampler.prompts == []
 
 
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_server_tools_are_ignored_and_named_in_the_metadata(is_streamed: bool) -> None:
+    sampler = ScriptedSampler()
+    tools: Any = [SEARCH, WEATHER, {"type": "bash_20250124", "name": "bash"}]
+    fields: Any = {"model": "policy", "messages": [USER], "tools": tools}
+    async with client_of(sampler) as client:
+        counted = await client.messages.count_tokens(**fields)
+        if is_streamed:
+            events = [event async for event in await client.messages.create(**fields, max_tokens=100, stream=True)]
+            message: Any = events[0]
+            message = message.message
+        else:
+            message = await client.messages.create(**fields, max_tokens=100)
+    assert message.model_extra["metadata"] == {"ignored_tools": "web_search_20250305 web_search, bash_20250124 bash"}
+    assert sampler.prompts == [RENDERER.render([USER], tools=[CHAT_WEATHER])]
+    assert counted.input_tokens == len(sampler.prompts[0])
+
+
 CHAT_CALLS = [
     {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}},
     {"id": "c2", "type": "function", "function": {"name": "weather", "arguments": "{}"}},
@@ -368,9 +389,13 @@ def test_tool_choices_are_understood(choice: Any, expected: str) -> None:
         ({"messages": [USER, {"role": "assistant", "content": "The best"}]}, "messages", "prefill"),
         ({"system": [{"type": "image"}]}, "system.0.type", "'image'"),
         ({"system": 5}, "system", "int"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type", "web_search_20250305"),
+        (
+            {"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
+            "tool_choice",
+            "can be called here: web_search_20250305 web_search",
+        ),
         ({"tools": [{"name": "f", "input_schema": 5}]}, "tools.0.input_schema", "int"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice", "tools is empty"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", "no function"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice", "'f'"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type", "'some'"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type", "'xml'"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ CHAT_WEATHER = {
     "type": "function",
     "function": {"name": "weather", "description": "Of a city.", "parameters": PARAMETERS},
 }
+PATCH = {"type": "custom", "name": "f"}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 THINKING_CALLER = ("<think>", "\nlet me see\n", "</think>\n\nOne mo", "ment.", CALL, CALL.replace("Oslo", "Rome"))
 USER = {"role": "user", "content": "hello"}
@@ -358,10 +360,13 @@ def test_text_formats_constrain_the_answer(form: Any, expected: StructuredOutput
         ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role", "robot"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": {}}]}, "input.0.arguments", "string"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id", "string"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'web_search' is not supported"),
+        ({"tools": [{"type": 5}]}, "tools.0.type", "string"),
         ({"tools": [{"type": "function"}]}, "tools.0.name", "string"),
-        ({"tool_choice": "required"}, "tool_choice", "tools is empty"),
+        ({"tool_choice": "required"}, "tool_choice", "no function"),
+        ({"tool_choice": "required", "tools": [{"type": "local_shell"}]}, "tool_choice", "ignored.*: local_shell"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "'f'"),
+        ({"tool_choice": {"type": "function", "name": "f"}, "tools": [PATCH]}, "tool_choice", "ignored.*: custom f"),
+        ({"tool_choice": {"type": "custom", "name": "f"}, "tools": [PATCH]}, "tool_choice.type", "ignored.*: custom f"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "allowed_tools"),
         ({"tool_choice": "sometimes"}, "tool_choice", "sometimes"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),
@@ -379,7 +384,26 @@ async def test_what_is_not_served_is_refused_by_name(body: dict[str, Any], param
         response = await client.post(f"{url}/v1/responses", json=body)
     error = response.json()["error"]
     assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
-    assert says in error["message"]
+    assert says in error["message"] or re.search(says, error["message"])
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_tools_that_are_no_functions_are_ignored_and_named_in_the_metadata(is_streamed: bool) -> None:
+    sampler = ScriptedSampler()
+    namespace = {"type": "namespace", "name": "agents", "tools": [WEATHER]}
+    tools: Any = [PATCH, WEATHER, {"type": "web_search"}, {"type": "local_shell"}, namespace]
+    fields: Any = {"model": "policy", "input": "hello", "tools": tools, "metadata": {"a": "b"}}
+    async with client_of(sampler) as client:
+        if is_streamed:
+            events = [event async for event in await client.responses.create(**fields, stream=True)]
+            response: Any = events[-1]
+            response = response.response
+        else:
+            response = await client.responses.create(**fields)
+    ignored = "custom f, web_search, local_shell, namespace agents"
+    assert response.metadata == {"a": "b", "ignored_tools": ignored}
+    assert response.output_text == "héllo"
+    assert sampler.prompts == [RENDERER.render([USER], tools=[CHAT_WEATHER])]
 
 
 async def test_an_overlong_prompt_and_a_wrong_model_get_the_usual_errors() -> None:

@@ -8,8 +8,19 @@ import pytest
 from skyrl_async.endpoint.sessions.rows import BranchPolicy
 from skyrl_async.endpoint.sessions.settings import ReasoningPolicy, SessionSettings
 from skyrl_async.types import SamplingParams
-from tests.cpu.scripted_sampler import RENDERER
-from tests.cpu.session_endpoint import CALL, THOUGHT, TOOL, HeldSampler, OpenSession, check_exact, endpoint, user
+from tests.cpu.scripted_sampler import RENDERER, RUN_KEY, ScriptedSampler
+from tests.cpu.session_endpoint import (
+    CALL,
+    THOUGHT,
+    TOOL,
+    HeldSampler,
+    OpenSession,
+    check_exact,
+    endpoint,
+    error_of,
+    events_of,
+    user,
+)
 from tests.cpu.tiny_chat import END, spelled
 
 TURNS = ((THOUGHT, CALL), ("I look. ", CALL), (THOUGHT, "it is ", "3"), ("bye",))
@@ -266,3 +277,26 @@ async def test_what_is_sampled_outside_of_a_session_is_kept_nowhere() -> None:
         figures = served.serving.sessions.statistics()
     assert reply.status_code == 200
     assert figures["open_sessions"] == 0 and figures["created_total"] == 0
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_tools_that_are_no_functions_are_ignored_and_named_in_the_metadata(is_streamed: bool) -> None:
+    sampler = ScriptedSampler()
+    patch = {"type": "custom", "custom": {"name": "patch", "format": {"type": "text"}}}
+    body = {"messages": [user()], "tools": [patch, TOOL, {"type": "web_search"}], "stream": is_streamed}
+    async with endpoint(sampler) as served, served.client(RUN_KEY) as http:
+        answered = await http.post("/v1/chat/completions", json=body)
+        choices: Any = ["required", {"type": "function", "function": {"name": "patch"}}, patch]
+        refused = [
+            await http.post("/v1/chat/completions", json=body | {"tools": [patch], "tool_choice": choice})
+            for choice in choices
+        ]
+        counted = await http.post("/v1/tokenize", json=body)
+    reply = events_of(answered.text)[0] if is_streamed else answered.json()
+    assert reply["metadata"] == {"ignored_tools": "custom patch, web_search"}
+    assert sampler.prompts == [RENDERER.render([user()], tools=[TOOL])]
+    assert counted.json()["count"] == len(sampler.prompts[0])
+    messages = [error_of(response)["message"] for response in refused]
+    assert [response.status_code for response in refused] == [400] * 3
+    assert all("ignored, because only functions can be called here: custom patch" in m for m in messages[:2])
+    assert "'custom' is not supported" in messages[2]
