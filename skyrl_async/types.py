@@ -40,6 +40,12 @@ class StructuredOutput:
     """A JSON schema, as JSON text."""
     json_object: bool = False
     """Any JSON object."""
+    regex: str | None = None
+    """What matches a regular expression."""
+    choice: tuple[str, ...] | None = None
+    """One of these texts."""
+    grammar: str | None = None
+    """What a context-free grammar derives, in vLLM's forms."""
 
 
 TopLogprobs = tuple[tuple[int, float], ...]
@@ -62,6 +68,18 @@ class SamplingParams:
     """Least probability relative to the most likely token, in [0, 1]."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; they are left out of the text, their tokens are kept."""
+    includes_stop: bool = False
+    """Keep what ended the answer in the text: a stop string or, unless ``skip_special_tokens`` drops it, a stop token."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer, beside the end-of-sequence tokens; the last one of ``token_ids`` then, and not in the text."""
+    min_tokens: int = 0
+    """Fewest new tokens, <= ``max_tokens``: until then stop tokens are impossible and stop strings are passed over."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """No other token is sampled; empty allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences of which the last token is never sampled after the others."""
     ignore_eos: bool = False
     """Sample past the end-of-sequence token (benchmarks and tests)."""
     seed: int | None = None
@@ -83,10 +101,10 @@ class SamplingParams:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether prompt plus tokens so far continues the generation exactly. A grammar would begin again, and penalties would
-        take the tokens so far for prompt."""
+        """Whether prompt plus tokens so far continues the generation exactly. A grammar would begin again, and penalties and bad
+        words of several tokens would take the tokens so far for prompt."""
         is_penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
-        return self.structured is None and not is_penalised
+        return self.structured is None and not is_penalised and all(len(word) == 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +140,8 @@ class EngineOutput:
     """One entry per token where ``sampling.num_top_logprobs`` > 0, else empty."""
     num_aborts: int = 0
     """How often weight updates cut this call, where the engine's process continued it by itself."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the engine had in its prefix cache; the same in every block of a stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +160,8 @@ class Completion:
     """How many times it was aborted (or lost its engine) and continued."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
     """One entry per token where ``sampling.num_top_logprobs`` > 0, else empty."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the first engine had in its prefix cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,3 +326,5 @@ class CompletionDelta:
     """In the last block: how many times the generation was aborted (or lost its engine) and continued."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
     """One entry per token where ``sampling.num_top_logprobs`` > 0, else empty."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the first engine had in its prefix cache; the same in every block."""

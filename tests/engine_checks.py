@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +185,24 @@ def reference_logprobs(
     with torch.no_grad():
         logprobs = (model(token_ids).logits[0] / temperature).log_softmax(-1)
     return logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+
+
+async def check_limited_tokens(generate: Callable[[SamplingParams], Awaitable[EngineOutput]]) -> None:
+    """``generate`` obeys stop tokens, the minimum, the bias, allowed tokens and bad words, from the first token on."""
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    first, second, *_ = (await generate(greedy)).token_ids
+
+    async def sampled(**limits: Any) -> EngineOutput:
+        return await generate(replace(greedy, **limits))
+
+    stopped = await sampled(stop_token_ids=(first,))
+    assert (stopped.token_ids, stopped.finish_reason) == ((first,), FinishReason.STOP)
+    later = await sampled(stop_token_ids=(first,), min_tokens=5)
+    assert first not in later.token_ids[:5] and len(later.token_ids) > 5
+    ended = await sampled(ignore_eos=False, logit_bias=((EOS, 100.0),), min_tokens=5)
+    assert len(ended.token_ids) == 6 and ended.token_ids.index(EOS) == 5 and ended.finish_reason is FinishReason.STOP
+    assert (await sampled(logit_bias=((17, 100.0),))).token_ids == (17,) * 12
+    assert set((await sampled(allowed_token_ids=(7, 8, 9))).token_ids) <= {7, 8, 9}
+    assert first not in (await sampled(bad_words=((first,),))).token_ids
+    in_order = (await sampled(bad_words=((first, second),))).token_ids
+    assert in_order[0] == first and (first, second) not in pairwise(in_order)

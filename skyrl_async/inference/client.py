@@ -188,6 +188,7 @@ class InferenceEngineClient:
             finish_reason=joined.finish_reason,
             num_aborts=joined.num_aborts + num_restarts,
             top_logprobs=tuple(joined.top_logprobs),
+            num_cached_tokens=joined.num_cached_tokens or 0,
         )
 
     async def collect_open_tokens(self) -> None:
@@ -214,7 +215,7 @@ class InferenceEngineClient:
         async with aclosing(self._blocks(request, joined, session_id, streams=True)) as blocks:
             async for block in blocks:
                 num_before = len(joined.token_ids) - len(block.token_ids)
-                num_kept = text.push(_shown_tokens(block))
+                num_kept = text.push(_shown_tokens(block, text))
                 if num_kept is not None:
                     block = head_of(block, max(0, num_kept - num_before))
                     joined.end_at(num_kept)
@@ -230,6 +231,7 @@ class InferenceEngineClient:
                     finish_reason=block.finish_reason,
                     top_logprobs=block.top_logprobs,
                     num_aborts=joined.num_aborts if is_last else 0,
+                    num_cached_tokens=joined.num_cached_tokens or 0,
                 )
                 if is_last:
                     return
@@ -261,7 +263,7 @@ class InferenceEngineClient:
         return EngineRequest(
             request_id=f"{self._name}-{next(self._request_numbers)}",
             prompt_token_ids=tuple(prompt_token_ids),
-            sampling=replace(sampling, max_tokens=budget, stop=()),
+            sampling=replace(sampling, max_tokens=budget, min_tokens=min(sampling.min_tokens, budget), stop=()),
             priority=priority,
             stream_interval=None if sampling.stop else _CARRIED_BLOCK_TOKENS,
         )
@@ -323,15 +325,16 @@ def _add(begin: EngineOutput, joined: GenerationState, text: CompletionText) -> 
 
 
 def _push(block: EngineOutput, joined: GenerationState, text: CompletionText) -> bool:
-    num_kept = text.push(_shown_tokens(block))
+    num_kept = text.push(_shown_tokens(block, text))
     if num_kept is not None:
         joined.end_at(num_kept)
     return num_kept is not None
 
 
-def _shown_tokens(block: EngineOutput) -> tuple[int, ...]:
-    """The tokens of a block that are text: an engine stops at an end-of-sequence token only, which is none."""
-    return block.token_ids[:-1] if block.finish_reason is FinishReason.STOP else block.token_ids
+def _shown_tokens(block: EngineOutput, text: CompletionText) -> tuple[int, ...]:
+    """The tokens of a block that are text: those of an end-of-sequence or a stop token, at which engines stop, are only on demand."""
+    is_stopped = block.finish_reason is FinishReason.STOP and not text.includes_stop
+    return block.token_ids[:-1] if is_stopped else block.token_ids
 
 
 def _only_delta(completion: Completion) -> CompletionDelta:
@@ -343,4 +346,5 @@ def _only_delta(completion: Completion) -> CompletionDelta:
         finish_reason=completion.finish_reason,
         top_logprobs=completion.top_logprobs,
         num_aborts=completion.num_aborts,
+        num_cached_tokens=completion.num_cached_tokens,
     )

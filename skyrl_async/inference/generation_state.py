@@ -29,6 +29,8 @@ class GenerationState:
         self.finish_reason: FinishReason | None = None
         """``stop`` or ``length`` once the generation has ended."""
         self.num_aborts = 0
+        self.num_cached_tokens: int | None = None
+        """Of the first call's prompt; later calls' prompts hold tokens of the answer. None before its first tokens."""
         self.call_id: str | None = None
         """Request id of the engine call that goes on."""
         self._num_before_call = 0
@@ -50,6 +52,8 @@ class GenerationState:
                 f"an engine returned {len(output.token_ids)} tokens with {len(output.logprobs)} log-probs and "
                 f"{len(output.versions)} versions; every token needs one of each"
             )
+        if self.num_cached_tokens is None and output.token_ids:
+            self.num_cached_tokens = output.num_cached_tokens
         self.token_ids.extend(output.token_ids)
         self.logprobs.extend(output.logprobs)
         self.versions.extend(output.versions)
@@ -101,7 +105,11 @@ class GenerationState:
             request,
             request_id=request_id,
             prompt_token_ids=request.prompt_token_ids + tuple(self.token_ids),
-            sampling=replace(request.sampling, max_tokens=self.num_left(request)),
+            sampling=replace(
+                request.sampling,
+                max_tokens=self.num_left(request),
+                min_tokens=max(0, request.sampling.min_tokens - len(self.token_ids)),
+            ),
             num_sampled_tokens=request.num_sampled_tokens + len(self.token_ids),
         )
 
@@ -114,6 +122,7 @@ class GenerationState:
             finish_reason=self.finish_reason or FinishReason.ABORT,
             top_logprobs=tuple(self.top_logprobs),
             num_aborts=self.num_aborts if self.has_ended else max(0, self.num_aborts - 1),
+            num_cached_tokens=self.num_cached_tokens or 0,
         )
 
 
@@ -159,6 +168,7 @@ def merged(first: EngineOutput, second: EngineOutput) -> EngineOutput:
         finish_reason=second.finish_reason,
         top_logprobs=first.top_logprobs + second.top_logprobs,
         num_aborts=first.num_aborts + second.num_aborts,
+        num_cached_tokens=first.num_cached_tokens,
     )
 
 

@@ -29,12 +29,26 @@ class CompletionText:
         tokenizer: decodes ids.
         stop: strings that end the completion: the first to be complete does, whatever the blocks.
         skip_special_tokens: leave special tokens out of the text; stop strings cannot match them then.
+        includes_stop: keep the stop string in the text.
+        min_tokens: stop strings that end within the text of so many tokens are passed over.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        *,
+        skip_special_tokens: bool = True,
+        includes_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(s for s in stop if s)
         self._skip_special_tokens = skip_special_tokens
+        self.includes_stop = includes_stop
+        self._min_tokens = min_tokens
+        self._min_end: int | None = None if min_tokens else 0
+        """Characters in the text of ``min_tokens`` tokens; None before there are as many."""
         self._token_ids: list[int] = []
         self._text = ""
         self._num_text_tokens = 0
@@ -44,7 +58,13 @@ class CompletionText:
     @classmethod
     def of(cls, tokenizer: Tokenizer, sampling: SamplingParams) -> Self:
         """The text that ``sampling`` asks for."""
-        return cls(tokenizer, sampling.stop, skip_special_tokens=sampling.skip_special_tokens)
+        return cls(
+            tokenizer,
+            sampling.stop,
+            skip_special_tokens=sampling.skip_special_tokens,
+            includes_stop=sampling.includes_stop,
+            min_tokens=sampling.min_tokens,
+        )
 
     def push(self, token_ids: Sequence[int]) -> int | None:
         """Add tokens. Returns None, or how many tokens are kept in all when a stop string ended the text."""
@@ -53,6 +73,10 @@ class CompletionText:
             return None  # decoded when the text is asked for
         searched_from = max(0, len(self._text) - max((len(s) for s in self._stop), default=0))
         unfinished = self._extend_text()
+        if self._min_end is None:
+            if len(self._token_ids) < self._min_tokens:
+                return None
+            self._min_end = len(self._decode(self._token_ids[: self._min_tokens]).rstrip(_REPLACEMENT))
         if self._cut_at_stop(self._text + unfinished, searched_from):
             return self._num_tokens_needed()
         return None
@@ -92,11 +116,16 @@ class CompletionText:
         return ""
 
     def _cut_at_stop(self, text: str, searched_from: int) -> bool:
-        starts = [(start, stop) for stop in self._stop if (start := text.find(stop, searched_from)) >= 0]
+        min_end = self._min_end or 0
+        starts = [
+            (start, stop)
+            for stop in self._stop
+            if (start := text.find(stop, max(searched_from, min_end - len(stop) + 1))) >= 0
+        ]
         if not starts:
             return False
         self._stop_end, first = min((start + len(stop), start) for start, stop in starts)
-        self._text = text[:first]
+        self._text = text[: self._stop_end if self.includes_stop else first]
         return True
 
     def _num_tokens_needed(self) -> int:

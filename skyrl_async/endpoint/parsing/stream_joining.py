@@ -20,4 +20,5 @@ def joined_completion(prompt_token_ids: tuple[int, ...], deltas: Sequence[Comple
         finish_reason=(deltas[-1].finish_reason if deltas else None) or FinishReason.STOP,
         top_logprobs=tuple(top for delta in deltas for top in delta.top_logprobs),
         num_aborts=sum(delta.num_aborts for delta in deltas),
+        num_cached_tokens=deltas[-1].num_cached_tokens if deltas else 0,
     )

@@ -18,7 +18,8 @@ from skyrl_async.endpoint.parsing.output_parser import OutputParser, forced_call
 from skyrl_async.endpoint.parsing.parsing import AnswerParser
 from skyrl_async.endpoint.parsing.stream_joining import joined_completion
 from skyrl_async.endpoint.requests.pending_turns import PendingTurns, SampledTurn
-from skyrl_async.endpoint.requests.validation import known_ids, refused_values
+from skyrl_async.endpoint.requests.validation import bad_word_ids, known_ids, refused_values
+from skyrl_async.endpoint.routes.fields import refuse_inexact
 from skyrl_async.endpoint.sessions.session import Session
 from skyrl_async.endpoint.sessions.settings import ReasoningPolicy
 from skyrl_async.endpoint.sessions.tree import Match
@@ -43,6 +44,8 @@ class GenerationRequest:
     """``max_tokens`` may exceed what the context has left."""
     max_total_tokens: int | None = None
     """Most tokens of prompt and completion together."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that are not sampled."""
     session_label: str | None = None
     """Requests of one label go to one engine while it lives."""
     priority: int = 0
@@ -58,8 +61,8 @@ class Answer:
     completion: Completion
     finish_reason: str
     """``stop``, ``length`` or ``tool_calls``."""
-    stop_string: str | None
-    """Which of the request's stop strings ended it."""
+    stop_reason: str | int | None
+    """Which of the request's stop strings or stop tokens ended it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +117,7 @@ class Planner:
 
         Raises ``ApiError`` for what cannot be rendered, ``PromptTooLongError`` when no room is left for an answer.
         """
-        request = self._with_forced_call(self._with_session_sampling(request))
+        request = self._with_forced_call(self._with_session_sampling(self._with_tokens(request)))
         prompt, match = self._prompt(request)
         limit = min(self.sampler.max_model_len, request.max_total_tokens or self.sampler.max_model_len)
         if len(prompt) >= limit:
@@ -122,6 +125,15 @@ class Planner:
                 self._session.count_overflow()
             raise PromptTooLongError(len(prompt), limit)
         return Planned(self, request, prompt, match, room=limit - len(prompt))
+
+    def _with_tokens(self, request: GenerationRequest) -> GenerationRequest:
+        """The tokens that the request names are the policy's, and bad words are tokens."""
+        sampling = request.sampling
+        self._known(sampling.stop_token_ids, "stop_token_ids")
+        self._known(sampling.allowed_token_ids, "allowed_token_ids")
+        self._known([token_id for token_id, _ in sampling.logit_bias], "logit_bias")
+        bad_words = bad_word_ids(request.bad_words, self.renderer.encode)
+        return replace(request, sampling=replace(sampling, bad_words=bad_words))
 
     def _with_forced_call(self, request: GenerationRequest) -> GenerationRequest:
         """Where a call is demanded sampling must make one, and where it is possible nothing may forbid it."""
@@ -138,6 +150,8 @@ class Planner:
         if session is None:
             return request
         asked = request.sampling
+        if session.sampling is not None:
+            refuse_inexact(asked)
         sampling = session.sampling.applied_to(asked) if session.sampling is not None else asked
         sampling = replace(sampling, reports_logprobs=True)
         return replace(request, sampling=sampling, priority=session.priority, session_label=session.id)
@@ -185,6 +199,11 @@ class Planned:
         self._room = room
         self.prompt_token_ids = prompt
 
+    @property
+    def sampling(self) -> SamplingParams:
+        """How its choices are sampled, but for what differs between them and for the budget."""
+        return self._request.sampling
+
     async def answer(self, index: int = 0) -> Answer:
         """Choice ``index``, sampled to its end."""
         reading = self._reading()
@@ -197,13 +216,14 @@ class Planned:
                 priority=self._request.priority,
             )
         parsed = reading.whole(completion.text)
+        self._keep(parsed, completion, sampling)
         return Answer(
             content=parsed.content,
             reasoning=parsed.reasoning,
             tool_calls=parsed.tool_calls,
             completion=completion,
             finish_reason=_finish_reason(completion.finish_reason, parsed.tool_calls),
-            stop_string=self._keep(parsed, completion, sampling),
+            stop_reason=stop_string(self._planner.renderer, completion, sampling) or _stop_token(completion, sampling),
         )
 
     async def stream(self, index: int = 0) -> AsyncGenerator[AnswerBlock, None]:
@@ -257,22 +277,21 @@ class Planned:
             skip_special_tokens=sampling.skip_special_tokens and not reading.keeps_special_tokens,
         )
 
-    def _keep(self, parsed: ParsedAnswer, completion: Completion, sampling: SamplingParams) -> str | None:
-        """Keep a finished choice until its delivery is known; return the stop string that ended it."""
+    def _keep(self, parsed: ParsedAnswer, completion: Completion, sampling: SamplingParams) -> None:
+        """Keep a finished choice until its delivery is known."""
         planner, request = self._planner, self._request
-        stop_string = planner.renderer.stop_string(completion.token_ids, completion.text, sampling.stop)
+        missing = None if sampling.includes_stop else stop_string(planner.renderer, completion, sampling)
         planner.turns.add(
             SampledTurn(
                 match=self._match,
                 messages=request.messages,
                 tools=request.tools,
                 reply=_reply(parsed),
-                stop_string=stop_string,
+                stop_string=missing,
                 completion=completion,
                 is_constrained=sampling.structured is not None,
             )
         )
-        return stop_string
 
     def _keep_streamed(self, blocks: Sequence[AnswerBlock], sampling: SamplingParams) -> None:
         completion = joined_completion(self.prompt_token_ids, [block.delta for block in blocks])
@@ -282,6 +301,21 @@ class Planned:
             tool_calls=tuple(call for block in blocks for call in block.tool_calls),
         )
         self._keep(parsed, completion, sampling)
+
+
+def stop_string(renderer: ChatRenderer, completion: Completion, sampling: SamplingParams) -> str | None:
+    """Which of the request's stop strings ended ``completion``."""
+    if not sampling.includes_stop:
+        return renderer.stop_string(completion.token_ids, completion.text, sampling.stop)
+    if completion.finish_reason is not FinishReason.STOP:
+        return None
+    return next((string for string in sampling.stop if completion.text.endswith(string)), None)
+
+
+def _stop_token(completion: Completion, sampling: SamplingParams) -> int | None:
+    last = completion.token_ids[-1:]
+    is_stopped = completion.finish_reason is FinishReason.STOP and last and last[0] in sampling.stop_token_ids
+    return last[0] if is_stopped else None
 
 
 def _finish_reason(finish: FinishReason, tool_calls: Sequence[ToolCall]) -> str:

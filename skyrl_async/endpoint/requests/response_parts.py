@@ -22,44 +22,52 @@ def provenance(block: Completion | CompletionDelta) -> dict[str, Any]:
     }
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict[str, int]:
+def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
     """OpenAI's ``usage``."""
     return {
         "prompt_tokens": num_prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
     }
 
 
-def chat_logprobs(block: Completion | CompletionDelta, renderer: ChatRenderer) -> dict[str, Any]:
-    """``logprobs`` of a chat choice or chunk."""
+def chat_logprobs(
+    block: Completion | CompletionDelta, renderer: ChatRenderer, *, as_ids: bool = False
+) -> dict[str, Any]:
+    """``logprobs`` of a chat choice or chunk; ``as_ids`` writes tokens as ``token_id:5``."""
     alternatives = block.top_logprobs or ((),) * len(block.token_ids)
     content = [
-        _spelled(token_id, logprob, renderer)
-        | {"top_logprobs": [_spelled(other, value, renderer) for other, value in likeliest]}
+        _spelled(token_id, logprob, renderer, as_ids)
+        | {"top_logprobs": [_spelled(other, value, renderer, as_ids) for other, value in likeliest]}
         for token_id, logprob, likeliest in zip(block.token_ids, block.logprobs, alternatives, strict=True)
     ]
     return {"content": content, "refusal": None}
 
 
-def _spelled(token_id: int, logprob: float, renderer: ChatRenderer) -> dict[str, Any]:
-    raw = renderer.token_bytes(token_id)
-    return {"token": raw.decode(errors="replace"), "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(raw)}
+def _spelled(token_id: int, logprob: float, renderer: ChatRenderer, as_ids: bool) -> dict[str, Any]:
+    token, raw = _token(token_id, renderer, as_ids), renderer.token_bytes(token_id)
+    return {"token": token, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(raw)}
 
 
-def completion_logprobs(block: Completion | CompletionDelta, renderer: ChatRenderer, offset: int) -> dict[str, Any]:
+def _token(token_id: int, renderer: ChatRenderer, as_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_ids else renderer.token_bytes(token_id).decode(errors="replace")
+
+
+def completion_logprobs(
+    block: Completion | CompletionDelta, renderer: ChatRenderer, offset: int, *, as_ids: bool = False
+) -> dict[str, Any]:
     """``logprobs`` of a text completion's choice or chunk; ``offset`` is of its text, in characters."""
-    tokens = [renderer.token_bytes(i).decode(errors="replace") for i in block.token_ids]
     offsets = []
-    for token in tokens:
+    for token_id in block.token_ids:
         offsets.append(offset)
-        offset += len(token)
+        offset += len(_token(token_id, renderer, False))
     likeliest = [
-        {renderer.token_bytes(i).decode(errors="replace"): max(value, _LEAST_LOGPROB) for i, value in position}
+        {_token(i, renderer, as_ids): max(value, _LEAST_LOGPROB) for i, value in position}
         for position in block.top_logprobs
     ]
     return {
-        "tokens": tokens,
+        "tokens": [_token(i, renderer, as_ids) for i in block.token_ids],
         "token_logprobs": block.logprobs,
         "top_logprobs": likeliest or None,
         "text_offset": offsets,

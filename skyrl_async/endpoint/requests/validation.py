@@ -3,7 +3,7 @@
 Flows in: blocks that render, and token ids. Flows out: ``ApiError``. Does not know what is rendered, nor surfaces.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from skyrl_async.endpoint.requests.errors import ApiError
@@ -32,3 +32,16 @@ def known_ids(token_ids: Sequence[int], vocab_size: int, *, param: str) -> tuple
             400, f"{param} must hold ids in [0, {vocab_size}), got {unknown}", code="invalid_value", param=param
         )
     return tuple(token_ids)
+
+
+def bad_word_ids(words: Sequence[str], encode: Callable[[str], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """The token sequences that make ``words``, at the beginning and in the middle of a text, as vLLM finds them."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        bare, spaced = encode(word.lstrip()), encode(f" {word.lstrip()}")
+        if not bare:
+            raise ApiError(400, f"bad_words must hold words, got {word!r}", code="invalid_value", param="bad_words")
+        found.append(bare)
+        if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
+            found.append(spaced)
+    return tuple(found)

@@ -59,20 +59,24 @@ class ChatCall:
         reply = self._common | {
             "object": "chat.completion",
             "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
-            "usage": usage(len(self._planned.prompt_token_ids), num_tokens),
+            "usage": self._usage(num_tokens, answers[0].completion),
         }
         return reply | self._extras()
 
     async def stream(self, emit: Emit) -> None:
         """The answer in chunks, those of ``n`` choices interleaved."""
-        counts = await run_together(
+        ends = await run_together(
             {f"{self._common['id']}-{i}": self._stream_choice(i, emit) for i in range(self._body.num_choices)}
         )
         if self._body.includes_usage:
-            emit(self._chunk([]) | {"usage": usage(len(self._planned.prompt_token_ids), sum(counts))})
+            emit(self._chunk([]) | {"usage": self._usage(sum(num for num, _ in ends), ends[0][1])})
 
-    async def _stream_choice(self, index: int, emit: Emit) -> int:
-        """Emit one choice's chunks and return how many tokens it had."""
+    def _usage(self, num_tokens: int, first: Completion | CompletionDelta) -> dict[str, Any]:
+        """``first``: the first choice; what of the prompt was cached for the others is not told."""
+        return usage(len(self._planned.prompt_token_ids), num_tokens, first.num_cached_tokens)
+
+    async def _stream_choice(self, index: int, emit: Emit) -> tuple[int, CompletionDelta]:
+        """Emit one choice's chunks and return how many tokens it had, and its last block."""
         num_tokens = num_calls = 0
         is_begun = False
         async with aclosing(self._planned.stream(index)) as blocks:
@@ -83,7 +87,7 @@ class ChatCall:
                 emit(self._chunk([self._chunk_choice(index, block, num_calls)]))
                 num_tokens += len(block.delta.token_ids)
                 num_calls += len(block.tool_calls)
-        return num_tokens
+        return num_tokens, block.delta
 
     def _chunk_choice(self, index: int, block: AnswerBlock, num_calls_before: int) -> dict[str, Any]:
         choice = {
@@ -100,7 +104,7 @@ class ChatCall:
             "message": _message(answer),
             "logprobs": self._logprobs(answer.completion),
             "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_string,
+            "stop_reason": answer.stop_reason,
         }
         if self._body.return_token_ids:
             choice["text_ends"] = self._renderer.text_ends(answer.completion.token_ids)
@@ -117,7 +121,9 @@ class ChatCall:
         return prompt_ids | ({"metadata": metadata} if metadata else {})
 
     def _logprobs(self, block: Completion | CompletionDelta) -> dict[str, Any] | None:
-        return chat_logprobs(block, self._renderer) if self._body.logprobs else None
+        if not self._body.logprobs:
+            return None
+        return chat_logprobs(block, self._renderer, as_ids=bool(self._body.return_tokens_as_token_ids))
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = self._common | {"object": "chat.completion.chunk", "choices": choices}

@@ -5,6 +5,7 @@ Does not know engines or sessions.
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
@@ -50,7 +51,8 @@ def _plan(planner: Planner, body: CompletionRequest, label: str | None) -> list[
         raise _refused("prompt must hold at least one token, got none")
     if len(prompts) * body.num_choices > _MAX_CHOICES:
         raise _refused(f"prompts times n must be <= {_MAX_CHOICES}, got {len(prompts)} * {body.num_choices}")
-    return [planner.plan(body.to_generation(prompt, label)) for prompt in prompts]
+    labels = zip(prompts, body.labels(label), strict=True)
+    return [planner.plan(body.to_generation(prompt, label)) for prompt, label in labels]
 
 
 def _refused(message: str) -> ApiError:
@@ -82,18 +84,25 @@ class CompletionCall:
         num_tokens = sum(len(answer.completion.token_ids) for answer in answers)
         return self._common | {
             "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
-            "usage": usage(self._num_prompt_tokens, num_tokens),
+            "usage": usage(self._num_prompt_tokens, num_tokens, self._num_cached([a.completion for a in answers])),
         }
 
     async def stream(self, emit: Emit) -> None:
         """The answer in chunks, those of all choices interleaved."""
-        counts = await run_together(
+        ends = await run_together(
             {f"{self._common['id']}-{i}": self._stream_choice(i, emit) for i in range(len(self._choices))}
         )
         if self._body.includes_usage:
-            emit(self._chunk([]) | {"usage": usage(self._num_prompt_tokens, sum(counts))})
+            num_tokens = sum(num for num, _ in ends)
+            num_cached = self._num_cached([delta for _, delta in ends])
+            emit(self._chunk([]) | {"usage": usage(self._num_prompt_tokens, num_tokens, num_cached)})
 
-    async def _stream_choice(self, index: int, emit: Emit) -> int:
+    def _num_cached(self, choices: Sequence[Completion | CompletionDelta]) -> int:
+        """Prompt tokens that were cached for the first choice of each prompt."""
+        return sum(choice.num_cached_tokens for choice in choices[:: self._body.num_choices])
+
+    async def _stream_choice(self, index: int, emit: Emit) -> tuple[int, CompletionDelta]:
+        """Emit one choice's chunks and return how many tokens it had, and its last block."""
         plan, choice_of_prompt = self._choices[index]
         echo, num_tokens, num_characters = self._echo(plan), 0, 0
         async with aclosing(plan.stream(choice_of_prompt)) as blocks:
@@ -109,7 +118,7 @@ class CompletionCall:
                 num_characters += len(block.content)
                 echo = ""
                 emit(self._chunk([choice | self._provenance(plan, delta)]))
-        return num_tokens
+        return num_tokens, delta
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         plan, _ = self._choices[index]
@@ -118,7 +127,7 @@ class CompletionCall:
             "text": self._echo(plan) + (answer.content or ""),
             "logprobs": self._logprobs(answer.completion, 0),
             "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_string,
+            "stop_reason": answer.stop_reason,
         }
         return choice | self._provenance(plan, answer.completion)
 
@@ -131,7 +140,9 @@ class CompletionCall:
         return {"prompt_token_ids": plan.prompt_token_ids} | provenance(block)
 
     def _logprobs(self, block: Completion | CompletionDelta, offset: int) -> dict[str, Any] | None:
-        return None if self._body.logprobs is None else completion_logprobs(block, self._renderer, offset)
+        if self._body.logprobs is None:
+            return None
+        return completion_logprobs(block, self._renderer, offset, as_ids=bool(self._body.return_tokens_as_token_ids))
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = self._common | {"choices": choices}

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.parsing.stream_joining import joined_completion
 from skyrl_async.endpoint.requests.context import Serving
-from skyrl_async.endpoint.requests.generation import Planned
+from skyrl_async.endpoint.requests.generation import Planned, stop_string
 from skyrl_async.endpoint.requests.response_parts import provenance
 from skyrl_async.endpoint.requests.shared_request import Emit
 from skyrl_async.endpoint.requests.streaming import EventStyle
@@ -79,7 +79,7 @@ class MessagesCall:
         self._finish(writer, joined_completion(self._planned.prompt_token_ids, deltas), finish_reason)
 
     def _finish(self, writer: MessageWriter, completion: Completion, finish_reason: str | None) -> dict[str, Any]:
-        stop_sequence = self._renderer.stop_string(completion.token_ids, completion.text, self._body.stop or ())
+        stop_sequence = stop_string(self._renderer, completion, self._planned.sampling)
         if completion.finish_reason is FinishReason.LENGTH:
             stop_reason, stop_sequence = "max_tokens", None
         elif finish_reason == "tool_calls":
@@ -90,6 +90,7 @@ class MessagesCall:
             stop_reason=stop_reason,
             stop_sequence=stop_sequence,
             num_sampled_tokens=len(completion.token_ids),
+            num_cached_tokens=completion.num_cached_tokens,
             extra=provenance(completion) if self._body.return_token_ids else {},
         )
 

@@ -47,13 +47,19 @@ class MessageWriter:
             self._add_call(call)
 
     def finish(
-        self, *, stop_reason: str, stop_sequence: str | None, num_sampled_tokens: int, extra: dict[str, Any]
+        self,
+        *,
+        stop_reason: str,
+        stop_sequence: str | None,
+        num_sampled_tokens: int,
+        num_cached_tokens: int = 0,
+        extra: dict[str, Any],
     ) -> dict[str, Any]:
         """End the message and return it. An answer without calls always has a block of text, if an empty one."""
         if not any(block["type"] == "tool_use" for block in self._content):
             self._open_block("text")
         self._close_block()
-        message = self._message(stop_reason, stop_sequence, num_sampled_tokens) | extra
+        message = self._message(stop_reason, stop_sequence, num_sampled_tokens, num_cached_tokens) | extra
         delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
         self._event("message_delta", delta=delta, usage=message["usage"], **extra)
         self._event("message_stop")
@@ -102,7 +108,9 @@ class MessageWriter:
         self._event("content_block_stop", index=len(self._content))
         self._content.append(block)
 
-    def _message(self, stop_reason: str | None, stop_sequence: str | None, num_sampled_tokens: int) -> dict[str, Any]:
+    def _message(
+        self, stop_reason: str | None, stop_sequence: str | None, num_sampled_tokens: int, num_cached_tokens: int = 0
+    ) -> dict[str, Any]:
         return {
             "id": f"msg_{self._name}",
             "type": "message",
@@ -112,10 +120,10 @@ class MessageWriter:
             "stop_reason": stop_reason,
             "stop_sequence": stop_sequence,
             "usage": {
-                "input_tokens": self._num_prompt_tokens,
+                "input_tokens": self._num_prompt_tokens - num_cached_tokens,  # Anthropic's are beside the cached ones
                 "output_tokens": num_sampled_tokens,
                 "cache_creation_input_tokens": 0,
-                "cache_read_input_tokens": 0,
+                "cache_read_input_tokens": num_cached_tokens,
             },
         }
 

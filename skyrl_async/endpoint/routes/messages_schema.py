@@ -87,8 +87,9 @@ class MessagesRequest(Conversation, SamplingFields):
             messages=self.chat_messages(),
             tools=tools or None,
             tool_choice=checked_choice(self._choice(), tools, self.ignored_tools),
-            sampling=self.sampling(self.max_tokens, self._structured(), 0),
-            session_label=self.session_id or session_label,
+            sampling=self.sampling(self.max_tokens, self._format(), 0),
+            bad_words=tuple(self.bad_words or ()),
+            session_label=self.label(session_label),
             priority=self.priority or 0,
         )
 
@@ -104,7 +105,7 @@ class MessagesRequest(Conversation, SamplingFields):
                 return name_at(self.tool_choice, "name", "tool_choice")
         raise unsupported("tool_choice", self.tool_choice.get("type"), "choose auto, any, tool or none")
 
-    def _structured(self) -> StructuredOutput | None:
+    def _format(self) -> StructuredOutput | None:
         form = self.output_config.format if self.output_config else None
         if form is None:
             return None

@@ -83,7 +83,7 @@ class ResponsesCall:
         num_prompt, num_sampled = len(completion.prompt_token_ids), len(completion.token_ids)
         usage = {
             "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": completion.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": num_sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": num_prompt + num_sampled,
@@ -121,7 +121,8 @@ class ResponsesCall:
 
     def _logprobs(self, block: Completion | CompletionDelta) -> list[dict[str, Any]]:
         """One entry per token, where asked for."""
-        entries: list[dict[str, Any]] = (
-            chat_logprobs(block, self._renderer)["content"] if self._body.has_logprobs else []
-        )
+        if not self._body.has_logprobs:
+            return []
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        entries: list[dict[str, Any]] = chat_logprobs(block, self._renderer, as_ids=as_ids)["content"]
         return entries

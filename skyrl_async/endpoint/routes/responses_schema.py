@@ -90,11 +90,12 @@ class ResponsesRequest(SamplingFields):
             tool_choice=checked_choice(self._choice(), tools, self.ignored_tools),
             sampling=self.sampling(
                 self.max_output_tokens,
-                self._structured(),
+                self._format(),
                 self.top_logprobs or 0,
                 shows_logprobs=self.has_logprobs,
             ),
-            session_label=self.session_id or session_label,
+            bad_words=tuple(self.bad_words or ()),
+            session_label=self.label(session_label),
             priority=self.priority or 0,
         )
 
@@ -111,7 +112,7 @@ class ResponsesRequest(SamplingFields):
                 raise unsupported("tool_choice", kind, f"choose auto, none, required or a function{ignored}")
         raise refused("tool_choice", f"must be auto, none, required or a function, got {self.tool_choice!r}")
 
-    def _structured(self) -> StructuredOutput | None:
+    def _format(self) -> StructuredOutput | None:
         form = (self.text and self.text.format) or {"type": "text"}
         match form.get("type"):
             case "text":

@@ -1,7 +1,7 @@
 """What clients may ask of ``/v1/chat/completions`` and ``/v1/completions``.
 
-Flows in: request bodies. Flows out: checked requests, as ``GenerationRequest``. Fields that are not here are ignored, never
-refused: every harness sends some of its own. Does not know HTTP.
+Flows in: request bodies. Flows out: checked requests, as ``GenerationRequest``. Fields that neither these schemas nor ``fields`` know
+are ignored, never refused: every harness sends some of its own. Does not know HTTP.
 """
 
 import json
@@ -20,7 +20,8 @@ from pydantic import (
 
 from skyrl_async.chat import Tool
 from skyrl_async.endpoint.requests.generation import GenerationRequest
-from skyrl_async.endpoint.routes.messages_fields import but_ignored, tool_name
+from skyrl_async.endpoint.routes.fields import refuse_unserved
+from skyrl_async.endpoint.routes.messages_fields import but_ignored, refused, tool_name
 from skyrl_async.types import SamplingParams, StructuredOutput
 
 UNBOUNDED = 2**31
@@ -34,10 +35,49 @@ class StreamOptions(BaseModel):
 
 
 StopString = Annotated[str, StringConstraints(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Label = Annotated[str | int, Field(union_mode="left_to_right")]
+"""A session's label; a number is the same as its digits."""
+_GUIDED = ("json", "regex", "choice", "grammar")
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's ``structured_outputs``; one field is set."""
+
+    model_config = ConfigDict(extra="allow")
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "StructuredOutputs":
+        asked = [name for name, value in (self.model_extra or {}).items() if value]
+        if asked:
+            raise ValueError(
+                f"{asked[0]} is not served; json, json_object, regex, choice or grammar constrain an answer"
+            )
+        if sum(getattr(self, name) not in (None, False) for name in type(self).model_fields) != 1:
+            raise ValueError("exactly one of json, json_object, regex, choice and grammar must be set")
+        return self
+
+    @property
+    def structured(self) -> StructuredOutput:
+        return StructuredOutput(
+            json_schema=json.dumps(self.json_) if isinstance(self.json_, dict) else self.json_,
+            json_object=bool(self.json_object),
+            regex=self.regex,
+            choice=None if self.choice is None else tuple(self.choice),
+            grammar=self.grammar,
+        )
 
 
 class SamplingFields(BaseModel):
     """How to sample, in the names of OpenAI and vLLM. Null means the default everywhere."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     n: int | None = Field(default=1, ge=1, le=128)
@@ -54,13 +94,27 @@ class SamplingFields(BaseModel):
     top_k: int | None = Field(default=0, ge=-1, lt=2**31)
     min_p: float | None = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float | None = Field(default=1.0, gt=0, le=10)
+    min_tokens: int | None = Field(default=0, ge=0)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    include_stop_str_in_output: bool | None = False
+    logit_bias: dict[int, Annotated[float, Field(allow_inf_nan=False)]] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: list[StopString] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
+    """The four are older names of ``structured_outputs``' fields."""
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     priority: int | None = Field(default=0, ge=-(2**31), lt=2**31)
     return_token_ids: bool | None = False
     """Answer with ``prompt_token_ids`` and, per choice, ``token_ids``, ``token_logprobs``, ``policy_versions``; whole
     replies also with ``text_ends`` and ``num_aborts``."""
-    session_id: str | None = None
+    return_tokens_as_token_ids: bool | None = False
+    """Write tokens in log-probs as ``token_id:5``."""
+    session_id: Label | None = None
     """Requests of one label go to one engine while it lives. A label, never authority."""
 
     @property
@@ -72,6 +126,10 @@ class SamplingFields(BaseModel):
         """A stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    def label(self, header: str | None) -> str | None:
+        """The session's label: of the body, else of the header."""
+        return header if self.session_id is None else str(self.session_id)
+
     def sampling(
         self,
         max_tokens: int | None,
@@ -80,7 +138,10 @@ class SamplingFields(BaseModel):
         *,
         shows_logprobs: bool = False,
     ) -> SamplingParams:
-        """These fields as a value; a missing ``max_tokens`` is bounded by the context."""
+        """These fields as a value; a missing ``max_tokens`` is bounded by the context. ``ApiError`` names what is not served."""
+        refuse_unserved(self.model_extra or {})
+        if (self.min_tokens or 0) > (max_tokens or UNBOUNDED):
+            raise refused("min_tokens", f"must be <= max_tokens, got {self.min_tokens} > {max_tokens}")
         return SamplingParams(
             max_tokens=max_tokens or UNBOUNDED,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -88,16 +149,31 @@ class SamplingFields(BaseModel):
             top_k=max(self.top_k or 0, 0),
             min_p=self.min_p or 0.0,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            includes_stop=bool(self.include_stop_str_in_output),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            min_tokens=self.min_tokens or 0,
+            logit_bias=tuple((i, min(100.0, max(-100.0, bias))) for i, bias in (self.logit_bias or {}).items()),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             seed=self.seed,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=self.repetition_penalty or 1.0,
-            structured=structured,
+            structured=self._structured(structured),
             num_top_logprobs=num_top_logprobs,
             reports_logprobs=shows_logprobs or num_top_logprobs > 0 or bool(self.return_token_ids),
             skip_special_tokens=self.skip_special_tokens is not False,
         )
+
+    def _structured(self, of_format: StructuredOutput | None) -> StructuredOutput | None:
+        """What constrains the answer: the surface's own format, or vLLM's fields."""
+        guided = {name: value for name in _GUIDED if (value := getattr(self, f"guided_{name}")) is not None}
+        asked = [] if of_format is None else [of_format]
+        asked += [] if self.structured_outputs is None else [self.structured_outputs.structured]
+        asked += [StructuredOutputs.model_validate({name: value}).structured for name, value in guided.items()]
+        if len(asked) > 1:
+            raise refused("structured_outputs", "and other formats constrain the same answer; set one of them")
+        return asked[0] if asked else None
 
 
 class JsonSchema(BaseModel):
@@ -233,7 +309,8 @@ class ChatCompletionRequest(SamplingFields):
                 shows_logprobs=bool(self.logprobs),
             ),
             max_total_tokens=self.max_total_tokens,
-            session_label=self.session_id or session_label,
+            bad_words=tuple(self.bad_words or ()),
+            session_label=self.label(session_label),
             priority=self.priority or 0,
         )
 
@@ -242,6 +319,8 @@ class CompletionRequest(SamplingFields):
     """A body of ``POST /v1/completions``: OpenAI's fields, vLLM's additions, and this package's."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
+    session_id: Label | list[Label] | None = None  # type: ignore[assignment]
+    """One for all prompts, or one for each."""
     max_tokens: int | None = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = False
@@ -264,6 +343,16 @@ class CompletionRequest(SamplingFields):
         prompts: list[str] | list[list[int]] = [prompt] if is_one else prompt
         return prompts
 
+    def labels(self, header: str | None) -> list[str | None]:
+        """The session's label of each prompt. ``ApiError`` where prompts and labels are not equally many."""
+        num_prompts = len(self.prompts)
+        if not isinstance(self.session_id, list):
+            return [self.label(header)] * num_prompts
+        if len(self.session_id) != num_prompts:
+            message = f"must be one label, or one for each of {num_prompts} prompts, got {len(self.session_id)}"
+            raise refused("session_id", message)
+        return [str(label) for label in self.session_id]
+
     def to_generation(self, prompt_token_ids: tuple[int, ...], session_label: str | None) -> GenerationRequest:
         """One prompt's request without its wire format."""
         structured = self.response_format.structured if self.response_format else None
@@ -272,6 +361,7 @@ class CompletionRequest(SamplingFields):
             sampling=self.sampling(
                 self.max_tokens, structured, self.logprobs or 0, shows_logprobs=self.logprobs is not None
             ),
-            session_label=self.session_id or session_label,
+            bad_words=tuple(self.bad_words or ()),
+            session_label=session_label,
             priority=self.priority or 0,
         )

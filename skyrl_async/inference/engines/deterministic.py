@@ -10,7 +10,8 @@ import contextlib
 import hashlib
 import itertools
 import math
-from collections.abc import AsyncGenerator, Collection, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -102,7 +103,8 @@ class DeterministicEngine:
 
         Raises ``RequestRefusedError`` for penalties and grammars, which it does not know.
         """
-        if not request.sampling.is_resumable:
+        sampling = request.sampling
+        if not replace(sampling, bad_words=()).is_resumable:
             raise RequestRefusedError(
                 f"engine {self.name} is deterministic and knows neither penalties nor structured output; "
                 "leave them out, or set engine.backend=vllm"
@@ -117,7 +119,7 @@ class DeterministicEngine:
                     yield block
 
     async def _tokens(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        sequence = _Sequence(self._model, request)
+        sequence = _Sequence(self._model, request, self._stop_token_ids)
         with self._gate.visit(request.request_id) as visit:
             while True:
                 await self._gate.pass_time(self._seconds_per_token, visit)
@@ -137,7 +139,8 @@ class DeterministicEngine:
                     return
 
     def _finish_reason(self, request: EngineRequest, sequence: "_Sequence", token: int) -> FinishReason | None:
-        if token in self._stop_token_ids and not request.sampling.ignore_eos:
+        sampling = request.sampling
+        if token in sampling.stop_token_ids or (token in self._stop_token_ids and not sampling.ignore_eos):
             return FinishReason.STOP
         num_new_tokens = len(sequence.token_ids) - len(request.prompt_token_ids)
         if num_new_tokens >= request.sampling.max_tokens or len(sequence.token_ids) >= self._max_model_len:
@@ -304,9 +307,11 @@ class _Sequence:
     continued request computes the very same numbers as one that was never aborted.
     """
 
-    def __init__(self, model: PreTrainedModel, request: EngineRequest) -> None:
+    def __init__(self, model: PreTrainedModel, request: EngineRequest, eos_token_ids: Collection[int]) -> None:
         self._model = model
         self._sampling = request.sampling
+        self._ends = sorted({*eos_token_ids, *request.sampling.stop_token_ids})
+        self._num_before_min = len(request.prompt_token_ids) + request.sampling.min_tokens
         self._num_prompt_tokens = len(request.prompt_token_ids) - request.num_sampled_tokens
         self.token_ids = list(request.prompt_token_ids)
         self._cache = DynamicCache(config=model.config)
@@ -320,10 +325,32 @@ class _Sequence:
             self._num_loads = num_loads
         while self._num_cached_tokens < len(self.token_ids):
             logits = self._forward(max(self._num_prompt_tokens, self._num_cached_tokens + 1))
-        logprobs = _processed_logprobs(logits, self._sampling)
+        logprobs = _processed_logprobs(self._biased(logits), self._sampling)
         token = self._choose(logprobs)
         self.token_ids.append(token)
         return token, logprobs
+
+    def _biased(self, logits: torch.Tensor) -> torch.Tensor:
+        """(V,) logits of the tokens that may come next, in vLLM's order: allowed tokens, bad words, the bias, the minimum."""
+        sampling = self._sampling
+        banned = [word[-1] for word in sampling.bad_words if self._ends_with(word[:-1])]
+        if len(self.token_ids) < self._num_before_min:
+            banned += self._ends
+        if sampling.allowed_token_ids:
+            is_other = torch.ones_like(logits, dtype=torch.bool)
+            is_other[list(sampling.allowed_token_ids)] = False
+            logits = logits.masked_fill(is_other, -math.inf)
+        if banned or sampling.logit_bias:
+            logits = logits.clone()
+            for token, bias in sampling.logit_bias:
+                logits[token] += bias
+            logits[banned] = -math.inf
+        return logits
+
+    def _ends_with(self, token_ids: Sequence[int]) -> bool:
+        """Whether the tokens sampled so far do."""
+        sampled = self.token_ids[self._num_prompt_tokens :]
+        return not token_ids or sampled[-len(token_ids) :] == list(token_ids)
 
     @torch.inference_mode()
     def _forward(self, end: int) -> torch.Tensor:

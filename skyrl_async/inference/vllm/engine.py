@@ -110,7 +110,8 @@ class VLLMEngine:
             async for output in outputs:
                 completion = output.outputs[0]
                 num_top_logprobs = request.sampling.num_top_logprobs
-                return engine_output(completion, versions_of(completion.weight_versions), num_top_logprobs)
+                versions = versions_of(completion.weight_versions)
+                return engine_output(completion, versions, num_top_logprobs, output.num_cached_tokens)
         raise self._bury("a request ended without an output")
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
@@ -130,7 +131,8 @@ class VLLMEngine:
                     spans = completion.weight_versions
                 num_total = num_sent + len(completion.token_ids)
                 versions = versions_of(spans)[num_sent:num_total]
-                block = engine_output(completion, versions, request.sampling.num_top_logprobs)
+                num_top_logprobs = request.sampling.num_top_logprobs
+                block = engine_output(completion, versions, num_top_logprobs, output.num_cached_tokens)
                 if request.stream_interval and num_sent == 0 and block.finish_reason is None:
                     held = block  # vLLM sends the first token at once: a reader in a hurry would not set the interval
                 else:

@@ -24,8 +24,9 @@ def vllm_sampling_params(
     from vllm.sampling_params import SamplingParams
 
     sampling = request.sampling
-    return SamplingParams(
+    params = SamplingParams(
         max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -35,7 +36,9 @@ def vllm_sampling_params(
         repetition_penalty=sampling.repetition_penalty,
         structured_outputs=_grammar(sampling.structured),
         ignore_eos=sampling.ignore_eos,
-        stop_token_ids=[] if sampling.ignore_eos else stop_token_ids,
+        stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else stop_token_ids)],
+        logit_bias=dict(sampling.logit_bias) or None,
+        allowed_token_ids=list(sampling.allowed_token_ids) or None,
         logprobs=sampling.num_top_logprobs if sampling.reports_logprobs else None,
         flat_logprobs=True,
         detokenize=False,
@@ -43,6 +46,9 @@ def vllm_sampling_params(
         stream_interval=request.stream_interval or stream_interval,
         skip_clone=True,
     )
+    # As the frontend leaves it that tokenizes bad words, which here come as tokens: an engine may have no tokenizer.
+    params._bad_words_token_ids = [list(word) for word in sampling.bad_words] or None
+    return params
 
 
 def _grammar(structured: StructuredOutput | None) -> Any:
@@ -50,12 +56,18 @@ def _grammar(structured: StructuredOutput | None) -> Any:
 
     if structured is None:
         return None
-    if structured.json_schema is not None:
-        return StructuredOutputsParams(json=structured.json_schema)
-    return StructuredOutputsParams(json_object=True)
+    return StructuredOutputsParams(
+        json=structured.json_schema,
+        json_object=structured.json_object or None,
+        regex=structured.regex,
+        choice=None if structured.choice is None else list(structured.choice),
+        grammar=structured.grammar,
+    )
 
 
-def engine_output(completion: "CompletionOutput", versions: Sequence[int], num_top_logprobs: int) -> EngineOutput:
+def engine_output(
+    completion: "CompletionOutput", versions: Sequence[int], num_top_logprobs: int, num_cached_tokens: int | None = None
+) -> EngineOutput:
     """Tokens with log-probs (flat ones) and versions. Raises ``InferenceError`` for a finish reason of vLLM's own."""
     try:
         reason = None if completion.finish_reason is None else FinishReason(completion.finish_reason)
@@ -74,6 +86,7 @@ def engine_output(completion: "CompletionOutput", versions: Sequence[int], num_t
         versions=tuple(versions),
         finish_reason=reason,
         top_logprobs=top_logprobs,
+        num_cached_tokens=num_cached_tokens or 0,
     )
 
 
@@ -81,7 +94,8 @@ def partial_output(state: Any) -> EngineOutput:
     """All tokens so far of a request that goes on, from the frontend's record of it."""
     completion = state._new_completion_output(list(state.detokenizer.output_token_ids), None, None)
     num_top_logprobs = state.logprobs_processor.num_logprobs or 0
-    return engine_output(completion, versions_of(state._weight_version_spans()), num_top_logprobs)
+    versions = versions_of(state._weight_version_spans())
+    return engine_output(completion, versions, num_top_logprobs, state.num_cached_tokens)
 
 
 def _top_logprobs(flat: "FlatLogprobs", num_top_logprobs: int) -> tuple[TopLogprobs, ...]:

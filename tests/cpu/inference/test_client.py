@@ -429,9 +429,11 @@ def stream_once(token_ids: list[int], sizes: list[int]) -> Iterator[list[int]]:
     yield token_ids[position:]
 
 
-def cut_at_stop(tokenizer, stop: tuple[str, ...], blocks: Iterable[list[int]]) -> tuple[str, str, int | None]:
+def cut_at_stop(
+    tokenizer, stop: tuple[str, ...], blocks: Iterable[list[int]], **options: bool | int
+) -> tuple[str, str, int | None]:
     """Streamed text, whole text, tokens kept."""
-    growing, kept, streamed = CompletionText(tokenizer, stop), None, ""
+    growing, kept, streamed = CompletionText(tokenizer, stop, **options), None, ""
     for block in blocks:
         kept = growing.push(block)
         if kept is not None:
@@ -446,18 +448,57 @@ def cut_at_stop(tokenizer, stop: tuple[str, ...], blocks: Iterable[list[int]]) -
     stop=st.lists(st.text(alphabet="abcé", min_size=1, max_size=3), min_size=1, max_size=3),
     sizes=st.lists(st.integers(1, 7), min_size=30, max_size=30),
     num_bytes_cut=st.integers(0, 2),
+    min_tokens=st.integers(0, 9),
+    includes_stop=st.booleans(),
 )
 @settings(deadline=None)
 def test_where_a_stop_string_cuts_does_not_depend_on_the_blocks(
-    text: str, stop: list[str], sizes: list[int], num_bytes_cut: int
+    text: str, stop: list[str], sizes: list[int], num_bytes_cut: int, min_tokens: int, includes_stop: bool
 ) -> None:
     encoded = text.encode()
     token_ids = list(encoded[: len(encoded) - num_bytes_cut])
-    by_token = cut_at_stop(ByteTokenizer(), tuple(stop), [[t] for t in token_ids])
-    by_block = cut_at_stop(ByteTokenizer(), tuple(stop), stream_once(token_ids, sizes))
+    options = {"min_tokens": min_tokens, "includes_stop": includes_stop}
+    by_token = cut_at_stop(ByteTokenizer(), tuple(stop), [[t] for t in token_ids], **options)
+    by_block = cut_at_stop(ByteTokenizer(), tuple(stop), stream_once(token_ids, sizes), **options)
     assert by_block == by_token
     assert by_token[0] == by_token[1]
-    assert (by_token[2] is None) == (not any(s in ByteTokenizer().decode(token_ids) for s in stop))
+    _, whole, kept = by_token
+    if kept is None:
+        decoded = ByteTokenizer().decode(token_ids)
+        assert not any(decoded.encode().find(s.encode(), max(0, min_tokens - len(s.encode()) + 1)) >= 0 for s in stop)
+    else:
+        assert kept > min_tokens or not min_tokens
+        assert whole.endswith(tuple(stop)) or not includes_stop
+
+
+@pytest.mark.parametrize(("min_tokens", "expected"), [(0, ("a|", 2)), (2, ("a|b|", 4)), (3, ("a|b|", 4)), (4, None)])
+def test_a_stop_string_within_the_fewest_tokens_is_passed_over_and_stays_on_demand(
+    min_tokens: int, expected: tuple[str, int] | None
+) -> None:
+    for blocks in ([list(b"a|b|c")], [[t] for t in b"a|b|c"]):
+        cut = cut_at_stop(ByteTokenizer(), ("|",), blocks, min_tokens=min_tokens, includes_stop=True)
+        assert cut == (("a|b|c", "a|b|c", None) if expected is None else (expected[0], *expected))
+
+
+def test_the_fewest_tokens_shrink_with_the_tokens_so_far_of_a_continued_request() -> None:
+    async def main():
+        served = recording("e0")
+
+        async def storm() -> None:
+            for version, at in enumerate((0.1, 0.5, 1.5), 1):
+                await asyncio.sleep(at - asyncio.get_running_loop().time())
+                await publish(served, version)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(storm())
+            await client(served).generate_tokens((1, 2), SamplingParams(max_tokens=300, min_tokens=100))
+        return served.requests
+
+    requests = run_in_virtual_time(main())
+    assert len(requests) == 4
+    sampled = [request.num_sampled_tokens for request in requests]
+    assert sampled[1] > 0 and sampled[-1] > 100
+    assert [request.sampling.min_tokens for request in requests] == [max(0, 100 - num) for num in sampled]
 
 
 def test_a_stop_string_before_an_incomplete_last_character_still_ends_the_text() -> None:

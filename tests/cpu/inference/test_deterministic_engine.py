@@ -25,11 +25,12 @@ from skyrl_async.types import (
     StructuredOutput,
     WeightUpdate,
 )
-from tests.engine_checks import make_adapter_update, make_merged_policy
+from tests.engine_checks import check_limited_tokens, make_adapter_update, make_merged_policy
 
 PROMPT = (5, 6, 7, 8)
 RANDOM = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, top_k=50, min_p=0.001, seed=3, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+LIMITED = replace(RANDOM, min_tokens=12, stop_token_ids=tuple(range(5, 60)), bad_words=((70, 71), (72,)))
 
 
 def make_policy(directory: Path, seed: int, *, is_tied: bool = False) -> Path:
@@ -76,7 +77,10 @@ def continued(request: EngineRequest, output: EngineOutput) -> EngineRequest:
     num_tokens = len(output.token_ids)
     sampling = SamplingParams(
         **{name: getattr(request.sampling, name) for name in SamplingParams.__slots__}
-        | {"max_tokens": request.sampling.max_tokens - num_tokens}
+        | {
+            "max_tokens": request.sampling.max_tokens - num_tokens,
+            "min_tokens": max(0, request.sampling.min_tokens - num_tokens),
+        }
     )
     return make_request(sampling, request.prompt_token_ids + output.token_ids, request.num_sampled_tokens + num_tokens)
 
@@ -112,7 +116,7 @@ async def nothing() -> None:
 
 @pytest.mark.slow
 @settings(max_examples=20, deadline=None)
-@given(pauses=st.lists(st.integers(1, 12), max_size=4), sampling=st.sampled_from([GREEDY, RANDOM]))
+@given(pauses=st.lists(st.integers(1, 12), max_size=4), sampling=st.sampled_from([GREEDY, RANDOM, LIMITED]))
 def test_a_request_aborted_anywhere_gives_the_bits_of_an_uninterrupted_one(
     policies: tuple[Path, Path], pauses: list[int], sampling: SamplingParams
 ) -> None:
@@ -162,6 +166,13 @@ async def test_the_likeliest_tokens_of_each_position_are_those_of_the_forward(po
         torch.testing.assert_close(torch.tensor([p for _, p in position]), values.log_softmax(-1))
     plain = await engine.generate(make_request(replace(sampling, num_top_logprobs=0)))
     assert plain == replace(output, top_logprobs=())
+
+
+async def test_stop_tokens_the_minimum_the_bias_allowed_tokens_and_bad_words_are_obeyed(
+    policies: tuple[Path, Path],
+) -> None:
+    engine = DeterministicEngine("engine", policies[0])
+    await check_limited_tokens(lambda sampling: engine.generate(make_request(sampling)))
 
 
 @pytest.mark.parametrize(

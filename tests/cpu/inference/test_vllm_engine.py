@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import gc
+import itertools
 import signal
 import threading
 import warnings
@@ -21,12 +22,21 @@ from transformers import Qwen3ForCausalLM
 from skyrl_async.errors import EngineDeadError, EngineStartError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.generation_state import merged
 from skyrl_async.inference.vllm.engine import VLLMEngine, VLLMEngineConfig
-from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, StructuredOutput, WeightUpdate
+from skyrl_async.types import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    PauseMode,
+    SamplingParams,
+    StructuredOutput,
+    WeightUpdate,
+)
 from skyrl_async.weights.shared_tensor import SharedTensor
 from tests.engine_checks import (
     EOS,
     MAX_MODEL_LEN,
     PROMPTS,
+    check_limited_tokens,
     generate_all,
     generate_with_retries,
     joined,
@@ -104,6 +114,28 @@ async def test_an_engine_samples_tokens_with_logprobs_versions_and_a_finish_reas
     assert {len(output.token_ids) for output in past_eos} == {400}
     with pytest.raises(PromptTooLongError, match="512"):
         await engine_0.generate(make_request("long", (5,) * MAX_MODEL_LEN))
+
+
+@pytest.mark.slow
+async def test_an_engine_tells_how_much_of_a_prompt_it_had_cached(engine_0: VLLMEngine) -> None:
+    prompt = tuple(range(100, 200))
+    first = await engine_0.generate(make_request("uncached", prompt, max_tokens=3))
+    again = await engine_0.generate(make_request("cached", prompt, max_tokens=3))
+    blocks = [block async for block in engine_0.stream(make_request("streamed", prompt, max_tokens=3))]
+    assert first.num_cached_tokens == 0
+    assert 0 < again.num_cached_tokens < len(prompt)
+    assert {block.num_cached_tokens for block in blocks} == {again.num_cached_tokens}
+
+
+@pytest.mark.slow
+async def test_stop_tokens_the_minimum_the_bias_allowed_tokens_and_bad_words_are_obeyed(engine_0: VLLMEngine) -> None:
+    names = itertools.count()
+
+    async def generate(sampling: SamplingParams) -> EngineOutput:
+        request = EngineRequest(request_id=f"limited-{next(names)}", prompt_token_ids=PROMPTS[0], sampling=sampling)
+        return await engine_0.generate(request)
+
+    await check_limited_tokens(generate)
 
 
 @pytest.mark.slow
