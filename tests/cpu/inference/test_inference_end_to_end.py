@@ -293,12 +293,25 @@ async def test_contract_4_a_greedy_request_aborted_by_weight_publishes_equals_th
 
 
 @UNTIED
-@pytest.mark.parametrize("kind", ["json_schema", "penalties"])
+async def test_answers_follow_expressions_choices_and_grammars(served: Serving) -> None:
+    async def text_of(structured: StructuredOutput) -> str:
+        sampling = replace(GREEDY, ignore_eos=False, structured=structured)
+        return (await served.client.generate(prompt_token_ids=served.prompt, sampling=sampling)).text
+
+    assert await text_of(StructuredOutput(regex="(ab){3}")) == "ababab"
+    assert await text_of(StructuredOutput(choice=("yes", "no"))) in ("yes", "no")
+    assert await text_of(StructuredOutput(grammar='root ::= "x" "y"')) == "xy"
+
+
+@UNTIED
+@pytest.mark.parametrize("kind", ["json_schema", "penalties", "bad_words"])
 async def test_an_answer_that_cannot_be_continued_passes_whole_through_aborting_publishes(
     served: Serving, tmp_path: Path, kind: str
 ) -> None:
     if kind == "json_schema":
         sampling = replace(GREEDY, ignore_eos=False, structured=StructuredOutput(json_schema=JSON_SCHEMA))
+    elif kind == "bad_words":
+        sampling = replace(GREEDY, bad_words=((served.fresh.token_ids[0], served.fresh.token_ids[1]),))
     else:
         sampling = replace(GREEDY, presence_penalty=1.0, frequency_penalty=0.3, repetition_penalty=1.2)
     async with trained(served, tmp_path) as same:

@@ -118,7 +118,7 @@ async def test_an_engine_samples_tokens_with_logprobs_versions_and_a_finish_reas
 
 @pytest.mark.slow
 async def test_an_engine_tells_how_much_of_a_prompt_it_had_cached(engine_0: VLLMEngine) -> None:
-    prompt = tuple(range(100, 200))
+    prompt = tuple(5 + i % 290 for i in range(400))
     first = await engine_0.generate(make_request("uncached", prompt, max_tokens=3))
     again = await engine_0.generate(make_request("cached", prompt, max_tokens=3))
     blocks = [block async for block in engine_0.stream(make_request("streamed", prompt, max_tokens=3))]
