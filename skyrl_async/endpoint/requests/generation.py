@@ -17,9 +17,9 @@ from skyrl_async.endpoint.parsing.answers import ParsedAnswer, ToolCall
 from skyrl_async.endpoint.parsing.output_parser import OutputParser, forced_call, output_parser_of
 from skyrl_async.endpoint.parsing.parsing import AnswerParser
 from skyrl_async.endpoint.parsing.stream_joining import joined_completion
+from skyrl_async.endpoint.requests.fields import refuse_inexact
 from skyrl_async.endpoint.requests.pending_turns import PendingTurns, SampledTurn
 from skyrl_async.endpoint.requests.validation import bad_word_ids, known_ids, refused_values
-from skyrl_async.endpoint.routes.fields import refuse_inexact
 from skyrl_async.endpoint.sessions.session import Session
 from skyrl_async.endpoint.sessions.settings import ReasoningPolicy
 from skyrl_async.endpoint.sessions.tree import Match

@@ -14,11 +14,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from skyrl_async.chat import ChatRenderer
+from skyrl_async.endpoint.requests.body_fields import ignored_metadata
 from skyrl_async.endpoint.requests.context import Serving
 from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, Planned, chat_tool_call
 from skyrl_async.endpoint.requests.response_parts import chat_logprobs, provenance, usage
 from skyrl_async.endpoint.requests.shared_request import Emit
-from skyrl_async.endpoint.routes.messages_fields import ignored_metadata
 from skyrl_async.endpoint.routes.schema import ChatCompletionRequest
 from skyrl_async.runtime.tasks import run_together
 from skyrl_async.types import Completion, CompletionDelta

@@ -13,13 +13,13 @@ from starlette.responses import JSONResponse, Response
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.parsing.stream_joining import joined_completion
+from skyrl_async.endpoint.requests.body_fields import ignored_metadata
 from skyrl_async.endpoint.requests.context import Serving
 from skyrl_async.endpoint.requests.generation import Planned, stop_string
 from skyrl_async.endpoint.requests.response_parts import provenance
 from skyrl_async.endpoint.requests.shared_request import Emit
 from skyrl_async.endpoint.requests.streaming import EventStyle
 from skyrl_async.endpoint.requests.validation import refused_values
-from skyrl_async.endpoint.routes.messages_fields import ignored_metadata
 from skyrl_async.endpoint.routes.messages_output import MessageWriter
 from skyrl_async.endpoint.routes.messages_schema import Conversation, MessagesRequest
 from skyrl_async.types import Completion, FinishReason

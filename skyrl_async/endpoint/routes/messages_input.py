@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skyrl_async.endpoint.routes.messages_fields import (
+from skyrl_async.endpoint.requests.body_fields import (
     chat_content,
     name_at,
     object_at,

@@ -9,8 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from skyrl_async.chat import Tool
-from skyrl_async.endpoint.requests.generation import GenerationRequest
-from skyrl_async.endpoint.routes.messages_fields import (
+from skyrl_async.endpoint.requests.body_fields import (
     chat_tool,
     checked_choice,
     name_at,
@@ -19,6 +18,7 @@ from skyrl_async.endpoint.routes.messages_fields import (
     tool_name,
     unsupported,
 )
+from skyrl_async.endpoint.requests.generation import GenerationRequest
 from skyrl_async.endpoint.routes.messages_input import chat_messages
 from skyrl_async.endpoint.routes.schema import SamplingFields, StopString
 from skyrl_async.types import Message, StructuredOutput

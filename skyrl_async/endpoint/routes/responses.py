@@ -14,12 +14,12 @@ from starlette.responses import Response
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.parsing.stream_joining import joined_completion
+from skyrl_async.endpoint.requests.body_fields import ignored_metadata
 from skyrl_async.endpoint.requests.context import Serving
 from skyrl_async.endpoint.requests.generation import Planned
 from skyrl_async.endpoint.requests.response_parts import chat_logprobs, provenance
 from skyrl_async.endpoint.requests.shared_request import Emit
 from skyrl_async.endpoint.requests.streaming import EventStyle
-from skyrl_async.endpoint.routes.messages_fields import ignored_metadata
 from skyrl_async.endpoint.routes.responses_output import ResponseWriter
 from skyrl_async.endpoint.routes.responses_schema import ResponsesRequest
 from skyrl_async.types import Completion, CompletionDelta, FinishReason

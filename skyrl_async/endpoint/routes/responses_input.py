@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_async.endpoint.routes.messages_fields import (
+from skyrl_async.endpoint.requests.body_fields import (
     chat_content,
     name_at,
     object_at,

@@ -9,8 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from skyrl_async.endpoint.requests.generation import GenerationRequest
-from skyrl_async.endpoint.routes.messages_fields import (
+from skyrl_async.endpoint.requests.body_fields import (
     but_ignored,
     chat_tool,
     checked_choice,
@@ -21,6 +20,7 @@ from skyrl_async.endpoint.routes.messages_fields import (
     tool_name,
     unsupported,
 )
+from skyrl_async.endpoint.requests.generation import GenerationRequest
 from skyrl_async.endpoint.routes.responses_input import chat_messages
 from skyrl_async.endpoint.routes.schema import SamplingFields
 from skyrl_async.types import StructuredOutput

@@ -19,9 +19,9 @@ from pydantic import (
 )
 
 from skyrl_async.chat import Tool
+from skyrl_async.endpoint.requests.body_fields import but_ignored, refused, tool_name
+from skyrl_async.endpoint.requests.fields import refuse_unserved
 from skyrl_async.endpoint.requests.generation import GenerationRequest
-from skyrl_async.endpoint.routes.fields import refuse_unserved
-from skyrl_async.endpoint.routes.messages_fields import but_ignored, refused, tool_name
 from skyrl_async.types import SamplingParams, StructuredOutput
 
 UNBOUNDED = 2**31

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyrl_async.endpoint.requests.errors import ApiError
-from skyrl_async.endpoint.routes.fields import IGNORED, REFUSED, REFUSED_UNLESS_TRUE
+from skyrl_async.endpoint.requests.fields import IGNORED, REFUSED, REFUSED_UNLESS_TRUE
 from skyrl_async.endpoint.routes.messages_schema import MessagesRequest
 from skyrl_async.endpoint.routes.responses_schema import ResponsesRequest
 from skyrl_async.endpoint.routes.schema import ChatCompletionRequest, CompletionRequest

@@ -8,7 +8,7 @@ Together with the schemas it knows every field of the vLLM that is installed, wh
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_async.endpoint.routes.messages_fields import refused
+from skyrl_async.endpoint.requests.body_fields import refused
 from skyrl_async.types import SamplingParams
 
 _OFF: tuple[Any, ...] = (None, False, "", [], {})
