@@ -76,16 +76,21 @@ class NoEngineError(InferenceError):
 class PromptTooLongError(InferenceError):
     """A prompt leaves no room for an answer in the model's context."""
 
-    def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
+    def __init__(self, num_prompt_tokens: int, max_model_len: int, num_characters: int | None = None) -> None:
+        """``num_characters``: of a text too long to be tokenized; ``num_prompt_tokens`` is then the least that the prompt can have."""
+        found = f"{num_prompt_tokens}"
+        if num_characters is not None:
+            found = f"at least {found}: a text of {num_characters} characters was not tokenized"
         super().__init__(
-            f"This model's maximum context length is {max_model_len} tokens, but the prompt has {num_prompt_tokens} "
+            f"This model's maximum context length is {max_model_len} tokens, but the prompt has {found} "
             "(context_length_exceeded); shorten the prompt or raise engine.max_model_len"
         )
         self.num_prompt_tokens = num_prompt_tokens
         self.max_model_len = max_model_len
+        self.num_characters = num_characters
 
-    def __reduce__(self) -> tuple[type, tuple[int, int]]:
-        return type(self), (self.num_prompt_tokens, self.max_model_len)
+    def __reduce__(self) -> tuple[type, tuple[int, int, int | None]]:
+        return type(self), (self.num_prompt_tokens, self.max_model_len, self.num_characters)
 
 
 class EngineStartError(InferenceError):

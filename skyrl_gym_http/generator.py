@@ -30,7 +30,7 @@ from skyrl_async.version_spans import versions_of
 
 _NO_ENGINE = "no_engine"
 """Code of the endpoint's 503 when it has no engine to ask."""
-_OVERFLOW = re.compile(r"maximum context length is (\d+) tokens, but the prompt has (\d+)")
+_OVERFLOW = re.compile(r"maximum context length is (\d+) tokens, but the prompt has (?:at least )?(\d+)")
 
 
 class SkyRLGymHTTPGenerator:

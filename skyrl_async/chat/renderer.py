@@ -14,12 +14,14 @@ from jinja2.exceptions import TemplateError
 
 from skyrl_async.chat.messages import Tool, normalise_messages, with_short_ids, with_text_arguments
 from skyrl_async.chat.spelling import Speller
-from skyrl_async.errors import ConfigError
+from skyrl_async.errors import ConfigError, PromptTooLongError
 from skyrl_async.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_LONG_TEXT = 16_384
+"""Characters; a shorter text is tokenized within milliseconds, and an overflow then told exactly."""
 _SENTINEL = f"skyrl-async-sampled-text-{token_hex(8)}"
 
 
@@ -37,6 +39,9 @@ class ChatRenderer:
         added = tokenizer.added_tokens_decoder
         self._special_ids = frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
         self._speller = Speller(tokenizer)
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerFast":
@@ -49,10 +54,15 @@ class ChatRenderer:
         return len(self._tokenizer)
 
     def render(
-        self, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] | None = None,
+        add_generation_prompt: bool = True,
+        limit: int | None = None,
     ) -> tuple[int, ...]:
-        """Ids of the whole conversation; ``ValueError`` when the template refuses it."""
-        return self.encode(self._render_text(normalise_messages(messages), tools, add_generation_prompt))
+        """Ids of the whole conversation; ``ValueError`` when the template refuses it, ``limit`` as for ``encode``."""
+        return self.encode(self._render_text(normalise_messages(messages), tools, add_generation_prompt), limit=limit)
 
     def render_next(
         self,
@@ -61,6 +71,7 @@ class ChatRenderer:
         *,
         num_covered: int | None = None,
         tools: Sequence[Tool] | None = None,
+        limit: int | None = None,
     ) -> tuple[int, ...]:
         """The next prompt: ``token_ids`` as they are, then the tail.
 
@@ -71,12 +82,13 @@ class ChatRenderer:
             token_ids: prompt and completion of ``messages[:num_covered]``.
             num_covered: ends in an assistant message; messages behind it may hold further ones, which nobody sampled. None:
                 through the last assistant message.
+            limit: as for ``encode``, of the whole prompt.
 
         Raises:
             ValueError: the template refuses the messages, or ``num_covered`` names no assistant message.
             ConfigError: the template cannot be continued in token space.
         """
-        tail = self._full_tail(messages, num_covered, tools)
+        tail = self.encode(self._full_tail(messages, num_covered, tools), limit=limit, num_before=len(token_ids))
         num_leading = self._leading_end(tail)
         ended = num_leading > 0 and bool(token_ids) and token_ids[-1] == tail[num_leading - 1]
         return (*token_ids, *(tail[num_leading:] if ended else tail))
@@ -111,9 +123,7 @@ class ChatRenderer:
         sizes = (0 if i in self._special_ids else len(self._speller.spell(i)) for i in token_ids)
         return tuple(accumulate(sizes))
 
-    def _full_tail(
-        self, messages: Sequence[Message], num_covered: int | None, tools: Sequence[Tool] | None
-    ) -> tuple[int, ...]:
+    def _full_tail(self, messages: Sequence[Message], num_covered: int | None, tools: Sequence[Tool] | None) -> str:
         normalised = normalise_messages(messages)
         last = _last_covered(normalised, num_covered)
         spoken = [*normalised[:last], {"role": "assistant", "content": _SENTINEL}, *normalised[last + 1 :]]
@@ -122,8 +132,8 @@ class ChatRenderer:
         except ValueError:
             if "tool_calls" not in normalised[last]:
                 raise
-            return self.encode(self._tail_after_calls(normalised, last, tools))
-        return self.encode(_after_sentinel(text))
+            return self._tail_after_calls(normalised, last, tools)
+        return _after_sentinel(text)
 
     def _tail_after_calls(self, messages: list[Message], last: int, tools: Sequence[Tool] | None) -> str:
         """The tail where a template insists on tool calls before tool results: from the end of turn behind a sentinel call."""
@@ -177,9 +187,17 @@ class ChatRenderer:
             raise ValueError(f"the tokenizer's chat template refuses these messages: {error}") from error
         return str(text)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of a text as it stands, without special tokens added."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+    def encode(self, text: str, *, limit: int | None = None, num_before: int = 0) -> tuple[int, ...]:
+        """Ids of a text as it stands, without special tokens added. Other threads run meanwhile.
+
+        A long text that must have ``limit`` tokens or more, with the ``num_before`` in front of it, is not tokenized:
+        ``PromptTooLongError``.
+        """
+        if limit is not None and len(text) > _LONG_TEXT:
+            fewest = num_before + self._speller.fewest_tokens(text)
+            if fewest >= limit:
+                raise PromptTooLongError(fewest, limit, num_characters=len(text))
+        return tuple(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
 def _last_covered(messages: Sequence[Message], num_covered: int | None) -> int:

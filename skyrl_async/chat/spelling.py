@@ -3,7 +3,9 @@
 Flows in: a tokenizer and token ids. Flows out: bytes; joined they are the text's UTF-8. Does not know messages or templates.
 """
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -16,6 +18,7 @@ class Speller:
         self._tokenizer = tokenizer
         self._is_byte_level = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
         self._spellings = {i: token.content.encode() for i, token in tokenizer.added_tokens_decoder.items()}
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1) if _keeps_characters(tokenizer) else None
 
     def spell(self, token_id: int) -> bytes:
         """The bytes of one token, a special token's name for such a token; none for an unknown id."""
@@ -23,6 +26,17 @@ class Speller:
         if spelling is None:
             spelling = self._spellings[token_id] = self._look_up(token_id)
         return spelling
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that ``text`` has at least, found without tokenizing it; 0 where nothing is known.
+
+        A token spells no more characters than its name has. Composing (NFC) makes one character of four at most, of which no two are
+        ASCII.
+        """
+        if self._longest is None:
+            return 0
+        num_ascii = len(text) if text.isascii() else len(text.encode("ascii", "ignore"))
+        return max(num_ascii, len(text) // 4) // self._longest
 
     def _look_up(self, token_id: int) -> bytes:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -33,6 +47,37 @@ class Speller:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])
         return str(token).replace("\u2581", " ").encode()
+
+
+def _keeps_characters(tokenizer: "PreTrainedTokenizerFast") -> bool:
+    """Whether every character of a text is spelled by a token: none is dropped, unknown, or white space around a special token."""
+    backend, vocabulary = tokenizer.backend_tokenizer, tokenizer.get_vocab()
+    parts = [json.loads(part.__getstate__()) for part in (backend.normalizer, backend.pre_tokenizer) if part]
+    kinds = {kind for part in parts for kind in _kinds(part)}
+    if any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values()) or not kinds <= _KEEPING:
+        return False
+    if type(backend.model).__name__ != "BPE":
+        return False
+    if backend.model.byte_fallback:
+        return all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    return "ByteLevel" in kinds and vocabulary.keys() >= _BYTE_OF_CHAR.keys()
+
+
+_KEEPING = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace of one character", "Split"}
+
+
+def _kinds(part: dict[str, Any]) -> Iterator[str]:
+    """The steps of a normalizer or pre-tokenizer."""
+    match part:
+        case {"normalizers": list(steps)} | {"pretokenizers": list(steps)}:
+            for step in steps:
+                yield from _kinds(step)
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if len(old) == 1 and new:
+            yield "Replace of one character"
+        case {"type": "Split", "behavior": "Removed"}:
+            yield "Split that removes"
+        case {"type": str(kind)}:
+            yield kind
 
 
 def _byte_level_alphabet() -> dict[str, int]:
