@@ -68,7 +68,16 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of a failure; an unexpected one is logged."""
+    """What a client is told of a failure; an unexpected one is logged. Lets go of its tracebacks, whose frames hold the request."""
+    answer = _api_error(error)
+    failure: BaseException | None = error
+    while failure is not None:
+        failure.__traceback__ = None
+        failure = failure.__cause__ or failure.__context__
+    return answer
+
+
+def _api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error

@@ -8,8 +8,8 @@ Flows in: chat messages or raw prompt ids, of a session or of none. Flows out: a
 know wire formats, HTTP or engines.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from dataclasses import dataclass, replace
 
 from skyrl_async.chat import ChatRenderer, Tool
@@ -18,6 +18,7 @@ from skyrl_async.endpoint.parsing.output_parser import OutputParser, forced_call
 from skyrl_async.endpoint.parsing.parsing import AnswerParser
 from skyrl_async.endpoint.parsing.stream_joining import joined_completion
 from skyrl_async.endpoint.requests.fields import refuse_inexact
+from skyrl_async.endpoint.requests.long_work import LONG_TEXT, LongWork, text_length
 from skyrl_async.endpoint.requests.pending_turns import PendingTurns, SampledTurn
 from skyrl_async.endpoint.requests.validation import bad_word_ids, known_ids, refused_values
 from skyrl_async.endpoint.sessions.session import Session
@@ -92,6 +93,7 @@ class Planner:
         session: whose turns these will be; None outside of sessions.
         reasoning_policy: see ``ReasoningPolicy``.
         slot: entered around each generation.
+        long_work: renders and tokenizes long prompts.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Planner:
         session: Session | None,
         reasoning_policy: ReasoningPolicy,
         slot: Slot,
+        long_work: LongWork,
     ) -> None:
         self.sampler = sampler
         self.renderer = renderer
@@ -110,20 +113,25 @@ class Planner:
         self.slot = slot
         self._session = session
         self._reasoning_policy = reasoning_policy
+        self._long_work = long_work
         self.turns = PendingTurns(session)
 
-    def plan(self, request: GenerationRequest) -> "Planned":
+    async def plan(self, request: GenerationRequest) -> "Planned":
         """Render and check.
 
         Raises ``ApiError`` for what cannot be rendered, ``PromptTooLongError`` when no room is left for an answer.
         """
-        request = self._with_forced_call(self._with_session_sampling(self._with_tokens(request)))
-        prompt, match = self._prompt(request)
         limit = min(self.sampler.max_model_len, request.max_total_tokens or self.sampler.max_model_len)
-        if len(prompt) >= limit:
-            if self._session is not None:
-                self._session.count_overflow()
-            raise PromptTooLongError(len(prompt), limit)
+        length = text_length((request.messages, request.tools, request.bad_words)) + len(request.prompt_token_ids or ())
+
+        def prepared(request: GenerationRequest = request) -> tuple[GenerationRequest, tuple[int, ...], Match]:
+            ready = self._with_forced_call(self._with_session_sampling(self._with_tokens(request)))
+            return ready, *self._prompt(ready, limit)
+
+        with self._overflows_counted():
+            request, prompt, match = await self._long_work.tokenize(self._session, prepared, is_long=length > LONG_TEXT)
+            if len(prompt) >= limit:
+                raise PromptTooLongError(len(prompt), limit)
         return Planned(self, request, prompt, match, room=limit - len(prompt))
 
     def _with_tokens(self, request: GenerationRequest) -> GenerationRequest:
@@ -156,7 +164,26 @@ class Planner:
         sampling = replace(sampling, reports_logprobs=True)
         return replace(request, sampling=sampling, priority=session.priority, session_label=session.id)
 
-    def _prompt(self, request: GenerationRequest) -> tuple[tuple[int, ...], Match]:
+    async def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Ids of raw prompts. Raises ``PromptTooLongError`` where one cannot fit."""
+        encode, limit = self.renderer.encode, self.sampler.max_model_len
+        with self._overflows_counted():
+            return await self._long_work.tokenize(
+                self._session,
+                lambda: [encode(text, limit=limit) for text in texts],
+                is_long=sum(map(len, texts)) > LONG_TEXT,
+            )
+
+    @contextmanager
+    def _overflows_counted(self) -> Iterator[None]:
+        try:
+            yield
+        except PromptTooLongError:
+            if self._session is not None:
+                self._session.count_overflow()
+            raise
+
+    def _prompt(self, request: GenerationRequest, limit: int) -> tuple[tuple[int, ...], Match]:
         """Prompt ids, and the turn of the session that they continue."""
         nothing = Match(turn=None, num_messages=0)
         if not request.messages:
@@ -164,22 +191,24 @@ class Planner:
         with refused_values("messages"):
             if request.prompt_token_ids is not None:
                 known = self._known(request.prompt_token_ids, "prefix_token_ids")
-                return self.renderer.render_next(request.messages, known, tools=request.tools), nothing
+                return self.renderer.render_next(request.messages, known, tools=request.tools, limit=limit), nothing
             if self._session is None:
-                return self.renderer.render(request.messages, tools=request.tools), nothing
-            return self._session_prompt(request, self._session)
+                return self.renderer.render(request.messages, tools=request.tools, limit=limit), nothing
+            return self._session_prompt(request, self._session, limit)
 
-    def _session_prompt(self, request: GenerationRequest, session: Session) -> tuple[tuple[int, ...], Match]:
+    def _session_prompt(
+        self, request: GenerationRequest, session: Session, limit: int
+    ) -> tuple[tuple[int, ...], Match]:
         match = session.tree.match(request.messages, tools=request.tools)
         turn = match.turn
         if turn is None:
-            return self.renderer.render(request.messages, tools=request.tools), match
+            return self.renderer.render(request.messages, tools=request.tools, limit=limit), match
         if self._reasoning_policy is ReasoningPolicy.KEEP:
             prompt = self.renderer.render_next(
-                request.messages, turn.token_ids, num_covered=match.num_messages, tools=request.tools
+                request.messages, turn.token_ids, num_covered=match.num_messages, tools=request.tools, limit=limit
             )
             return prompt, match
-        rendered = self.renderer.render(request.messages, tools=request.tools)
+        rendered = self.renderer.render(request.messages, tools=request.tools, limit=limit)
         extends = rendered[: len(turn.token_ids)] == turn.token_ids
         return rendered, match if extends else Match(turn=None, num_messages=0)
 

@@ -7,18 +7,26 @@ Three kinds of keys: the run's samples, uncaptured; the controller's does that t
 session's samples in that session and does nothing else, because what runs inside a sandbox must not reward itself.
 """
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_async.endpoint.requests.errors import ApiError
-from skyrl_async.endpoint.requests.json_text import refusal_of
+from skyrl_async.endpoint.requests.json_text import TooManyValuesError, parse_fairly, refusal_of
+from skyrl_async.endpoint.requests.long_work import LARGE_BODY, LONG_BODY, LongWork
 from skyrl_async.endpoint.sessions.session import Session
 from skyrl_async.endpoint.sessions.store import SessionStore, front_end_of
 
@@ -124,52 +132,151 @@ def _digest(key: str) -> bytes:
 
 
 class BodyLimit:
-    """Reads bodies whole, and refuses those above ``max_body_bytes`` (413) and those that are text but not JSON (400)."""
+    """Reads bodies whole, and refuses those above ``max_body_bytes`` (413) and those that are text but not JSON (400).
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    Args:
+        timeout_s: what a client gets to send a body; then 408.
+        long_work: reads and parses long ones.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int, timeout_s: float, long_work: LongWork) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._timeout_s = timeout_s
+        self._long_work = long_work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        session = principal_of(scope).session if _PRINCIPAL in scope else None
+        with contextlib.ExitStack() as held:
+            try:
+                parts = await self._read(scope, receive, self._long_work.large_bodies(session), held)
+                is_long = sum(map(len, parts)) > LONG_BODY
+                body, parse = await self._long_work.parse(session, lambda: _checked(parts), is_long=is_long)
+            except ApiError as refusal:
+                await refusal.response_for(scope["path"])(scope, receive, send)
+                return
+            except ClientDisconnect:
+                return
+            whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def replayed() -> Message:
+                return whole.pop() if whole else await receive()
+
+            await self._app(scope | {_BODY: _Body(parse, held.close)}, replayed, send)
+
+    async def _read(
+        self, scope: Scope, receive: Receive, large_bodies: asyncio.Semaphore, held: contextlib.ExitStack
+    ) -> list[bytes]:
+        """The parts of the whole body; from where it is a large one ``held`` is one of ``large_bodies``."""
+        parts: list[bytes] = []
+        num_bytes, is_large = 0, False
+        async with aclosing(body_chunks(scope, receive, self._max_body_bytes, self._timeout_s)) as chunks:
+            async for chunk in chunks:
+                parts.append(chunk)
+                num_bytes += len(chunk)
+                if num_bytes > LARGE_BODY and not is_large:
+                    is_large = await large_bodies.acquire()
+                    held.callback(large_bodies.release)
+        return parts
+
+
+_BODY = "skyrl_async.body"
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """A body that has been read."""
+
+    parse: Callable[[], Any] | None
+    """Returns, or raises, what parsing it came to; None for a short one, which is yet to be parsed."""
+    release: Callable[[], None]
+    """Lets the session's next large body in; idempotent."""
+
+
+class ParsedRoute(APIRoute):
+    """A route whose long bodies have been parsed."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_parsed(request: Request) -> Response:
+            return await handle(_ParsedRequest(request.scope, request.receive))
+
+        return handle_parsed
+
+
+class _ParsedRequest(Request):
+    async def json(self) -> Any:
+        body: _Body | None = self.scope.get(_BODY)
+        return body.parse() if body is not None and body.parse is not None else await super().json()
+
+
+def release_body(scope: Scope) -> None:
+    """The body of this request has become a prompt: the session's next large one may be read."""
+    body: _Body | None = scope.get(_BODY)
+    if body is not None:
+        body.release()
+
+
+def _checked(parts: list[bytes]) -> tuple[bytes, Callable[[], Any] | None]:
+    """The body, and what ``json.loads`` does with a long one; ``ApiError`` for one that is refused."""
+    body = b"".join(parts)
+    parts.clear()
+    if reason := refusal_of(body):
+        raise ApiError(400, reason, code="invalid_value")
+    if len(body) <= LONG_BODY:
+        return body, None
+    try:
+        parsed = parse_fairly(body.decode())
+    except TooManyValuesError as error:
+        raise ApiError(413, str(error), code="request_too_large") from None
+    except (ValueError, RecursionError) as error:
+        return body, partial(_raise, error)
+    return body, lambda: parsed
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+async def body_chunks(
+    scope: Scope, receive: Receive, max_body_bytes: int, timeout_s: float
+) -> AsyncGenerator[bytes, None]:
+    """A request's body as it comes.
+
+    Args:
+        max_body_bytes: a larger one is refused.
+        timeout_s: what its client gets to send it; the time between two chunks that this is not asked for one does not count.
+
+    Raises ``ApiError`` 413 or 408, and ``ClientDisconnect``.
+    """
+    announced = Headers(scope=scope).get("content-length", "")
+    is_too_large = announced.isdecimal() and len(announced) < 20 and int(announced) > max_body_bytes
+    num_bytes, is_whole, left_s = 0, False, timeout_s
+    while not is_whole and not is_too_large:
+        asked_at = asyncio.get_running_loop().time()
         try:
-            body = await self._read(scope, receive)
-        except ApiError as refusal:
-            await refusal.response_for(scope["path"])(scope, receive, send)
-            return
-        except ClientDisconnect:
-            return
-        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replayed() -> Message:
-            return whole.pop() if whole else await receive()
-
-        await self._app(scope, replayed, send)
-
-    async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdecimal() and len(announced) < 20 and int(announced) > self._max_body_bytes:
-            raise self._too_large()
-        chunks: list[bytes] = []
-        num_bytes, is_whole = 0, False
-        while not is_whole:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            chunks.append(message.get("body", b""))
-            num_bytes += len(chunks[-1])
-            if num_bytes > self._max_body_bytes:
-                raise self._too_large()
-            is_whole = not message.get("more_body", False)
-        body = b"".join(chunks)
-        if reason := refusal_of(body):
-            raise ApiError(400, reason, code="invalid_value")
-        return body
-
-    def _too_large(self) -> ApiError:
-        limit = self._max_body_bytes
-        return ApiError(
-            413, f"the body may have {limit} bytes (server.max_body_bytes), got more", code="request_too_large"
+            async with asyncio.timeout(left_s):
+                message = await receive()
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the body did not arrive within {timeout_s:g} s (server.request_timeout_s)",
+                code="request_timeout",
+                headers={"Connection": "close"},
+            ) from None
+        left_s -= asyncio.get_running_loop().time() - asked_at
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk = message.get("body", b"")
+        num_bytes += len(chunk)
+        is_whole, is_too_large = not message.get("more_body", False), num_bytes > max_body_bytes
+        if not is_too_large:
+            yield chunk
+    if is_too_large:
+        raise ApiError(
+            413, f"the body may have {max_body_bytes} bytes (server.max_body_bytes), got more", code="request_too_large"
         )

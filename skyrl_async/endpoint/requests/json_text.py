@@ -3,12 +3,26 @@
 Flows in: bodies, and values to send. Flows out: why a body is refused, and bytes. Does not know what they mean.
 """
 
+import asyncio
+import itertools
 import json
+import json.scanner
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse
 
+T = TypeVar("T")
+
+MAX_VALUES, MAX_CONTAINERS = 1_000_000, 20_000
+"""Most numbers and strings, and most lists and objects, in a body. The ids of a context of a million tokens fit."""
+MANY_VALUES = 4096
+"""They are written in some two milliseconds."""
+LONG_LIST = 512
+"""Values, each with some twenty others in it at most, that are written within ten milliseconds."""
+_FEW_VALUES = 20_000
+"""Python's parser in C makes them in some ten milliseconds."""
 _SUSPICIOUS = ("NaN", "Infinity", "\\ud", "\\uD")
 """A body without any of these is JSON whenever Python's parser takes it."""
 
@@ -20,14 +34,91 @@ class StrictJSONResponse(JSONResponse):
         return json_bytes(content)
 
 
-def json_bytes(content: Any) -> bytes:
-    """``content`` as JSON: numbers that JSON lacks become null, halves of surrogate pairs stay escaped."""
+def json_bytes(content: Any, errors: str = "backslashreplace") -> bytes:
+    """``content`` as JSON: numbers that JSON lacks become null, halves of surrogate pairs stay escaped (``errors``)."""
     try:
         text = _dump(content)
     except ValueError:
         text = _dump(_finite(content))
     # A lone surrogate is the one thing that UTF-8 lacks, and its escape in Python is its escape in JSON.
-    return text.encode(errors="backslashreplace")
+    return text.encode(errors=errors)
+
+
+def json_bytes_fairly(content: Any, errors: str = "backslashreplace") -> bytes:
+    """``json_bytes`` for a thread: long lists are written in pieces, so that other threads run meanwhile."""
+    match content:
+        case dict():
+            items = (
+                json_bytes(key, errors) + b":" + json_bytes_fairly(value, errors) for key, value in content.items()
+            )
+            return b"{" + b",".join(items) + b"}"
+        case list() | tuple() if len(content) > LONG_LIST:
+            pieces = (json_bytes(content[i : i + LONG_LIST], errors)[1:-1] for i in range(0, len(content), LONG_LIST))
+            return b"[" + b",".join(pieces) + b"]"
+        case list() | tuple():
+            return b"[" + b",".join(json_bytes_fairly(value, errors) for value in content) + b"]"
+    return json_bytes(content, errors)
+
+
+async def written(content: Any) -> bytes:
+    """``json_bytes``, in a thread where it takes long."""
+    if _num_values(content) <= MANY_VALUES:
+        return json_bytes(content)
+    return await asyncio.to_thread(json_bytes_fairly, content)
+
+
+def _num_values(content: Any) -> int:
+    """About how many values there are, taking those of a list to be alike."""
+    match content:
+        case dict():
+            return sum(map(_num_values, content.values()))
+        case [first, *_]:
+            return len(content) * _num_values(first)
+    return 1
+
+
+def parse_fairly(text: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """``json.loads`` for a thread: where there is much to make, it is made step by step, so that other threads run meanwhile.
+
+    Raises ``TooManyValuesError``, beside what ``json.loads`` raises: to check, write and free them would hold up the interpreter.
+    """
+    if sum(map(text.count, ",[{")) <= _FEW_VALUES:
+        return json.loads(text, parse_constant=parse_constant)
+    return _FairDecoder(parse_constant).decode(text)
+
+
+class TooManyValuesError(ValueError):
+    """A JSON text holds more values than anyone needs."""
+
+
+class _FairDecoder(json.JSONDecoder):
+    """Python's own parser instead of the one in C, which lets nothing else run; counts values."""
+
+    def __init__(self, parse_constant: Callable[[str], Any] | None) -> None:
+        super().__init__(
+            parse_int=_counted(int, MAX_VALUES),
+            parse_float=_counted(float, MAX_VALUES),
+            parse_constant=parse_constant,
+        )
+        self.parse_string = _counted(json.decoder.scanstring, MAX_VALUES)  # type: ignore[attr-defined]
+        self.parse_array = _counted(json.decoder.JSONArray, MAX_CONTAINERS)  # type: ignore[attr-defined]
+        self.parse_object = _counted(json.decoder.JSONObject, MAX_CONTAINERS)  # type: ignore[attr-defined]
+        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+
+
+def _counted(make: Callable[..., T], limit: int) -> Callable[..., T]:
+    """``make``, which refuses to make more than ``limit``."""
+    count = itertools.count(1)
+
+    def counted(*arguments: Any) -> T:
+        if next(count) > limit:
+            raise TooManyValuesError(
+                f"the body may hold {MAX_VALUES:,} numbers, as many strings, and {MAX_CONTAINERS:,} lists and as many objects; "
+                "got more: send several requests"
+            )
+        return make(*arguments)
+
+    return counted
 
 
 def refusal_of(body: bytes) -> str | None:
@@ -39,8 +130,8 @@ def refusal_of(body: bytes) -> str | None:
     if not any(mark in text for mark in _SUSPICIOUS):
         return None
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-        json.dumps(value, ensure_ascii=False).encode()
+        value = parse_fairly(text, parse_constant=_refuse_constant)
+        json_bytes_fairly(value, errors="strict")
     except _ConstantError as error:
         return f"the body must be JSON, which has no {error}"
     except UnicodeEncodeError:

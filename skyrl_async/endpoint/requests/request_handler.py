@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -22,7 +22,8 @@ from starlette.responses import Response
 
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.generation import Planner
-from skyrl_async.endpoint.requests.guard import principal_of
+from skyrl_async.endpoint.requests.guard import principal_of, release_body
+from skyrl_async.endpoint.requests.long_work import LARGE_BODY
 from skyrl_async.endpoint.requests.shared_request import Emit, Event, Produce, SharedRequest
 from skyrl_async.endpoint.requests.streaming import Delivery, EventStyle
 from skyrl_async.endpoint.sessions.session import Session
@@ -47,6 +48,7 @@ class Call(Protocol):
 
 
 MakePlanner = Callable[[Session | None, "Slots"], Planner]
+MakeCall = Callable[[Planner], Awaitable[Call]]
 
 
 class Slots:
@@ -204,20 +206,20 @@ class RequestHandler:
     async def __call__(
         self,
         request: Request,
-        make_call: Callable[[Planner], Call],
+        make_call: MakeCall,
         *,
         is_stream: bool,
         style: EventStyle = EventStyle.openai,
     ) -> Response:
         """Answer ``request``.
 
-        Raises what ``make_call`` raises, and ``SessionClosedError``, before anything is sampled or sent.
+        Raises ``SessionClosedError`` before anything is sampled or sent. What ``make_call`` raises is answered likewise.
         """
         session = principal_of(request.scope).session
         shown = style if is_stream else None
         if session is None:
             planner = self._make_planner(None, Slots(self._limit))
-            return self._deliver(SharedRequest(_produce(make_call(planner), is_stream)), shown)
+            return self._deliver(SharedRequest(_produce(request, planner, make_call, is_stream)), shown)
         identity = await _identity(request)
         desk = self._desk_of(session)
         desk.require_same_body(identity)
@@ -227,7 +229,7 @@ class RequestHandler:
             return self._deliver(SharedRequest(replay), shown)
         session.begin_request(self._clock())
         try:
-            work = self._session_work(session, identity, make_call, is_stream)
+            work = self._session_work(session, identity, request, make_call, is_stream)
         except BaseException:
             session.end_request(self._clock())
             raise
@@ -252,12 +254,13 @@ class RequestHandler:
         return Delivery(work, style=style, keepalive_interval_s=self._keepalive_interval_s, on_closed=on_closed)
 
     def _session_work(
-        self, session: Session, identity: _Identity, make_call: Callable[[Planner], Call], is_stream: bool
+        self, session: Session, identity: _Identity, request: Request, make_call: MakeCall, is_stream: bool
     ) -> SharedRequest:
         desk = self._desk_of(session)
         joined = desk.join(identity)
         if joined is not None:
             self._counts["joined_requests"] += 1
+            release_body(request.scope)
             return joined
         planner = self._make_planner(session, Slots(desk.limit, self._limit))
 
@@ -268,7 +271,7 @@ class RequestHandler:
             planner.turns.commit()
             desk.delivered(identity, work)
 
-        work = SharedRequest(_produce(make_call(planner), is_stream), on_delivered=delivered, on_left=left)
+        work = SharedRequest(_produce(request, planner, make_call, is_stream), on_delivered=delivered, on_left=left)
         desk.add(identity, work)
         return work
 
@@ -279,8 +282,12 @@ class RequestHandler:
         return desk
 
 
-def _produce(call: Call, is_stream: bool) -> Produce:
+def _produce(request: Request, planner: Planner, make_call: MakeCall, is_stream: bool) -> Produce:
+    scope = request.scope
+
     async def produce(emit: Emit) -> Event | None:
+        call = await make_call(planner)
+        release_body(scope)
         if not is_stream:
             return await call.reply()
         await call.stream(emit)
@@ -289,11 +296,21 @@ def _produce(call: Call, is_stream: bool) -> Produce:
     return produce
 
 
+async def _digest(request: Request) -> bytes:
+    digest = hashlib.sha256(request.url.path.encode() + b"\0")
+    body = await request.body()
+    if len(body) > LARGE_BODY:
+        await asyncio.to_thread(digest.update, body)
+    else:
+        digest.update(body)
+    return digest.digest()
+
+
 async def _identity(request: Request) -> _Identity:
     count = request.headers.get(_RETRY_HEADER, "")
     key = next((request.headers[name] for name in _KEY_HEADERS if request.headers.get(name)), None)
     return _Identity(
-        body=hashlib.sha256(request.url.path.encode() + b"\0" + await request.body()).digest(),
+        body=await _digest(request),
         key=None if key is None else hashlib.sha256(b"key\0" + key.encode()).digest(),
         is_resend=count.isdecimal() and bool(count.strip("0")),
     )

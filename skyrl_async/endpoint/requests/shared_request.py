@@ -7,6 +7,7 @@ the last follower leaves before the end the work is cancelled: nobody samples fo
 import asyncio
 import contextlib
 import logging
+import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
@@ -129,6 +130,8 @@ class SharedRequest:
     def _on_done(self, task: "asyncio.Task[Event | None]") -> None:
         _running.discard(task)
         failure = None if task.cancelled() else task.exception()
+        if failure is not None:
+            traceback.clear_frames(failure.__traceback__)  # they hold the request, and the task holds them
         if failure is not None and not self._num_followers:
             logger.info("a request failed after its client had left: %r", failure)
         self._notify()

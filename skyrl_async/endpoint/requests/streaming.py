@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from skyrl_async.endpoint.requests.errors import as_api_error
-from skyrl_async.endpoint.requests.json_text import json_bytes
+from skyrl_async.endpoint.requests.json_text import written
 from skyrl_async.endpoint.requests.shared_request import Event, SharedRequest
 from skyrl_async.runtime.tasks import first_failure
 
@@ -101,7 +101,7 @@ class Delivery(Response):
         except Exception as error:
             await as_api_error(error).response_for(scope["path"])(scope, receive, send)
             return
-        body = json_bytes(reply or {})
+        body = await written(reply or {})
         headers = [*self.raw_headers, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -117,7 +117,7 @@ class Delivery(Response):
         num_sent = 0
         while events or not self._work.is_done:
             num_sent += len(events)
-            block = _event_bytes(events, style) if events else _KEEPALIVE
+            block = await _event_bytes(events, style) if events else _KEEPALIVE
             await send({"type": "http.response.body", "body": block, "more_body": True})
             events = await self._work.events(num_sent, self._keepalive_interval_s)
         await self._send_end(send, style)
@@ -128,7 +128,7 @@ class Delivery(Response):
             await self._work.reply()
         except Exception as error:  # headers are out: the failure becomes an event
             failure = as_api_error(error).body | ({"type": "error"} if style is EventStyle.named else {})
-            await send({"type": "http.response.body", "body": _event_bytes([failure], style), "more_body": True})
+            await send({"type": "http.response.body", "body": await _event_bytes([failure], style), "more_body": True})
         else:
             if style is EventStyle.openai:
                 await send({"type": "http.response.body", "body": _DONE, "more_body": True})
@@ -144,9 +144,10 @@ class Delivery(Response):
         self._work.delivered()
 
 
-def _event_bytes(events: Iterable[Event], style: EventStyle) -> bytes:
-    if style is EventStyle.openai:
-        return b"".join(b"data: " + json_bytes(event) + b"\n\n" for event in events)
-    return b"".join(
-        b"event: " + str(event["type"]).encode() + b"\ndata: " + json_bytes(event) + b"\n\n" for event in events
-    )
+async def _event_bytes(events: Iterable[Event], style: EventStyle) -> bytes:
+    lines = []
+    for event in events:
+        if style is EventStyle.named:
+            lines += [b"event: ", str(event["type"]).encode(), b"\n"]
+        lines += [b"data: ", await written(event), b"\n\n"]
+    return b"".join(lines)

@@ -26,8 +26,8 @@ def refused_values(param: str) -> Iterator[None]:
 
 def known_ids(token_ids: Sequence[int], vocab_size: int, *, param: str) -> tuple[int, ...]:
     """``token_ids``, all of them in ``[0, vocab_size)``; ``ApiError`` 400 otherwise."""
-    unknown = next((i for i in token_ids if not 0 <= i < vocab_size), None)
-    if unknown is not None:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        unknown = next(i for i in token_ids if not 0 <= i < vocab_size)
         raise ApiError(
             400, f"{param} must hold ids in [0, {vocab_size}), got {unknown}", code="invalid_value", param=param
         )

@@ -16,7 +16,9 @@ from starlette.responses import Response
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.requests.body_fields import ignored_metadata
 from skyrl_async.endpoint.requests.context import Serving
-from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, Planned, chat_tool_call
+from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, Planned, Planner, chat_tool_call
+from skyrl_async.endpoint.requests.guard import ParsedRoute
+from skyrl_async.endpoint.requests.long_work import LONG_TEXT, done_apart
 from skyrl_async.endpoint.requests.response_parts import chat_logprobs, provenance, usage
 from skyrl_async.endpoint.requests.shared_request import Emit
 from skyrl_async.endpoint.routes.schema import ChatCompletionRequest
@@ -26,17 +28,17 @@ from skyrl_async.types import Completion, CompletionDelta
 
 def make_router(serving: Serving) -> APIRouter:
     """The chat surface over ``serving``."""
-    router = APIRouter()
+    router = APIRouter(route_class=ParsedRoute)
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         serving.require_model(body.model)
         asked = body.to_generation(request.headers.get("x-session-id"))
-        return await serving.exchange(
-            request,
-            lambda planner: ChatCall(planner.plan(asked), body, serving.renderer, serving.model_name),
-            is_stream=bool(body.stream),
-        )
+
+        async def call(planner: Planner) -> ChatCall:
+            return ChatCall(await planner.plan(asked), body, serving.renderer, serving.model_name)
+
+        return await serving.exchange(request, call, is_stream=bool(body.stream))
 
     return router
 
@@ -56,9 +58,13 @@ class ChatCall:
             {f"{self._common['id']}-{i}": self._planned.answer(i) for i in range(self._body.num_choices)}
         )
         num_tokens = sum(len(answer.completion.token_ids) for answer in answers)
+        choices = await done_apart(
+            lambda: [self._choice(i, answer) for i, answer in enumerate(answers)],
+            is_long=num_tokens * (1 + (self._body.top_logprobs or 0)) > LONG_TEXT,
+        )
         reply = self._common | {
             "object": "chat.completion",
-            "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
+            "choices": choices,
             "usage": self._usage(num_tokens, answers[0].completion),
         }
         return reply | self._extras()

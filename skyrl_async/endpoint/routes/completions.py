@@ -17,6 +17,8 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.requests.context import Serving
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.generation import Answer, Planned, Planner
+from skyrl_async.endpoint.requests.guard import ParsedRoute
+from skyrl_async.endpoint.requests.long_work import LONG_TEXT, done_apart
 from skyrl_async.endpoint.requests.response_parts import completion_logprobs, provenance, usage
 from skyrl_async.endpoint.requests.shared_request import Emit
 from skyrl_async.endpoint.routes.schema import CompletionRequest
@@ -28,31 +30,32 @@ _MAX_CHOICES = 1024
 
 def make_router(serving: Serving) -> APIRouter:
     """The completions surface over ``serving``."""
-    router = APIRouter()
+    router = APIRouter(route_class=ParsedRoute)
 
     @router.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         serving.require_model(body.model)
         label = request.headers.get("x-session-id")
-        return await serving.exchange(
-            request,
-            lambda planner: CompletionCall(_plan(planner, body, label), body, serving.renderer, serving.model_name),
-            is_stream=bool(body.stream),
-        )
+
+        async def call(planner: Planner) -> CompletionCall:
+            return CompletionCall(await _plan(planner, body, label), body, serving.renderer, serving.model_name)
+
+        return await serving.exchange(request, call, is_stream=bool(body.stream))
 
     return router
 
 
-def _plan(planner: Planner, body: CompletionRequest, label: str | None) -> list[Planned]:
+async def _plan(planner: Planner, body: CompletionRequest, label: str | None) -> list[Planned]:
     """One plan per prompt."""
-    encode = planner.renderer.encode
-    prompts = [encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompts]
-    if not prompts or not all(prompts):
-        raise _refused("prompt must hold at least one token, got none")
+    prompts = body.prompts
     if len(prompts) * body.num_choices > _MAX_CHOICES:
         raise _refused(f"prompts times n must be <= {_MAX_CHOICES}, got {len(prompts)} * {body.num_choices}")
-    labels = zip(prompts, body.labels(label), strict=True)
-    return [planner.plan(body.to_generation(prompt, label)) for prompt, label in labels]
+    encoded = iter(await planner.encode([prompt for prompt in prompts if isinstance(prompt, str)]))
+    ids = [next(encoded) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
+    if not ids or not all(ids):
+        raise _refused("prompt must hold at least one token, got none")
+    labels = zip(ids, body.labels(label), strict=True)
+    return [await planner.plan(body.to_generation(prompt, one)) for prompt, one in labels]
 
 
 def _refused(message: str) -> ApiError:
@@ -82,8 +85,12 @@ class CompletionCall:
             {f"{self._common['id']}-{index}": plan.answer(i) for index, (plan, i) in enumerate(self._choices)}
         )
         num_tokens = sum(len(answer.completion.token_ids) for answer in answers)
+        choices = await done_apart(
+            lambda: [self._choice(index, answer) for index, answer in enumerate(answers)],
+            is_long=num_tokens * (1 + (self._body.logprobs or 0)) > LONG_TEXT,
+        )
         return self._common | {
-            "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
+            "choices": choices,
             "usage": usage(self._num_prompt_tokens, num_tokens, self._num_cached([a.completion for a in answers])),
         }
 

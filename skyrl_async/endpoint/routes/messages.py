@@ -9,17 +9,17 @@ from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.parsing.stream_joining import joined_completion
 from skyrl_async.endpoint.requests.body_fields import ignored_metadata
 from skyrl_async.endpoint.requests.context import Serving
-from skyrl_async.endpoint.requests.generation import Planned, stop_string
+from skyrl_async.endpoint.requests.generation import Planned, Planner, stop_string
+from skyrl_async.endpoint.requests.guard import ParsedRoute
 from skyrl_async.endpoint.requests.response_parts import provenance
 from skyrl_async.endpoint.requests.shared_request import Emit
 from skyrl_async.endpoint.requests.streaming import EventStyle
-from skyrl_async.endpoint.requests.validation import refused_values
 from skyrl_async.endpoint.routes.messages_output import MessageWriter
 from skyrl_async.endpoint.routes.messages_schema import Conversation, MessagesRequest
 from skyrl_async.types import Completion, FinishReason
@@ -27,25 +27,27 @@ from skyrl_async.types import Completion, FinishReason
 
 def make_router(serving: Serving) -> APIRouter:
     """The Messages surface over ``serving``."""
-    router = APIRouter()
+    router = APIRouter(route_class=ParsedRoute)
 
     @router.post("/v1/messages")
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         serving.require_model(body.model)
         asked = body.to_generation(request.headers.get("x-session-id"))
-        return await serving.exchange(
-            request,
-            lambda planner: MessagesCall(planner.plan(asked), body, serving.renderer, serving.model_name),
-            is_stream=bool(body.stream),
-            style=EventStyle.named,
-        )
+
+        async def call(planner: Planner) -> MessagesCall:
+            return MessagesCall(await planner.plan(asked), body, serving.renderer, serving.model_name)
+
+        return await serving.exchange(request, call, is_stream=bool(body.stream), style=EventStyle.named)
 
     @router.post("/v1/messages/count_tokens")
-    async def count_tokens(body: Conversation) -> Response:
+    async def count_tokens(body: Conversation, request: Request) -> Response:
         serving.require_model(body.model)
-        with refused_values("messages"):
-            prompt = serving.renderer.render(body.chat_messages(), tools=body.chat_tools() or None)
-        return JSONResponse({"input_tokens": len(prompt)})
+        messages, tools = body.chat_messages(), body.chat_tools() or None
+
+        def count() -> dict[str, int]:
+            return {"input_tokens": len(serving.renderer.render(messages, tools=tools))}
+
+        return await serving.tokenize(request, (messages, tools), count)
 
     return router
 

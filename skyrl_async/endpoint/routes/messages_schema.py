@@ -20,18 +20,18 @@ from skyrl_async.endpoint.requests.body_fields import (
 )
 from skyrl_async.endpoint.requests.generation import GenerationRequest
 from skyrl_async.endpoint.routes.messages_input import chat_messages
-from skyrl_async.endpoint.routes.schema import SamplingFields, StopString
+from skyrl_async.endpoint.routes.schema import Checked, SamplingFields, StopString
 from skyrl_async.types import Message, StructuredOutput
 
 
 class Conversation(BaseModel):
     """What makes a prompt: all there is in a body of ``POST /v1/messages/count_tokens``."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Checked[dict[str, Any]] = Field(min_length=1)
     model: str | None = None
     system: Any = None
     """A string, or text blocks."""
-    tools: list[dict[str, Any]] | None = None
+    tools: Checked[dict[str, Any]] | None = None
 
     def chat_messages(self) -> tuple[Message, ...]:
         """The messages in chat form; ``ApiError`` names what is not served."""
@@ -70,7 +70,7 @@ class MessagesRequest(Conversation, SamplingFields):
     the content; a stream has the first in ``message_start.message`` and the others in ``message_delta``.
     """
 
-    stop: list[StopString] | None = Field(default=None, validation_alias="stop_sequences")
+    stop: Checked[StopString] | None = Field(default=None, validation_alias="stop_sequences")
     tool_choice: dict[str, Any] | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None

@@ -16,7 +16,9 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.parsing.stream_joining import joined_completion
 from skyrl_async.endpoint.requests.body_fields import ignored_metadata
 from skyrl_async.endpoint.requests.context import Serving
-from skyrl_async.endpoint.requests.generation import Planned
+from skyrl_async.endpoint.requests.generation import Planned, Planner
+from skyrl_async.endpoint.requests.guard import ParsedRoute
+from skyrl_async.endpoint.requests.long_work import LONG_TEXT, done_apart
 from skyrl_async.endpoint.requests.response_parts import chat_logprobs, provenance
 from skyrl_async.endpoint.requests.shared_request import Emit
 from skyrl_async.endpoint.requests.streaming import EventStyle
@@ -27,18 +29,17 @@ from skyrl_async.types import Completion, CompletionDelta, FinishReason
 
 def make_router(serving: Serving) -> APIRouter:
     """The Responses surface over ``serving``."""
-    router = APIRouter()
+    router = APIRouter(route_class=ParsedRoute)
 
     @router.post("/v1/responses")
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         serving.require_model(body.model)
         asked = body.to_generation(request.headers.get("x-session-id"))
-        return await serving.exchange(
-            request,
-            lambda planner: ResponsesCall(planner.plan(asked), body, serving.renderer, serving.model_name),
-            is_stream=bool(body.stream),
-            style=EventStyle.named,
-        )
+
+        async def call(planner: Planner) -> ResponsesCall:
+            return ResponsesCall(await planner.plan(asked), body, serving.renderer, serving.model_name)
+
+        return await serving.exchange(request, call, is_stream=bool(body.stream), style=EventStyle.named)
 
     return router
 
@@ -56,12 +57,9 @@ class ResponsesCall:
         """The whole response."""
         answer = await self._planned.answer()
         writer = self._writer(lambda _: None)
-        writer.write(
-            reasoning=answer.reasoning,
-            text=answer.content,
-            tool_calls=answer.tool_calls,
-            logprobs=self._logprobs(answer.completion),
-        )
+        num_logprobs = len(answer.completion.token_ids) * (1 + (self._body.top_logprobs or 0))
+        logprobs = await done_apart(lambda: self._logprobs(answer.completion), is_long=num_logprobs > LONG_TEXT)
+        writer.write(reasoning=answer.reasoning, text=answer.content, tool_calls=answer.tool_calls, logprobs=logprobs)
         return self._finish(writer, answer.completion)
 
     async def stream(self, emit: Emit) -> None:

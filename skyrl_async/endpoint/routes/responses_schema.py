@@ -22,7 +22,7 @@ from skyrl_async.endpoint.requests.body_fields import (
 )
 from skyrl_async.endpoint.requests.generation import GenerationRequest
 from skyrl_async.endpoint.routes.responses_input import chat_messages
-from skyrl_async.endpoint.routes.schema import SamplingFields
+from skyrl_async.endpoint.routes.schema import Checked, SamplingFields
 from skyrl_async.types import StructuredOutput
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -50,12 +50,12 @@ class ResponsesRequest(SamplingFields):
     input: Any
     """A string, or items."""
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Checked[dict[str, Any]] | None = None
     tool_choice: Any = "auto"
     text: TextConfig | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    include: list[str] | None = None
+    include: Checked[str] | None = None
     parallel_tool_calls: bool | None = True
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None

@@ -6,11 +6,12 @@ are ignored, never refused: every harness sends some of its own. Does not know H
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    FailFast,
     Field,
     StringConstraints,
     ValidationInfo,
@@ -34,6 +35,17 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = False
 
 
+T = TypeVar("T")
+
+
+class _FailFast(FailFast):
+    """Pydantic's, which cannot be hashed and so not stand in a union."""
+
+    __hash__ = object.__hash__
+
+
+Checked = Annotated[list[T], _FailFast()]
+"""A list whose first wrong value is told: to tell all of them would take seconds."""
 StopString = Annotated[str, StringConstraints(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Label = Annotated[str | int, Field(union_mode="left_to_right")]
@@ -84,7 +96,7 @@ class SamplingFields(BaseModel):
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=1.0, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(default=1.0, gt=0, le=1)
-    stop: StopString | list[StopString] | None = None
+    stop: StopString | Checked[StopString] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     presence_penalty: float | None = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=0.0, ge=-2, le=2)
@@ -253,14 +265,14 @@ class NamedToolChoice(BaseModel):
 class ChatCompletionRequest(SamplingFields):
     """A body of ``POST /v1/chat/completions``: OpenAI's fields, vLLM's additions, and this package's."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Checked[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=0, ge=0, le=20)
-    tools: list[ToolDefinition] | None = None
+    tools: Checked[ToolDefinition] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     response_format: ResponseFormat | None = None
-    prefix_token_ids: list[int] | None = Field(default=None, min_length=1)
+    prefix_token_ids: Checked[int] | None = Field(default=None, min_length=1)
     """Exact ids (prompt and completion) of the conversation up to and including the last assistant message: only what
     follows is rendered, and nothing sampled is tokenized again."""
     max_total_tokens: int | None = Field(default=None, ge=1)
@@ -318,7 +330,7 @@ class ChatCompletionRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     """A body of ``POST /v1/completions``: OpenAI's fields, vLLM's additions, and this package's."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Checked[int] | Checked[str] | Checked[Checked[int]]
     session_id: Label | list[Label] | None = None  # type: ignore[assignment]
     """One for all prompts, or one for each."""
     max_tokens: int | None = Field(default=16, ge=1)

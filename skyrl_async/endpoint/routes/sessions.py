@@ -13,7 +13,8 @@ from pydantic import BaseModel, Field, FiniteFloat
 from starlette.responses import Response
 
 from skyrl_async.endpoint.requests.context import Serving
-from skyrl_async.endpoint.requests.json_text import StrictJSONResponse
+from skyrl_async.endpoint.requests.json_text import StrictJSONResponse, json_bytes_fairly
+from skyrl_async.endpoint.requests.long_work import LONG_TEXT, done_apart
 from skyrl_async.endpoint.sessions.session import Session, SessionSampling
 from skyrl_async.errors import SessionNotFoundError
 from skyrl_async.types import Trajectory
@@ -83,14 +84,20 @@ def make_router(serving: Serving) -> APIRouter:
     @router.post("/sessions/{session_id}/finish")
     async def finish_session(session_id: str, body: FinishSession) -> Response:
         serving.exchange.end_session(store.get(session_id))
-        rows = store.finish(
+        session = store.end(
             session_id,
             reward=body.reward,
             metrics=body.metrics,
             is_truncated=body.is_truncated,
             is_abandoned=body.is_abandoned,
         )
-        return StrictJSONResponse({"id": session_id, "state": "finished", "trajectories": [_row(row) for row in rows]})
+
+        def finished() -> bytes:
+            rows = [_row(row) for row in session.rows()]
+            return json_bytes_fairly({"id": session_id, "state": "finished", "trajectories": rows})
+
+        told = await done_apart(finished, is_long=session.num_sampled_tokens > LONG_TEXT)
+        return Response(told, media_type="application/json")
 
     @router.delete("/sessions/{session_id}")
     async def delete_session(session_id: str) -> Response:

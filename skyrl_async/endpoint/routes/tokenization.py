@@ -5,13 +5,14 @@ Flows in: text, messages or ids. Flows out: ids or text. Does not know generatio
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from skyrl_async.endpoint.requests.context import Serving
-from skyrl_async.endpoint.requests.validation import known_ids, refused_values
-from skyrl_async.endpoint.routes.schema import ToolDefinition, functions_of
+from skyrl_async.endpoint.requests.guard import ParsedRoute
+from skyrl_async.endpoint.requests.validation import known_ids
+from skyrl_async.endpoint.routes.schema import Checked, ToolDefinition, functions_of
 
 
 class TokenizeRequest(BaseModel):
@@ -19,8 +20,8 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
-    tools: list[ToolDefinition] | None = None
+    messages: Checked[dict[str, Any]] | None = Field(default=None, min_length=1)
+    tools: Checked[ToolDefinition] | None = None
     add_generation_prompt: bool | None = True
     return_token_strs: bool | None = False
 
@@ -35,36 +36,39 @@ class DetokenizeRequest(BaseModel):
     """A body of ``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Checked[int]
 
 
 def make_router(serving: Serving) -> APIRouter:
     """Text to ids and back, by the policy's tokenizer."""
-    router = APIRouter()
+    router = APIRouter(route_class=ParsedRoute)
     renderer = serving.renderer
 
     @router.post("/v1/tokenize")
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         serving.require_model(body.model)
-        if body.messages is None:
-            ids = renderer.encode(body.prompt or "")
-        else:
-            tools = functions_of(body.tools)
-            with refused_values("messages"):
+        tools = functions_of(body.tools) or None
+
+        def answer() -> dict[str, Any]:
+            if body.messages is None:
+                ids = renderer.encode(body.prompt or "")
+            else:
                 ids = renderer.render(
-                    body.messages, tools=tools or None, add_generation_prompt=body.add_generation_prompt is not False
+                    body.messages, tools=tools, add_generation_prompt=body.add_generation_prompt is not False
                 )
-        reply: dict[str, Any] = {"count": len(ids), "max_model_len": serving.sampler.max_model_len, "tokens": ids}
-        if body.return_token_strs:
-            reply["token_strs"] = [renderer.token_bytes(i).decode(errors="replace") for i in ids]
-        return JSONResponse(reply)
+            reply: dict[str, Any] = {"count": len(ids), "max_model_len": serving.sampler.max_model_len, "tokens": ids}
+            if body.return_token_strs:
+                reply["token_strs"] = [renderer.token_bytes(i).decode(errors="replace") for i in ids]
+            return reply
+
+        return await serving.tokenize(request, (body.prompt, body.messages, tools), answer)
 
     @router.post("/v1/detokenize")
     @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         serving.require_model(body.model)
         tokens = known_ids(body.tokens, renderer.vocab_size, param="tokens")
-        return JSONResponse({"prompt": renderer.decode(tokens)})
+        return await serving.tokenize(request, tokens, lambda: {"prompt": renderer.decode(tokens)})
 
     return router

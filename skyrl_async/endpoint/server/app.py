@@ -18,6 +18,7 @@ from skyrl_async.endpoint.requests.context import Serving
 from skyrl_async.endpoint.requests.errors import install_error_handlers
 from skyrl_async.endpoint.requests.generation import Planner
 from skyrl_async.endpoint.requests.guard import BodyLimit, KeyGuard
+from skyrl_async.endpoint.requests.long_work import LongWork
 from skyrl_async.endpoint.requests.request_handler import RequestHandler, Slots
 from skyrl_async.endpoint.routes import (
     chat_completions,
@@ -48,6 +49,7 @@ def create_app(
     max_concurrent_requests: int = 4096,
     statistics: Statistics = dict,
     keepalive_interval_s: float = 4.0,
+    request_timeout_s: float = 60.0,
     clock: Callable[[], float] = time.monotonic,
     on_session_end: Callable[[str], None] = lambda _: None,
 ) -> FastAPI:
@@ -62,15 +64,23 @@ def create_app(
         max_concurrent_requests: Generations at once; more wait in line.
         statistics: Figures for ``/metrics``.
         keepalive_interval_s: Silence after which a stream sends a comment, > 0.
+        request_timeout_s: What a client gets to send a body; then 408.
         clock: Seconds, for the lifetimes of sessions.
         on_session_end: Told the id of a session that is closed, by which the sampler knew its requests; more than once, maybe.
     """
     settings = session_settings or SessionSettings()
     reader = parser or AnswerParser.of(renderer.tokenizer)
+    long_work = LongWork()
 
     def make_planner(session: Session | None, slots: Slots) -> Planner:
         return Planner(
-            sampler, renderer, reader, session=session, reasoning_policy=settings.reasoning_policy, slot=slots
+            sampler,
+            renderer,
+            reader,
+            session=session,
+            reasoning_policy=settings.reasoning_policy,
+            slot=slots,
+            long_work=long_work,
         )
 
     store = SessionStore(
@@ -88,7 +98,14 @@ def create_app(
         keepalive_interval_s=keepalive_interval_s,
         on_session_end=on_session_end,
     )
-    serving = Serving(sampler=sampler, renderer=renderer, model_name=model_name, sessions=store, exchange=exchange)
+    serving = Serving(
+        sampler=sampler,
+        renderer=renderer,
+        model_name=model_name,
+        sessions=store,
+        exchange=exchange,
+        long_work=long_work,
+    )
 
     def figures() -> Mapping[str, float]:
         return {**statistics(), **store.statistics(), **exchange.statistics()}
@@ -100,6 +117,6 @@ def create_app(
         app.include_router(surface.make_router(serving))
     app.include_router(sessions.make_router(serving))
     app.include_router(operations.make_router(serving, figures, created=int(time.time())))
-    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes, timeout_s=request_timeout_s, long_work=long_work)
     app.add_middleware(KeyGuard, api_keys=tuple(api_keys), controller_keys=tuple(controller_keys), sessions=store)
     return app

@@ -8,9 +8,11 @@ to, and the rows of a finished session. Does not know keys, clocks, HTTP or how 
 """
 
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 
 from skyrl_async.endpoint.sessions.rows import BranchPolicy, rows
 from skyrl_async.endpoint.sessions.tree import TurnTree
@@ -125,6 +127,8 @@ class Session:
         self._tree = TurnTree()
         self._rows: tuple[Trajectory, ...] = ()
         self._side_figures = (0, 0)
+        self._make_rows: Callable[[], tuple[Trajectory, ...]] | None = None
+        self._making_rows = threading.Lock()
         self._created_at = self._active_at = now
         self._num_requests_open = 0
         self._num_overflows = 0
@@ -245,14 +249,38 @@ class Session:
         Rows are abandoned when the session has expired, and truncated when a cap refused a request or the last one did not fit the
         model's context. Raises ``ValueError`` for a reward that is no finite number, ``SessionClosedError`` when it is deleted.
         """
+        self.end(
+            reward=reward,
+            branches=branches,
+            trains_constrained=trains_constrained,
+            trains_side_requests=trains_side_requests,
+            metrics=metrics,
+            is_truncated=is_truncated,
+            is_abandoned=is_abandoned,
+        )
+        return self.rows()
+
+    def end(
+        self,
+        *,
+        reward: float,
+        branches: BranchPolicy = BranchPolicy.ALL,
+        trains_constrained: bool = False,
+        trains_side_requests: bool = False,
+        metrics: Mapping[str, float] | None = None,
+        is_truncated: bool = False,
+        is_abandoned: bool = False,
+    ) -> None:
+        """``finish`` without its rows, which ``rows`` makes."""
         if self._state is SessionState.FINISHED:
-            return self._rows
+            return
         if self._state is SessionState.DELETED:
             self._check_open()
         if not math.isfinite(reward):
             raise ValueError(f"reward must be a finite number, got {reward!r}")
         self._side_figures = self.side_figures
-        self._rows = rows(
+        self._make_rows = partial(
+            rows,
             self._tree,
             reward=reward,
             branches=branches,
@@ -263,13 +291,19 @@ class Session:
             is_abandoned=is_abandoned or self._state is SessionState.EXPIRED,
         )
         self._state = SessionState.FINISHED
-        self._tree.close()
-        return self._rows
+
+    def rows(self) -> tuple[Trajectory, ...]:
+        """The rows of a finished session, none of any other. The first call makes them, which may be in a thread."""
+        with self._making_rows:
+            if self._make_rows is not None:
+                self._rows, self._make_rows = self._make_rows(), None
+                self._tree.close()
+            return self._rows
 
     def delete(self) -> None:
         """Let go of everything but figures."""
         self._state = SessionState.DELETED
-        self._rows = ()
+        self._rows, self._make_rows = (), None
         self._tree.close()
 
     def _check_open(self) -> None:

@@ -119,6 +119,20 @@ class SessionStore:
         is_abandoned: bool = False,
     ) -> tuple[Trajectory, ...]:
         """The session's rows, as ``Session.finish``; again: the same rows, whatever the reward."""
+        return self.end(
+            session_id, reward=reward, metrics=metrics, is_truncated=is_truncated, is_abandoned=is_abandoned
+        ).rows()
+
+    def end(
+        self,
+        session_id: str,
+        *,
+        reward: float,
+        metrics: Mapping[str, float] | None = None,
+        is_truncated: bool = False,
+        is_abandoned: bool = False,
+    ) -> Session:
+        """``finish``, except that its rows are yet to be made, by ``Session.rows``."""
         session = self.get(session_id)
         if session.expire(self._clock()):
             self._totals["expired"] += 1
@@ -126,7 +140,7 @@ class SessionStore:
         if session.has_constrained_turns and not (self._trains_constrained or self._has_warned):
             self._has_warned = True
             logger.warning(_NOT_TRAINED, session_id)
-        rows = session.finish(
+        session.end(
             reward=reward,
             branches=self._branches,
             trains_constrained=self._trains_constrained,
@@ -138,7 +152,7 @@ class SessionStore:
         if is_first:
             self._totals["finished"] += 1
             self._keep_closed(session)
-        return rows
+        return session
 
     def delete(self, session_id: str) -> None:
         """Its key reaches nothing any more; unknown ids are fine."""
