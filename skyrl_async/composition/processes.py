@@ -277,6 +277,7 @@ def _endpoint_settings(
         model_name=server.model_name,
         max_body_bytes=server.max_body_bytes,
         keep_alive_timeout_s=server.keep_alive_timeout_s,
+        request_timeout_s=server.request_timeout_s,
         shutdown_timeout_s=server.shutdown_timeout_s,
         tool_call_parser=server.tool_call_parser,
         reasoning_parser=server.reasoning_parser,

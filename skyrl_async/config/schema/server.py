@@ -28,6 +28,9 @@ class ServerConfig:
     model_name: str = doc("policy", "Name in /v1/models and in replies.")
     max_body_bytes: int = doc(16 * 2**20, "Larger requests get 413.")
     keep_alive_timeout_s: int = doc(75, "Of idle connections; clients break below 75.")
+    request_timeout_s: float = doc(
+        60.0, "What a client gets to send a request's header, and then its body, seconds; then 408."
+    )
     shutdown_timeout_s: int = doc(30, "What open requests and streams get to finish when the endpoint stops, seconds.")
     num_front_ends: int = doc(1, "Processes that serve, each on a port of its own; a session belongs to one of them.")
     max_concurrent_requests: int = doc(4096, "Requests sampled at once per front end; more wait in line.")
@@ -81,7 +84,7 @@ class ServerConfig:
             require(getattr(self, key) >= 1, f"server.{key}", ">= 1", getattr(self, key))
         require(self.engine_wait_s >= 0, "server.engine_wait_s", ">= 0", self.engine_wait_s)
         require(self.max_restarts >= 0, "server.max_restarts", ">= 0", self.max_restarts)
-        for key in ("session_idle_timeout_s", "session_lifetime_s", "heartbeat_interval_s"):
+        for key in ("request_timeout_s", "session_idle_timeout_s", "session_lifetime_s", "heartbeat_interval_s"):
             require(getattr(self, key) > 0, f"server.{key}", "> 0", getattr(self, key))
         require(
             self.heartbeat_timeout_s >= self.heartbeat_interval_s,

@@ -4,17 +4,21 @@ Flows in: ASGI requests. Flows out: the same to this front end's application, or
 Does not know what is asked.
 """
 
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
 import httpx
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_async.endpoint.requests.errors import ApiError
-from skyrl_async.endpoint.requests.guard import presented_key
+from skyrl_async.endpoint.requests.guard import body_chunks, presented_key
 from skyrl_async.endpoint.requests.streaming import until_disconnect
 from skyrl_async.endpoint.sessions.store import front_end_of
 
-_OWN_HEADERS = ("connection", "content-length", "host", "keep-alive", "transfer-encoding")
+_OWN_HEADERS = ("connection", "host", "keep-alive", "transfer-encoding")
 """Headers of one connection, which are not passed on."""
 
 
@@ -24,11 +28,14 @@ class Forwarding:
     Args:
         app: this front end's.
         front_end: its index.
+        max_body_bytes, request_timeout_s: as for ``create_app``.
     """
 
-    def __init__(self, app: ASGIApp, front_end: int) -> None:
+    def __init__(self, app: ASGIApp, front_end: int, *, max_body_bytes: int, request_timeout_s: float) -> None:
         self._app = app
         self._front_end = front_end
+        self._max_body_bytes = max_body_bytes
+        self._request_timeout_s = request_timeout_s
         self._peers: tuple[str, ...] = ()
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=10.0), limits=httpx.Limits(max_connections=None)
@@ -47,9 +54,20 @@ class Forwarding:
         if owner is None:
             await self._app(scope, receive, send)
             return
-        body = await Request(scope, receive).body()
+        is_whole = asyncio.Event()
+
+        async def body() -> AsyncGenerator[bytes, None]:
+            async with aclosing(body_chunks(scope, receive, self._max_body_bytes, self._request_timeout_s)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            is_whole.set()
+
+        async def receive_more() -> Message:
+            await is_whole.wait()
+            return await receive()
+
         try:
-            await until_disconnect(receive, self._forward(owner, scope, body, send))
+            await until_disconnect(receive_more, self._forward(owner, scope, body(), send))
         except ClientDisconnect:
             return
 
@@ -61,7 +79,7 @@ class Forwarding:
             return None
         return self._peers[index]
 
-    async def _forward(self, root: str, scope: Scope, body: bytes, send: Send) -> None:
+    async def _forward(self, root: str, scope: Scope, body: AsyncGenerator[bytes, None], send: Send) -> None:
         query = scope["query_string"].decode()
         url = f"{root}{scope['path']}{'?' if query else ''}{query}"
         headers = [(k, v) for k, v in scope["headers"] if k.decode("latin-1") not in _OWN_HEADERS]
@@ -72,8 +90,12 @@ class Forwarding:
             refusal = ApiError(503, f"the front end of this session does not answer: {error}", code="front_end_down")
             await refusal.response()(scope, _nothing, send)
             return
+        except ApiError as refusal:
+            await refusal.response_for(scope["path"])(scope, _nothing, send)
+            return
         try:
-            raw = [(k.lower(), v) for k, v in answer.headers.raw if k.decode("latin-1").lower() not in _OWN_HEADERS]
+            own = (*_OWN_HEADERS, "content-length")
+            raw = [(k.lower(), v) for k, v in answer.headers.raw if k.decode("latin-1").lower() not in own]
             await send({"type": "http.response.start", "status": answer.status_code, "headers": raw})
             async for block in answer.aiter_raw():
                 await send({"type": "http.response.body", "body": block, "more_body": True})

@@ -5,7 +5,10 @@ waits for a request, and a request never waits for the driver.
 """
 
 import asyncio
+import ctypes
+import gc
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -40,6 +43,7 @@ class EndpointSettings:
     model_name: str
     max_body_bytes: int
     keep_alive_timeout_s: int
+    request_timeout_s: float = 60.0
     shutdown_timeout_s: int = 1
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
@@ -50,6 +54,22 @@ class EndpointSettings:
     max_restarts: int = 10
     """Times each front end is replaced."""
     sessions: SessionSettings = field(default_factory=SessionSettings)
+
+
+def _settle_memory() -> None:
+    """Before serving: what was imported is left alone from now on, and large blocks go back to the system when they are freed."""
+    gc.collect()
+    gc.freeze()  # a collection would go through half a million objects, and hold up every stream for that long
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 2**20)  # fixed: glibc raises it to the size of the largest block it has seen
+
+
+_SWITCH_INTERVAL_S = 0.001
+"""After which a thread that works on a long request lets the event loop go on; Python's own is five times that."""
+_M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h."""
 
 
 class EndpointServer:
@@ -103,16 +123,20 @@ class EndpointServer:
 
         settings = self._settings
         app = self._application()
-        self._forwarding = Forwarding(app, self._front_end)
+        self._forwarding = Forwarding(
+            app, self._front_end, max_body_bytes=settings.max_body_bytes, request_timeout_s=settings.request_timeout_s
+        )
         server = start_server(
             self._forwarding,
             settings.host,
             settings.port + self._front_end if settings.port else 0,
             keep_alive_timeout_s=settings.keep_alive_timeout_s,
+            request_timeout_s=settings.request_timeout_s,
             shutdown_timeout_s=settings.shutdown_timeout_s,
         )
         async with server as bound, asyncio.TaskGroup() as group:
             logger.info("endpoint on http://%s:%d/v1", *bound)
+            _settle_memory()
             address.set_result(bound)
             sweeping = group.create_task(sweep_sessions(app.state.serving), name="endpoint-sweeper")
             await self._stopping.wait()
@@ -156,6 +180,7 @@ class EndpointServer:
             max_concurrent_requests=settings.max_concurrent_requests,
             model_name=settings.model_name,
             max_body_bytes=settings.max_body_bytes,
+            request_timeout_s=settings.request_timeout_s,
             statistics=client.statistics,
             on_session_end=client.pool.end_session,
         )

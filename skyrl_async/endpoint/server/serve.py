@@ -11,7 +11,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from skyrl_async.endpoint.requests.errors import ApiError
+from skyrl_async.endpoint.requests.json_text import json_bytes
 from skyrl_async.errors import ConfigError
 from skyrl_async.runtime.tasks import first_failure
 
@@ -23,6 +26,7 @@ async def start_server(
     port: int = 0,
     *,
     keep_alive_timeout_s: int = 75,
+    request_timeout_s: float = 60.0,
     shutdown_timeout_s: int = 1,
 ) -> AsyncIterator[tuple[str, int]]:
     """Serve ``app`` while the block runs, and yield (host, port).
@@ -30,6 +34,7 @@ async def start_server(
     Args:
         port: 0 takes a free one. ``ConfigError`` when it is in use.
         keep_alive_timeout_s: Of idle connections; clients break below 75.
+        request_timeout_s: What a client gets to send a request's header; then 408.
         shutdown_timeout_s: What open requests get at the end before they are cancelled.
 
     A server that fails cancels the block and raises what it failed of.
@@ -42,6 +47,7 @@ async def start_server(
             log_config=None,
             access_log=False,
             timeout_keep_alive=keep_alive_timeout_s,
+            http=_connection(request_timeout_s),
             timeout_graceful_shutdown=shutdown_timeout_s,
         )
     )
@@ -63,6 +69,58 @@ async def start_server(
 
 
 _CANCELLED_TIMEOUT_S = 1.0
+
+
+def _connection(timeout_s: float) -> type[asyncio.Protocol]:
+    """uvicorn's connection, which has no deadline for a request's header. This one has."""
+
+    class Connection(AutoHTTPProtocol):
+        _deadline: asyncio.TimerHandle | None = None
+        _has_begun = False
+        """Some of a header has come, but not all."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._deadline = self.loop.call_later(timeout_s, self._give_up)
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self._end_deadline()
+            super().connection_lost(error)
+
+        def data_received(self, data: bytes) -> None:
+            request = self.cycle
+            self._has_begun = True
+            super().data_received(data)
+            if self.cycle is not request:
+                self._end_deadline()
+            elif self._deadline is None and (request is None or request.response_complete):
+                self._deadline = self.loop.call_later(timeout_s, self._give_up)
+
+        def _end_deadline(self) -> None:
+            self._has_begun = False
+            if self._deadline is not None:
+                self._deadline.cancel()
+            self._deadline = None
+
+        def _give_up(self) -> None:
+            if self._has_begun and not self.transport.is_closing():
+                self.transport.write(_late_answer(timeout_s))
+            self.transport.close()
+
+    return Connection
+
+
+def _late_answer(timeout_s: float) -> bytes:
+    """An answer to half of a header."""
+    reason = f"the header of a request did not arrive within {timeout_s:g} s (server.request_timeout_s)"
+    body = json_bytes(ApiError(408, reason, code="request_timeout").body)
+    lines = (
+        "HTTP/1.1 408 Request Timeout",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+    )
+    return "\r\n".join((*lines, "", "")).encode() + body
 
 
 class _Server(uvicorn.Server):
