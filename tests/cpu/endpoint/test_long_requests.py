@@ -1,0 +1,339 @@
+"""Requests that are long, or late: what they may not do to others. Real sockets; what takes long is held by an event, never timed."""
+
+import asyncio
+import gc
+import json
+import threading
+import tracemalloc
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
+
+from benchmarks.endpoint_freeze import front_end, measure
+from skyrl_async.chat import ChatRenderer
+from skyrl_async.chat.spelling import Speller
+from skyrl_async.endpoint.requests.json_text import (
+    MAX_CONTAINERS,
+    MAX_VALUES,
+    TooManyValuesError,
+    json_bytes,
+    parse_fairly,
+    written,
+)
+from skyrl_async.endpoint.server.app import create_app
+from skyrl_async.endpoint.server.forwarding import Forwarding
+from skyrl_async.endpoint.server.serve import start_server
+from tests.cpu.scripted_sampler import CONTROLLER_KEY, RUN_KEY, ScriptedSampler
+from tests.cpu.session_endpoint import PARSER, TOKENIZER, check_exact, endpoint, error_of, user
+from tests.cpu.tiny_chat import make_tokenizer
+from tests.patience import PATIENCE_S
+
+LONG = "hello 12 " * 30_000
+BODIES = {
+    "/v1/chat/completions": {"messages": [user(LONG)]},
+    "/v1/completions": {"prompt": LONG},
+    "/v1/responses": {"input": LONG},
+    "/v1/messages": {"max_tokens": 5, "messages": [user(LONG)]},
+}
+COUNTED = {
+    "/v1/tokenize": {"prompt": LONG},
+    "/v1/messages/count_tokens": {"messages": [user(LONG)]},
+}
+MANY = {"messages": [user("hello " * 100)] * 500}
+TOOL = {"type": "function", "function": {"name": "f", "description": LONG}}
+
+
+class HeldRenderer(ChatRenderer):
+    """Tokenizes a long text when it is let go on, and notes in which threads it spells tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(TOKENIZER)
+        self.has_begun, self.may_go_on = threading.Event(), threading.Event()
+        self.spells_in_main_thread: set[bool] = set()
+
+    def encode(self, text: str, **limits: Any) -> tuple[int, ...]:
+        if len(text) > 100_000:
+            self.has_begun.set()
+            self.may_go_on.wait(PATIENCE_S)
+        return super().encode(text, **limits)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        self.spells_in_main_thread.add(threading.current_thread() is threading.main_thread())
+        return super().token_bytes(token_id)
+
+
+@asynccontextmanager
+async def served(renderer: ChatRenderer, sampler: ScriptedSampler, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(sampler, renderer, api_keys=[RUN_KEY], controller_keys=[CONTROLLER_KEY], parser=PARSER, **settings)
+    async with start_server(app) as (host, port):
+        headers = {"Authorization": f"Bearer {CONTROLLER_KEY}"}
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", headers=headers, timeout=PATIENCE_S) as client:
+            yield client
+
+
+async def key_of_a_session(client: httpx.AsyncClient) -> dict[str, str]:
+    made = (await client.post("/sessions")).json()
+    return {"Authorization": f"Bearer {made['api_key']}"}
+
+
+@pytest.mark.parametrize(("path", "body"), [*BODIES.items(), ("/v1/chat/completions", MANY)])
+async def test_a_prompt_that_cannot_fit_is_refused_by_its_length(path: str, body: dict[str, Any]) -> None:
+    async with endpoint(ScriptedSampler(max_model_len=100)) as served:
+        session = await served.begin()
+        response = await session.http.post(path, json=body)
+        status = await session.status()
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "This model's maximum context length is 100 tokens, but the prompt has at least " in error["message"]
+    assert "(context_length_exceeded)" in error["message"]
+    assert status["num_overflows"] == 1 and status["was_cut_short"]
+
+
+async def test_a_definition_of_a_tool_counts_as_prompt() -> None:
+    async with endpoint(ScriptedSampler(max_model_len=100)) as served, served.client(RUN_KEY) as client:
+        response = await client.post("/v1/chat/completions", json={"messages": [user()], "tools": [TOOL]})
+    assert (response.status_code, error_of(response)["code"]) == (400, "context_length_exceeded")
+
+
+def variant(normalizer: Any = None, pre_tokenizer: Any = None, added: Sequence[AddedToken] = ()) -> Any:
+    tokenizer = make_tokenizer()
+    if normalizer is not None:
+        tokenizer.backend_tokenizer.normalizer = normalizer
+    if pre_tokenizer is not None:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.add_tokens(list(added))
+    return tokenizer
+
+
+LETTERS = [
+    "hello",
+    "assistant",
+    " again",
+    "<|im_end|>",
+    "e\u0301",
+    "\u03b1\u0313\u0300\u0345",
+    "\u1100\u1161\u11a8",
+    "\U0001f600",
+    "日本",
+    "\ud800",
+]
+PLAIN = variant()
+COMPOSING = variant(normalizers.NFC())
+
+
+@given(st.lists(st.one_of(st.sampled_from(LETTERS), st.text(max_size=5)), max_size=200).map("".join))
+def test_no_text_has_fewer_tokens_than_its_length_tells(text: str) -> None:
+    text = text.encode(errors="ignore").decode()
+    for tokenizer in (PLAIN, COMPOSING):
+        speller = Speller(tokenizer)
+        assert speller.fewest_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+        assert speller.fewest_tokens("x" * 10_000) > 100
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        variant(normalizers.Strip()),
+        variant(normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(" +"), " ")])),
+        variant(
+            pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()])
+        ),
+        variant(pre_tokenizer=pre_tokenizers.Whitespace()),
+        variant(added=[AddedToken("<mask>", lstrip=True)]),
+    ],
+)
+def test_nothing_is_told_by_length_where_a_token_may_stand_for_any_number_of_characters(tokenizer: Any) -> None:
+    assert Speller(tokenizer).fewest_tokens("x" * 10_000) == 0
+
+
+@pytest.mark.parametrize(("path", "body"), [*BODIES.items(), *COUNTED.items()])
+async def test_others_are_answered_while_a_long_text_is_tokenized(path: str, body: dict[str, Any]) -> None:
+    renderer = HeldRenderer()
+    async with served(renderer, ScriptedSampler(max_model_len=10**6)) as client, asyncio.TaskGroup() as group:
+        held_by, other = await key_of_a_session(client), await key_of_a_session(client)
+        held = group.create_task(client.post(path, json=body, headers=held_by))
+        assert await asyncio.to_thread(renderer.has_begun.wait, PATIENCE_S)
+        assert (await client.get("/health")).status_code == 200
+        medium = {"messages": [user("hello " * 5000)]}
+        for asked in ({"messages": [user()]}, medium):
+            assert (await client.post("/v1/chat/completions", json=asked, headers=other)).status_code == 200
+        assert not held.done()
+        renderer.may_go_on.set()
+    assert held.result().status_code == 200
+
+
+async def test_a_text_that_is_too_long_to_be_counted_is_413() -> None:
+    async with endpoint(ScriptedSampler(max_model_len=100)) as served, served.client(RUN_KEY) as client:
+        response = await client.post("/v1/tokenize", json={"prompt": "x" * (2**22 + 1)})
+    assert response.status_code == 413
+    assert "at most 4194304 characters are tokenized at once" in error_of(response)["message"]
+
+
+async def test_a_refused_prompt_leaves_nothing_in_memory() -> None:
+    body = json.dumps({"messages": [user("hello 12 " * 300_000)]}).encode()
+    async with endpoint(ScriptedSampler(max_model_len=100)) as served:
+        session = await served.begin()
+        headers = {"Content-Type": "application/json"}
+        await session.http.post("/v1/chat/completions", content=body, headers=headers)
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            for _ in range(2):
+                await session.http.post("/v1/chat/completions", content=body, headers=headers)
+            kept, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+    assert kept < 2.5 * len(body), "the requests themselves may wait for a collection, not what was made of them"
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(values)
+@settings(max_examples=30)
+async def test_what_is_parsed_or_written_in_steps_is_the_same(value: Any) -> None:
+    much = {"v": value, "long": [value] * 600, "ids": list(range(25_000))}
+    text = json.dumps(much)
+    if text.count("[") + text.count("{") < MAX_CONTAINERS:
+        assert parse_fairly(text) == much
+    assert await written(much) == json_bytes(much)
+
+
+@pytest.mark.parametrize("end", ["", "]", "nul]", '"\\x"]', "]]"])
+def test_what_is_no_json_is_refused_alike_in_steps(end: str) -> None:
+    text = "[" + "1," * 30_000 + end
+    with pytest.raises(json.JSONDecodeError) as expected:
+        json.loads(text)
+    with pytest.raises(json.JSONDecodeError) as found:
+        parse_fairly(text)
+    assert (found.value.msg, found.value.pos) == (expected.value.msg, expected.value.pos)
+
+
+@pytest.mark.parametrize(
+    "many", ["[]," * MAX_CONTAINERS, "{}," * MAX_CONTAINERS, "0," * MAX_VALUES, '"",' * MAX_VALUES]
+)
+async def test_a_body_of_more_values_than_anyone_needs_is_413(many: str) -> None:
+    text = f'{{"messages": [{many}[],{{}},1,2,""]}}'
+    with pytest.raises(TooManyValuesError):
+        parse_fairly(text)
+    if many.startswith("["):
+        async with endpoint(ScriptedSampler()) as served, served.client(RUN_KEY) as client:
+            response = await client.post(
+                "/v1/chat/completions", content=text, headers={"Content-Type": "application/json"}
+            )
+        assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
+
+
+async def test_a_long_answer_with_log_probs_is_written_in_a_thread() -> None:
+    renderer = HeldRenderer()
+    sampler = ScriptedSampler(scripts=[["hello" * 1000]])
+    async with served(renderer, sampler) as client:
+        body = {"messages": [user()], "logprobs": True}
+        reply = (await client.post("/v1/chat/completions", json=body)).json()
+        assert len(reply["choices"][0]["logprobs"]["content"]) == 5001
+        assert renderer.spells_in_main_thread == {False}
+        sampler.scripts = [["hi"]]
+        reply = (await client.post("/v1/chat/completions", json=body)).json()
+    assert [token["token"] for token in reply["choices"][0]["logprobs"]["content"]] == ["h", "i", "<|im_end|>"]
+
+
+async def test_a_long_session_has_exact_rows() -> None:
+    sampler = ScriptedSampler(scripts=[["hello" * 1000, "x"], ["again" * 1000, "y"]])
+    async with endpoint(sampler, session_settings=None) as served:
+        session = await served.begin()
+        reply = await session.reply([user()])
+        await session.reply([user(), reply, user("more")])
+        (row,), again = await asyncio.gather(session.finish(), session.finish())
+    check_exact(row, sampler)
+    assert again == [row]
+
+
+async def receive_all(host: str, port: int, *sent: bytes) -> bytes:
+    """What a server says to the last of ``sent`` until it closes the connection; the others are answered by ``/health``."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            *whole, last = sent
+            for request in whole:
+                writer.write(request)
+                await reader.readuntil(b'"ok"}')
+            writer.write(last)
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "part"),
+    [
+        ([HEAD[:40]], "header"),
+        ([HEALTH + b"\r\n", HEALTH], "header"),
+        ([HEAD + f"Authorization: Bearer {RUN_KEY}\r\nContent-Length: 50\r\n\r\n".encode() + b'{"messages"'], "body"),
+    ],
+)
+async def test_a_request_that_is_sent_half_is_408(sent: list[bytes], part: str) -> None:
+    app = create_app(ScriptedSampler(), HeldRenderer(), api_keys=[RUN_KEY], request_timeout_s=0.05)
+    async with start_server(app, request_timeout_s=0.05) as address:
+        answer = await receive_all(*address, *sent)
+    assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert b"connection: close" in answer.lower()
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert error["code"] == "request_timeout"
+    assert f"the {part}" in error["message"] and "0.05 s (server.request_timeout_s)" in error["message"]
+
+
+async def test_a_connection_that_says_nothing_is_closed_without_an_answer() -> None:
+    app = create_app(ScriptedSampler(), HeldRenderer(), api_keys=[RUN_KEY])
+    async with start_server(app, request_timeout_s=0.05) as address:
+        assert await receive_all(*address, b"") == b""
+
+
+async def test_a_forwarded_body_has_the_same_limits() -> None:
+    forwarding: list[Forwarding] = []
+
+    def around(app: Any) -> Forwarding:
+        forwarding.append(Forwarding(app, 1, max_body_bytes=1000, request_timeout_s=0.05))
+        return forwarding[0]
+
+    async with endpoint(ScriptedSampler()) as owner, endpoint(ScriptedSampler(), around=around) as other:
+        forwarding[0].connect((owner.url, other.url))
+        session = await owner.begin()
+        body = json.dumps({"messages": [user()]}).encode()
+        headers = {"Authorization": f"Bearer {session.key}", "Content-Type": "application/json"}
+
+        async with httpx.AsyncClient(base_url=other.url, headers=headers, timeout=PATIENCE_S) as client:
+            whole = await client.post("/v1/chat/completions", content=body)
+            large = await client.post("/v1/chat/completions", content=b"x" * 1001)
+            shown = await client.get("/v1/models")
+            asked = HEAD + f"Authorization: Bearer {session.key}\r\nContent-Length: 50\r\n\r\n".encode() + body[:10]
+            host, _, port = other.url.removeprefix("http://").partition(":")
+            late = await receive_all(host, int(port), asked)
+        await forwarding[0].close()
+    assert [whole.status_code, large.status_code, shown.status_code] == [200, 413, 200]
+    assert late.startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.slow
+async def test_a_stream_goes_on_beside_huge_bodies() -> None:
+    """The bound is generous: machines are shared. Tokenizing one of these bodies takes several seconds."""
+    with front_end(512) as served:
+        row = await measure(served, "one message", num_bodies=8, mib=8, seconds_alone=0.5)
+    assert set(row["statuses"]) <= {400, 401} and sum(row["statuses"].values()) == 8
+    assert row["longest_gap_s"] < 2 and row["longest_health_s"] < 2
+    assert row["rss_after_mib"] < row["rss_before_mib"] + 300
