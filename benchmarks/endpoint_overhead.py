@@ -1,11 +1,14 @@
 """What the endpoint costs: the same chat requests through it and through a bare vLLM server with the same engine settings, in one run.
 
-Both serve the untrained default policy, and sample given numbers of tokens. Each concurrency is measured several times, bare
-and ours in turn, and the medians are compared. ``ratio_tokens_per_s`` is ours over bare (higher is better), ``ratio_p50``
-and ``ratio_p99`` are ours over bare in latency (lower is better); ``ratio_tokens_per_s_with_updates`` is ours, with a weight
-update every second, over bare without any. ``ratio_tokens_per_s_with_logprobs`` is of requests for token ids and log-probs
-on both sides, which is what sessions record of every request. The requests' client, which is the same for both, runs in this
-process.
+Both serve the untrained default policy, and sample given numbers of tokens. Each concurrency is measured in several rounds, bare
+and ours in turn, and each ratio is of one round: its median over the rounds, and as ``..._range`` the least and the greatest. A
+difference that lies within the range says nothing: on two cores shared with others single rounds were between 0.74 and 1.33 where
+the median was 1. ``--quick`` has as many rounds, of a third of the requests, which scatter more.
+
+``ratio_tokens_per_s`` is ours over bare (higher is better), ``ratio_p50`` and ``ratio_p99`` are ours over bare in latency (lower is
+better); ``ratio_tokens_per_s_with_updates`` is ours, with a weight update every second, over bare without any.
+``ratio_tokens_per_s_with_logprobs`` is of requests for token ids and log-probs on both sides, which is what sessions record of every
+request. The requests' client, which is the same for both, runs in this process.
 """
 
 import asyncio
@@ -34,8 +37,18 @@ CONCURRENCIES = {1: 24, 16: 192, 64: 384, 256: 768}
 """Requests open at once -> requests of one measurement, of about four seconds."""
 MIN_TOKENS, MAX_TOKENS = 32, 224
 """Sampled per request, evenly spread: answers of one length would all end, and begin, in the same moment."""
+BARE_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # As ours: by default it closes idle connections after 5 s, just when the client is about to use them again.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
+}
 LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 0, "return_token_ids": True}
 _UPDATE_INTERVAL_S = 1.0
+_NUM_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +121,7 @@ async def bare_server(config: Config, policy_dir: Path, log: Path) -> AsyncItera
         "--distributed-executor-backend uni --scheduling-policy priority --disable-log-stats --disable-uvicorn-access-log "
         "--generation-config vllm"
     ).split()
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_cache_gb),
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
+    environment = os.environ | BARE_ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_cache_gb)}
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             sys.executable, *words, env=environment, stdout=output, stderr=output, start_new_session=True
@@ -160,12 +166,23 @@ async def updates(parts: Parts, version: int) -> AsyncIterator[list[float]]:
         publishing.cancel()
 
 
-def _median(loads: list[Load]) -> Load:
-    return Load(
-        tokens_per_s=statistics.median(load.tokens_per_s for load in loads),
-        p50=statistics.median(load.p50 for load in loads),
-        p99=statistics.median(load.p99 for load in loads),
-    )
+def figures_of(loads: dict[str, list[Load]]) -> dict[str, Any]:
+    """Medians over the rounds, and the range of each ratio: of ``bare``, ``ours``, ``bare_logprobs``, ``logprobs`` and ``updated``."""
+    figures: dict[str, Any] = {
+        "bare_tokens_per_s": statistics.median(load.tokens_per_s for load in loads["bare"]),
+        "tokens_per_s": statistics.median(load.tokens_per_s for load in loads["ours"]),
+        "bare_p50": statistics.median(load.p50 for load in loads["bare"]),
+    }
+    for name, ours, bare, figure in (
+        ("ratio_tokens_per_s", "ours", "bare", "tokens_per_s"),
+        ("ratio_p50", "ours", "bare", "p50"),
+        ("ratio_p99", "ours", "bare", "p99"),
+        ("ratio_tokens_per_s_with_logprobs", "logprobs", "bare_logprobs", "tokens_per_s"),
+        ("ratio_tokens_per_s_with_updates", "updated", "bare", "tokens_per_s"),
+    ):
+        ratios = [getattr(x, figure) / getattr(y, figure) for x, y in zip(loads[ours], loads[bare], strict=True)]
+        figures |= {name: statistics.median(ratios), f"{name}_range": [round(min(ratios), 2), round(max(ratios), 2)]}
+    return figures
 
 
 async def compare(
@@ -178,7 +195,7 @@ async def compare(
     num_requests: int,
     num_rounds: int,
 ) -> dict[str, Any]:
-    """One row: medians over rounds, the order of the two changing from round to round."""
+    """One row, see ``figures_of``; the order of the two changing from round to round."""
     loads: dict[str, list[Load]] = {name: [] for name in ("bare", "ours", "bare_logprobs", "logprobs", "updated")}
     pauses: list[float] = []
     for i in range(num_rounds):
@@ -193,17 +210,9 @@ async def compare(
         async with updates(parts, version=concurrency * 1_000_000 + i * 10_000) as seconds:
             loads["updated"].append(await measure(clients, ours, concurrency, num_requests))
         pauses += seconds
-    of = {name: _median(measured) for name, measured in loads.items()}
     return {
         "concurrency": concurrency,
-        "bare_tokens_per_s": of["bare"].tokens_per_s,
-        "tokens_per_s": of["ours"].tokens_per_s,
-        "ratio_tokens_per_s": of["ours"].tokens_per_s / of["bare"].tokens_per_s,
-        "bare_p50": of["bare"].p50,
-        "ratio_p50": of["ours"].p50 / of["bare"].p50,
-        "ratio_p99": of["ours"].p99 / of["bare"].p99,
-        "ratio_tokens_per_s_with_logprobs": of["logprobs"].tokens_per_s / of["bare_logprobs"].tokens_per_s,
-        "ratio_tokens_per_s_with_updates": of["updated"].tokens_per_s / of["bare"].tokens_per_s,
+        **figures_of(loads),
         "updates": len(pauses),
         "pause_median_s": statistics.median(pauses) if pauses else None,
     }
@@ -212,7 +221,6 @@ async def compare(
 async def run(config: Config, *, is_quick: bool) -> list[dict[str, Any]]:
     """All concurrencies, over one bare server and one endpoint, of which only one works at a time."""
     rows = []
-    num_rounds = 1 if is_quick else 3
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         parts = await stack.enter_async_context(
@@ -234,10 +242,14 @@ async def run(config: Config, *, is_quick: bool) -> list[dict[str, Any]]:
         for concurrency, num_requests in CONCURRENCIES.items():
             num_requests = max(concurrency, num_requests // (3 if is_quick else 1))
             row = await compare(
-                parts, clients, bare, ours, concurrency, num_requests=num_requests, num_rounds=num_rounds
+                parts, clients, bare, ours, concurrency, num_requests=num_requests, num_rounds=_NUM_ROUNDS
             )
             rows.append(row)
-            print(f"concurrency {concurrency}: {rows[-1]['ratio_tokens_per_s']:.2f} of bare", flush=True)
+            least, greatest = row["ratio_tokens_per_s_range"]
+            print(
+                f"concurrency {concurrency}: {row['ratio_tokens_per_s']:.2f} of bare, {least} to {greatest} in {_NUM_ROUNDS} rounds",
+                flush=True,
+            )
     return rows
 
 
@@ -255,7 +267,9 @@ def main() -> int:
     under = conditions(seed=options.seed, tokens=(MIN_TOKENS, MAX_TOKENS), is_quick=options.quick, overrides=overrides)
     rows = asyncio.run(run(config, is_quick=options.quick))
     at_64 = next(row for row in rows if row["concurrency"] == 64)
-    figures = {"ratio_tokens_per_s_at_64": at_64["ratio_tokens_per_s"], "conditions": under}
+    names = ("ratio_tokens_per_s", "ratio_tokens_per_s_with_updates")
+    figures = {f"{name}{kind}_at_64": at_64[f"{name}{kind}"] for name in names for kind in ("", "_range")}
+    figures["conditions"] = under
     report("chat completions, ours over a bare vLLM server", figures, rows, options.json)
     return 0
 

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 from benchmarks.control_plane import WakesEveryone, WakesOne, measure
 from benchmarks.delta import share_unchanged
+from benchmarks.endpoint_overhead import BARE_ENVIRONMENT, Load, figures_of
 from benchmarks.report import conditions, report
 from benchmarks.staleness_curves import CORRECTIONS, Plan, against_no_staleness, known_rows
 from benchmarks.staleness_picture import draw_staleness_curves
@@ -62,6 +64,23 @@ def test_waking_one_waiter_admits_many_times_what_waking_all_of_them_does() -> N
     assert row["ratio"] == row["admissions_per_s"] / row["baseline_admissions_per_s"] > 5
 
 
+def test_the_overhead_of_the_endpoint_is_a_median_of_rounds_with_its_range() -> None:
+    def loads(*tokens_per_s: float) -> list[Load]:
+        return [Load(tokens_per_s=value, p50=10 / value, p99=20 / value) for value in tokens_per_s]
+
+    rounds = {"bare": loads(100, 50, 100), "ours": loads(74, 50, 133), "updated": loads(50, 45, 90)}
+    figures = figures_of(rounds | {"bare_logprobs": loads(10, 10, 10), "logprobs": loads(9, 9, 9)})
+    assert (figures["ratio_tokens_per_s"], figures["ratio_tokens_per_s_range"]) == (1.0, [0.74, 1.33])
+    assert figures["ratio_tokens_per_s_with_updates_range"] == [0.5, 0.9]
+    assert figures["ratio_p50_range"] == [0.75, 1.35]
+
+
+def test_the_bare_server_keeps_connections_longer_than_its_clients_do() -> None:
+    kept_by_clients_s = httpx.Limits().keepalive_expiry
+    assert kept_by_clients_s is not None
+    assert float(BARE_ENVIRONMENT["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > kept_by_clients_s
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -69,6 +88,7 @@ def test_waking_one_waiter_admits_many_times_what_waking_all_of_them_does() -> N
         "async_speedup",
         "control_plane",
         "delta",
+        "endpoint_freeze",
         "endpoint_overhead",
         "publish",
         "published_results",
