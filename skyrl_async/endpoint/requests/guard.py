@@ -186,12 +186,12 @@ class BodyLimit:
 _BODY = "skyrl_async.body"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Body:
     """A body that has been read."""
 
     parse: Callable[[], Any] | None
-    """Returns, or raises, what parsing it came to; None for a short one, which is yet to be parsed."""
+    """Returns, or raises, what parsing it came to, once; None for a short one, which is yet to be parsed."""
     release: Callable[[], None]
     """Lets the session's next large body in; idempotent."""
 
@@ -203,7 +203,11 @@ class ParsedRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_parsed(request: Request) -> Response:
-            return await handle(_ParsedRequest(request.scope, request.receive))
+            parsed = _ParsedRequest(request.scope, request.receive)
+            try:
+                return await handle(parsed)
+            finally:
+                parsed.forget_body()
 
         return handle_parsed
 
@@ -211,7 +215,14 @@ class ParsedRoute(APIRoute):
 class _ParsedRequest(Request):
     async def json(self) -> Any:
         body: _Body | None = self.scope.get(_BODY)
-        return body.parse() if body is not None and body.parse is not None else await super().json()
+        if body is None or body.parse is None:
+            return await super().json()
+        parse, body.parse = body.parse, None
+        return parse()
+
+    def forget_body(self) -> None:
+        """It is answered from now on: what FastAPI makes of a request stays until a collection."""
+        vars(self).pop("_body", None)
 
 
 def release_body(scope: Scope) -> None:
@@ -225,12 +236,17 @@ def _checked(parts: list[bytes]) -> tuple[bytes, Callable[[], Any] | None]:
     """The body, and what ``json.loads`` does with a long one; ``ApiError`` for one that is refused."""
     body = b"".join(parts)
     parts.clear()
-    if reason := refusal_of(body):
+    try:
+        text = body.decode()
+        reason = refusal_of(text)
+    except UnicodeDecodeError as error:
+        reason = f"the body must be JSON in UTF-8, got byte {body[error.start]:#04x} at {error.start}"
+    if reason is not None:
         raise ApiError(400, reason, code="invalid_value")
     if len(body) <= LONG_BODY:
         return body, None
     try:
-        parsed = parse_fairly(body.decode())
+        parsed = parse_fairly(text)
     except TooManyValuesError as error:
         raise ApiError(413, str(error), code="request_too_large") from None
     except (ValueError, RecursionError) as error:

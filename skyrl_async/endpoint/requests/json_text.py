@@ -121,12 +121,8 @@ def _counted(make: Callable[..., T], limit: int) -> Callable[..., T]:
     return counted
 
 
-def refusal_of(body: bytes) -> str | None:
+def refusal_of(text: str) -> str | None:
     """Why a request's body is no JSON though Python's parser might take it, in words; None for one to parse."""
-    try:
-        text = body.decode()
-    except UnicodeDecodeError as error:
-        return f"the body must be JSON in UTF-8, got byte {body[error.start]:#04x} at {error.start}"
     if not any(mark in text for mark in _SUSPICIOUS):
         return None
     try:
