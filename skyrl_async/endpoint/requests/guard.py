@@ -222,7 +222,7 @@ class _ParsedRequest(Request):
 
     def forget_body(self) -> None:
         """It is answered from now on: what FastAPI makes of a request stays until a collection."""
-        vars(self).pop("_body", None)
+        self.__dict__.pop("_body", None)
 
 
 def release_body(scope: Scope) -> None:
