@@ -4,8 +4,8 @@ A front end in a process of its own serves an engine that gives a token every te
 streams while others send bodies of ``mib`` MiB, four each and all at once, from another process. ``gap_alone_s`` is the stream's
 longest silence before that, and ``longest_gap_s`` beside it; ``statuses`` counts the answers. Memory is the front end's resident one, at
 its peak and two seconds after the last answer. The kinds of body: one long message; many short ones; tool definitions; prompts as text
-and as ids; items of the Responses API; Anthropic's messages; texts to be tokenized or counted; ``tokenized``, a message that might fit
-a context of 2**24 tokens, so that it has to be tokenized; and values that say nothing, which are no prompt at all.
+and as ids; items of the Responses API; Anthropic's messages; texts to be tokenized or counted; ``tokenized``, a message of an eighth of
+that size that fits a context of 2**20 tokens; and values that say nothing, which are no prompt at all.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
     "messages": ("/v1/messages", lambda n: {"max_tokens": 5, "messages": _message("hello 12 " * (n // 9))}),
     "tokenize": ("/v1/tokenize", lambda n: {"prompt": "hello 12 " * (n // 9)}),
     "count_tokens": ("/v1/messages/count_tokens", lambda n: {"messages": _message("hello 12 " * (n // 9))}),
-    "tokenized": ("/v1/chat/completions", lambda n: {"messages": _message("hello 12 " * (n // 9))}),
+    "tokenized": ("/v1/chat/completions", lambda n: {"messages": _message("hello 12 " * (n // 72)), "max_tokens": 5}),
     "empty lists": ("/v1/chat/completions", lambda n: {"messages": [[]] * (n // 4)}),
 }
 """Name -> path, and a body of so many bytes."""
@@ -237,7 +237,7 @@ def run(cases: list[str], *, num_bodies: int, mib: float) -> list[dict[str, Any]
     rows = []
     for case in cases:
         is_tokenized = case == "tokenized"
-        with front_end(2**24 if is_tokenized else 512) as served:
+        with front_end(2**20 if is_tokenized else 512) as served:
             few = max(1, num_bodies // 25) if is_tokenized else num_bodies
             rows.append(asyncio.run(measure(served, case, num_bodies=few, mib=mib)))
         print(f"{case}: {rows[-1]}", flush=True)

@@ -5,6 +5,7 @@ Sampled text is never tokenized again: a later turn's prompt is the ids so far p
 the design). Does not know engines, environments or HTTP.
 """
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from secrets import token_hex
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _LONG_TEXT = 16_384
 """Characters; a shorter text is tokenized within milliseconds, and an overflow then told exactly."""
+_HUGE_TEXT = 2**19
+_LIBC = ctypes.CDLL(None)
 _SENTINEL = f"skyrl-async-sampled-text-{token_hex(8)}"
 
 
@@ -197,7 +200,10 @@ class ChatRenderer:
             fewest = num_before + self._speller.fewest_tokens(text)
             if fewest >= limit:
                 raise PromptTooLongError(fewest, limit, num_characters=len(text))
-        return tuple(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        ids = tuple(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        if len(text) > _HUGE_TEXT and hasattr(_LIBC, "malloc_trim"):
+            _LIBC.malloc_trim(0)  # the tokenizer took a hundred bytes per token in small blocks, which glibc would keep
+        return ids
 
 
 def _last_covered(messages: Sequence[Message], num_covered: int | None) -> int:
