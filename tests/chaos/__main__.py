@@ -104,6 +104,7 @@ def _attack(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "kills": len(faults),
         "survived": sum(fault.survived for fault in faults),
         "interrupted": sum(fault.is_interrupted for fault in faults) + 1,
+        "killed_coming_up": sum(fault.killed_coming_up is not None for fault in faults),
         **asdict(attack.audit()),
         **_left(faults, attack.ending),
         "unsaved_steps": attack.unsaved_steps,
