@@ -1,23 +1,33 @@
-.PHONY: test check lint format reference
+.DEFAULT_GOAL := help
+.PHONY: help test quick check lint format reference hooks
 
 export OMP_NUM_THREADS ?= 1
 
-test: ## the tests that need no GPU
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+test: ## run the tests that need no GPU
 	uv run pytest tests/cpu
 
-check: ## everything that has to pass, as in CI
+quick: ## run those of them that take less than a second each
+	uv run pytest tests/cpu -m "not slow"
+
+check: ## run everything that has to pass, as CI does
 	.ci/run
 
-lint:
+lint: ## check lint, format and types
 	uv run ruff check .
 	uv run ruff format --check .
 	uv run mypy skyrl_async skyrl_gym_http
 
-format:
+format: ## format, and fix what can be fixed
 	uv run ruff format .
 	uv run ruff check --fix .
 
-reference: ## the pages that are written from the code
+reference: ## write the pages that are made from the code
 	uv run python -m skyrl_async.config.help > docs/reference/config.md
-	uv run python -m skyrl_async.config.coming_from_page > docs/coming_from.md
 	uv run python -m skyrl_async.metrics.names > docs/reference/metrics.md
+	uv run python -m skyrl_async.config.coming_from_page > docs/coming_from.md
+
+hooks: ## install the pre-commit hooks
+	uvx pre-commit install

@@ -29,13 +29,13 @@ PAGES = sorted(
     path.relative_to(ROOT) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"))
 )
 SCRIPTS = sorted(path.relative_to(ROOT) for path in ROOT.glob("examples/**/*.py"))
-EXECUTED = [page for page in PAGES if page.parent.name == "tutorials" or page.name == "README.md"]
+EXECUTED = [page for page in PAGES if page.parent.name == "tutorials" or page.name in ("README.md", "guide.md")]
 MAIN = "skyrl_async.main"
 OUTPUT_MARK = "<!-- expected output -->"
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`\n]+)`")
-_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_LINK = re.compile(r"""(?:\]\(|src=")([^)\s"]+)""")
 _OVERRIDE = re.compile(rf"^(?:(?:{'|'.join(GROUPS)})|(?:{'|'.join(sections())})\.[\w.]+|cache_dir)=\S+$")
 _PATH = re.compile(r"^(?:docs|examples|tests|benchmarks|skyrl_async|skyrl_gym_http)/[\w./-]+$")
 _METRIC = re.compile(r"^(?:reward|async|timing|policy|generate|trainer|engines)/[\w<>]+$")
