@@ -60,7 +60,7 @@ class WakesOne:
         await self._manager.on_rollout_trained(admission.index)
         self._num_trained += 1
         if self._num_trained % self._num_places == 0:
-            await self._manager.notify_capacity_change(self._manager.version + 1)
+            await self._manager.notify_capacity_change(self._manager.served_version + 1)
 
 
 class WakesEveryone:

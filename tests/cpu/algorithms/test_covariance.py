@@ -202,7 +202,7 @@ def test_from_groups_to_gradients_it_is_a_dense_reference_on_the_whole_mini_batc
     )
     rows = [
         Row(trajectory=row, advantage=advantage)
-        for group in made.credit(groups_of(drawn))
+        for group in made.of_step(groups_of(drawn))
         for row, advantage in zip(group.trajectories, group.advantages, strict=True)
     ]
     found = torch.zeros(4, 9)

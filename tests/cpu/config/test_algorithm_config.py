@@ -195,7 +195,7 @@ ADAPTIVE = "trainer.algorithm.kl_ctrl.type=adaptive"
 
 def test_the_least_horizon_takes_a_fifth_of_an_adaptive_coefficient_in_a_step() -> None:
     config = config_of(KL, ADAPTIVE, "trainer.algorithm.kl_ctrl.horizon=64", "trainer.algorithm.kl_loss_coef=0.05")
-    penalty = make_advantages(config.trainer.algorithm).credit._penalty
+    penalty = make_advantages(config.trainer.algorithm).of_step._penalty
     assert penalty is not None
     penalty.controller.update(0.0, num_samples=64)
     assert penalty.controller.coefficient == pytest.approx(0.04)
@@ -234,10 +234,10 @@ def test_divergence_in_the_reward_asks_for_the_reference_and_is_credited_when_a_
     assert config.trainer.algorithm.uses_reference
     assert idle_settings(config) == []
     made = make_advantages(config.trainer.algorithm)
-    assert (made.of_stage, made.need_mini_batch, made.credit.kl_coef) == (None, False, 0.02)
+    assert (made.of_stage, made.need_mini_batch, made.of_step.kl_coef) == (None, False, 0.02)
     plain = make_advantages(config_of().trainer.algorithm)
     assert plain.of_stage is not None
-    assert plain.credit.kl_coef is None
+    assert plain.of_step.kl_coef is None
     assert make_advantages(config_of(f"{ESTIMATOR}=reinforce++").trainer.algorithm).need_mini_batch
 
 
@@ -255,7 +255,7 @@ def test_nobody_has_to_know_which_estimator_goes_into_the_loss_and_which_into_th
 ) -> None:
     config = config_of(*overrides)
     assert _training_settings(config, Path("policy"), 10).kl_estimator == in_the_loss
-    penalty = make_advantages(config.trainer.algorithm).credit._penalty
+    penalty = make_advantages(config.trainer.algorithm).of_step._penalty
     if in_the_reward is None:
         assert penalty is None
         return

@@ -46,9 +46,9 @@ def test_steps_and_checkpoints_add_up_to_the_time_from_the_beginning_to_the_last
         gather, save, run = simulation.publisher.gather, simulation.policy.save, simulation.workers.run
         moments: list[float] = []
 
-        async def running() -> None:
+        async def running(**how: Any) -> None:
             moments.append(loop.time())
-            await run()
+            await run(**how)
 
         async def gathering(version: int) -> None:
             await gather(version)
