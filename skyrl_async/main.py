@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_async.checkpoint.checkpointer import Usable
-from skyrl_async.checkpoint.run_lock import only_run_in
 from skyrl_async.composition.closing import ClosingStack, leave_process
 from skyrl_async.composition.interruption import Interruption, Phase
-from skyrl_async.composition.kept_config import KeptConfig
-from skyrl_async.composition.restoring import checkpoint_to_resume, make_room
 from skyrl_async.composition.run import Parts, started_parts, trainer_of
+from skyrl_async.composition.run_directory import KeptConfig, checkpoint_to_resume, make_room, only_run_in
 from skyrl_async.config.help import value_text
 from skyrl_async.config.load import run_cli, without_secrets
 from skyrl_async.config.schema.run import Config

@@ -4,18 +4,24 @@ Flows in: the configuration. Flows out: values and functions that training and t
 """
 
 import functools
+import math
 from dataclasses import dataclass
+from typing import cast
 
 from skyrl_async.algorithms.advantages import ComputeAdvantages, make_advantage_estimator
+from skyrl_async.algorithms.correction_settings import Bounds, CorrectionSettings
 from skyrl_async.algorithms.covariance import Mark
 from skyrl_async.algorithms.kl import get_kl_estimator
 from skyrl_async.algorithms.kl_penalty import KlController, KlPenalty
 from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import make_policy_loss
+from skyrl_async.algorithms.overlong import Shape, penalise_overlong
 from skyrl_async.algorithms.step_advantages import StepAdvantages
-from skyrl_async.algorithms.trial import try_estimator, try_policy_loss
+from skyrl_async.algorithms.trial import try_estimator, try_policy_loss, try_shape
 from skyrl_async.config.schema.algorithm import AlgorithmConfig
+from skyrl_async.config.schema.corrections import OffPolicyCorrectionConfig, SequenceMaskMetric, TisRatioType
 from skyrl_async.config.schema.kl_control import KlControl
+from skyrl_async.config.schema.run import Config
 from skyrl_async.registries import POLICY_LOSSES, import_function
 
 
@@ -98,3 +104,50 @@ def loss_constants(algorithm: AlgorithmConfig) -> LossConstants:
         kl_cov_frac=algorithm.kl_cov.kl_cov_frac,
         ppo_kl_coef=algorithm.kl_cov.ppo_kl_coef,
     )
+
+
+def correction_settings(config: OffPolicyCorrectionConfig) -> CorrectionSettings:
+    """The same under the names of the algorithms."""
+    kind, metric = config.tis_ratio_type, config.sequence_mask_metric
+    return CorrectionSettings(
+        token_tis=config.token_tis_ratio_clip_high if kind is TisRatioType.token else None,
+        sequence_tis=config.sequence_tis_ratio_clip_high if kind is TisRatioType.sequence else None,
+        token_mask=_bounds(config.token_mask_is_threshold_low, config.token_mask_is_threshold_high),
+        product_mask=(config.product_mask_low, config.product_mask_high)
+        if metric is SequenceMaskMetric.product
+        else None,
+        geometric_mask=(config.geo_mask_low, config.geo_mask_high) if metric is SequenceMaskMetric.geometric else None,
+        outlier_mask=_bounds(config.outlier_token_is_threshold_low, config.outlier_token_is_threshold_high),
+        opsm_delta=config.opsm_delta,
+        m2_threshold=config.m2_threshold,
+    )
+
+
+def _bounds(low: float | None, high: float | None) -> Bounds | None:
+    """With a side left open where it is null; None where both are."""
+    if low is None and high is None:
+        return None
+    return (0.0 if low is None else low, math.inf if high is None else high)
+
+
+def check_reward_shaping(config: Config) -> None:
+    """Try one's own shape on a few numbers. Raises ``ConfigError`` for a function that is not there, or does not shape rewards."""
+    name = config.trainer.algorithm.reward_shaping
+    if name is not None:
+        try_shape(name, reward_shapes(config)[0])
+
+
+def reward_shapes(config: Config) -> list[Shape]:
+    """One's own first, then the length penalty. Raises ``ConfigError`` for a function that is not there."""
+    algorithm, shapes = config.trainer.algorithm, []
+    if algorithm.reward_shaping is not None:
+        shapes.append(cast(Shape, import_function("trainer.algorithm.reward_shaping", algorithm.reward_shaping)))
+    if algorithm.overlong_buffer_len:
+        shapes.append(
+            penalise_overlong(
+                max_tokens=config.generator.longest_response,
+                buffer_len=algorithm.overlong_buffer_len,
+                factor=algorithm.overlong_buffer_penalty_factor,
+            )
+        )
+    return shapes

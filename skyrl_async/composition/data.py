@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.composition.rewards import environment_factory
 from skyrl_async.config.rules.all import BUILT_IN_TASKS
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import DATASET_TASK, REASONING_GYM_TASK
@@ -26,7 +25,9 @@ from skyrl_async.data.dataset import filter_long_prompts, load_sources
 from skyrl_async.data.mixing import EpochPlan, Rotation, weighted
 from skyrl_async.data.sources import rows_of
 from skyrl_async.errors import ConfigError, DatasetError
+from skyrl_async.generators.gym.environment import Environment, EnvironmentFactory
 from skyrl_async.inference.policy_files import read_config, read_manifest, text_config
+from skyrl_async.registries import import_function
 from skyrl_async.tasks.imitation import ImitationTask
 from skyrl_async.tasks.registry import BuiltInTask, get_task, make_environment
 from skyrl_async.training.export.manifest import check_model, read_model
@@ -83,6 +84,19 @@ def prepare_prompts(config: Config) -> Prompts:
         held_out=tuple(prompt for prompts in held_out_sources for prompt in prompts),
         rotations=tuple(rotation for _, rotation in mixed if rotation is not None),
     )
+
+
+def environment_factory(config: Config) -> EnvironmentFactory:
+    """Return what makes environments. Raises ``ConfigError`` where ``task.reward`` cannot be imported."""
+    if config.task.reward is None:
+        return make_environment
+    return functools.partial(_rewarded_by, import_function("task.reward", config.task.reward))
+
+
+def _rewarded_by(function: Callable[..., Any], env_class: str, extras: dict[str, Any]) -> Environment:
+    from skyrl_async.environments.answers import FunctionEnv
+
+    return FunctionEnv(function, extras)
 
 
 def epoch_plan(config: Config, prompts: Prompts) -> EpochPlan:

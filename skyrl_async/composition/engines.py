@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from skyrl_async.composition.placement_group import Bundles, engine_resources
+from skyrl_async.composition.ray_cluster import Bundles, engine_resources
 from skyrl_async.config.rules.devices import engine_device
 from skyrl_async.config.schema.run import Config, EngineBackend
 from skyrl_async.inference.client import InferenceEngineClient

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from skyrl_async.composition.data import PolicyFiles
-from skyrl_async.composition.placement_group import ActorResources, Bundles, worker_resources
+from skyrl_async.composition.ray_cluster import ActorResources, Bundles, worker_resources
 from skyrl_async.composition.time_sharing import lease_of, on_leased_devices
 from skyrl_async.config.rules.advice import advice
 from skyrl_async.config.rules.devices import training_device

@@ -15,11 +15,10 @@ from typing import cast
 from skyrl_async.algorithms.aggregation import Aggregation
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import Checkpointer
-from skyrl_async.composition.algorithms import make_advantages
-from skyrl_async.composition.data import Prompts, epoch_plan
+from skyrl_async.composition.algorithms import check_reward_shaping, make_advantages, reward_shapes
+from skyrl_async.composition.data import Prompts, environment_factory, epoch_plan
 from skyrl_async.composition.logprobs import LogprobParts, stage_works
 from skyrl_async.composition.processes import Endpoint
-from skyrl_async.composition.rewards import check_reward_shaping, environment_factory, reward_shapes
 from skyrl_async.composition.time_sharing import lease_values, leasing_policy, training_lease
 from skyrl_async.config.schema.run import Config, GeneratorKind, SamplingConfig, Schedule, TrainerConfig
 from skyrl_async.data.dataloader import _AsyncDataloader
@@ -35,14 +34,12 @@ from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.preparation import reward_with
 from skyrl_async.rollout.staleness_policies import staleness_policy
 from skyrl_async.rollout.worker import RolloutSettings
-from skyrl_async.runtime.backoff import Backoff
-from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.device_leases import DeviceGroup
+from skyrl_async.runtime.outages import Backoff, Deadlines
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.trainer.evaluator import Evaluator
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
-from skyrl_async.trainer.run import TrainerCallbacks, make_run
-from skyrl_async.trainer.settings import AdmissionSettings, TrainerSettings, ValidationSettings
+from skyrl_async.trainer.run import AdmissionSettings, TrainerCallbacks, TrainerSettings, ValidationSettings, make_run
 from skyrl_async.training.workers.recovering import RecoveringPolicy
 from skyrl_async.types import SamplingParams
 from skyrl_async.weight_sync.publisher import WeightPublisher

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_async.composition.algorithms import loss_constants
-from skyrl_async.composition.corrections import correction_settings
+from skyrl_async.composition.algorithms import correction_settings, loss_constants
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.composition.engines import is_supervised, start_engines
 from skyrl_async.composition.logprobs import reference_path
-from skyrl_async.composition.placement_group import Bundles, worker_resources
-from skyrl_async.composition.private_files import write_private
+from skyrl_async.composition.ray_cluster import Bundles, worker_resources
+from skyrl_async.composition.run_directory import write_private
 from skyrl_async.config.rules.correction import whole_vocabulary_settings
 from skyrl_async.config.rules.devices import engine_device, training_device
 from skyrl_async.config.rules.transfer import devices_are_shared

@@ -28,16 +28,15 @@ from skyrl_async.composition.data import (
 )
 from skyrl_async.composition.engines import is_supervised, make_fleet
 from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, start_logprob_workers
-from skyrl_async.composition.own_ray import start_ray
 from skyrl_async.composition.parts import (
     check_generator,
     make_generator,
     make_trainer,
     placement,
 )
-from skyrl_async.composition.placement_group import reserve_devices
 from skyrl_async.composition.processes import serving_endpoint, start_engines_and_policy
 from skyrl_async.composition.publishing import check_shared_memory, make_publisher
+from skyrl_async.composition.ray_cluster import reserve_devices, start_ray
 from skyrl_async.composition.time_sharing import device_groups, engine_time_sharing, leasing_policy
 from skyrl_async.config.rules.all import BUILT_IN_TASKS
 from skyrl_async.config.schema.run import Config

@@ -16,7 +16,7 @@ from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError
 from skyrl_async.inference.placement import Placement, PlacementSettings
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.router import Router
-from skyrl_async.runtime.deadlines import Deadlines
+from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.types import EngineOutput, EngineRequest
 
 Call = Callable[[InferenceEngine, EngineRequest], AsyncGenerator[EngineOutput, None]]

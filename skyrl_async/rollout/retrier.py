@@ -15,8 +15,7 @@ from skyrl_async.rollout.failed_samples import CollectedGroup, OnFailedSamples, 
 from skyrl_async.rollout.generator import Generator, does_keep_samples
 from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.token_usage import record_wasted
-from skyrl_async.runtime.backoff import NO_BACKOFF, Backoff
-from skyrl_async.runtime.deadlines import Deadlines
+from skyrl_async.runtime.outages import NO_BACKOFF, Backoff, Deadlines
 from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.tasks import first_failure
 from skyrl_async.types import Trajectory

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
-from skyrl_async.runtime.deadlines import Deadlines
+from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.types import Completion, CompletionDelta, EngineOutput, SamplingParams
 
 NOTHING_SAMPLED = EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=None)

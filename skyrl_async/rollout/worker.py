@@ -28,7 +28,7 @@ from skyrl_async.rollout.sample_state import ResumeCounts, SampleStates
 from skyrl_async.rollout.sampler import GenerationClient
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
 from skyrl_async.rollout.token_usage import recording_tokens_to
-from skyrl_async.runtime.backoff import NO_BACKOFF, Backoff
+from skyrl_async.runtime.outages import NO_BACKOFF, Backoff
 from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.stage_board import StageBoard
 from skyrl_async.runtime.stages import Lane

@@ -7,12 +7,33 @@ wait for it. Knows neither engines nor endpoints.
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from skyrl_async.errors import NoEngineError, OutageError
-from skyrl_async.runtime.backoff import Backoff
 from skyrl_async.runtime.changes import Changes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """How long to wait before a failed rollout is tried again: twice as long each time, jittered so that not all come at once."""
+
+    base_s: float
+    """Before the first retry; 0 never waits."""
+    max_s: float
+    """Never more than this."""
+
+    def seconds(self, num_retries: int, seed: int) -> float:
+        """Before the retry after ``num_retries`` others: between half of the wait and all of it, by the seed."""
+        longest = min(self.max_s, self.base_s * 2.0 ** min(num_retries, 64))
+        return longest * random.Random(f"{seed}-{num_retries}").uniform(0.5, 1.0)
+
+
+NO_BACKOFF = Backoff(base_s=0.0, max_s=0.0)
+
 
 logger = logging.getLogger(__name__)
 
@@ -109,3 +130,48 @@ class Resending:
             await asyncio.sleep(_PAUSES.seconds(num_failures, seed))
             await self._outages.wait_until_over()
             num_failures += 1
+
+
+class Deadlines:
+    """Of everything that waits for the same engines."""
+
+    def __init__(self) -> None:
+        self._open: dict[asyncio.Timeout, float] = {}
+        """Deadline -> seconds that it had left when they stood still last."""
+        self._reasons: set[str] = set()
+        """Why they stand still; none: time passes."""
+        self.outages = Outages(on_begun=self.stand_still, on_over=self.go_on)
+        """They stand still in these."""
+
+    @asynccontextmanager
+    async def within(self, timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
+        """Like ``asyncio.timeout``, of the time in which the deadlines do not stand still. Raises ``TimeoutError``."""
+        async with asyncio.timeout(None if self._reasons else timeout_s) as deadline:
+            self._open[deadline] = timeout_s
+            try:
+                yield deadline
+            finally:
+                del self._open[deadline]
+
+    def stand_still(self, why: str = "no engine") -> None:
+        """No time passes from now on, until ``go_on`` was called for every reason. Idempotent."""
+        was_still, self._reasons = bool(self._reasons), self._reasons | {why}
+        if was_still:
+            return
+        for deadline in self._running():
+            when = deadline.when()
+            assert when is not None
+            self._open[deadline] = when - asyncio.get_running_loop().time()
+            deadline.reschedule(None)
+
+    def go_on(self, why: str = "no engine") -> None:
+        """Time passes again, unless another reason is left. Idempotent."""
+        was_still, self._reasons = bool(self._reasons), self._reasons - {why}
+        if self._reasons or not was_still:
+            return
+        for deadline in self._running():
+            deadline.reschedule(asyncio.get_running_loop().time() + self._open[deadline])
+
+    def _running(self) -> list[asyncio.Timeout]:
+        """Those that have not passed."""
+        return [deadline for deadline in self._open if not deadline.expired()]

@@ -29,15 +29,21 @@ from skyrl_async.rollout.preparation import Prepare, reward_with
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.staleness_policies import staleness_policy
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
-from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.device_leases import DeviceGroup, groups_by_member
+from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
 from skyrl_async.simulator.settings import SimulationSettings
 from skyrl_async.trainer.evaluator import Evaluator
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
-from skyrl_async.trainer.run import Run, TrainerCallbacks, make_run
-from skyrl_async.trainer.settings import AdmissionSettings, TrainerSettings, ValidationSettings
+from skyrl_async.trainer.run import (
+    AdmissionSettings,
+    Run,
+    TrainerCallbacks,
+    TrainerSettings,
+    ValidationSettings,
+    make_run,
+)
 from skyrl_async.types import Group, Prompt, SamplingParams
 from skyrl_async.weight_sync.engine_time_sharing import EngineTimeSharing
 from skyrl_async.weight_sync.publisher import WeightPublisher

@@ -6,7 +6,7 @@ Flows in: nothing. Flows out: sizes and speeds that ``simulator.run`` builds a r
 from dataclasses import dataclass
 
 from skyrl_async.rollout.failed_samples import OnFailedSamples
-from skyrl_async.runtime.backoff import NO_BACKOFF, Backoff
+from skyrl_async.runtime.outages import NO_BACKOFF, Backoff
 from skyrl_async.types import PauseMode
 
 

@@ -1,7 +1,6 @@
 """The training loop: train, weight update and validation stages, and the ``FullyAsyncTrainer`` that runs them."""
 
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
-from skyrl_async.trainer.run import Run
-from skyrl_async.trainer.settings import TrainerSettings, ValidationSettings
+from skyrl_async.trainer.run import Run, TrainerSettings, ValidationSettings
 
 __all__ = ["FullyAsyncTrainer", "Run", "TrainerSettings", "ValidationSettings"]

@@ -13,8 +13,7 @@ from skyrl_async.errors import GenerationError, NoEngineError
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
-from skyrl_async.runtime.backoff import NO_BACKOFF, Backoff
-from skyrl_async.runtime.deadlines import Deadlines
+from skyrl_async.runtime.outages import NO_BACKOFF, Backoff, Deadlines
 from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.tasks import run_together
 from skyrl_async.samples import samples_of

@@ -18,8 +18,7 @@ from skyrl_async.runtime.device_leases import DeviceLease
 from skyrl_async.runtime.shutdown import ShutdownRequested
 from skyrl_async.runtime.stages import Channel, Lane, Stage
 from skyrl_async.trainer.mini_batches import MiniBatches
-from skyrl_async.trainer.run import Run
-from skyrl_async.trainer.settings import is_due
+from skyrl_async.trainer.run import Run, is_due
 from skyrl_async.trainer.step_gate import StepGate
 from skyrl_async.trainer.weight_update_stage import TrainedStep, WeightUpdateStage
 from skyrl_async.training.protocol import WAIT_SECONDS, Policy

@@ -22,8 +22,7 @@ from skyrl_async.rollout.staleness import Admission
 from skyrl_async.runtime.shutdown import GRACE_S, ShutdownRequested
 from skyrl_async.runtime.stages import Channel, Stage, run_stage
 from skyrl_async.trainer.mini_batches import MiniBatches
-from skyrl_async.trainer.run import Run
-from skyrl_async.trainer.settings import is_due
+from skyrl_async.trainer.run import Run, is_due
 from skyrl_async.trainer.step_gate import StepGate
 from skyrl_async.trainer.validation import Validation
 from skyrl_async.training.protocol import Policy

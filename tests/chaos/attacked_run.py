@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from skyrl_async.composition.shared_memory import shared_memory
+from skyrl_async.composition.publishing import shared_memory
 from skyrl_async.metrics.tracker import read_rows
 from tests.chaos import environment
 from tests.patience import PATIENCE_S

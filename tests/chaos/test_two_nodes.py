@@ -13,8 +13,8 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_async.composition.logprobs import start_logprob_workers
-from skyrl_async.composition.placement_group import ActorResources
 from skyrl_async.composition.publishing import make_broadcast
+from skyrl_async.composition.ray_cluster import ActorResources
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.run import Config, WeightSyncConfig, WeightTransfer
 from skyrl_async.errors import ConfigError

@@ -22,7 +22,7 @@ from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.metrics.trained_groups import TrainedGroupsLog
 from skyrl_async.rollout.failed_samples import OnFailedSamples
 from skyrl_async.rollout.request import GroupRequest
-from skyrl_async.runtime.backoff import Backoff
+from skyrl_async.runtime.outages import Backoff
 from skyrl_async.runtime.shutdown import GRACE_S
 from skyrl_async.simulator.clock import VirtualTimeLoop
 from skyrl_async.simulator.faults import FaultyEngine

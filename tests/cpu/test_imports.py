@@ -36,9 +36,8 @@ STRANGERS = ("skyrl_async.inference", "skyrl_async.training", "skyrl_async.data"
 ALLOWED = {
     "vllm": ("skyrl_async/inference/vllm/*.py",),
     "ray": (
-        "skyrl_async/composition/own_ray.py",
+        "skyrl_async/composition/ray_cluster.py",
         "skyrl_async/composition/processes.py",
-        "skyrl_async/composition/placement_group.py",
         "skyrl_async/inference/engines/ray*.py",
         "skyrl_async/endpoint/server/front_ends.py",
         "skyrl_async/training/workers/policy_workers.py",

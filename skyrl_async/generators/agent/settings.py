@@ -26,7 +26,7 @@ from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.generators.gym.environment import EnvironmentFactory
 from skyrl_async.registries import import_function
 from skyrl_async.runtime.daemon_threads import DaemonThreads
-from skyrl_async.runtime.deadlines import Deadlines
+from skyrl_async.runtime.outages import Deadlines
 
 _MAX_THREADS = 32
 _CHECK_TIMEOUT_S = 10.0

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.algorithms.overlong import overlong_penalty, penalise_overlong, without_overlong
 from skyrl_async.algorithms.reward_shaping import shaped
+from skyrl_async.composition.algorithms import reward_shapes
 from skyrl_async.composition.parts import check_generator
-from skyrl_async.composition.rewards import reward_shapes
 from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.inference.client import InferenceEngineClient

@@ -12,8 +12,8 @@ import pytest
 from skyrl_async.composition import processes
 from skyrl_async.composition.data import PolicyFiles, Prompts, num_planned_steps
 from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, stage_works
-from skyrl_async.composition.private_files import write_private
 from skyrl_async.composition.processes import _training_settings, start_engines_and_policy
+from skyrl_async.composition.run_directory import write_private
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.run import Config, Device, EngineConfig, PlacementConfig, TrainingConfig
 from skyrl_async.errors import ConfigError, PolicyError

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from skyrl_async.composition.kept_config import KeptConfig
+from skyrl_async.composition.run_directory import KeptConfig
 from skyrl_async.config.load import compose_config, from_overrides, load, without_secrets
 from tests.cpu.quick_config import config_of
 

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from skyrl_async.composition import own_ray
+from skyrl_async.composition import ray_cluster
 from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.config.schema.run import PlacementConfig
 from skyrl_async.errors import DeadlineError
@@ -31,10 +31,10 @@ class _Start:
 
 
 async def _start(monkeypatch: pytest.MonkeyPatch, start: _Start) -> None:
-    monkeypatch.setattr(own_ray, "_start_local_ray", start)
-    monkeypatch.setattr(own_ray, "end_ray", lambda: None)
+    monkeypatch.setattr(ray_cluster, "_start_local_ray", start)
+    monkeypatch.setattr(ray_cluster, "end_ray", lambda: None)
     async with ClosingStack() as stack:
-        await own_ray.start_ray(PlacementConfig(), stack)
+        await ray_cluster.start_ray(PlacementConfig(), stack)
 
 
 async def test_what_a_first_attempt_left_is_killed_and_a_second_one_serves(

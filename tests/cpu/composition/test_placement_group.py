@@ -8,7 +8,7 @@ import ray
 from ray.util import placement_group_table
 
 from skyrl_async.composition.closing import ClosingStack
-from skyrl_async.composition.placement_group import (
+from skyrl_async.composition.ray_cluster import (
     Bundles,
     _indices_by_group,
     engine_resources,

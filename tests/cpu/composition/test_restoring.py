@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState
-from skyrl_async.composition.restoring import checkpoint_to_resume, make_room
+from skyrl_async.composition.run_directory import checkpoint_to_resume, make_room
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import CheckpointError, ConfigError
 from skyrl_async.main import run

@@ -5,12 +5,12 @@ import sys
 import threading
 from pathlib import Path
 
-from skyrl_async.composition.shared_memory import directory_in_memory
+from skyrl_async.composition.publishing import directory_in_memory
 
 HOLDS = """
 import sys
 from pathlib import Path
-from skyrl_async.composition.shared_memory import directory_in_memory
+from skyrl_async.composition.publishing import directory_in_memory
 with directory_in_memory(Path(sys.argv[1])) as made:
     print(made, flush=True)
     input()

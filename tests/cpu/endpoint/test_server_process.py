@@ -21,9 +21,8 @@ from skyrl_async.errors import ConfigError, InferenceError, SkyRLAsyncError
 from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
-from skyrl_async.runtime.deadlines import Deadlines
 from skyrl_async.runtime.heartbeat import Heartbeat
-from skyrl_async.runtime.outages import Outages
+from skyrl_async.runtime.outages import Deadlines, Outages
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, Prompt, SamplingParams
 from skyrl_gym_http import SkyRLGymHTTPGenerator
 from tests.cpu.generators.test_gym_http_generator import Chat

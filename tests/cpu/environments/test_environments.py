@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_async.composition.data import prepare_prompts
-from skyrl_async.composition.rewards import environment_factory
+from skyrl_async.composition.data import environment_factory, prepare_prompts
 from skyrl_async.config.load import from_overrides
 from skyrl_async.environments.answers import FunctionEnv
 from skyrl_async.errors import ConfigError, GenerationError

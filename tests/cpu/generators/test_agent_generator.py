@@ -29,7 +29,7 @@ from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.generators.agent.settings import make_agent_generator
 from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
-from skyrl_async.runtime.deadlines import Deadlines
+from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.types import Prompt, SamplingParams, Trajectory
 from tests.cpu.agent_endpoint import CONTROLLER_KEY, StandIn, stand_in
 from tests.cpu.scripted_sampler import CONTROLLER_KEY as REAL_CONTROLLER_KEY

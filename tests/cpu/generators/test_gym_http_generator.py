@@ -18,8 +18,7 @@ from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.errors import GenerationError, NoEngineError
 from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.runtime import outages as outages_module
-from skyrl_async.runtime.backoff import Backoff
-from skyrl_async.runtime.outages import Outages
+from skyrl_async.runtime.outages import Backoff, Outages
 from skyrl_async.types import Prompt, SamplingParams
 from skyrl_gym_http import SkyRLGymHTTPGenerator
 from skyrl_gym_http.generator import parse_reply

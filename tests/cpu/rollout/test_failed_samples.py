@@ -24,8 +24,8 @@ from skyrl_async.rollout.generator import Generator, keeps_samples
 from skyrl_async.rollout.members import play_members
 from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
-from skyrl_async.runtime.backoff import Backoff
 from skyrl_async.runtime.daemon_threads import DaemonThreads
+from skyrl_async.runtime.outages import Backoff
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import SimulationSettings, build_simulation

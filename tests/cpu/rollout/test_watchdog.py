@@ -14,7 +14,7 @@ from skyrl_async.rollout.generator import keeps_samples
 from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.rollout.watchdog import Sources, Watchdog
-from skyrl_async.runtime.backoff import Backoff
+from skyrl_async.runtime.outages import Backoff
 from skyrl_async.runtime.progress import GroupProgress, RolloutStatus, report, report_engine
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from skyrl_async.generators.agent.generator import AgentGenerator
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask
 from skyrl_async.generators.agent.reward import AgentEpisode, Judgement
-from skyrl_async.runtime.deadlines import Deadlines
+from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.types import Prompt, Trajectory
 from tests.cpu.rollout.test_failed_samples import request, row

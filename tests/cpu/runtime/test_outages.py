@@ -9,8 +9,7 @@ from skyrl_async.errors import GenerationError, NoEngineError, OutageError
 from skyrl_async.inference.pool import EnginePool
 from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
 from skyrl_async.rollout.retrier import RolloutRetrier
-from skyrl_async.runtime.deadlines import Deadlines
-from skyrl_async.runtime.outages import Outages, Resending
+from skyrl_async.runtime.outages import Deadlines, Outages, Resending
 from skyrl_async.simulator.clock import run_in_virtual_time
 from tests.cpu.inference.test_engine_pool import engine
 from tests.cpu.rollout.test_failed_samples import FAIL, HANG, Scripted, request, rewards

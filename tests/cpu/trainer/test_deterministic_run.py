@@ -31,8 +31,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
 from skyrl_async.tasks.tokenizer import train_tokenizer
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
-from skyrl_async.trainer.run import TrainerCallbacks, make_run
-from skyrl_async.trainer.settings import AdmissionSettings, TrainerSettings, ValidationSettings
+from skyrl_async.trainer.run import AdmissionSettings, TrainerCallbacks, TrainerSettings, ValidationSettings, make_run
 from skyrl_async.training.backends.settings import LoraSettings, TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import PauseMode, Prompt, SamplingParams

@@ -7,15 +7,129 @@ Flows in: the configuration, and a run's directory. Flows out: the checkpoint to
 it, whatever is asked for. Does not know what a checkpoint holds.
 """
 
+import contextlib
+import errno
+import fcntl
 import itertools
+import logging
+import os
 import shutil
+import socket
+from collections.abc import Iterator
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer, Usable, read_state
+from skyrl_async.config.load import to_yaml
 from skyrl_async.config.schema.run import Config, ResumeMode
 from skyrl_async.errors import CheckpointError, ConfigError
 from skyrl_async.metrics.tracker import read_rows
+
+logger = logging.getLogger(__name__)
+
+
+LOCK = "run.lock"
+
+
+_NOT_SUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+@contextlib.contextmanager
+def only_run_in(directory: Path) -> Iterator[None]:
+    """Hold the directory while inside. Raises ``ConfigError`` naming process and host when another run holds it.
+
+    Where the file system has no locks, warns that nothing protects the directory.
+    """
+    with (directory / LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ConfigError(
+                f"trainer.output_dir={directory} is in use by another run ({file.read().strip() or 'which has just begun'}); "
+                "wait until it has ended, or choose another directory"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+            logger.warning("%s has no file locks (%s): see to it that no other run uses it", directory, error.strerror)
+        _write(
+            file.fileno(), f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n"
+        )
+        yield
+
+
+def _write(handle: int, text: str) -> None:
+    """A full disk keeps no run from its directory."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(handle, 0)
+        os.write(handle, text.encode())
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+_UNSAID = {"trainer.resume_mode", "trainer.resume_path", "trainer.output_dir", "server.api_key"}
+"""How a run is continued, not what it is; and a secret."""
+
+
+class KeptConfig:
+    """``config.yaml`` of a run directory.
+
+    Args:
+        run_dir: exists.
+        config: checked.
+        step: of the checkpoint that the run goes on from, None for a new run: its configuration is written at once.
+    """
+
+    def __init__(self, run_dir: Path, config: Config, step: int | None) -> None:
+        self._path = run_dir / "config.yaml"
+        # As a remark: a bound that nobody set must not stand against another schedule, which has its own.
+        self._text = f"# the staleness bound is {config.trainer.staleness_bound}\n{to_yaml(config)}"
+        self._is_of_the_run = not config.trainer.eval_only
+        self._step = step
+        if step is None or not self._path.exists():
+            write_private(self._path, self._text)
+
+    def changes(self) -> list[str]:
+        """What differs from the run so far, as ``training.lr=0.0008 (was 0.0003)``; nothing where its configuration cannot be read."""
+        try:
+            before = dict(_values(yaml.safe_load(self._path.read_text())))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            return []
+        now = dict(_values(yaml.safe_load(self._text)))
+        return [
+            f"{key}={value} (was {before[key]})"
+            for key, value in now.items()
+            if key in before and value != before[key] and key not in _UNSAID
+        ]
+
+    def goes_on(self) -> None:
+        """The run was taken up: from now on this is its configuration. The one before stays, named by the step up to which it held."""
+        if self._step is None or not self._is_of_the_run:
+            return
+        if self.changes():
+            write_private(self._path.with_name(f"config_to_step_{self._step}.yaml"), self._path.read_text())
+        arriving = self._path.with_name("config.yaml.new")
+        write_private(arriving, self._text)
+        arriving.replace(self._path)  # at no moment there is none
+
+
+def _values(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from _values(value, f"{name}.{key}" if name else str(key))
+    elif name:
+        yield name, tree
+
 
 _LOGS = ("metrics.jsonl", "trained_groups.jsonl")
 _RECORD = (*_LOGS, "config.yaml", "tensorboard")

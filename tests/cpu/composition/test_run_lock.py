@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_async.checkpoint.run_lock import only_run_in
+from skyrl_async.composition.run_directory import only_run_in
 from skyrl_async.errors import ConfigError
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from skyrl_async.checkpoint.run_lock import only_run_in
+from skyrl_async.composition.run_directory import only_run_in
 with only_run_in(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
