@@ -20,7 +20,7 @@ from skyrl_async.inference.engine_life import EngineLife, EngineState, LifeSetti
 from skyrl_async.inference.front_end_notifier import FrontEndPool, InformedFrontEnd, Outage
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.runtime.heartbeat import is_answered
-from skyrl_async.runtime.tasks import first_failure
+from skyrl_async.runtime.tasks import task_group
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Fleet:
     async def supervising(self) -> AsyncIterator[None]:
         """Supervise while the block runs; then every engine is closed, those that came later too."""
         try:
-            async with asyncio.TaskGroup() as self._group:
+            async with task_group() as self._group:
                 self._client.pool.listener = self
                 for engine in self._client.engines:
                     self.engine_joined(engine)
@@ -107,9 +107,6 @@ class Fleet:
                     self._outage.end()
                     for task in self._tasks:
                         task.cancel()
-        except BaseExceptionGroup as failures:
-            root = first_failure(failures)
-            raise root from root.__cause__
         finally:
             for member in self._members:
                 await member.engine.close()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from skyrl_async.metrics.logs import SHOWN
 from skyrl_async.metrics.trace import OpenSpan
 from skyrl_async.runtime.progress import RolloutStatus
-from skyrl_async.runtime.tasks import first_failure
+from skyrl_async.runtime.tasks import task_group
 
 logger = logging.getLogger(__name__)
 
@@ -61,16 +61,12 @@ class Watchdog:
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Watch while inside."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(self._watch(), name="watchdog")
-                try:
-                    yield
-                finally:
-                    watching.cancel()
-        except BaseExceptionGroup as failures:
-            root = first_failure(failures)
-            raise root from root.__cause__
+        async with task_group() as tasks:
+            watching = tasks.create_task(self._watch(), name="watchdog")
+            try:
+                yield
+            finally:
+                watching.cancel()
 
     def values(self) -> dict[str, float]:
         """The figures of this moment, by metric name."""

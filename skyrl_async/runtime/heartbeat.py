@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from skyrl_async.runtime.tasks import first_failure
+from skyrl_async.runtime.tasks import task_group
 
 Ping = Callable[[], Awaitable[None]]
 """Returns when who is asked has answered."""
@@ -63,16 +63,12 @@ async def is_answered(ping: Ping, interval_s: float, tick: Callable[[float], boo
     async def ask() -> None:
         await ping()
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(ask(), name="ping")
-            while not (await asyncio.wait({asking}, timeout=interval_s))[0]:
-                if tick(clock()):
-                    asking.cancel()
-                    return False
-    except BaseExceptionGroup as failures:
-        root = first_failure(failures)
-        raise root from root.__cause__
+    async with task_group() as tasks:
+        asking = tasks.create_task(ask(), name="ping")
+        while not (await asyncio.wait({asking}, timeout=interval_s))[0]:
+            if tick(clock()):
+                asking.cancel()
+                return False
     return True
 
 
@@ -98,14 +94,10 @@ async def listening(
         await until_silent(ping, heartbeat)
         raise death_of(name)
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            heard = [tasks.create_task(listen(name, ping), name=f"heartbeat-{name}") for name, ping in pings.items()]
-            try:
-                yield
-            finally:
-                for task in heard:
-                    task.cancel()
-    except BaseExceptionGroup as failures:
-        root = first_failure(failures)
-        raise root from root.__cause__
+    async with task_group() as tasks:
+        heard = [tasks.create_task(listen(name, ping), name=f"heartbeat-{name}") for name, ping in pings.items()]
+        try:
+            yield
+        finally:
+            for task in heard:
+                task.cancel()

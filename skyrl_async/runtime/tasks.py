@@ -1,26 +1,28 @@
-"""Running several coroutines together, with the first failure raised as itself.
-
-Flows in: named coroutines. Flows out: their results in order. Knows nothing of what they do.
-"""
+"""Task groups that raise their first failure itself: callers tell errors apart by class, which an ``ExceptionGroup`` hides."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-async def run_together(coroutines: Mapping[str, Coroutine[Any, Any, T]]) -> tuple[T, ...]:
-    """Run the coroutines in one task group, as tasks of these names, and return their results in order.
-
-    The first failure cancels the others and is raised bare: callers tell errors apart by class, which a group hides.
-    """
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """An ``asyncio.TaskGroup`` whose first failure is raised bare, once every other task has been cancelled."""
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine, name=name) for name, coroutine in coroutines.items()]
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
     except BaseExceptionGroup as failures:
         root = first_failure(failures)
         raise root from root.__cause__
+
+
+async def run_together(coroutines: Mapping[str, Coroutine[Any, Any, T]]) -> tuple[T, ...]:
+    """Run the coroutines as tasks of these names in one ``task_group``, and return their results in order."""
+    async with task_group() as group:
+        tasks = [group.create_task(coroutine, name=name) for name, coroutine in coroutines.items()]
     return tuple(task.result() for task in tasks)
 
 

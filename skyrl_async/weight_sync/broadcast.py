@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from skyrl_async.errors import EngineDeadError, PublishError, SkyRLAsyncError, WeightsTransferError
 from skyrl_async.inference.protocol import InferenceEngine
-from skyrl_async.runtime.tasks import first_failure, run_together
+from skyrl_async.runtime.tasks import run_together, task_group
 from skyrl_async.training.protocol import SendingPolicy
 from skyrl_async.types import WeightUpdate
 
@@ -121,25 +121,19 @@ class WeightBroadcast:
             await self._open_group(receivers, outcome)
         if outcome.deaths:
             return outcome
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                receiving = {
-                    tasks.create_task(
-                        self._receive(engine, update, kept, outcome), name=f"receive-{engine.name}"
-                    ): engine
-                    for engine in receivers
-                }
-                await self._send(update, outcome)
-                patience_s = self._timeout_s + _GRACE_S
-                _, silent = await asyncio.wait(receiving, timeout=patience_s)
-                for task in silent:
-                    task.cancel()
-                    name = receiving[task].name
-                    reason = f"{name} has not received version {update.version} {patience_s:g} s after it was sent"
-                    outcome.deaths[name] = EngineDeadError(reason)
-        except BaseExceptionGroup as failures:
-            root = first_failure(failures)
-            raise root from root.__cause__
+        async with task_group() as tasks:
+            receiving = {
+                tasks.create_task(self._receive(engine, update, kept, outcome), name=f"receive-{engine.name}"): engine
+                for engine in receivers
+            }
+            await self._send(update, outcome)
+            patience_s = self._timeout_s + _GRACE_S
+            _, silent = await asyncio.wait(receiving, timeout=patience_s)
+            for task in silent:
+                task.cancel()
+                name = receiving[task].name
+                reason = f"{name} has not received version {update.version} {patience_s:g} s after it was sent"
+                outcome.deaths[name] = EngineDeadError(reason)
         if not outcome.deaths and outcome.failure is None:
             self._members = members
         return outcome

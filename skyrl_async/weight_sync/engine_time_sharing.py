@@ -15,7 +15,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.runtime.changes import Changes
 from skyrl_async.runtime.device_leases import DeviceGroup, DeviceLease
-from skyrl_async.runtime.tasks import first_failure
+from skyrl_async.runtime.tasks import task_group
 from skyrl_async.types import PauseMode
 from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater
 
@@ -62,19 +62,15 @@ class EngineTimeSharing:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Take turns while the block lasts. What goes wrong in them ends the block with it."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                turns = tasks.create_task(self._take_turns(), name="generation turns")
-                try:
-                    await self._changes.until(
-                        lambda: self._have_devices
-                    )  # engines run until they are paused: the first turn is theirs
-                    yield
-                finally:
-                    turns.cancel()
-        except BaseExceptionGroup as failures:
-            root = first_failure(failures)
-            raise root from root.__cause__
+        async with task_group() as tasks:
+            turns = tasks.create_task(self._take_turns(), name="generation turns")
+            try:
+                await self._changes.until(
+                    lambda: self._have_devices
+                )  # engines run until they are paused: the first turn is theirs
+                yield
+            finally:
+                turns.cancel()
 
     @asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from skyrl_async.endpoint.requests.errors import as_api_error
 from skyrl_async.endpoint.requests.json_text import written
 from skyrl_async.endpoint.requests.shared_request import Event, SharedRequest
-from skyrl_async.runtime.tasks import first_failure
+from skyrl_async.runtime.tasks import task_group
 
 T = TypeVar("T")
 
@@ -41,13 +41,10 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             pass
         worker.cancel()  # here and now: a write that was held up must not go on as if it had been read
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            worker = group.create_task(work, name="request")
-            watcher = group.create_task(watch(), name="request-watch")
-            worker.add_done_callback(lambda _: watcher.cancel())
-    except BaseExceptionGroup as failures:
-        raise first_failure(failures) from None
+    async with task_group() as group:
+        worker = group.create_task(work, name="request")
+        watcher = group.create_task(watch(), name="request-watch")
+        worker.add_done_callback(lambda _: watcher.cancel())
     if worker.cancelled():
         raise ClientDisconnect
     return worker.result()

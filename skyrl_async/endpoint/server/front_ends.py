@@ -23,7 +23,7 @@ from skyrl_async.errors import ConfigError, DeadlineError, InferenceError, SkyRL
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.runtime.heartbeat import until_silent
 from skyrl_async.runtime.outages import Outages
-from skyrl_async.runtime.tasks import first_failure, run_together
+from skyrl_async.runtime.tasks import run_together, task_group
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +251,7 @@ async def endpoint_processes(
         await run_together({f"start-front-end-{i}": one.start_in_time() for i, one in enumerate(front_ends)})
         peers = tuple(one.url for one in front_ends)
         await run_together({f"connect-front-end-{i}": one.connect_in_time(peers) for i, one in enumerate(front_ends)})
-        async with asyncio.TaskGroup() as tasks:
+        async with task_group() as tasks:
             keeping = [tasks.create_task(one.keep_up(peers), name=f"front-end-{one.port}") for one in front_ends]
             try:
                 yield front_ends
@@ -261,9 +261,6 @@ async def endpoint_processes(
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(settings.shutdown_timeout_s + _SHUTDOWN_GRACE_S):
                 await run_together({f"stop-front-end-{i}": one.stop() for i, one in enumerate(front_ends)})
-    except BaseExceptionGroup as failures:
-        root = first_failure(failures)
-        raise root from root.__cause__
     finally:
         for one in front_ends:
             one.kill()

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.json_text import json_bytes
 from skyrl_async.errors import ConfigError
-from skyrl_async.runtime.tasks import first_failure
+from skyrl_async.runtime.tasks import task_group
 
 
 @contextlib.asynccontextmanager
@@ -52,7 +52,7 @@ async def start_server(
         )
     )
     try:
-        async with asyncio.TaskGroup() as group:
+        async with task_group() as group:
             serving = group.create_task(server.serve(sockets=[bound]), name="endpoint")
             await server.ready.wait()
             try:
@@ -61,9 +61,6 @@ async def start_server(
                 # A group cancels its tasks when the block fails; a cancelled server leaves its connections open.
                 server.stop()
                 await asyncio.wait({serving}, timeout=shutdown_timeout_s + 1)
-    except BaseExceptionGroup as failures:
-        root = first_failure(failures)
-        raise root from root.__cause__
     finally:
         bound.close()
 
