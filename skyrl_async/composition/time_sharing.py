@@ -59,7 +59,7 @@ def lease_values(groups: Mapping[str, DeviceGroup]) -> dict[str, float]:
     values = {}
     for member, group in groups.items():
         turns = group.statistics()
-        values[f"devices/{member}/turns"] = float(turns.num_turns[member])
+        values[f"devices/{member}/turns"] = float(turns.num_leases[member])
         values[f"devices/{member}/held_seconds"] = turns.seconds_held[member]
         values[f"devices/{member}/waited_seconds"] = turns.seconds_waited[member]
     return values

@@ -1,9 +1,8 @@
-"""Turns on devices that several stages share: one holder at a time, first come first served.
+"""Leases on devices that several stages share: one holder at a time, first come first served.
 
-    stage ──turn()──> in line ──> holds the devices ──> lets go ──> the next in line holds them
+    stage ──lease()──> queue ──> holds the devices ──> releases them ──> the next in the queue holds them
 
-Flows in: members that want the devices. Flows out: at most one holder per group. A group knows nothing of the others, whose turns overlap
-its own freely, and nothing of what is done in a turn.
+A group of devices knows nothing of other groups, whose leases overlap its own, and nothing of what is computed under a lease.
 """
 
 import asyncio
@@ -12,137 +11,131 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from skyrl_async.errors import StateError
+from skyrl_async.runtime.changes import Changes
 
 LeaseDevices = Callable[[], contextlib.AbstractAsyncContextManager[None]]
-"""In the block a member has its devices."""
+"""Makes a context in which a member holds its devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseStatistics:
-    """Of one group, now."""
+    """Who holds the devices of one group, who waits for them, and for how long."""
 
     holder: str | None
-    """Member whose turn it is."""
+    """Member that holds the devices."""
     held_s: float
-    """Seconds of that turn so far; 0 without one."""
+    """Seconds since it got them; 0 without a holder."""
     waiting: tuple[str, ...]
-    """Members in line, the next one first."""
+    """Members in the queue, the next one first."""
     seconds_held: Mapping[str, float]
-    """Member -> seconds of all its turns, the current one included."""
+    """Member -> seconds of all its leases, the current one included."""
     seconds_waited: Mapping[str, float]
-    """Member -> seconds in line, those who are in it included."""
-    num_turns: Mapping[str, int]
-    """Member -> turns begun."""
+    """Member -> seconds in the queue, the current wait included."""
+    num_leases: Mapping[str, int]
+    """Member -> leases begun."""
 
 
 @dataclass(slots=True, eq=False)
 class QueuedLease:
-    """Somebody's place in line."""
+    """A lease that is held or waited for."""
 
     member: str
     since: float
-    """When it entered the line, and then when its turn began, in seconds."""
+    """When it entered the queue, and later when it began, in seconds."""
+    task: asyncio.Task[object] | None = None
+    """The task that asked for it."""
 
 
 class LeaseQueue:
-    """A line whose first holds; no I/O, times are the caller's, in seconds."""
+    """A queue whose first lease is held; no I/O, times are the caller's, in seconds."""
 
     def __init__(self, members: Sequence[str]) -> None:
-        self._line: list[QueuedLease] = []
+        self._queue: list[QueuedLease] = []
         self._seconds_held = dict.fromkeys(members, 0.0)
         self._seconds_waited = dict.fromkeys(members, 0.0)
-        self._num_turns = dict.fromkeys(members, 0)
+        self._num_leases = dict.fromkeys(members, 0)
 
     @property
     def holder(self) -> QueuedLease | None:
-        """Whose turn it is."""
-        return self._line[0] if self._line else None
+        """The lease that is held."""
+        return self._queue[0] if self._queue else None
 
     @property
     def waiting(self) -> tuple[QueuedLease, ...]:
-        """Who is in line, the next one first."""
-        return tuple(self._line[1:])
+        """The leases that are waited for, the next one first."""
+        return tuple(self._queue[1:])
 
     def enter(self, member: str, now: float) -> QueuedLease:
-        """Get in line, or hold at once where there is none. Raises ``StateError`` when it is not of this group."""
-        if member not in self._num_turns:
-            raise StateError(f"expected one of {', '.join(self._num_turns)}, whose devices these are, got {member!r}")
-        place = QueuedLease(member, now)
-        self._line.append(place)
-        if self.holder is place:
-            self._begin(place, now)
-        return place
+        """Queue for the devices, or hold them at once where nobody does. Raises ``StateError`` when the member is not of this group."""
+        if member not in self._num_leases:
+            raise StateError(f"expected one of {', '.join(self._num_leases)}, whose devices these are, got {member!r}")
+        lease = QueuedLease(member, now)
+        self._queue.append(lease)
+        if self.holder is lease:
+            self._begin(lease, now)
+        return lease
 
-    def leave(self, place: QueuedLease, now: float) -> None:
-        """Let go, or give up waiting; the next in line holds. Raises ``StateError`` when it has left already."""
-        if place not in self._line:
-            raise StateError(f"{place.member} has left the line already")
-        has_held = self.holder is place
-        self._line.remove(place)
-        seconds = self._seconds_held if has_held else self._seconds_waited
-        seconds[place.member] += now - place.since
-        if has_held and self.holder is not None:
+    def leave(self, lease: QueuedLease, now: float) -> None:
+        """Release the devices, or stop waiting for them; the next in the queue holds them. Raises ``StateError`` when it left before."""
+        if lease not in self._queue:
+            raise StateError(f"{lease.member} has left the queue already")
+        was_held = self.holder is lease
+        self._queue.remove(lease)
+        seconds = self._seconds_held if was_held else self._seconds_waited
+        seconds[lease.member] += now - lease.since
+        if was_held and self.holder is not None:
             self._begin(self.holder, now)
 
-    def _begin(self, place: QueuedLease, now: float) -> None:
-        self._seconds_waited[place.member] += now - place.since
-        self._num_turns[place.member] += 1
-        place.since = now
+    def _begin(self, lease: QueuedLease, now: float) -> None:
+        self._seconds_waited[lease.member] += now - lease.since
+        self._num_leases[lease.member] += 1
+        lease.since = now
 
     def statistics(self, now: float) -> LeaseStatistics:
-        """Of everything so far."""
+        """Return what the leases came to so far."""
         held, waited = dict(self._seconds_held), dict(self._seconds_waited)
-        if self.holder is not None:
-            held[self.holder.member] += now - self.holder.since
-        for place in self.waiting:
-            waited[place.member] += now - place.since
+        holder = self.holder
+        if holder is not None:
+            held[holder.member] += now - holder.since
+        for lease in self.waiting:
+            waited[lease.member] += now - lease.since
         return LeaseStatistics(
-            holder=None if self.holder is None else self.holder.member,
-            held_s=0.0 if self.holder is None else now - self.holder.since,
-            waiting=tuple(place.member for place in self.waiting),
+            holder=None if holder is None else holder.member,
+            held_s=0.0 if holder is None else now - holder.since,
+            waiting=tuple(lease.member for lease in self.waiting),
             seconds_held=held,
             seconds_waited=waited,
-            num_turns=dict(self._num_turns),
+            num_leases=dict(self._num_leases),
         )
 
 
-class _Waiter:
-    """A task that holds the devices, or waits for them."""
-
-    def __init__(self, place: QueuedLease) -> None:
-        self.place = place
-        self.task = asyncio.current_task()
-        self.begun = asyncio.Event()
-
-
 class DeviceGroup:
-    """Devices that the members of a group use in turns.
+    """Devices that the members of a group use one after another.
 
     Args:
         members: names of the stages.
     """
 
     def __init__(self, members: Sequence[str]) -> None:
-        self._line = LeaseQueue(members)
-        self._turns: dict[QueuedLease, _Waiter] = {}
-        self._entered = asyncio.Event()
+        self._queue = LeaseQueue(members)
+        self._changes = Changes()
 
     @contextlib.asynccontextmanager
     async def lease(self, member: str) -> AsyncIterator[None]:
-        """Hold the devices in the block, after all who asked before; leaving it in any way lets go, at once.
+        """Hold the devices in the block, after all who asked before; leaving the block in any way releases them at once.
 
         Raises ``StateError`` when the member is not of this group, and when the task holds the devices already: it would wait for
         itself.
         """
-        turn = await self._begun(member)
+        lease = await self.acquire(member)
         try:
             yield
         finally:
-            self._leave(turn)
+            self.release(lease)
 
     @contextlib.asynccontextmanager
     async def lease_unless_held(self, member: str) -> AsyncIterator[None]:
-        """The same; in a turn of the member that this task holds already, the block is a part of that one."""
+        """Like ``lease``; where this task holds the devices as this member already, the block is part of that lease."""
         if self._is_held_here(member):
             yield
             return
@@ -150,86 +143,71 @@ class DeviceGroup:
             yield
 
     async def wanted(self) -> None:
-        """Wait until a member is in line behind the holder. Unblocked by one that asks for a turn."""
-        while not self._line.waiting:
-            self._entered.clear()
-            await self._entered.wait()
+        """Wait until a member waits for the holder. Unblocked by one that asks for a lease."""
+        await self._changes.until(lambda: bool(self._queue.waiting))
 
     def statistics(self) -> LeaseStatistics:
-        """Who holds, who waits, and for how long; seconds of the running loop."""
-        return self._line.statistics(asyncio.get_running_loop().time())
+        """Return who holds, who waits, and for how long; seconds of the running loop."""
+        return self._queue.statistics(asyncio.get_running_loop().time())
 
-    async def _begun(self, member: str) -> _Waiter:
-        turn = self._enter(member)
-        try:
-            await turn.begun.wait()
-        except BaseException:
-            self._leave(turn)
-            raise
-        return turn
-
-    def _enter(self, member: str) -> _Waiter:
-        holder = self._line.holder
+    async def acquire(self, member: str) -> QueuedLease:
+        """Wait until the member holds the devices; ``release`` the lease then. Raises what ``lease`` raises."""
+        holder = self._queue.holder
         if holder is not None and self._is_held_here(holder.member):
-            raise StateError(
-                f"{member} asks for a turn inside of one of {holder.member}, of the same task: one is enough"
-            )
-        place = self._line.enter(member, asyncio.get_running_loop().time())
-        turn = self._turns[place] = _Waiter(place)
-        self._entered.set()
-        self._tell()
-        return turn
+            raise StateError(f"{member} asks for a lease inside of one of {holder.member}, of the same task: one is enough")
+        lease = self._queue.enter(member, asyncio.get_running_loop().time())
+        lease.task = asyncio.current_task()
+        self._changes.notify()
+        try:
+            await self._changes.until(lambda: self._queue.holder is lease)
+        except BaseException:
+            self.release(lease)
+            raise
+        return lease
+
+    def release(self, lease: QueuedLease) -> None:
+        """Let the next in the queue have the devices. Raises ``StateError`` when the lease was released before."""
+        self._queue.leave(lease, asyncio.get_running_loop().time())
+        self._changes.notify()
 
     def _is_held_here(self, member: str) -> bool:
         """Whether the running task holds the devices as this member."""
-        holder = self._line.holder
-        if holder is None or holder.member != member:
-            return False
-        return self._turns[holder].task is asyncio.current_task()
-
-    def _leave(self, turn: _Waiter) -> None:
-        self._line.leave(turn.place, asyncio.get_running_loop().time())
-        del self._turns[turn.place]
-        self._tell()
-
-    def _tell(self) -> None:
-        """Let the holder know that it is."""
-        if self._line.holder is not None:
-            self._turns[self._line.holder].begun.set()
+        holder = self._queue.holder
+        return holder is not None and holder.member == member and holder.task is asyncio.current_task()
 
 
 class DeviceLease:
     """A lease on a device group that one task holds across calls. Release it before waiting for anything.
 
     Args:
-        group: whose devices; None where the member has them for itself: then nothing is waited for.
+        group: the devices; None where the member has them for itself: nothing is waited for then.
         member: name of the stage.
     """
 
     def __init__(self, group: DeviceGroup | None = None, member: str = "") -> None:
         self._group = group
         self._member = member
-        self._turn: _Waiter | None = None
+        self._lease: QueuedLease | None = None
 
     @property
     def is_held(self) -> bool:
         """Whether there is nothing to wait for before computing."""
-        return self._group is None or self._turn is not None
+        return self._group is None or self._lease is not None
 
     async def acquire(self) -> None:
-        """Hold the devices, after all who asked before; nothing to do where they are held. Raises what ``DeviceGroup.turn`` raises."""
-        if self._group is not None and self._turn is None:
-            self._turn = await self._group._begun(self._member)
+        """Hold the devices, after all who asked before; no-op where they are held. Raises what ``DeviceGroup.lease`` raises."""
+        if self._group is not None and self._lease is None:
+            self._lease = await self._group.acquire(self._member)
 
     def release(self) -> None:
-        """Let go. Idempotent."""
-        turn, self._turn = self._turn, None
-        if self._group is not None and turn is not None:
-            self._group._leave(turn)
+        """Release the devices. No-op where they are not held."""
+        lease, self._lease = self._lease, None
+        if self._group is not None and lease is not None:
+            self._group.release(lease)
 
 
 def groups_by_member(groups: Iterable[Sequence[str]]) -> dict[str, DeviceGroup]:
-    """One ``DeviceGroup`` per list of members, for each of these."""
+    """Make one ``DeviceGroup`` per list of members; returns the group of each member."""
     found: dict[str, DeviceGroup] = {}
     for members in groups:
         group = DeviceGroup(members)

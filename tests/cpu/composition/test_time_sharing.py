@@ -178,7 +178,7 @@ def test_log_prob_workers_that_die_in_a_turn_of_several_calls_are_replaced_in_no
         assert (await workers.logprobs_of([ROW])).version == 1
         assert groups["logp"].statistics().holder is None
         assert (
-            groups["logp"].statistics().num_turns["logp"] == 5
+            groups["logp"].statistics().num_leases["logp"] == 5
         )  # before and after the death, two loads, the last call
 
     run_in_virtual_time(main())
@@ -280,7 +280,7 @@ def test_groups_that_wait_for_log_probs_share_a_turn_and_each_is_a_call_of_its_o
             member = {"ref_logp": "ref"}.get(stage, stage)
             turns = simulation.device_groups[member].statistics()
             assert len(uids) == len(set(uids)) >= num_groups
-            assert turns.num_turns[member] < num_groups / 4
+            assert turns.num_leases[member] < num_groups / 4
             assert sum(values[f"stage/{stage}/items"] for _, values in simulation.logged) <= len(uids)
         assert asyncio.get_running_loop().time() < 40.0
 

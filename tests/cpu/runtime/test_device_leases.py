@@ -1,4 +1,4 @@
-"""Turns on shared devices: the line by Hypothesis, its tasks in virtual time."""
+"""Leases on shared devices: the queue by Hypothesis, its tasks in virtual time."""
 
 import asyncio
 
@@ -14,51 +14,51 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 MEMBERS = ("policy", "ref", "generate")
 
 
-class ALine(RuleBasedStateMachine):
+class AQueue(RuleBasedStateMachine):
     """Entering and leaving in any order keeps it first come, first served, and no second is lost or counted twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.line, self.now = LeaseQueue(MEMBERS), 0.0
-        self.places: list[QueuedLease] = []
+        self.queue, self.now = LeaseQueue(MEMBERS), 0.0
+        self.leases: list[QueuedLease] = []
         self.num_held = self.num_entered = 0
         self.held = self.waited = 0.0
 
     @rule(member=st.sampled_from(MEMBERS))
     def enter(self, member: str) -> None:
-        self.places.append(self.line.enter(member, self.now))
+        self.leases.append(self.queue.enter(member, self.now))
         self.num_entered += 1
 
-    @precondition(lambda self: self.places)
+    @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        place = self.places.pop(data.draw(st.integers(0, len(self.places) - 1)))
-        self.line.leave(place, self.now)
-        with pytest.raises(StateError, match="has left the line already"):
-            self.line.leave(place, self.now)
+        lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        self.queue.leave(lease, self.now)
+        with pytest.raises(StateError, match="has left the queue already"):
+            self.queue.leave(lease, self.now)
 
     @rule(seconds=st.integers(1, 100))
     def time_passes(self, seconds: int) -> None:
         self.now += seconds
-        self.held += seconds * bool(self.places)
-        self.waited += seconds * max(0, len(self.places) - 1)
+        self.held += seconds * bool(self.leases)
+        self.waited += seconds * max(0, len(self.leases) - 1)
 
     @invariant()
-    def the_first_in_line_holds_and_the_others_follow_in_the_order_they_came(self) -> None:
-        assert ([self.line.holder] if self.line.holder else []) + list(self.line.waiting) == self.places
+    def the_first_in_the_queue_holds_and_the_others_follow_in_the_order_they_came(self) -> None:
+        assert ([self.queue.holder] if self.queue.holder else []) + list(self.queue.waiting) == self.leases
 
     @invariant()
     def seconds_add_up(self) -> None:
-        found = self.line.statistics(self.now)
+        found = self.queue.statistics(self.now)
         assert sum(found.seconds_held.values()) == self.held
         assert sum(found.seconds_waited.values()) == self.waited
-        assert sum(found.num_turns.values()) <= self.num_entered
-        assert found.waiting == tuple(place.member for place in self.places[1:])
-        assert found.holder == (self.places[0].member if self.places else None)
+        assert sum(found.num_leases.values()) <= self.num_entered
+        assert found.waiting == tuple(lease.member for lease in self.leases[1:])
+        assert found.holder == (self.leases[0].member if self.leases else None)
 
 
-TestALine = ALine.TestCase
-TestALine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAQueue = AQueue.TestCase
+TestAQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -116,7 +116,7 @@ def test_one_holds_at_a_time_in_the_order_they_asked_whoever_is_cancelled_or_fai
 
 @pytest.mark.parametrize("num_ticks", range(12))
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_cancellation_at_any_await_keeps_no_turn_and_gives_none_away(victim: int, num_ticks: int) -> None:
+def test_a_cancellation_at_any_await_keeps_no_lease_and_gives_none_away(victim: int, num_ticks: int) -> None:
     async def main() -> None:
         group, served = DeviceGroup(MEMBERS), []
 
@@ -157,7 +157,7 @@ def test_it_says_who_held_the_devices_and_who_waited_for_how_long() -> None:
         found = group.statistics()
         assert found.seconds_held == {"policy": 5, "ref": 2, "generate": 0}
         assert found.seconds_waited == {"policy": 0, "ref": 5, "generate": 0}
-        assert found.num_turns == {"policy": 1, "ref": 1, "generate": 0}
+        assert found.num_leases == {"policy": 1, "ref": 1, "generate": 0}
         assert found.holder is None
 
     run_in_virtual_time(main())
@@ -180,31 +180,31 @@ def test_groups_overlap_each_other() -> None:
     assert run_in_virtual_time(main()) == 2.0
 
 
-def test_a_turn_inside_of_ones_own_is_refused_instead_of_waited_for() -> None:
+def test_a_lease_inside_of_ones_own_is_refused_instead_of_waited_for() -> None:
     async def main() -> None:
         group = DeviceGroup(MEMBERS)
         async with group.lease("policy"):
-            with pytest.raises(StateError, match="ref asks for a turn inside of one of policy, of the same task"):
+            with pytest.raises(StateError, match="ref asks for a lease inside of one of policy, of the same task"):
                 async with group.lease("ref"):
-                    pytest.fail("had a turn")
+                    pytest.fail("had a lease")
             assert group.statistics().holder == "policy"
         assert group.statistics().holder is None
 
     run_in_virtual_time(main())
 
 
-def test_a_stage_of_another_group_gets_no_turn() -> None:
+def test_a_stage_of_another_group_gets_no_lease() -> None:
     async def main() -> None:
         group = DeviceGroup(MEMBERS)
         with pytest.raises(StateError, match="expected one of policy, ref, generate, .* got 'reward'"):
             async with group.lease("reward"):
-                pytest.fail("had a turn")
+                pytest.fail("had a lease")
         assert group.statistics().holder is None
 
     run_in_virtual_time(main())
 
 
-def test_a_lease_is_one_turn_over_several_calls_until_it_is_left() -> None:
+def test_one_lease_lasts_over_several_calls_until_it_is_left() -> None:
     async def main() -> None:
         group = DeviceGroup(MEMBERS)
         lease = DeviceLease(group, "policy")
@@ -212,7 +212,7 @@ def test_a_lease_is_one_turn_over_several_calls_until_it_is_left() -> None:
         await lease.acquire()
         await lease.acquire()
         async with group.lease_unless_held("policy"):
-            assert group.statistics().num_turns["policy"] == 1
+            assert group.statistics().num_leases["policy"] == 1
         other = asyncio.ensure_future(group.wanted())
         waiting = asyncio.ensure_future(DeviceLease(group, "ref").acquire())
         await other

@@ -230,7 +230,7 @@ def test_generation_gets_its_shortest_turn_between_any_two_of_others_and_loses_n
             "9.9 s of sampling in 5 turns, 4 turns of others between them"
         )
         held = setting.group.statistics()
-        assert held.num_turns["generate"] <= took / 2.0 + 1
+        assert held.num_leases["generate"] <= took / 2.0 + 1
 
     run_in_virtual_time(main())
 
