@@ -19,8 +19,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.report import arguments, conditions, report
-from skyrl_async.composition.parts import TrainerCallbacks
-from skyrl_async.composition.run import Parts, started_parts, trainer_of
+from skyrl_async.composition.parts import Parts, TrainerCallbacks, make_trainer
+from skyrl_async.composition.run import started_parts
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.run import Config
 from skyrl_async.metrics.trace import Trace
@@ -57,11 +57,11 @@ async def measure(config: Config, variant: Variant, parts: Parts, start: Path, n
     logged: list[dict[str, float]] = []
     await parts.policy.load(start)
     with tempfile.TemporaryDirectory() as directory:
-        trainer = trainer_of(
+        trainer = make_trainer(
             replace(config, trainer=trainer_config, evaluation=evaluation),
             parts,
             run_dir=Path(directory),
-            listeners=TrainerCallbacks(log=lambda step, values: logged.append(values)),
+            callbacks=TrainerCallbacks(log=lambda step, values: logged.append(values)),
             trace=Trace(None, time.monotonic),
         )
         await trainer.run()

@@ -28,7 +28,8 @@ from typing import Any
 import httpx
 
 from benchmarks.report import arguments, conditions, report
-from skyrl_async.composition.run import Parts, started_parts
+from skyrl_async.composition.parts import Parts
+from skyrl_async.composition.run import started_parts
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.run import Config
 from skyrl_async.metrics.trace import Trace

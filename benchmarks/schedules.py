@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import arguments, conditions, report
-from skyrl_async.composition.parts import TrainerCallbacks
-from skyrl_async.composition.run import started_parts, trainer_of
+from skyrl_async.composition.parts import TrainerCallbacks, make_trainer
+from skyrl_async.composition.run import started_parts
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.run import Config
 from skyrl_async.metrics.trace import Trace
@@ -52,11 +52,11 @@ async def measure(config: Config, variant: Variant, target: float) -> dict[str, 
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         trace = Trace(None, time.monotonic)
         parts = await stack.enter_async_context(started_parts(config, directory, trace=trace, say=lambda text: None))
-        trainer = trainer_of(
+        trainer = make_trainer(
             config,
             parts,
             run_dir=directory,
-            listeners=TrainerCallbacks(log=lambda step, values: logged.append((time.monotonic(), values))),
+            callbacks=TrainerCallbacks(log=lambda step, values: logged.append((time.monotonic(), values))),
             trace=trace,
         )
         await trainer.run()

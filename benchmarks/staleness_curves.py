@@ -27,8 +27,8 @@ from typing import Any
 
 from benchmarks.report import arguments, conditions, report
 from benchmarks.staleness_picture import draw_staleness_curves
-from skyrl_async.composition.parts import TrainerCallbacks
-from skyrl_async.composition.run import Parts, started_parts, trainer_of
+from skyrl_async.composition.parts import Parts, TrainerCallbacks, make_trainer
+from skyrl_async.composition.run import started_parts
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.run import Config
 from skyrl_async.metrics.trace import Trace
@@ -127,11 +127,11 @@ async def measure(config: Config, bound: int, parts: Parts) -> dict[str, Any]:
     """Train from where the policy stands under a bound on staleness."""
     logged: list[tuple[int, dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as directory:
-        trainer = trainer_of(
+        trainer = make_trainer(
             replace(config, trainer=replace(config.trainer, max_staleness_steps=bound)),
             parts,
             run_dir=Path(directory),
-            listeners=TrainerCallbacks(log=lambda step, values: logged.append((step, values))),
+            callbacks=TrainerCallbacks(log=lambda step, values: logged.append((step, values))),
             trace=Trace(None, time.monotonic),
         )
         await trainer.run()

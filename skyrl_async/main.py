@@ -22,7 +22,8 @@ from typing import Any
 from skyrl_async.checkpoint.checkpointer import Usable
 from skyrl_async.composition.closing import ClosingStack, leave_process
 from skyrl_async.composition.interruption import Interruption, Phase
-from skyrl_async.composition.run import Parts, started_parts, trainer_of
+from skyrl_async.composition.parts import Parts, make_trainer
+from skyrl_async.composition.run import started_parts
 from skyrl_async.composition.run_directory import KeptConfig, checkpoint_to_resume, make_room, only_run_in
 from skyrl_async.config.help import value_text
 from skyrl_async.config.load import run_cli, without_secrets
@@ -235,7 +236,7 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
             shutdown=interruption.stop,
         )
         async with parts_of_run as parts:
-            trainer = left.trainer = trainer_of(
+            trainer = left.trainer = make_trainer(
                 config,
                 parts,
                 run_dir=run_dir,

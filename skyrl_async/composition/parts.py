@@ -8,7 +8,7 @@ import contextlib
 import importlib
 from collections.abc import Mapping
 from concurrent.futures import Executor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -19,12 +19,13 @@ from skyrl_async.composition.algorithms import check_reward_shaping, make_advant
 from skyrl_async.composition.data import Prompts, environment_factory, epoch_plan
 from skyrl_async.composition.logprobs import LogprobParts, stage_works
 from skyrl_async.composition.processes import Endpoint
-from skyrl_async.composition.time_sharing import lease_values, leasing_policy, training_lease
+from skyrl_async.composition.time_sharing import lease_of, lease_values, leasing_policy
 from skyrl_async.config.schema.run import Config, GeneratorKind, SamplingConfig, Schedule, TrainerConfig
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.generators.agent.settings import check_agent_settings, make_agent_generator
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.registries import import_function
@@ -35,7 +36,7 @@ from skyrl_async.rollout.preparation import reward_with
 from skyrl_async.rollout.staleness_policies import staleness_policy
 from skyrl_async.rollout.worker import RolloutSettings
 from skyrl_async.runtime.device_leases import DeviceGroup
-from skyrl_async.runtime.outages import Backoff, Deadlines
+from skyrl_async.runtime.outages import Backoff
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.trainer.evaluator import Evaluator
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
@@ -148,41 +149,55 @@ def placement(config: Config) -> PlacementSettings | None:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What runs before a trainer does, and can serve one trainer after another."""
+
+    prompts: Prompts
+    client: InferenceEngineClient
+    generator: Generator
+    policy: RecoveringPolicy
+    logprobs: LogprobParts
+    device_groups: Mapping[str, DeviceGroup]
+    """Stage that shares its devices -> their group."""
+    publisher: WeightPublisher
+    endpoint_url: str | None = None
+    """URL of the endpoint, with ``/v1``; None where none is served."""
+    fleet: Fleet | None = None
+    """Keeps the engines alive; None where they are not processes of their own."""
+
+
 def make_trainer(
     config: Config,
+    parts: Parts,
     *,
-    prompts: Prompts,
-    client: InferenceEngineClient,
-    policy: RecoveringPolicy,
-    publisher: WeightPublisher,
-    generator: Generator,
-    logprobs: LogprobParts,
-    device_groups: Mapping[str, DeviceGroup],
     run_dir: Path,
     callbacks: TrainerCallbacks,
     trace: Trace,
     shutdown: ShutdownRequest | None = None,
     disk: Executor | None = None,
 ) -> FullyAsyncTrainer:
-    """A trainer, with generation's side of it, over running parts; checkpoints go below ``run_dir``, written by threads of ``disk``."""
-    leasing = leasing_policy(policy, device_groups)
+    """Make a trainer over running parts; checkpoints go below ``run_dir``, written by threads of ``disk``."""
+    policy, groups = parts.policy, parts.device_groups
+    leasing = leasing_policy(policy, groups)
 
     def log(step: int, values: dict[str, float]) -> None:
-        restarts = {"trainer/restarts": float(policy.num_restarts + logprobs.num_restarts)}
-        callbacks.log(step, restarts | publisher.lag_values() | lease_values(device_groups) | values)
+        restarts = {"trainer/restarts": float(policy.num_restarts + parts.logprobs.num_restarts)}
+        engines = parts.fleet.statistics() if parts.fleet else {}
+        callbacks.log(step, restarts | parts.publisher.lag_values() | lease_values(groups) | values | engines)
 
     advantages = make_advantages(config.trainer.algorithm)
-    evaluator = _evaluator(config, generator, prompts, client.deadlines)
+    evaluator = _evaluator(config, parts)
     run = make_run(
         _trainer_settings(config, must_wait_for_mini_batch=advantages.need_mini_batch),
         dataloader=_AsyncDataloader(
-            prompts.train,
+            parts.prompts.train,
             seed=config.trainer.seed,
             num_epochs=config.trainer.num_epochs,
-            plan=epoch_plan(config, prompts),
+            plan=epoch_plan(config, parts.prompts),
         ),
-        client=client,
-        generator=generator,
+        client=parts.client,
+        generator=parts.generator,
         evaluator=evaluator,
         callbacks=replace(callbacks, log=log),
         trace=trace,
@@ -191,10 +206,10 @@ def make_trainer(
     return FullyAsyncTrainer(
         run,
         policy=leasing,
-        publisher=publisher,
+        publisher=parts.publisher,
         prepare={
             "reward": reward_with(advantages.of_stage, reward_shapes(config)),
-            **stage_works(config, leasing, logprobs, device_groups),
+            **stage_works(config, leasing, parts.logprobs, groups),
         },
         evaluator=evaluator,
         checkpointer=Checkpointer(
@@ -204,7 +219,7 @@ def make_trainer(
             threads=disk,
         ),
         step_advantages=advantages.of_step,
-        lease=training_lease(device_groups),
+        lease=lease_of("policy", groups),
     )
 
 
@@ -248,17 +263,17 @@ def _backoff(config: Config) -> Backoff:
     return Backoff(base_s=config.generator.retry_backoff_s, max_s=config.generator.max_retry_backoff_s)
 
 
-def _evaluator(config: Config, generator: Generator, prompts: Prompts, deadlines: Deadlines) -> Evaluator:
+def _evaluator(config: Config, parts: Parts) -> Evaluator:
     return Evaluator(
-        generator=generator,
-        prompts=prompts.held_out,
+        generator=parts.generator,
+        prompts=parts.prompts.held_out,
         num_samples=config.evaluation.n_samples_per_prompt,
         sampling=sampling_params(config.evaluation.sampling),
         max_concurrent=config.evaluation.max_concurrent or config.engine.num_engines * config.engine.max_num_seqs,
         max_retries=config.generator.max_retries,
         timeout_s=config.generator.rollout_timeout_s,
         backoff=_backoff(config),
-        deadlines=deadlines,
+        deadlines=parts.client.deadlines,
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_async.composition.algorithms import correction_settings, loss_constants
 from skyrl_async.composition.data import PolicyFiles
-from skyrl_async.composition.engines import is_supervised, start_engines
+from skyrl_async.composition.engines import Engines, is_supervised
 from skyrl_async.composition.logprobs import reference_path
 from skyrl_async.composition.ray_cluster import Bundles, worker_resources
 from skyrl_async.composition.run_directory import write_private
@@ -27,7 +27,6 @@ from skyrl_async.config.schema.run import Config, Device, TrainingBackendName, W
 from skyrl_async.endpoint.sessions.rows import BranchPolicy
 from skyrl_async.endpoint.sessions.session import SessionLimits
 from skyrl_async.endpoint.sessions.settings import ReasoningPolicy, SessionSettings
-from skyrl_async.inference.engine_life import EngineLife
 from skyrl_async.inference.front_end_notifier import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.registries import POLICY_LOSSES
@@ -48,17 +47,15 @@ async def start_engines_and_policy(
     stack: contextlib.AsyncExitStack,
     files: PolicyFiles,
     initial: Path,
-    served: Path,
+    engines: Engines,
     run_dir: Path,
     num_steps: int,
     bundles: Bundles | None = None,
-    lives: dict[str, EngineLife] | None = None,
 ) -> tuple[Sequence[InferenceEngine], RecoveringPolicy]:
-    """Boot engines from ``served`` while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run,
-    ``lives`` are begun for engines that may die.
+    """Boot the engines while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run.
 
-    On GPUs that they share the workers load it when the engines have booted: what a GPU loses of its memory while vLLM looks how much of it
-    is left for keys and values, vLLM takes for its own.
+    On GPUs that they share, the workers load it after the engines have booted: vLLM measures how much GPU memory is left for keys and
+    values, and takes what the workers allocate meanwhile for its own.
     """
     are_up = asyncio.Event()
     if not _share_gpus(config):
@@ -69,8 +66,8 @@ async def start_engines_and_policy(
         await are_up.wait()
         return path
 
-    async def engines() -> Sequence[InferenceEngine]:
-        started = await start_engines(config, served, run_dir, bundles, {} if lives is None else lives)
+    async def start_engines() -> Sequence[InferenceEngine]:
+        started = await engines.start()
         are_up.set()
         for engine in started:
             stack.push_async_callback(engine.close)
@@ -83,7 +80,7 @@ async def start_engines_and_policy(
         return policy
 
     async with asyncio.TaskGroup() as tasks:
-        booting = tasks.create_task(engines(), name="engines")
+        booting = tasks.create_task(start_engines(), name="engines")
         loading = tasks.create_task(start_policy(), name="policy")
     return booting.result(), loading.result()
 

@@ -7,9 +7,8 @@ Flows in: a checked ``Config`` and a run directory. Flows out: parts that run an
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_async.composition.algorithms import check_algorithm
@@ -26,12 +25,12 @@ from skyrl_async.composition.data import (
     num_planned_steps,
     prepare_prompts,
 )
-from skyrl_async.composition.engines import is_supervised, make_fleet
-from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, start_logprob_workers
+from skyrl_async.composition.engines import Engines, is_supervised
+from skyrl_async.composition.logprobs import check_logprobs, start_logprob_workers
 from skyrl_async.composition.parts import (
+    Parts,
     check_generator,
     make_generator,
-    make_trainer,
     placement,
 )
 from skyrl_async.composition.processes import serving_endpoint, start_engines_and_policy
@@ -41,36 +40,10 @@ from skyrl_async.composition.time_sharing import device_groups, engine_time_shar
 from skyrl_async.config.rules.all import BUILT_IN_TASKS
 from skyrl_async.config.schema.run import Config
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.engine_life import EngineLife
-from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.rollout.generator import Generator
-from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.runtime.shutdown import ShutdownRequest
-from skyrl_async.trainer.fully_async import FullyAsyncTrainer
-from skyrl_async.trainer.run import TrainerCallbacks
 from skyrl_async.training.rng import seed_all
-from skyrl_async.training.workers.recovering import RecoveringPolicy
-from skyrl_async.weight_sync.publisher import WeightPublisher
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What runs before a trainer does, and can serve one trainer after another."""
-
-    prompts: Prompts
-    client: InferenceEngineClient
-    generator: Generator
-    policy: RecoveringPolicy
-    logprobs: LogprobParts
-    device_groups: Mapping[str, DeviceGroup]
-    """Of the stages that take turns on devices."""
-    publisher: WeightPublisher
-    endpoint_url: str | None
-    """Of the endpoint, with ``/v1``; None where none is served."""
-    fleet: Fleet | None
-    """Keeps the engines alive; None where they are not processes of their own."""
 
 
 @contextlib.asynccontextmanager
@@ -107,10 +80,9 @@ async def started_parts(
             announce(bundles.plan.table())
         say("booting engines, preparing the policy")
         num_steps = num_planned_steps(config, plan.prompts)
-        served = await plan.files.served()
-        lives: dict[str, EngineLife] = {}
+        starter = Engines(config, await plan.files.served(), run_dir, bundles)
         engines, policy = await start_engines_and_policy(
-            config, stack, plan.files, plan.initial, served, run_dir, num_steps, bundles, lives
+            config, stack, plan.files, plan.initial, starter, run_dir, num_steps, bundles
         )
         groups = device_groups(bundles.plan if bundles else None)
         logprobs = await start_logprob_workers(config, stack, plan.files, plan.initial, bundles, groups)
@@ -149,10 +121,7 @@ async def started_parts(
         )
         fleet = None
         if is_supervised(config):
-            front_ends = endpoint.front_ends if endpoint else ()
-            fleet = make_fleet(
-                config, client, served, run_dir, front_ends=front_ends, say=announce, bundles=bundles, lives=lives
-            )
+            fleet = starter.fleet(client, front_ends=endpoint.front_ends if endpoint else (), say=announce)
             await stack.enter_async_context(fleet.supervising())
         if turns is not None:
             await stack.enter_async_context(turns.running())
@@ -210,36 +179,4 @@ def _client(config: Config, engines: Sequence[InferenceEngine], chat: Chat) -> I
         carries_tokens=is_supervised(config),
         engine_wait_s=None if is_supervised(config) else 0.0,
         placement=placement(config),
-    )
-
-
-def trainer_of(
-    config: Config,
-    parts: Parts,
-    *,
-    run_dir: Path,
-    callbacks: TrainerCallbacks,
-    trace: Trace,
-    shutdown: ShutdownRequest | None = None,
-    disk: Executor | None = None,
-) -> FullyAsyncTrainer:
-    """A trainer over running parts; checkpoints go below ``run_dir``, written by threads of ``disk``."""
-
-    def log_with_engines(step: int, values: dict[str, float]) -> None:
-        callbacks.log(step, values | (parts.fleet.statistics() if parts.fleet else {}))
-
-    return make_trainer(
-        config,
-        prompts=parts.prompts,
-        client=parts.client,
-        policy=parts.policy,
-        logprobs=parts.logprobs,
-        device_groups=parts.device_groups,
-        publisher=parts.publisher,
-        generator=parts.generator,
-        run_dir=run_dir,
-        callbacks=replace(callbacks, log=log_with_engines),
-        trace=trace,
-        shutdown=shutdown,
-        disk=disk,
     )

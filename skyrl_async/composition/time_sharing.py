@@ -49,11 +49,6 @@ def engine_time_sharing(
     return EngineTimeSharing(client, groups[GENERATE], shortest_s=shortest_s, is_busy=is_busy, trace=trace, clock=clock)
 
 
-def training_lease(groups: Mapping[str, DeviceGroup]) -> DeviceLease:
-    """What the trainer holds over the groups it has at once and its optimizer step, instead of a turn for each."""
-    return lease_of("policy", groups)
-
-
 def lease_values(groups: Mapping[str, DeviceGroup]) -> dict[str, float]:
     """What the turns of each stage came to so far, as metrics."""
     values = {}

@@ -154,7 +154,9 @@ class DeviceGroup:
         """Wait until the member holds the devices; ``release`` the lease then. Raises what ``lease`` raises."""
         holder = self._queue.holder
         if holder is not None and self._is_held_here(holder.member):
-            raise StateError(f"{member} asks for a lease inside of one of {holder.member}, of the same task: one is enough")
+            raise StateError(
+                f"{member} asks for a lease inside of one of {holder.member}, of the same task: one is enough"
+            )
         lease = self._queue.enter(member, asyncio.get_running_loop().time())
         lease.task = asyncio.current_task()
         self._changes.notify()

@@ -207,6 +207,15 @@ class Lane:
         self._move(StageState.PROCESSING, item)
         self._is_counted = is_counted
 
+    @contextmanager
+    def processing(self, item: str) -> Iterator[None]:
+        """Work on an item inside, and wait for the next one after that; an error leaves the lane at the item."""
+        if self._state is _S.IDLE:
+            self.wait_for_input()
+        self.process(item)
+        yield
+        self.wait_for_input()
+
     def wait_for_output(self) -> None:
         """What came of the item waits to be taken."""
         self._move(StageState.WAITING_FOR_OUTPUT, self.item)

@@ -16,7 +16,7 @@ from typing import Any
 from skyrl_async.algorithms.aggregation import Aggregation
 from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer
-from skyrl_async.composition.time_sharing import engine_time_sharing, leasing_policy, on_leased_devices, training_lease
+from skyrl_async.composition.time_sharing import engine_time_sharing, lease_of, leasing_policy, on_leased_devices
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
@@ -194,7 +194,7 @@ def build_simulation(
         evaluator=evaluator,
         checkpointer=Checkpointer(checkpoint_dir, max_to_keep=max_checkpoints_to_keep) if checkpoint_dir else None,
         step_advantages=step_advantages,
-        lease=training_lease(device_groups),
+        lease=lease_of("policy", device_groups),
     )
     return Simulation(
         trainer=trainer,

@@ -17,17 +17,16 @@ from typing import Any
 
 from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer
-from skyrl_async.checkpoint.run_state import RunSaver
 from skyrl_async.errors import CheckpointError, GenerationError, InferenceError, PublishError
-from skyrl_async.metrics.step import RunTotals, StepFigures
+from skyrl_async.metrics.step import RunTotals
 from skyrl_async.rollout.preparation import Preparation, Prepare
 from skyrl_async.runtime.device_leases import DeviceLease
 from skyrl_async.runtime.stages import Channel, StageStatus
 from skyrl_async.runtime.tasks import first_failure
 from skyrl_async.trainer.evaluator import EvaluationResult, Evaluator
-from skyrl_async.trainer.mini_batches import MiniBatches
 from skyrl_async.trainer.run import Run
-from skyrl_async.trainer.step_gate import MAX_OPEN_STEPS, StepGate
+from skyrl_async.trainer.run_state import RunSaver
+from skyrl_async.trainer.step_gate import MAX_OPEN_STEPS
 from skyrl_async.trainer.train_stage import TrainStage
 from skyrl_async.trainer.validation import Validation
 from skyrl_async.trainer.weight_update_stage import Publisher, TrainedStep, WeightUpdateStage
@@ -68,41 +67,15 @@ class FullyAsyncTrainer:
     ) -> None:
         self._run = run
         self._settings = run.settings
-        self._policy = policy
-        self._gate = StepGate()
         step_advantages, lease = step_advantages or StepAdvantages(), lease or DeviceLease()
-        self._saver = RunSaver(
-            dataloader=run.dataloader,
-            staleness=run.staleness,
-            buffer=run.buffer,
-            workers=run.workers,
-            recorder=run.recorder,
-            checkpointer=checkpointer,
-            step_advantages=step_advantages,
-            shutdown=run.shutdown,
-        )
+        self._saver = RunSaver(run, policy=policy, checkpointer=checkpointer, step_advantages=step_advantages)
         self._preparation = Preparation(run.buffer, dict(prepare), run.board)
         self._validation = Validation(run, evaluator)
-        self._mini_batches = MiniBatches(run, lease=lease, step_advantages=step_advantages)
         self._weight_update = WeightUpdateStage(
-            run,
-            policy=policy,
-            publisher=publisher,
-            mini_batches=self._mini_batches,
-            validation=self._validation,
-            saver=self._saver,
-            gate=self._gate,
-            values=self._state_values,
+            run, publisher=publisher, validation=self._validation, saver=self._saver
         )
         self._train_stage = TrainStage(
-            run,
-            policy=policy,
-            mini_batches=self._mini_batches,
-            weight_update=self._weight_update,
-            gate=self._gate,
-            lease=lease,
-            step_advantages=step_advantages,
-            validation_seconds=lambda: run.board.stage("validation").statistics()["processing_seconds"],
+            run, policy=policy, weight_update=self._weight_update, lease=lease, step_advantages=step_advantages
         )
         self.first_evaluation: EvaluationResult | None = None
         """Of this process, before it trains."""
@@ -152,7 +125,7 @@ class FullyAsyncTrainer:
         ``evaluated_versions`` are those whose evaluations are on record, perhaps since the checkpoint was written: one that was due
         and is on none is made up for.
         """
-        await self._saver.restore(self._policy, checkpoint, holds_bound=self._settings.staleness_policy.bounds_groups)
+        await self._saver.restore(checkpoint)
         known = (version for version in evaluated_versions if version <= self.trained_version)
         self.totals.evaluated_version = max([self.totals.evaluated_version, *known])
 
@@ -183,9 +156,8 @@ class FullyAsyncTrainer:
 
     async def _train(self) -> None:
         await self._weight_update.publish_first(self.served_version)
-        validation_stage = self._run.board.stage("validation")
         if self._settings.validates_only or self.totals.reward_before is None:
-            self.first_evaluation = await self._validation.before_training(validation_stage)
+            self.first_evaluation = await self._validation.before_training()
         if self._settings.validates_only:
             return
         if self.first_evaluation is not None:
@@ -200,11 +172,9 @@ class FullyAsyncTrainer:
 
                 generating = start("generation", self._run.workers.run(on_failure=self._run.shutdown.remember))
                 preparing = start("preparation", self._preparation.run())
-                updating = start(
-                    "param_update", self._weight_update.run(self._run.board.stage("param_update"), trained)
-                )
-                start("validation", self._validation.run(validation_stage))
-                await self._failing_between_steps(self._train_stage.run(self._run.board.stage("train"), trained))
+                updating = start("param_update", self._weight_update.run(trained))
+                start("validation", self._validation.run())
+                await self._failing_between_steps(self._train_stage.run(trained))
                 await updating
                 await self._weight_update.publish_the_rest()
                 await self._save_at_the_end()
@@ -226,7 +196,7 @@ class FullyAsyncTrainer:
         self._run.recorder.count_generation()
         self.totals.wasted_tokens += sum(group.num_sampled_tokens for group in self._run.buffer.snapshot())
         try:
-            if after := await self._validation.at_the_end(validation_stage):
+            if after := await self._validation.at_the_end():
                 self.reward_after = after.reward
         except _NOT_OF_TRAINING as error:
             logger.exception("the last evaluation failed; training is complete")
@@ -244,7 +214,7 @@ class FullyAsyncTrainer:
             self._run.shutdown.remember(root)
             if isinstance(root, _NOT_OF_TRAINING):
                 await self._saver.collect_open_tokens()
-                await self._gate.close()
+                await self._run.gate.close()
             raise
 
     async def _save_at_the_end(self) -> None:
@@ -253,12 +223,7 @@ class FullyAsyncTrainer:
         is_due = self._settings.checkpoint_interval_steps and self._saver.step != step
         if self._run.shutdown.is_requested or is_due:
             with self._run.recorder.trace.span("checkpoint", track="training", step=step):
-                await self._saver.write(
-                    self._policy,
-                    step,
-                    self._mini_batches.groups_in_step,
-                    unless_known=self._run.shutdown.is_requested,
-                )
+                await self._saver.write(unless_known=self._run.shutdown.is_requested)
 
     async def _save_what_is_trained(self) -> None:
         """Write a checkpoint where engines or rollouts failed and not the training, unless an optimizer step was cut off by that.
@@ -269,17 +234,6 @@ class FullyAsyncTrainer:
         try:
             self._weight_update.log_the_rest()
             if self._settings.checkpoint_interval_steps and not self._train_stage.is_torn:
-                await self._saver.write(self._policy, step, self._mini_batches.groups_in_step, unless_known=True)
+                await self._saver.write(unless_known=True)
         except Exception:
             logger.exception("no checkpoint was written of step %d", step)
-
-    def _state_values(self, figures: StepFigures) -> dict[str, float]:
-        return {
-            "async/buffer_groups": float(len(self._run.buffer)),
-            "async/running_groups": float(self._run.staleness.num_running),
-            "checkpoint/failures": float(self._saver.num_failures),
-            "trainer/epoch": float(self._run.dataloader.epoch),
-            **(self._run.watchdog.values() if self._run.watchdog else {}),
-            **self._run.board.values(),
-            "trainer/idle_share": figures.seconds.get("wait_for_groups", 0.0) / max(figures.seconds["step"], 1e-9),
-        }

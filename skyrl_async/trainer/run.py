@@ -21,6 +21,7 @@ from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.runtime.stage_board import StageBoard
 from skyrl_async.trainer.evaluator import Evaluator
+from skyrl_async.trainer.step_gate import StepGate
 from skyrl_async.types import Group
 
 
@@ -111,6 +112,10 @@ class Run:
     workers: GenerationWorkers
     recorder: Recorder
     board: StageBoard
+    gate: StepGate = field(default_factory=StepGate)
+    """Says when the next optimizer step may begin."""
+    groups_in_step: list[Group] = field(default_factory=list)
+    """Finished and untrained groups of the step in progress: part of a checkpoint."""
     shutdown: ShutdownRequest = field(default_factory=ShutdownRequest)
     """Ends the run early."""
     watchdog: Watchdog | None = None

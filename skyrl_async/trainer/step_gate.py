@@ -6,7 +6,6 @@
 No I/O, and no clock.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -22,16 +21,17 @@ class StepGate:
     def __init__(self) -> None:
         self._num_open = 0
         self._unsent_version: int | None = None
-        self._stepping = asyncio.Lock()
+        self._is_stepping = False
+        self._is_closed = False
         self._changes = Changes()
 
     @property
     def may_step(self) -> bool:
         """Whether the weights may change: the last copy of them is sent to the engines, and compared with theirs where that is due."""
-        return self._unsent_version is None
+        return self._unsent_version is None and not self._is_closed
 
     async def until_may_step(self) -> None:
-        """Wait for ``may_step``. Unblocked by ``sent``."""
+        """Wait for ``may_step``. Unblocked by ``sent``; never after ``close``."""
         await self._changes.until(lambda: self.may_step)
 
     async def until_may_begin(self, *, all_are_through: bool) -> None:
@@ -45,20 +45,26 @@ class StepGate:
 
     @asynccontextmanager
     async def stepping(self) -> AsyncIterator[None]:
-        """The policy is between two versions inside. After ``close`` nobody enters."""
-        async with self._stepping:
+        """Wait for ``may_step``; in the block the policy is between two versions."""
+        await self.until_may_step()
+        self._is_stepping = True
+        try:
             yield
+        finally:
+            self._is_stepping = False
+            self._changes.notify()
 
     async def close(self) -> None:
-        """Let the optimizer step in progress end, and none follow it: one that is cut off would leave nothing to save."""
-        await self._stepping.acquire()
+        """Let no further step begin, and wait for the one in progress: cutting it off would leave nothing to save."""
+        self._is_closed = True
+        await self._changes.until(lambda: not self._is_stepping)
 
     def copied(self, version: int) -> None:
-        """The weights of ``version`` are copied, and the copy has to be sent before they change again."""
+        """The weights of ``version`` are copied; the copy has to be sent before they change again."""
         self._unsent_version = version
 
     def sent(self, version: int) -> None:
-        """Nothing more is wanted of the policy for ``version``; a later copy may exist already. Idempotent."""
+        """The policy is not needed for ``version`` any more. No-op where a later version was copied, or on a second call."""
         if self._unsent_version == version:
             self._unsent_version = None
             self._changes.notify()

@@ -9,22 +9,91 @@ weights reach the engines.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Sequence
 
 from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.metrics.overlap import OverlapThroughput
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.runtime.device_leases import DeviceLease
 from skyrl_async.runtime.shutdown import ShutdownRequested
-from skyrl_async.runtime.stages import Channel, Lane, Stage
-from skyrl_async.trainer.mini_batches import MiniBatches
+from skyrl_async.runtime.stages import Channel, Lane
 from skyrl_async.trainer.run import Run, is_due
-from skyrl_async.trainer.step_gate import StepGate
 from skyrl_async.trainer.weight_update_stage import TrainedStep, WeightUpdateStage
 from skyrl_async.training.protocol import WAIT_SECONDS, Policy
 from skyrl_async.types import Group
 
 logger = logging.getLogger(__name__)
+
+
+class MiniBatches:
+    """Takes groups out of the buffer.
+
+    Args:
+        run: size of a mini-batch, staleness policy, streaming and order are its settings; the groups come from its buffer.
+        lease: on the devices of training; released while a group is waited for.
+        step_advantages: computed for each group alone with streaming, else for all groups of a step.
+    """
+
+    def __init__(self, run: Run, *, lease: DeviceLease, step_advantages: StepAdvantages) -> None:
+        self._run = run
+        self._lease = lease
+        self._step_advantages = step_advantages
+
+    async def groups(self, figures: StepFigures) -> AsyncIterator[Group]:
+        """The groups of the step, each as soon as it may be trained (all at once without streaming). Raises ``ShutdownRequested``."""
+        collected: list[Group] = []
+        for num_taken in range(self._run.settings.mini_batch_size):
+            with self._run.recorder.timed(figures, "wait_for_groups", track="waiting"):
+                async with self._run.shutdown.interruptible(wait_for_step=True):
+                    group = await self._next_group(self._run.settings.mini_batch_size - num_taken, figures)
+            if group is None:
+                break
+            self._run.groups_in_step.append(group)
+            await self._run.staleness.on_rollout_trained(group.admission_index)
+            if self._run.settings.stream_mini_batch:
+                yield self._with_advantages([group], figures)[0]
+            else:
+                collected.append(group)
+        if collected:
+            for group in self._with_advantages(sorted(collected, key=lambda g: g.admission_index), figures):
+                yield group
+
+    def _with_advantages(self, groups: Sequence[Group], figures: StepFigures) -> Sequence[Group]:
+        """Groups with advantages. Token counts exclude tokens masked for staleness."""
+
+        def masked_group(group: Group) -> Group:
+            return self._run.settings.staleness_policy.masked_group(group, figures.version, figures.max_staleness_steps)
+
+        return self._step_advantages(groups, masked_group)
+
+    async def _next_group(self, num_free: int, figures: StepFigures) -> Group | None:
+        """The oldest finished group that the staleness policy lets be trained."""
+        policy, staleness = self._run.settings.staleness_policy, self._run.staleness
+        while (group := await self._next_finished(num_free, figures)) and policy.is_dropped(
+            group.scheduled_version, staleness
+        ):
+            await self._run.workers.requeue_finished(group)
+        return group
+
+    async def _next_finished(self, num_free: int, figures: StepFigures) -> Group | None:
+        """The oldest finished group that the staleness policy lets go."""
+
+        def is_allowed(group: Group) -> bool:
+            if self._run.settings.deterministic:
+                return group.admission_index == self._run.staleness.first_open_index()
+            return self._run.settings.staleness_policy.may_train(group, self._run.staleness, num_free)
+
+        held_before = self._run.buffer.held_seconds
+        must_wait = not self._run.buffer.can_give(is_allowed)
+        if must_wait:
+            self._lease.release()
+        await self._run.staleness.notify_trainer_waiting(must_wait)
+        group = await self._run.buffer.get(is_allowed)
+        await self._run.staleness.notify_trainer_waiting(False)
+        held_seconds = self._run.buffer.held_seconds - held_before
+        if held_seconds and group and not self._run.settings.deterministic:
+            figures.add_wait(group, held_seconds)
+        return group
 
 
 class TrainStage:
@@ -33,12 +102,9 @@ class TrainStage:
     Args:
         run: its settings say how many steps, and what is saved when; its shutdown request ends the stage.
         policy: is trained.
-        mini_batches: the groups; a step that is left keeps its groups there.
         weight_update: gathers each step.
-        gate: says when a step may begin.
         lease: on the devices of training.
-        step_advantages: notified after each optimizer step.
-        validation_seconds: for how long held-out prompts have been played so far.
+        step_advantages: computes advantages; notified after each optimizer step.
     """
 
     def __init__(
@@ -46,22 +112,20 @@ class TrainStage:
         run: Run,
         *,
         policy: Policy,
-        mini_batches: MiniBatches,
         weight_update: WeightUpdateStage,
-        gate: StepGate,
         lease: DeviceLease,
         step_advantages: StepAdvantages,
-        validation_seconds: Callable[[], float],
     ) -> None:
         self._run = run
         self._settings = run.settings
         self._policy = policy
-        self._mini_batches = mini_batches
+        self._mini_batches = MiniBatches(run, lease=lease, step_advantages=step_advantages)
         self._weight_update = weight_update
-        self._gate = gate
         self._lease = lease
         self._step_advantages = step_advantages
-        self._beside_validation = OverlapThroughput(validation_seconds)
+        self._beside_validation = OverlapThroughput(
+            lambda: run.board.stage("validation").statistics()["processing_seconds"]
+        )
         self.is_torn = False
         """Whether the policy was left in the midst of an optimizer step: it holds no version."""
 
@@ -70,8 +134,9 @@ class TrainStage:
         """See ``FullyAsyncTrainer.throughput_beside_validation``."""
         return self._beside_validation.ratio
 
-    async def run(self, stage: Stage, steps: Channel[TrainedStep]) -> None:
+    async def run(self, steps: Channel[TrainedStep]) -> None:
         """Consumes prepared groups; produces trained steps, gathered; waits for groups, and until the copy of the step before is sent."""
+        stage = self._run.board.stage("train")
         with stage.lane() as lane:
             lane.wait_for_input()
             self._beside_validation.lap()
@@ -106,9 +171,9 @@ class TrainStage:
         """Hand a step on and wait until the next one may begin; that is a part of the ``upcoming`` step, but for the checkpoint."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        self._gate.handed_on()
+        self._run.gate.handed_on()
         steps.put_nowait(trained)
-        await self._gate.until_may_begin(
+        await self._run.gate.until_may_begin(
             all_are_through=is_due(self._settings.checkpoint_interval_steps, trained.version)
         )
         checkpoint_seconds = trained.figures.seconds.get("checkpoint", 0.0)
@@ -122,21 +187,18 @@ class TrainStage:
         try:
             async for group in self._mini_batches.groups(figures):
                 await self._lease_devices(figures)
-                lane.process(group.uid)
-                await self._add_gradients(group, figures)
-                lane.wait_for_input()
+                with lane.processing(group.uid):
+                    await self._add_gradients(group, figures)
             if figures.groups:
                 await self._wait_for_publish(lane, figures)
         except ShutdownRequested:
-            logger.warning(
-                "step %d is left: %d of its groups were there", version, len(self._mini_batches.groups_in_step)
-            )
+            logger.warning("step %d is left: %d of its groups were there", version, len(self._run.groups_in_step))
             return None
         if not figures.groups:
             return None
         await self._lease_devices(figures)
         lane.process(f"step {version}", is_counted=False)
-        async with self._gate.stepping():
+        async with self._run.gate.stepping():
             policy_values = await self._step(figures)
             trained = TrainedStep(version=version, figures=figures, policy_values=policy_values)
             try:
@@ -158,7 +220,7 @@ class TrainStage:
         self.is_torn = False
         policy_values |= self._step_advantages.end_step()
         await self._run.staleness.notify_step(version)
-        self._mini_batches.groups_in_step.clear()
+        self._run.groups_in_step.clear()
         return policy_values
 
     async def _add_gradients(self, group: Group, figures: StepFigures) -> None:
@@ -181,7 +243,7 @@ class TrainStage:
 
     async def _wait_for_publish(self, lane: Lane, figures: StepFigures) -> None:
         """Keep the weights until the gate lets the step begin. Raises ``ShutdownRequested`` where a stop has cut the publish short."""
-        if self._gate.may_step:
+        if self._run.gate.may_step:
             figures.add_seconds("wait_for_publish", 0.0)
         else:
             lane.process(f"step {figures.version + 1}", is_counted=False)
@@ -189,7 +251,7 @@ class TrainStage:
             self._lease.release()
             with self._run.recorder.timed(figures, "wait_for_publish", track="waiting"):
                 await self._run.staleness.notify_trainer_waiting(True)
-                await self._gate.until_may_step()
+                await self._run.gate.until_may_step()
                 await self._run.staleness.notify_trainer_waiting(False)
         if self._run.shutdown.is_requested and self._weight_update.is_cut:
             raise ShutdownRequested

@@ -12,7 +12,7 @@ import logging
 from contextlib import suppress
 
 from skyrl_async.runtime.shutdown import ShutdownRequested
-from skyrl_async.runtime.stages import Channel, Stage, run_stage
+from skyrl_async.runtime.stages import Channel, run_stage
 from skyrl_async.trainer.evaluator import EvaluationResult, Evaluator
 from skyrl_async.trainer.run import Run
 
@@ -56,15 +56,15 @@ class Validation:
         newest = max(self._requested_version, self._run.recorder.totals.evaluated_version)
         return version - version % interval > newest
 
-    async def before_training(self, stage: Stage) -> EvaluationResult | None:
+    async def before_training(self) -> EvaluationResult | None:
         """Evaluate the version that training begins with, where that is asked for."""
-        return await self._evaluate_alone(stage) if self._settings.before_training else None
+        return await self._evaluate_alone() if self._settings.before_training else None
 
-    async def at_the_end(self, stage: Stage) -> EvaluationResult | None:
+    async def at_the_end(self) -> EvaluationResult | None:
         """Evaluate the last version, where that is asked for."""
-        return await self._evaluate_alone(stage) if self._settings.at_the_end else None
+        return await self._evaluate_alone() if self._settings.at_the_end else None
 
-    async def run(self, stage: Stage) -> None:
+    async def run(self) -> None:
         """Consumes versions; produces evaluations; waits for neither training nor publishing. Another may follow at the end."""
 
         async def evaluate(requested_version: int) -> None:
@@ -76,7 +76,14 @@ class Validation:
         async def logged(_: None) -> None:
             pass
 
-        await run_stage(stage, self._versions, evaluate, logged, name_of=lambda _: self._item, finishes=False)
+        await run_stage(
+            self._run.board.stage("validation"),
+            self._versions,
+            evaluate,
+            logged,
+            name_of=lambda _: self._item,
+            finishes=False,
+        )
 
     def request(self, version: int) -> None:
         """Engines serve ``version`` now, and it is to be evaluated; where another evaluation is under way, what they serve after that."""
@@ -102,16 +109,12 @@ class Validation:
     def _item(self) -> str:
         return f"version {self._run.staleness.served_version}"
 
-    async def _evaluate_alone(self, stage: Stage) -> EvaluationResult | None:
+    async def _evaluate_alone(self) -> EvaluationResult | None:
         """As an item of the stage, while nothing is trained."""
         if self._evaluator is None:
             return None
-        with stage.lane() as lane:
-            lane.wait_for_input()
-            lane.process(self._item)
-            result = await self._evaluate(self._settings.num_prompts)
-            lane.wait_for_input()
-        return result
+        with self._run.board.stage("validation").lane() as lane, lane.processing(self._item):
+            return await self._evaluate(self._settings.num_prompts)
 
     async def _evaluate(self, num_prompts: int) -> EvaluationResult | None:
         """Evaluate what is served now; None where there is nothing to evaluate, or a stop was asked for."""

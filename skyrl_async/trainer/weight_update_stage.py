@@ -15,17 +15,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from skyrl_async.checkpoint.run_state import RunSaver
 from skyrl_async.errors import PublishError
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.rollout.staleness import Admission
 from skyrl_async.runtime.shutdown import GRACE_S, ShutdownRequested
-from skyrl_async.runtime.stages import Channel, Stage, run_stage
-from skyrl_async.trainer.mini_batches import MiniBatches
+from skyrl_async.runtime.stages import Channel, run_stage
 from skyrl_async.trainer.run import Run, is_due
-from skyrl_async.trainer.step_gate import StepGate
+from skyrl_async.trainer.run_state import RunSaver
 from skyrl_async.trainer.validation import Validation
-from skyrl_async.training.protocol import Policy
 from skyrl_async.weight_sync.publisher import PublishTimes
 
 logger = logging.getLogger(__name__)
@@ -83,36 +80,24 @@ class WeightUpdateStage:
 
     Args:
         run: its settings say when what is due; its staleness manager and workers learn of each served version.
-        policy: holds the weights.
         publisher: brings them to the engines.
-        mini_batches: its groups of the step in progress are part of a checkpoint.
         validation: evaluates served versions.
         saver: writes checkpoints.
-        gate: learns how far each step has come.
-        values: of the run's state, logged with each step.
     """
 
     def __init__(
         self,
         run: Run,
         *,
-        policy: Policy,
         publisher: Publisher,
-        mini_batches: MiniBatches,
         validation: Validation,
         saver: RunSaver,
-        gate: StepGate,
-        values: Callable[[StepFigures], dict[str, float]],
     ) -> None:
         self._run = run
         self._settings = run.settings
-        self._policy = policy
         self._publisher = publisher
-        self._mini_batches = mini_batches
         self._validation = validation
         self._saver = saver
-        self._gate = gate
-        self._values = values
         self._unlogged: list[TrainedStep] = []
         """In their order, which is that of the log."""
         self._owes_version = False
@@ -130,13 +115,13 @@ class WeightUpdateStage:
         started = asyncio.get_running_loop().time()
         await self._publisher.gather(version)
         trained.gathered_at = started
-        self._gate.copied(version)
+        self._run.gate.copied(version)
 
-    async def run(self, stage: Stage, steps: Channel[TrainedStep]) -> None:
+    async def run(self, steps: Channel[TrainedStep]) -> None:
         """Consumes trained steps; produces policy versions; waits for engines. The work of later steps overlaps it."""
         await self._request_validation(self._run.staleness.served_version)  # owed by the run that this one goes on with
         await run_stage(
-            stage,
+            self._run.board.stage("param_update"),
             steps,
             self._bring_to_engines,
             self._finish,
@@ -172,17 +157,31 @@ class WeightUpdateStage:
             with suppress(ShutdownRequested):
                 async with self._run.shutdown.interruptible(grace_s=GRACE_S):
                     await self._run.workers.abort_and_requeue(self._is_dropped)
-        self._gate.sent(version)
+        self._run.gate.sent(version)
         return trained
 
     async def _finish(self, trained: TrainedStep) -> None:
         if trained.is_published:
             await self._request_validation(trained.version)
-        self._gate.through(trained.version)
+        self._run.gate.through(trained.version)
 
     def _log(self, trained: TrainedStep, values: Mapping[str, float] = MappingProxyType({})) -> None:
         self._unlogged.remove(trained)
-        self._run.recorder.log_step(trained.figures, trained.policy_values, {**values, **self._values(trained.figures)})
+        self._run.recorder.log_step(
+            trained.figures, trained.policy_values, {**values, **self._state_values(trained.figures)}
+        )
+
+    def _state_values(self, figures: StepFigures) -> dict[str, float]:
+        run = self._run
+        return {
+            "async/buffer_groups": float(len(run.buffer)),
+            "async/running_groups": float(run.staleness.num_running),
+            "checkpoint/failures": float(self._saver.num_failures),
+            "trainer/epoch": float(run.dataloader.epoch),
+            **(run.watchdog.values() if run.watchdog else {}),
+            **run.board.values(),
+            "trainer/idle_share": figures.seconds.get("wait_for_groups", 0.0) / max(figures.seconds["step"], 1e-9),
+        }
 
     def log_the_rest(self) -> None:
         """Log the steps on their way, of a run that ends: they will not be published, and a checkpoint holds them."""
@@ -195,7 +194,7 @@ class WeightUpdateStage:
             self._owes_version = True
             return False
         if not is_due(self._settings.check_interval_steps, version):
-            self._gate.sent(version)
+            self._run.gate.sent(version)
         times = await self._load()
         for name in ("gather", "send", "stage", "acknowledge", "load", "pause"):
             figures.add_seconds(name, getattr(times, name))
@@ -263,7 +262,7 @@ class WeightUpdateStage:
             log()
             return
         with self._run.recorder.timed(figures, "checkpoint", track="training"):
-            await self._saver.write(self._policy, version, self._mini_batches.groups_in_step, on_taken=log)
+            await self._saver.write(on_taken=log)
         self._run.recorder.log(
             version,
             {
@@ -280,7 +279,7 @@ class WeightUpdateStage:
             await self._publisher.check(version, is_first=True)
 
     def _is_dropped(self, admission: Admission) -> bool:
-        return self._mini_batches.is_dropped(admission.scheduled_version)
+        return self._settings.staleness_policy.is_dropped(admission.scheduled_version, self._run.staleness)
 
     async def _check_if_due(self, version: int) -> dict[str, float]:
         """Compare engines with the policy, which holds the same version until then."""

@@ -149,10 +149,11 @@ def test_workers_load_the_policy_beside_booting_engines_unless_these_count_the_m
         async def trained(self) -> Path:
             return Path("trained")
 
-    async def boot(*_: object) -> list[Closable]:
-        await asyncio.sleep(60.0)
-        happened.append("engines are up")
-        return [Closable()]
+    class Engines:
+        async def start(self) -> list[Closable]:
+            await asyncio.sleep(60.0)
+            happened.append("engines are up")
+            return [Closable()]
 
     async def start(config: Config, trained: Callable[[], Awaitable[Path]], *_: object) -> Closable:
         assert await trained() == Path("trained")
@@ -167,9 +168,8 @@ def test_workers_load_the_policy_beside_booting_engines_unless_these_count_the_m
         )
         path = Path("unused")
         async with contextlib.AsyncExitStack() as stack:
-            await start_engines_and_policy(config, stack, Files(), path, path, path, 1)  # type: ignore[arg-type]
+            await start_engines_and_policy(config, stack, Files(), path, Engines(), path, 1)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(processes, "start_engines", boot)
     monkeypatch.setattr(processes, "_start_policy", start)
     run_in_virtual_time(main())
     assert happened[0] == first and set(happened) == {"engines are up", "policy loads"}
@@ -180,8 +180,9 @@ def test_the_rows_of_a_step_that_is_not_finite_go_to_the_runs_directory(
 ) -> None:
     found = []
 
-    async def boot(*_: object) -> list[Closable]:
-        return []
+    class Engines:
+        async def start(self) -> list[Closable]:
+            return []
 
     async def start(config: Config, trained: object, settings: TrainingSettings, *_: object) -> Closable:
         found.append(settings)
@@ -190,9 +191,8 @@ def test_the_rows_of_a_step_that_is_not_finite_go_to_the_runs_directory(
     async def main() -> None:
         path = Path("unused")
         async with contextlib.AsyncExitStack() as stack:
-            await start_engines_and_policy(Config(), stack, object(), path, path, tmp_path, 7)  # type: ignore[arg-type]
+            await start_engines_and_policy(Config(), stack, object(), path, Engines(), tmp_path, 7)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(processes, "start_engines", boot)
     monkeypatch.setattr(processes, "_start_policy", start)
     run_in_virtual_time(main())
     (settings,) = found

@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.logprobs import LogprobParts
-from skyrl_async.composition.parts import make_trainer
+from skyrl_async.composition.parts import Parts, make_trainer
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -48,27 +48,26 @@ def trainer_of(overrides: Sequence[str], logged: list[dict[str, float]], run_dir
     client = InferenceEngineClient(engines, tokenizer=_NoText(), max_model_len=10_000)
     policy, trace = Policy(seconds_per_token=5e-4, step_seconds=0.2, send_seconds=0.1), Trace(None, clock)
     train = tuple(Prompt(uid=f"p{i}", messages=(), env_class="modelled") for i in range(80))
-    return make_trainer(
-        config,
+    publisher = WeightPublisher(
+        client=client,
+        policy=policy,
+        directory=run_dir / "weights",
+        bucket_bytes=1,
+        pause_mode=PauseMode.ABORT,
+        trace=trace,
+        clock=clock,
+    )
+    parts = Parts(
         prompts=Prompts(train=train, held_out=()),
         client=client,
-        policy=policy,  # type: ignore[arg-type]
-        publisher=WeightPublisher(
-            client=client,
-            policy=policy,
-            directory=run_dir / "weights",
-            bucket_bytes=1,
-            pause_mode=PauseMode.ABORT,
-            trace=trace,
-            clock=clock,
-        ),
         generator=ModelledGenerator(client),
+        policy=policy,  # type: ignore[arg-type]
         logprobs=LogprobParts(),
         device_groups={},
-        run_dir=run_dir,
-        callbacks=TrainerCallbacks(log=lambda step, values: logged.append(values)),
-        trace=trace,
+        publisher=publisher,
     )
+    callbacks = TrainerCallbacks(log=lambda step, values: logged.append(values))
+    return make_trainer(config, parts, run_dir=run_dir, callbacks=callbacks, trace=trace)
 
 
 def settings(trainer: FullyAsyncTrainer) -> Iterator[tuple[str, object]]:

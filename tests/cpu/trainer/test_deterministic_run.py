@@ -13,7 +13,7 @@ from skyrl_async.algorithms.advantages import grpo_advantages
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
 from skyrl_async.composition.parts import _trainer_settings
-from skyrl_async.composition.time_sharing import device_groups, engine_time_sharing, leasing_policy, training_lease
+from skyrl_async.composition.time_sharing import device_groups, engine_time_sharing, lease_of, leasing_policy
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.device_plan import DevicePlan
 from skyrl_async.data.dataloader import _AsyncDataloader
@@ -219,7 +219,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         publisher=publisher,
         prepare={"reward": reward_with(grpo_advantages)},
         checkpointer=Checkpointer(directory / "checkpoints", max_to_keep=0),
-        lease=training_lease(groups),
+        lease=lease_of("policy", groups),
     )
     running.append(Running(trainer, engine, policy, publisher, run.workers, dataloader, run.staleness, turns, groups))
     return running[0]

@@ -214,7 +214,7 @@ def test_a_checkpoint_just_written_is_not_written_again(tmp_path: Path) -> None:
                 stop.ask(10.0)
                 await super().save(directory)
 
-        simulation.trainer._policy = simulation.trainer._weight_update._policy = StopsWhileSaving()
+        simulation.trainer._saver._policy = StopsWhileSaving()
         await simulation.trainer.run()
         assert simulation.trainer.served_version == 1
 
@@ -270,7 +270,7 @@ class NoRoomPolicy(ModelledPolicy):
 def run_with(policy: ModelledPolicy, settings: SimulationSettings, directory: Path) -> Simulation:
     async def main() -> Simulation:
         simulation = build_simulation(settings, checkpoint_dir=directory)
-        simulation.trainer._policy = simulation.trainer._weight_update._policy = policy
+        simulation.trainer._saver._policy = policy
         await simulation.trainer.run()
         return simulation
 

@@ -1,0 +1,136 @@
+"""Puts a run's state into checkpoints, and restores it.
+
+Knows neither files nor when a checkpoint is due.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from skyrl_async.algorithms.step_advantages import StepAdvantages
+from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state
+from skyrl_async.errors import CheckpointError
+from skyrl_async.metrics.step import RunTotals
+from skyrl_async.rollout.group_state import RestoredGroups, RunningGroup, admission_of
+from skyrl_async.runtime.daemon_threads import DaemonThreads
+from skyrl_async.runtime.shutdown import GRACE_S, ShutdownRequested
+from skyrl_async.trainer.run import Run
+from skyrl_async.training.protocol import Policy
+
+logger = logging.getLogger(__name__)
+
+
+class RunSaver:
+    """Saves and restores the parts of one run.
+
+    Args:
+        run: the parts, besides the policy.
+        policy: its weights and its optimizer are a part of each checkpoint.
+        checkpointer: None writes nothing.
+        step_advantages: holds the KL coefficient, where that follows a target.
+    """
+
+    def __init__(
+        self, run: Run, *, policy: Policy, checkpointer: Checkpointer | None, step_advantages: StepAdvantages
+    ) -> None:
+        self._run = run
+        self._policy = policy
+        self.checkpointer = checkpointer
+        self._step_advantages = step_advantages
+        self.newest: Path | None = None
+        """The checkpoint written or restored last."""
+        self.step: int | None = None
+        """Its step."""
+        self._known = (0, 0, 0)
+
+    @property
+    def num_failures(self) -> int:
+        """Checkpoints that could not be written."""
+        return self.checkpointer.num_failures if self.checkpointer is not None else 0
+
+    @property
+    def failure(self) -> CheckpointError | None:
+        """Why the last checkpoint was not written; None when it was."""
+        return self.checkpointer.failure if self.checkpointer is not None else None
+
+    async def restore(self, checkpoint: Path) -> None:
+        """Restore every part as it was when the checkpoint was taken. Raises ``CheckpointError``.
+
+        Groups that no longer fit, because the mini-batch size or the staleness bound has changed, are drawn again.
+        """
+        reading = DaemonThreads("checkpoint")  # no exit waits for a disk that hangs
+        state = await asyncio.get_running_loop().run_in_executor(reading, read_state, checkpoint)
+        await self._policy.load(checkpoint / "policy")
+        await self._run.dataloader.load_state_from_checkpoint(state.dataloader)
+        self._run.recorder.totals = totals = RunTotals(**state.totals)
+        self._step_advantages.restore(state.kl_coef)
+        self._run.dataloader.check_running([(group.epoch, group.uid) for group in state.running])
+        admissions = await self._run.staleness.load_state_from_checkpoint(
+            state.step,
+            state.next_admission_index,
+            [admission_of(group) for group in state.groups],
+            running=[admission_of(group) for group in state.running],
+            holds_bound=self._run.settings.staleness_policy.bounds_groups,
+        )
+        restored = RestoredGroups.of(state.groups, state.running, admissions)
+        self._run.workers.restore(restored.running)
+        for finished in restored.finished:
+            await self._run.workers.finished_groups.put(finished)
+        self._run.workers.finished_groups.restore(state.filtered_in_a_row)
+        for dropped in reversed(restored.dropped):
+            await self._run.dataloader.requeue((dropped.epoch, dropped.uid))
+        totals.wasted_tokens += restored.num_dropped_tokens
+        self.newest, self.step = checkpoint, state.step
+        self._known = self._progress(state.step, self._run.workers.running_groups())
+        logger.info("resumed %s: %s", checkpoint.name, restored)
+
+    async def write(self, *, unless_known: bool = False, on_taken: Callable[[], None] = lambda: None) -> None:
+        """Write the state after the last optimizer step.
+
+        It is taken in one step of the event loop, whatever else runs: tokens sampled later are sampled again when it is resumed. A
+        full disk does not end the run.
+
+        Args:
+            unless_known: write nothing where the last checkpoint holds all there is.
+            on_taken: called when the state is taken, before any of it is written.
+        """
+        if self.checkpointer is None:
+            on_taken()
+            return
+        await self.collect_open_tokens()
+        on_taken()
+        self._run.recorder.count_generation()
+        state = self._state()
+        progress = self._progress(state.step, state.running)
+        if unless_known and progress == self._known:
+            return
+        path = await self.checkpointer.try_write(self._policy, state)
+        if path is not None:
+            self.newest, self.step, self._known = path, state.step, progress
+            logger.info("wrote %s", path)
+
+    async def collect_open_tokens(self) -> None:
+        """Collect the tokens of open generations from the engines; once a shutdown is requested, only while they answer in time."""
+        with suppress(ShutdownRequested):
+            async with self._run.shutdown.interruptible(grace_s=GRACE_S):
+                await self._run.workers.collect_open_tokens()
+
+    def _state(self) -> TrainerState:
+        groups = (*self._run.groups_in_step, *self._run.buffer.snapshot())
+        return TrainerState(
+            step=self._run.staleness.trained_version,
+            next_admission_index=self._run.staleness.next_index,
+            dataloader=self._run.dataloader.state_for_checkpoint(),
+            groups=tuple(sorted(groups, key=lambda group: group.admission_index)),
+            running=self._run.workers.running_groups(),
+            totals=asdict(self._run.recorder.totals),
+            kl_coef=self._step_advantages.kl_coef,
+            filtered_in_a_row=self._run.workers.finished_groups.filtered_in_a_row,
+        )
+
+    def _progress(self, step: int, running: Sequence[RunningGroup]) -> tuple[int, int, int]:
+        """Steps, finished groups, and tokens of running groups: a checkpoint is worth writing when one of them has changed."""
+        return step, self._run.workers.counts["groups"], sum(group.num_tokens for group in running)
