@@ -24,7 +24,7 @@ from skyrl_async.composition.closing import ClosingStack, leave_process
 from skyrl_async.composition.interruption import Interruption, Phase
 from skyrl_async.composition.parts import Parts, make_trainer
 from skyrl_async.composition.run import started_parts
-from skyrl_async.composition.run_directory import KeptConfig, checkpoint_to_resume, make_room, only_run_in
+from skyrl_async.composition.run_directory import RunConfigFile, checkpoint_to_resume, only_run_in, set_aside_records
 from skyrl_async.config.help import value_text
 from skyrl_async.config.load import run_cli, without_secrets
 from skyrl_async.config.schema.run import Config
@@ -76,10 +76,10 @@ def run(config: Config, overrides: list[str], *, owns_process: bool = False) -> 
             run_dir = _run_directory(config)
             stack.enter_context(only_run_in(run_dir))
             found = checkpoint_to_resume(config, run_dir)
-            set_aside = make_room(config, run_dir, found)
+            set_aside = set_aside_records(config, run_dir, found)
             log_path, has_console = run_dir / "run.log", config.logging.console
             stack.enter_context(run_logging(log_path, config.logging.level, has_console=has_console))
-            kept = KeptConfig(run_dir, config, found.state.step if found is not None else None)
+            kept = RunConfigFile(run_dir, config, found.state.step if found is not None else None)
         except SkyRLAsyncError as error:
             sys.stderr.write(f"error: {error}\n")
             return _REFUSED
@@ -101,7 +101,7 @@ def run(config: Config, overrides: list[str], *, owns_process: bool = False) -> 
             logger.warning("the run goes on with other settings than before: %s", ", ".join(changes))
         left = _Left(run_dir, kept)
         code = _exit_code(_run(config, found, started, interruption, left), interruption, left)
-    if owns_process and (left.ending.has_stuck_thread or left.disk.is_busy):
+    if owns_process and (left.ending.has_unfinished_thread or left.disk.is_busy):
         leave_process(code)
     return code
 
@@ -116,7 +116,7 @@ def _exit_code(running: Coroutine[Any, Any, None], interruption: Interruption, l
         error = end
     else:
         return left.exit_code()
-    if (failure := interruption.stop.failure) is not None:
+    if (failure := interruption.shutdown.failure) is not None:
         return _fail(failure, left.run_dir)
     is_cancelled = isinstance(error, asyncio.CancelledError) and interruption.signal is not None
     if is_cancelled or isinstance(error, KeyboardInterrupt | _Stopped):
@@ -133,7 +133,7 @@ class _Left:
     """What a run leaves, complete or not."""
 
     run_dir: Path
-    kept_config: KeptConfig
+    config_file: RunConfigFile
     ending: ClosingStack = field(default_factory=ClosingStack)
     disk: DaemonThreads = field(default_factory=lambda: DaemonThreads("checkpoint"))
     """Writes checkpoints."""
@@ -219,7 +219,7 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
         def log(step: int, values: dict[str, float]) -> None:
             tracker.log(step, {"trainer/step": float(step), **values})
 
-        def show_stuck(lines: Sequence[str]) -> None:
+        def show_stalls(lines: Sequence[str]) -> None:
             left.stuck = lines
             console.stuck(lines)
 
@@ -233,16 +233,16 @@ async def _run(config: Config, found: Usable | None, started: float, interruptio
             announce=console.message,
             checkpoint=checkpoint,
             stack=left.ending,
-            shutdown=interruption.stop,
+            shutdown=interruption.shutdown,
         )
         async with parts_of_run as parts:
             trainer = left.trainer = make_trainer(
                 config,
                 parts,
                 run_dir=run_dir,
-                callbacks=TrainerCallbacks(log=log, log_groups=log_groups, show_stuck=show_stuck),
+                callbacks=TrainerCallbacks(log=log, log_groups=log_groups, show_stalls=show_stalls),
                 trace=trace,
-                shutdown=interruption.stop,
+                shutdown=interruption.shutdown,
                 disk=left.disk,
             )
             left.lags = parts.publisher.lags
@@ -280,14 +280,14 @@ async def _train(
     if checkpoint is not None:
         console.phase(f"resuming {checkpoint.name}")
         await trainer.resume(checkpoint, evaluated_versions=evaluated_steps(left.run_dir / "metrics.jsonl"))
-        left.kept_config.goes_on()
+        left.config_file.replace()
     for begin in left.begin_records:
         begin()
     booted = time.monotonic()
     console.phase("training")
     interruption.enter(Phase.TRAINING)
     await trainer.run()
-    if interruption.stop.is_requested and not trainer.is_complete:
+    if interruption.shutdown.is_requested and not trainer.is_complete:
         raise _Stopped
     interruption.enter(Phase.FINISHING)
     if trainer.evaluation_failure is not None:

@@ -37,7 +37,7 @@ class ClosingStack(contextlib.AsyncExitStack):
         self._threads: list[threading.Thread] = []
 
     @property
-    def has_stuck_thread(self) -> bool:
+    def has_unfinished_thread(self) -> bool:
         """Whether a call has not come back from a thread."""
         return any(thread.is_alive() for thread in self._threads)
 

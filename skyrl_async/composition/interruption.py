@@ -44,7 +44,7 @@ class Interruption:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self.stop = ShutdownRequest()
+        self.shutdown = ShutdownRequest()
         self.signal: signal.Signals | None = None
         """The first one that came."""
         self._timeout_s = timeout_s
@@ -112,7 +112,7 @@ class Interruption:
             self._has_asked = True
             self._loop.call_later(self._timeout_s * _SAVED_SHARE, self._end, f"{name}: time is up")
             patience_s = self._timeout_s * _PATIENCE_SHARE
-            self.stop.ask(patience_s)
+            self.shutdown.request(patience_s)
             if self._phase is Phase.TRAINING:
                 said = f"{name}: finishing the step (for at most {patience_s:g} s), then saving"
             else:

@@ -81,7 +81,7 @@ _UNSAID = {"trainer.resume_mode", "trainer.resume_path", "trainer.output_dir", "
 """How a run is continued, not what it is; and a secret."""
 
 
-class KeptConfig:
+class RunConfigFile:
     """``config.yaml`` of a run directory.
 
     Args:
@@ -112,7 +112,7 @@ class KeptConfig:
             if key in before and value != before[key] and key not in _UNSAID
         ]
 
-    def goes_on(self) -> None:
+    def replace(self) -> None:
         """The run was taken up: from now on this is its configuration. The one before stays, named by the step up to which it held."""
         if self._step is None or not self._is_of_the_run:
             return
@@ -164,7 +164,7 @@ def checkpoint_to_resume(config: Config, run_dir: Path) -> Usable | None:
     return given
 
 
-def make_room(config: Config, run_dir: Path, start: Usable | None) -> str | None:
+def set_aside_records(config: Config, run_dir: Path, start: Usable | None) -> str | None:
     """Set aside what does not belong to the run that begins at ``start``; returns a sentence about it, None where there is nothing.
 
     Raises ``CheckpointError`` where files cannot be moved.

@@ -140,7 +140,7 @@ class Deadlines:
         """Deadline -> seconds that it had left when they stood still last."""
         self._reasons: set[str] = set()
         """Why they stand still; none: time passes."""
-        self.outages = Outages(on_begun=self.stand_still, on_over=self.go_on)
+        self.outages = Outages(on_begun=self.suspend, on_over=self.resume)
         """They stand still in these."""
 
     @asynccontextmanager
@@ -153,8 +153,8 @@ class Deadlines:
             finally:
                 del self._open[deadline]
 
-    def stand_still(self, why: str = "no engine") -> None:
-        """No time passes from now on, until ``go_on`` was called for every reason. Idempotent."""
+    def suspend(self, why: str = "no engine") -> None:
+        """No time passes from now on, until ``resume`` was called for every reason. Idempotent."""
         was_still, self._reasons = bool(self._reasons), self._reasons | {why}
         if was_still:
             return
@@ -164,7 +164,7 @@ class Deadlines:
             self._open[deadline] = when - asyncio.get_running_loop().time()
             deadline.reschedule(None)
 
-    def go_on(self, why: str = "no engine") -> None:
+    def resume(self, why: str = "no engine") -> None:
         """Time passes again, unless another reason is left. Idempotent."""
         was_still, self._reasons = bool(self._reasons), self._reasons - {why}
         if self._reasons or not was_still:

@@ -29,7 +29,7 @@ class ShutdownRequest:
     """Asked for once, from the loop that the run is in."""
 
     def __init__(self) -> None:
-        self._asked_at: float | None = None
+        self._requested_at: float | None = None
         self._patience_s = 0.0
         self._waits: dict[asyncio.Timeout, Callable[[], float | None]] = {}
         """When each ends, in seconds on the loop's clock; None: not before a stop is asked for."""
@@ -39,13 +39,13 @@ class ShutdownRequest:
     @property
     def is_requested(self) -> bool:
         """Whether nothing new should begin."""
-        return self._asked_at is not None
+        return self._requested_at is not None
 
-    def ask(self, patience_s: float) -> None:
+    def request(self, patience_s: float) -> None:
         """End what is cut short now, and what is patient in so many seconds. The first call counts."""
         if self.is_requested:
             return
-        self._asked_at, self._patience_s = asyncio.get_running_loop().time(), patience_s
+        self._requested_at, self._patience_s = asyncio.get_running_loop().time(), patience_s
         for wait, end in self._waits.items():
             wait.reschedule(end())
 
@@ -66,7 +66,7 @@ class ShutdownRequest:
             return
         logger.error("the run is to be saved and to end: %s", error)
         self.remember(error)
-        self.ask(0.0)
+        self.request(0.0)
 
     @asynccontextmanager
     async def interruptible(self, *, wait_for_step: bool = False, grace_s: float = 0.0) -> AsyncIterator[None]:
@@ -77,9 +77,9 @@ class ShutdownRequest:
         begun = asyncio.get_running_loop().time()
 
         def end() -> float | None:
-            if self._asked_at is None:
+            if self._requested_at is None:
                 return None
-            return max(begun, self._asked_at + (self._patience_s if wait_for_step else 0.0)) + grace_s
+            return max(begun, self._requested_at + (self._patience_s if wait_for_step else 0.0)) + grace_s
 
         if (at := end()) is not None and at <= begun:
             raise ShutdownRequested

@@ -57,7 +57,7 @@ class SharedSpeed:
         self._progress = 0.0
         self._moved_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self.is_stopped = False
+        self.is_paused = False
 
     @property
     def num_jobs(self) -> int:
@@ -89,16 +89,16 @@ class SharedSpeed:
             heapq.heapify(self._outside)
         self._let_in()
 
-    def stop(self) -> None:
+    def pause(self) -> None:
         """Nobody gets on."""
         self._advance()
-        self.is_stopped = True
+        self.is_paused = True
         self._set_timer()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Everybody gets on again."""
         self._advance()
-        self.is_stopped = False
+        self.is_paused = False
         self._set_timer()
 
     async def wait_for(self, job: Job, num_tokens: int) -> None:
@@ -133,7 +133,7 @@ class SharedSpeed:
 
     def _rate(self) -> float:
         """Tokens per second of each running job."""
-        return 0.0 if self.is_stopped else self._tokens_per_second / (1 + len(self._running) / self._half_speed_jobs)
+        return 0.0 if self.is_paused else self._tokens_per_second / (1 + len(self._running) / self._half_speed_jobs)
 
     def _advance(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -255,14 +255,14 @@ class ModelledEngine:
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling; in abort mode every request in flight ends."""
         self._check_alive()
-        self._shared.stop()
+        self._shared.pause()
         if mode is PauseMode.ABORT:
             self._abort(self._calls)
 
     async def resume(self) -> None:
         """Sample again."""
         self._check_alive()
-        self._shared.go_on()
+        self._shared.resume()
 
     async def stage_weights(self, update: WeightUpdate) -> None:
         """Take the stage's time."""
@@ -274,7 +274,7 @@ class ModelledEngine:
         """Serve ``update.version`` after the load time."""
         self._check_alive()
         failure, self.fails_next_load = self.fails_next_load, None
-        if failure is PublishError or not self._shared.is_stopped:
+        if failure is PublishError or not self._shared.is_paused:
             reason = "is not paused" if failure is None else "was told to refuse"
             raise PublishError(f"{self.name} {reason}")
         await asyncio.sleep(self._load_seconds)

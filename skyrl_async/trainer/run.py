@@ -96,7 +96,7 @@ class TrainerCallbacks:
 
     log: Log
     log_groups: LogGroups = lambda version, groups: None
-    show_stuck: Callable[[Sequence[str]], None] = lambda lines: None
+    show_stalls: Callable[[Sequence[str]], None] = lambda lines: None
     """Takes a line for each thing that takes too long."""
 
 
@@ -177,7 +177,7 @@ def make_run(
             ),
             threshold_s=settings.stall_warning_s,
             log=lambda values: callbacks.log(staleness.served_version, values),
-            show=callbacks.show_stuck,
+            show=callbacks.show_stalls,
         )
     return Run(
         settings=settings,

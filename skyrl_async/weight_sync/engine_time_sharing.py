@@ -110,11 +110,11 @@ class EngineTimeSharing:
 
     async def _begin(self) -> None:
         await self._switch.resume(list(self._client.engines))
-        self._client.pool.deadlines.go_on(GENERATE)
+        self._client.pool.deadlines.resume(GENERATE)
         self._have_devices = True
         self._changes.notify()
 
     async def _end(self) -> None:
         self._have_devices = False
-        self._client.pool.deadlines.stand_still(GENERATE)
+        self._client.pool.deadlines.suspend(GENERATE)
         await self._switch.pause(list(self._client.engines))

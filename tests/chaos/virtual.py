@@ -219,7 +219,7 @@ class VirtualRun:
             max_checkpoints_to_keep=_NUM_CHECKPOINTS,
             generator_over=self._new_generator,
             log_groups=self._record.log,
-            shutdown=self._interruption.stop,
+            shutdown=self._interruption.shutdown,
             engine_around=self._process_of,
         )
         self._life = asyncio.create_task(self._live(usable.path if usable else None), name="life")

@@ -105,7 +105,7 @@ async def test_a_blocking_call_that_hangs_is_left_in_a_thread_that_no_exit_waits
     async with stack:
         stack.callback_in_thread("Ray", hang)
         stack.callback_in_thread("broken", lambda: 1 // 0)
-    assert stack.has_stuck_thread
+    assert stack.has_unfinished_thread
     released.set()
     assert stack.failures == [
         "broken failed: ZeroDivisionError: integer division or modulo by zero",
@@ -113,7 +113,7 @@ async def test_a_blocking_call_that_hangs_is_left_in_a_thread_that_no_exit_waits
     ]
     assert threads[0].daemon
     threads[0].join(timeout=PATIENCE_S)
-    assert not stack.has_stuck_thread
+    assert not stack.has_unfinished_thread
 
 
 async def root_cause(body: Callable[[], Awaitable[None]], *others: Callable[[], Awaitable[None]]) -> BaseException:
@@ -206,7 +206,7 @@ class Interrupted:
         for phase, seconds in self.phases:
             self.interruption.enter(phase)
             try:
-                async with self.interruption.stop.interruptible(wait_for_step=True):
+                async with self.interruption.shutdown.interruptible(wait_for_step=True):
                     await asyncio.sleep(seconds)
             except ShutdownRequested:
                 await asyncio.sleep(1.0)
@@ -269,7 +269,7 @@ def test_a_run_says_what_it_failed_of_first_whatever_ended_it_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], later: BaseException
 ) -> None:
     async def fail(config: object, found: object, started: float, interruption: Interruption, left: object) -> None:
-        interruption.stop.remember(GenerationError("the tool is broken"))
+        interruption.shutdown.remember(GenerationError("the tool is broken"))
         raise later
 
     monkeypatch.setattr(main, "_run", fail)

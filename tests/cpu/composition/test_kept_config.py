@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from skyrl_async.composition.run_directory import KeptConfig
+from skyrl_async.composition.run_directory import RunConfigFile
 from skyrl_async.config.load import compose_config, from_overrides, load, without_secrets
 from tests.cpu.quick_config import config_of
 
@@ -15,22 +15,22 @@ def lr_of(file: Path) -> float:
 
 
 def test_a_new_run_keeps_its_configuration_at_once_for_its_owner_only(tmp_path: Path) -> None:
-    kept = KeptConfig(tmp_path, config_of("training.lr=3e-4"), None)
+    kept = RunConfigFile(tmp_path, config_of("training.lr=3e-4"), None)
     assert kept.changes() == []
     assert lr_of(tmp_path / "config.yaml") == 3e-4
     assert (tmp_path / "config.yaml").stat().st_mode & 0o077 == 0
 
 
 def test_a_run_that_goes_on_says_what_is_different_and_replaces_the_file_when_it_is_taken_up(tmp_path: Path) -> None:
-    KeptConfig(tmp_path, config_of("training.lr=3e-4", "server.api_key=one"), None)
+    RunConfigFile(tmp_path, config_of("training.lr=3e-4", "server.api_key=one"), None)
     resumed = config_of("trainer.max_staleness_steps=1", "server.api_key=two", "trainer.resume_mode=none")
-    kept = KeptConfig(tmp_path, resumed, 40)
+    kept = RunConfigFile(tmp_path, resumed, 40)
     assert sorted(kept.changes()) == ["trainer.max_staleness_steps=1 (was None)", "training.lr=0.0008 (was 0.0003)"]
     assert lr_of(tmp_path / "config.yaml") == 3e-4, "a run that is refused on its way changes nothing"
-    kept.goes_on()
+    kept.replace()
     assert lr_of(tmp_path / "config.yaml") == 8e-4
     assert lr_of(tmp_path / "config_to_step_40.yaml") == 3e-4
-    assert KeptConfig(tmp_path, resumed, 50).changes() == []
+    assert RunConfigFile(tmp_path, resumed, 50).changes() == []
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_run_that_goes_on_says_what_is_different_and_replaces_the_file_when_it
 def test_a_bound_that_nobody_set_does_not_stand_against_another_schedule_or_bound(
     asked: str, bound: int, tmp_path: Path
 ) -> None:
-    KeptConfig(tmp_path, from_overrides(), None)
+    RunConfigFile(tmp_path, from_overrides(), None)
     kept = tmp_path / "config.yaml"
     assert kept.read_text().startswith("# the staleness bound is 4\n")
     assert load(compose_config([], kept)).trainer.staleness_bound == 4
@@ -59,20 +59,20 @@ def test_trackers_are_told_the_bound_that_follows_from_the_schedule() -> None:
 
 
 def test_nothing_is_put_aside_where_nothing_changes(tmp_path: Path) -> None:
-    KeptConfig(tmp_path, config_of(), None)
-    KeptConfig(tmp_path, config_of(), 40).goes_on()
+    RunConfigFile(tmp_path, config_of(), None)
+    RunConfigFile(tmp_path, config_of(), 40).replace()
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 def test_an_evaluation_of_a_run_leaves_the_configuration_that_it_trains_with(tmp_path: Path) -> None:
-    KeptConfig(tmp_path, config_of(), None)
-    KeptConfig(tmp_path, config_of("trainer.eval_only=true"), 40).goes_on()
+    RunConfigFile(tmp_path, config_of(), None)
+    RunConfigFile(tmp_path, config_of("trainer.eval_only=true"), 40).replace()
     assert not yaml.safe_load((tmp_path / "config.yaml").read_text())["trainer"]["eval_only"]
 
 
 def test_a_file_that_cannot_be_read_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: [")
-    kept = KeptConfig(tmp_path, config_of(), 40)
+    kept = RunConfigFile(tmp_path, config_of(), 40)
     assert kept.changes() == []
-    kept.goes_on()
+    kept.replace()
     assert lr_of(tmp_path / "config.yaml") == 8e-4

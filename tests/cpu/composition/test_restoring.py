@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState
-from skyrl_async.composition.run_directory import checkpoint_to_resume, make_room
+from skyrl_async.composition.run_directory import checkpoint_to_resume, set_aside_records
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import CheckpointError, ConfigError
 from skyrl_async.main import run
@@ -60,7 +60,7 @@ def step_taken_up(run_dir: Path, *overrides: str) -> int | None:
     """By ``resume_mode``, with what it sets aside set aside."""
     config = config_in(run_dir, *overrides)
     start = checkpoint_to_resume(config, run_dir)
-    make_room(config, run_dir, start)
+    set_aside_records(config, run_dir, start)
     return start.state.step if start is not None else None
 
 
@@ -107,12 +107,12 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_and_its_record_is
     before = files_in(run_dir)
     config = config_in(run_dir, LATEST)
     assert checkpoint_to_resume(config, run_dir) is None
-    said = make_room(config, run_dir, None)
+    said = set_aside_records(config, run_dir, None)
     assert said is not None and "ended before its first checkpoint" in said and f"{run_dir}/set_aside_1" in said
     assert files_in(run_dir) == {f"set_aside_1/{name}": text for name, text in before.items()}
-    assert make_room(config, run_dir, None) is None
+    assert set_aside_records(config, run_dir, None) is None
     run_in(run_dir, steps=[1])
-    assert "set_aside_2" in (make_room(config, run_dir, None) or "")
+    assert "set_aside_2" in (set_aside_records(config, run_dir, None) or "")
 
 
 @pytest.mark.parametrize("steps", [(), (0,)], ids=["nothing", "an evaluation"])
@@ -176,14 +176,14 @@ def test_contract_7_a_run_that_goes_back_keeps_what_came_later_and_goes_on_from_
 ) -> None:
     run_dir = run_in(tmp_path / "run", steps=range(1, 48), checkpoints=[10, 20, 30, 40])
     config = config_in(run_dir, *from_path(run_dir / "checkpoints" / "global_step_20"))
-    said = make_room(config, run_dir, checkpoint_to_resume(config, run_dir))
+    said = set_aside_records(config, run_dir, checkpoint_to_resume(config, run_dir))
     aside = run_dir / "checkpoints" / "set_aside_1"
     assert said is not None and "goes back to step 20: global_step_40, global_step_30 and" in said
     assert str(aside) in said and f"{run_dir}/set_aside_1" in said
     assert sorted(path.name for path in aside.iterdir()) == ["global_step_30", "global_step_40"]
     assert steps_in(run_dir / "set_aside_1") == [[*range(1, 48)]] * 2 == steps_in(run_dir), "cut when it is taken up"
     assert step_taken_up(run_dir, LATEST) == 20
-    assert make_room(config, run_dir, checkpoint_to_resume(config, run_dir)) is None, "it is there already"
+    assert set_aside_records(config, run_dir, checkpoint_to_resume(config, run_dir)) is None, "it is there already"
 
     back = config_in(run_dir, *from_path(aside / "global_step_40"))
     with pytest.raises(ConfigError, match=r"already holds a run, and .*set_aside_1/global_step_40 is none of its"):
@@ -241,7 +241,7 @@ def test_what_cannot_be_set_aside_is_refused_by_name(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(CheckpointError, match=rf"what {run_dir} holds cannot be set aside: .*Permission denied"):
-        make_room(config_in(run_dir, LATEST), run_dir, None)
+        set_aside_records(config_in(run_dir, LATEST), run_dir, None)
 
 
 def test_what_is_set_aside_is_said_on_standard_error_and_in_the_log(

@@ -38,10 +38,10 @@ def test_a_deadline_passes_after_its_seconds_of_the_time_that_passes(
         deadlines, loop = Deadlines(), asyncio.get_running_loop()
         now = 0.0
         for go, still in phases:
-            loop.call_at(now + go, deadlines.stand_still)
-            loop.call_at(now + go + 0.25, deadlines.stand_still)
+            loop.call_at(now + go, deadlines.suspend)
+            loop.call_at(now + go + 0.25, deadlines.suspend)
             now += go + still
-            loop.call_at(now, deadlines.go_on)
+            loop.call_at(now, deadlines.resume)
         await asyncio.sleep(begin + 0.5)
         with pytest.raises(TimeoutError):
             async with deadlines.within(timeout + 0.25):
@@ -59,8 +59,8 @@ def test_a_deadline_that_has_passed_stays_passed() -> None:
             try:
                 await asyncio.Event().wait()
             finally:
-                deadlines.stand_still()
-                deadlines.go_on()
+                deadlines.suspend()
+                deadlines.resume()
 
         with pytest.raises(TimeoutError):
             async with deadlines.within(1.0):
@@ -74,8 +74,8 @@ def test_what_ends_in_time_is_not_disturbed_by_what_comes_later() -> None:
         deadlines = Deadlines()
         async with deadlines.within(1.0):
             await asyncio.sleep(0.5)
-        deadlines.stand_still()
-        deadlines.go_on()
+        deadlines.suspend()
+        deadlines.resume()
         await asyncio.sleep(10.0)
 
     run_in_virtual_time(main())
@@ -84,10 +84,10 @@ def test_what_ends_in_time_is_not_disturbed_by_what_comes_later() -> None:
 def test_with_two_reasons_to_stand_still_time_passes_when_both_are_gone() -> None:
     async def main() -> float:
         deadlines, loop = Deadlines(), asyncio.get_running_loop()
-        deadlines.stand_still("no engine")
-        deadlines.stand_still("others compute")
-        loop.call_at(5.0, deadlines.go_on, "no engine")
-        loop.call_at(8.0, deadlines.go_on, "others compute")
+        deadlines.suspend("no engine")
+        deadlines.suspend("others compute")
+        loop.call_at(5.0, deadlines.resume, "no engine")
+        loop.call_at(8.0, deadlines.resume, "others compute")
         with pytest.raises(TimeoutError):
             async with deadlines.within(2.0):
                 await asyncio.Event().wait()
@@ -140,8 +140,8 @@ def test_an_agent_that_waits_for_an_engine_uses_up_none_of_its_time(
 
     async def main() -> tuple[float, Trajectory]:
         deadlines, loop = Deadlines(), asyncio.get_running_loop()
-        loop.call_at(1.0, deadlines.stand_still)
-        loop.call_at(101.0, deadlines.go_on)
+        loop.call_at(1.0, deadlines.suspend)
+        loop.call_at(101.0, deadlines.resume)
         with ThreadPoolExecutor(1) as executor:
             generator = AgentGenerator(
                 OneTurnPool(), AgentOf(seconds), Judge(), agent_timeout_s=5.0, executor=executor, deadlines=deadlines

@@ -118,7 +118,7 @@ AFTERWARDS: dict[str, Callable[[Simulation, ShutdownRequest], None]] = {
     "nothing": lambda simulation, stop: None,
     "the engine dies": lambda simulation, stop: simulation.client.pool.drop(simulation.client.engines[0], "killed"),
     "the endpoint is given up": lambda simulation, stop: stop.fail(InferenceError("the endpoint is gone")),
-    "Ctrl-C": lambda simulation, stop: stop.ask(0.0),
+    "Ctrl-C": lambda simulation, stop: stop.request(0.0),
     "publishing fails": _breaks("publisher", "send"),
     "collecting tokens fails": _breaks("workers", "collect_open_tokens"),
     "the optimizer step fails": _breaks("policy", "step"),

@@ -211,7 +211,7 @@ def test_a_checkpoint_just_written_is_not_written_again(tmp_path: Path) -> None:
         class StopsWhileSaving(ModelledPolicy):
             async def save(self, directory: Path) -> None:
                 writes.append(directory)
-                stop.ask(10.0)
+                stop.request(10.0)
                 await super().save(directory)
 
         simulation.trainer._saver._policy = StopsWhileSaving()
@@ -424,7 +424,7 @@ def test_a_stop_while_an_engine_is_frozen_saves_and_ends_in_time(method: str, tm
             await engines[0].has_frozen.wait()
             await asyncio.sleep(3.0)
             assert not running.done()
-            stop.ask(5.0)
+            stop.request(5.0)
             asked = loop.time()
         assert loop.time() <= asked + 5.0 + 2 * GRACE_S + STEP_S
         newest = simulation.trainer.newest_checkpoint
@@ -448,7 +448,7 @@ def test_a_second_signal_ends_a_run_with_a_frozen_engine_at_once(method: str) ->
         running = asyncio.ensure_future(simulation.trainer.run())
         await engines[0].has_frozen.wait()
         await asyncio.sleep(3.0)
-        stop.ask(patience_s)
+        stop.request(patience_s)
         await asyncio.sleep(1.0)
         running.cancel()
         cancelled = loop.time()

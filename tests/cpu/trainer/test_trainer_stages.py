@@ -547,7 +547,7 @@ def test_a_stop_after_a_step_that_is_not_due_publishes_it_not(tmp_path: Path) ->
 
         async def last(num_tokens: float) -> dict[str, float]:
             if simulation.trainer.trained_version == 2:
-                stop.ask(10.0)
+                stop.request(10.0)
             return await step(num_tokens)
 
         simulation.policy.step = last
