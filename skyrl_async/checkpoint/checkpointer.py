@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FORMAT = 3
-_FORMAT_WITHOUT_RUNNING_GROUPS = 2
-"""Its running groups are new prompts."""
 LATEST = "latest_ckpt_global_step.txt"
 _FILES = ("groups", "running")
 """Fields of the state with a file of their own."""
@@ -100,8 +98,8 @@ class Checkpointer:
         self._max_to_keep = max_to_keep
         self._on_written = on_written
         self._threads = threads or DaemonThreads("checkpoint")
-        self._turn = threading.Lock()
-        """Of threads that work on the files: one that a cancellation has left behind ends first."""
+        self._files_lock = threading.Lock()
+        """Held by the thread that works on the files: one that a cancellation has left behind ends first."""
         self._begun: set[Path] = set()
         """Partial ones that a policy may be writing into, whether or not anybody waits for it."""
         self.num_failures = 0
@@ -146,11 +144,11 @@ class Checkpointer:
         return final
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        def work_in_turn() -> T:
-            with self._turn:
+        def locked_work() -> T:
+            with self._files_lock:
                 return work()
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work_in_turn)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, locked_work)
 
     def _begin(self, partial: Path) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -300,18 +298,11 @@ def read_state(path: Path) -> TrainerState:
 
     Raises ``CheckpointError`` naming what is missing, unknown or differs, or the format when it is not this one.
     """
-    format_, fields = _known_format_and_fields(path)
+    fields = _fields_of_this_format(path)
     verify(path)
     state: TrainerState = _as(TrainerState, path, "trainer_state.json", {**fields, "groups": [], "running": []})
     _as(RunTotals, path, "trainer_state.json", state.totals, "totals")  # refused before anything boots
     groups = _as(tuple[Group, ...], path, "groups.json", read_json(path, "groups.json"))
-    if format_ == _FORMAT_WITHOUT_RUNNING_GROUPS:
-        logger.warning(
-            "checkpoint %s is of an older version of skyrl_async, which kept no groups that were being generated: their prompts are "
-            "drawn again",
-            path,
-        )
-        return dataclasses.replace(state, groups=groups)
     running = _as(tuple[RunningGroup, ...], path, "running_groups.json", read_json(path, "running_groups.json"))
     return dataclasses.replace(state, groups=groups, running=running)
 
@@ -326,16 +317,15 @@ def _as(kind: Any, path: Path, file: str, saved: Any, name: str = "") -> Any:
         ) from error
 
 
-def _known_format_and_fields(path: Path) -> tuple[int, dict[str, Any]]:
-    """The format comes first: another one's files may be listed otherwise."""
+def _fields_of_this_format(path: Path) -> dict[str, Any]:
+    """Read the format before the manifest: another format may list its files otherwise."""
     try:
         fields = _as(dict[str, Any], path, "trainer_state.json", read_json(path, "trainer_state.json"))
     except CheckpointError:
         verify(path)
         raise
-    found = fields.pop("format", None)
-    if found not in (FORMAT, _FORMAT_WITHOUT_RUNNING_GROUPS):
+    if (found := fields.pop("format", None)) != FORMAT:
         raise CheckpointError(
             f"checkpoint {path} has format {found}, expected {FORMAT}: it was written by another version of skyrl_async"
         )
-    return found, fields
+    return fields

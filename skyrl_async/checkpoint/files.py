@@ -40,7 +40,7 @@ def verify(directory: Path) -> None:
     """Raise ``CheckpointError``, saying what is wrong, unless every file is there as it was written."""
     entries = read_json(directory, MANIFEST)
     try:
-        expected = {str(name): _expected(entry) for name, entry in entries.items()}
+        expected = {str(name): (int(entry["bytes"]), str(entry["crc32"])) for name, entry in entries.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {directory} is damaged: {MANIFEST} lists no files ({error!r})") from error
     for name, (num_bytes, _) in expected.items():
@@ -53,18 +53,13 @@ def verify(directory: Path) -> None:
             )
     for name, (_, crc32) in expected.items():
         try:
-            found = None if crc32 is None else _crc32(directory / name)
+            found = _crc32(directory / name)
         except OSError as error:
             raise _unreadable(directory, name, error) from error
         if found != crc32:
             raise CheckpointError(
                 f"checkpoint {directory} is damaged: {name} has the checksum {found}, expected {crc32}"
             )
-
-
-def _expected(entry: Any) -> tuple[int, str | None]:
-    """Bytes and checksum of a file; manifests of format 2 have the size alone."""
-    return (entry, None) if isinstance(entry, int) else (int(entry["bytes"]), str(entry["crc32"]))
 
 
 def read_json(directory: Path, name: str) -> Any:

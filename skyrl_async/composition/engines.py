@@ -6,7 +6,7 @@ Knows neither the policy workers nor the endpoint.
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from skyrl_async.composition.ray_cluster import Bundles, engine_resources
+from skyrl_async.composition.ray_cluster import ReservedDevices, engine_resources
 from skyrl_async.config.rules.devices import engine_device
 from skyrl_async.config.schema.run import Config, EngineBackend
 from skyrl_async.inference.client import InferenceEngineClient
@@ -29,14 +29,14 @@ class Engines:
         config: checked.
         policy_dir: the policy that engines boot from.
         run_dir: their logs go there.
-        bundles: devices that are reserved for them; None: Ray puts them where it likes.
+        reserved: devices that are reserved for them; None: Ray puts them where it likes.
     """
 
-    def __init__(self, config: Config, policy_dir: Path, run_dir: Path, bundles: Bundles | None) -> None:
+    def __init__(self, config: Config, policy_dir: Path, run_dir: Path, reserved: ReservedDevices | None) -> None:
         self._config = config
         self._policy_dir = policy_dir
         self._run_dir = run_dir
-        self._bundles = bundles
+        self._bundles = reserved
         self._life = LifeSettings(
             heartbeat_interval_s=config.engine.heartbeat_interval_s,
             heartbeat_timeout_s=config.engine.heartbeat_timeout_s,

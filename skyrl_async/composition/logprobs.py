@@ -13,11 +13,11 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from skyrl_async.composition.data import PolicyFiles
-from skyrl_async.composition.ray_cluster import ActorResources, Bundles, worker_resources
+from skyrl_async.composition.ray_cluster import ActorResources, ReservedDevices, worker_resources
 from skyrl_async.composition.time_sharing import lease_of, on_leased_devices
 from skyrl_async.config.rules.advice import advice
 from skyrl_async.config.rules.devices import training_device
@@ -35,6 +35,9 @@ from skyrl_async.training.protocol import Policy
 from skyrl_async.training.workers.logprob_stage import ComputeLogprobs, LogprobStageWork
 from skyrl_async.training.workers.logprob_workers import ForwardWorkers, LogprobWorkers
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory
+
+if TYPE_CHECKING:
+    from skyrl_async.training.workers.policy_workers import PolicyWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +82,7 @@ async def start_logprob_workers(
     stack: contextlib.AsyncExitStack,
     files: PolicyFiles,
     initial: Path,
-    bundles: Bundles | None = None,
+    reserved: ReservedDevices | None = None,
     device_groups: Mapping[str, DeviceGroup] | None = None,
 ) -> LogprobParts:
     """Start what ``training.num_ref_workers`` and ``training.num_logp_workers`` ask for, side by side; ended with ``stack``.
@@ -90,13 +93,20 @@ async def start_logprob_workers(
     async def started(name: str, num_workers: int, path: str | None) -> LogprobWorkers | None:
         if not num_workers:
             return None
-        seats = _seats(config, name, bundles)
-        start = partial(
-            _start_workers, config, files, initial, name=name, num_workers=num_workers, path=path, seats=seats
-        )
-        workers = await LogprobWorkers.start(
-            start, max_restarts=config.trainer.max_restarts, device_lease=lease_of(name, device_groups or {})
-        )
+
+        async def start() -> ForwardWorkers:
+            return await start_workers(
+                config,
+                forward_settings(config, str(initial) if path is None else path),
+                worker_resources(config, None) if reserved is None else reserved.resources(name),
+                num_workers=num_workers,
+                policy_path=files.trained if path is None else None,
+                worker_name=f"{name}-worker",
+                loads_published=name == "logp",
+            )
+
+        lease = lease_of(name, device_groups or {})
+        workers = await LogprobWorkers.start(start, max_restarts=config.trainer.max_restarts, device_lease=lease)
         stack.push_async_callback(workers.close)
         return workers
 
@@ -107,34 +117,21 @@ async def start_logprob_workers(
     return LogprobParts(ref=ref.result(), old=old.result())
 
 
-def _seats(config: Config, name: str, bundles: Bundles | None) -> ActorResources:
-    return worker_resources(config, None) if bundles is None else bundles.seats(name)
-
-
-async def _start_workers(
-    config: Config,
-    files: PolicyFiles,
-    initial: Path,
-    *,
-    name: str,
-    num_workers: int,
-    path: str | None,
-    seats: ActorResources,
-) -> ForwardWorkers:
+async def start_workers(
+    config: Config, settings: TrainingSettings, resources: ActorResources, **arguments: Any
+) -> "PolicyWorkers":
+    """Start workers with the timeouts of ``training.*``; for the ``arguments`` see ``PolicyWorkers.start``."""
     from skyrl_async.training.workers.policy_workers import PolicyWorkers
 
     training = config.training
     return await PolicyWorkers.start(
-        forward_settings(config, str(initial) if path is None else path),
-        policy_path=files.trained if path is None else None,
-        worker_name=f"{name}-worker",
-        num_workers=num_workers,
-        num_cpus_per_worker=seats.num_cpus,
-        num_gpus_per_worker=seats.num_gpus,
-        scheduling_strategies=seats.strategies,
+        settings,
+        num_cpus_per_worker=resources.num_cpus,
+        num_gpus_per_worker=resources.num_gpus,
+        scheduling_strategies=resources.strategies,
         call_timeout_s=training.step_timeout_s,
         heartbeat=Heartbeat(interval_s=training.heartbeat_interval_s, timeout_s=training.heartbeat_timeout_s),
-        loads_published=name == "logp",
+        **arguments,
     )
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from skyrl_async.composition.algorithms import correction_settings, loss_constants
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.composition.engines import Engines, is_supervised
-from skyrl_async.composition.logprobs import reference_path
-from skyrl_async.composition.ray_cluster import Bundles, worker_resources
+from skyrl_async.composition.logprobs import reference_path, start_workers
+from skyrl_async.composition.ray_cluster import ReservedDevices, worker_resources
 from skyrl_async.composition.run_directory import write_private
 from skyrl_async.config.rules.correction import whole_vocabulary_settings
 from skyrl_async.config.rules.devices import engine_device, training_device
@@ -50,7 +50,7 @@ async def start_engines_and_policy(
     engines: Engines,
     run_dir: Path,
     num_steps: int,
-    bundles: Bundles | None = None,
+    reserved: ReservedDevices | None = None,
 ) -> tuple[Sequence[InferenceEngine], RecoveringPolicy]:
     """Boot the engines while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run.
 
@@ -75,7 +75,7 @@ async def start_engines_and_policy(
 
     async def start_policy() -> RecoveringPolicy:
         settings = replace(_training_settings(config, initial, num_steps), bad_step_dir=str(run_dir / "bad_step"))
-        policy = await _start_policy(config, trained, settings, run_dir, bundles)
+        policy = await _start_policy(config, trained, settings, run_dir, reserved)
         stack.push_async_callback(policy.close)
         return policy
 
@@ -95,30 +95,18 @@ async def _start_policy(
     trained: Callable[[], Awaitable[Path]],
     settings: TrainingSettings,
     run_dir: Path,
-    bundles: Bundles | None,
+    reserved: ReservedDevices | None,
 ) -> RecoveringPolicy:
     """Policy workers, and what replaces them when they die."""
-    from skyrl_async.training.workers.policy_workers import PolicyWorkers
 
-    seats = worker_resources(config, bundles)
-
-    async def start_workers() -> SendingPolicy:
-        return await PolicyWorkers.start(
-            settings,
-            policy_path=trained,
-            num_workers=config.training.num_workers,
-            num_cpus_per_worker=seats.num_cpus,
-            num_gpus_per_worker=seats.num_gpus,
-            scheduling_strategies=seats.strategies,
-            call_timeout_s=config.training.step_timeout_s,
-            heartbeat=Heartbeat(
-                interval_s=config.training.heartbeat_interval_s, timeout_s=config.training.heartbeat_timeout_s
-            ),
-            publishes=True,
+    async def start() -> SendingPolicy:
+        resources, num_workers = worker_resources(config, reserved), config.training.num_workers
+        return await start_workers(
+            config, settings, resources, num_workers=num_workers, policy_path=trained, publishes=True
         )
 
     return await RecoveringPolicy.start(
-        start_workers,
+        start,
         max_restarts=config.trainer.max_restarts,
         directory=run_dir / "recovery",
         max_journal_bytes=config.trainer.restart_journal_mb << 20,

@@ -1,9 +1,10 @@
-"""What Ray reserves for a run: one placement group with the bundles of every device group, and a seat in them for each actor.
+"""The Ray of a run, and what it reserves: one placement group with the bundles of every device group.
 
-    device plan ──> placement group (all of it or nothing) ──> seats of engines and policy workers
+    placement.ray_address ──> a Ray of the run's own, or one it joins ──> left when the run ends
+    device plan ──> placement group (all of it or nothing) ──> resources of engines and policy workers
                                                            └──> removed when the run ends
 
-Flows in: the configuration, a connected Ray. Flows out: what an actor reserves, and where. Knows no actor.
+Knows no actor.
 """
 
 import asyncio
@@ -115,7 +116,7 @@ class ActorResources:
     """One per actor; None: Ray puts them where it likes."""
 
 
-class Bundles:
+class ReservedDevices:
     """A plan whose devices are reserved; made by ``reserve``."""
 
     def __init__(self, plan: DevicePlan, group: "PlacementGroup", nodes: Sequence[str], here: str) -> None:
@@ -124,7 +125,9 @@ class Bundles:
         self._indices = _indices_by_group(plan, nodes, here)
 
     @classmethod
-    async def reserve(cls, plan: DevicePlan, stack: ClosingStack, *, timeout_s: float = RESERVE_TIMEOUT_S) -> "Bundles":
+    async def reserve(
+        cls, plan: DevicePlan, stack: ClosingStack, *, timeout_s: float = RESERVE_TIMEOUT_S
+    ) -> "ReservedDevices":
         """Reserve all devices of the plan until ``stack`` ends; then Ray ends what still runs on them, too.
 
         Raises ``ConfigError`` when Ray does not come by them in ``timeout_s``.
@@ -145,8 +148,8 @@ class Bundles:
         here = ray.get_runtime_context().get_node_id()
         return cls(plan, group, [node_of[index] for index in range(len(bundles))], here)
 
-    def seats(self, stage: str) -> ActorResources:
-        """Of a stage with actors of its own."""
+    def resources(self, stage: str) -> ActorResources:
+        """What Ray reserves for each actor of a stage."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         group = self.plan.group_of(stage)
@@ -165,7 +168,7 @@ class Bundles:
         )
 
 
-async def reserve_devices(config: Config, stack: ClosingStack) -> Bundles | None:
+async def reserve_devices(config: Config, stack: ClosingStack) -> ReservedDevices | None:
     """Reserve what ``placement.groups`` says, until ``stack`` ends; None without groups.
 
     Raises ``ConfigError`` when the cluster that was joined has too few devices, or has not got them free.
@@ -177,28 +180,28 @@ async def reserve_devices(config: Config, stack: ClosingStack) -> Bundles | None
     total = ray.cluster_resources().get(device_unit(config).value, 0.0)
     plan = device_plan(config, int(total))
     assert plan is not None
-    bundles = await Bundles.reserve(plan, stack)
+    bundles = await ReservedDevices.reserve(plan, stack)
     for line in plan.table().splitlines():
         logger.info("%s", line)
     return bundles
 
 
-def engine_resources(config: Config, bundles: Bundles | None, names: Sequence[str]) -> ActorResources:
-    """Of the engines of these names: ``engine-2`` has the third seat, and so have those that come after it, ``engine-2.1``.
+def engine_resources(config: Config, bundles: ReservedDevices | None, names: Sequence[str]) -> ActorResources:
+    """Resources of the engines of these names: ``engine-2`` has the third bundle, and so has its successor ``engine-2.1``.
 
     Raises ``EngineStartError`` when there is none for one of them.
     """
     if bundles is not None:
-        seats = bundles.seats("generate")
-        assert seats.strategies is not None
+        resources = bundles.resources("generate")
+        assert resources.strategies is not None
         places = [int(name.partition(".")[0].removeprefix("engine-")) for name in names]
-        if max(places) >= len(seats.strategies):
+        if max(places) >= len(resources.strategies):
             raise EngineStartError(
-                f"placement.groups has devices for {len(seats.strategies)} engines, none for {names[places.index(max(places))]}: "
+                f"placement.groups has devices for {len(resources.strategies)} engines, none for {names[places.index(max(places))]}: "
                 "remove an engine first"
             )
-        strategies = tuple(seats.strategies[place] for place in places)
-        return ActorResources(num_cpus=seats.num_cpus, num_gpus=seats.num_gpus, strategies=strategies)
+        strategies = tuple(resources.strategies[place] for place in places)
+        return ActorResources(num_cpus=resources.num_cpus, num_gpus=resources.num_gpus, strategies=strategies)
     engine, num_gpus = config.engine, config.placement.num_gpus_per_engine
     default = engine.tensor_parallel_size if engine_device(engine) is Device.cuda else 0.0
     return ActorResources(
@@ -207,10 +210,10 @@ def engine_resources(config: Config, bundles: Bundles | None, names: Sequence[st
     )
 
 
-def worker_resources(config: Config, bundles: Bundles | None) -> ActorResources:
-    """Of the policy workers, by rank."""
+def worker_resources(config: Config, bundles: ReservedDevices | None) -> ActorResources:
+    """What Ray reserves for each policy worker."""
     if bundles is not None:
-        return bundles.seats("policy")
+        return bundles.resources("policy")
     num_gpus = config.placement.num_gpus_per_worker
     default = 1.0 if training_device(config.training) is Device.cuda else 0.0
     return ActorResources(
@@ -226,7 +229,7 @@ def _bundle_sizes(plan: DevicePlan) -> list[int]:
 def _indices_by_group(plan: DevicePlan, nodes: Sequence[str], here: str) -> list[list[int]]:
     """Which of the placement group's bundles belong to each group of the plan.
 
-    Bundles of a size are alike: they are dealt out machine by machine, so that a group lies on as few of them as can be. This machine's
+    ReservedDevices of a size are alike: they are dealt out machine by machine, so that a group lies on as few of them as can be. This machine's
     come first. The policy's group chooses first, whose rank 0 publishes weights in the shared memory of the trainer's machine, and then
     that of ``logp``, whose ranks load them from there.
 

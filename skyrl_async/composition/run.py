@@ -75,17 +75,17 @@ async def started_parts(
     async with stack or ClosingStack() as stack:
         say("starting Ray")
         await start_ray(config.placement, stack)
-        bundles = await reserve_devices(config, stack)
-        if bundles is not None:
-            announce(bundles.plan.table())
+        reserved = await reserve_devices(config, stack)
+        if reserved is not None:
+            announce(reserved.plan.table())
         say("booting engines, preparing the policy")
         num_steps = num_planned_steps(config, plan.prompts)
-        starter = Engines(config, await plan.files.served(), run_dir, bundles)
+        starter = Engines(config, await plan.files.served(), run_dir, reserved)
         engines, policy = await start_engines_and_policy(
-            config, stack, plan.files, plan.initial, starter, run_dir, num_steps, bundles
+            config, stack, plan.files, plan.initial, starter, run_dir, num_steps, reserved
         )
-        groups = device_groups(bundles.plan if bundles else None)
-        logprobs = await start_logprob_workers(config, stack, plan.files, plan.initial, bundles, groups)
+        groups = device_groups(reserved.plan if reserved else None)
+        logprobs = await start_logprob_workers(config, stack, plan.files, plan.initial, reserved, groups)
         chat = plan.chat or load_chat(plan.initial, config.policy.trust_remote_code)
         client = _client(config, engines, chat)
         endpoint = None

@@ -60,11 +60,6 @@ class SharedSpeed:
         self.is_paused = False
 
     @property
-    def num_jobs(self) -> int:
-        """Running and outside."""
-        return len(self._running) + len(self._outside)
-
-    @property
     def progress(self) -> float:
         """Tokens that a job running from the start would have."""
         self._advance()

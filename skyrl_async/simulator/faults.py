@@ -5,9 +5,9 @@ engine within does.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from skyrl_async.errors import EngineDeadError
 from skyrl_async.inference.continuation import stream_once
@@ -62,55 +62,24 @@ class FaultyEngine:
         """The end, for a frozen one too."""
         self.kill()
 
-    async def generate(self, request: EngineRequest) -> EngineOutput:
-        """See ``InferenceEngine.generate``."""
-        return await self._answer(lambda: self._engine.generate(request))
-
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See ``InferenceEngine.stream``."""
         async with aclosing(stream_once(self._engine, request)) as blocks:
             while (block := await self._answer(lambda: anext(blocks, None))) is not None:
                 yield block
 
-    async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
-        """See ``InferenceEngine.partial_outputs``."""
-        return await self._answer(lambda: self._engine.partial_outputs(request_ids))
-
-    async def pause(self, mode: PauseMode) -> None:
-        """See ``InferenceEngine.pause``."""
-        await self._answer(lambda: self._engine.pause(mode))
-
-    async def resume(self) -> None:
-        """See ``InferenceEngine.resume``."""
-        await self._answer(lambda: self._engine.resume())
-
-    async def stage_weights(self, update: WeightUpdate) -> None:
-        """See ``InferenceEngine.stage_weights``."""
-        await self._answer(lambda: self._engine.stage_weights(update))
-
-    async def load_weights(self, update: WeightUpdate) -> None:
-        """See ``InferenceEngine.load_weights``."""
-        await self._answer(lambda: self._engine.load_weights(update))
-
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """See ``InferenceEngine.switch_weights``."""
-        return await paused_and_loaded(self, update, mode)
+        return await paused_and_loaded(self, update, mode)  # type: ignore[arg-type]
 
-    async def version(self) -> int:
-        """See ``InferenceEngine.version``."""
-        return await self._answer(lambda: self._engine.version())
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        """Any other method of the engine, which a frozen engine does not answer."""
+        method = getattr(self._engine, name)
 
-    async def checksum(self) -> str:
-        """See ``InferenceEngine.checksum``."""
-        return await self._answer(lambda: self._engine.checksum())
+        async def answer(*arguments: Any, **named: Any) -> Any:
+            return await self._answer(lambda: method(*arguments, **named))
 
-    async def ping(self) -> None:
-        """See ``InferenceEngine.ping``."""
-        await self._answer(lambda: self._engine.ping())
-
-    async def evict(self, request_ids: Collection[str] | None = None) -> None:
-        """See ``InferenceEngine.evict``."""
-        await self._answer(lambda: self._engine.evict(request_ids))
+        return answer
 
     async def _answer(self, call: Callable[[], Awaitable[T]]) -> T:
         """What the engine says; a frozen one neither begins nor answers, and death comes first."""

@@ -71,12 +71,12 @@ class Ready:
 
 
 class Elsewhere:
-    """Bundles of another node."""
+    """ReservedDevices of another node."""
 
     def __init__(self, node: str) -> None:
         self._node = node
 
-    def seats(self, stage: str) -> ActorResources:
+    def resources(self, stage: str) -> ActorResources:
         strategies = (NodeAffinitySchedulingStrategy(self._node, soft=False),)
         return ActorResources(num_cpus=1.0, num_gpus=0.0, strategies=strategies)
 

@@ -346,28 +346,6 @@ def rewritten(checkpoint: Path, directory: Path, name: str, change: Callable[[An
     return copy
 
 
-def test_a_checkpoint_without_running_groups_of_the_format_before_is_taken_up(
-    checkpoints: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def older(state: dict[str, Any]) -> dict[str, Any]:
-        for lists in state["dataloader"]["ledger"]["epochs"].values():
-            del lists["running"]
-        for name in ("resumed_trajectories", "restarted_trajectories"):
-            del state["totals"][name]
-        return {**state, "format": 2}
-
-    copy = rewritten(checkpoints["single turn"], tmp_path, "trainer_state.json", older)
-    (copy / "running_groups.json").unlink()
-    manifest = json.loads((copy / "manifest.json").read_text())
-    del manifest["running_groups.json"]
-    sizes = {name: entry["bytes"] for name, entry in manifest.items()}
-    (copy / "manifest.json").write_text(json.dumps(sizes))
-    simulation, _ = resumed(LONG_TAILED, copy, "single turn")
-    assert simulation.dataloader.statistics()["trained_total"] == 36
-    assert simulation.trainer.totals.resumed_trajectories == 0
-    assert "kept no groups that were being generated: their prompts are drawn again" in caplog.text
-
-
 def test_a_checkpoint_whose_ledger_and_running_groups_differ_is_refused(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

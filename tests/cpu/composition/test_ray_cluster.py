@@ -9,7 +9,7 @@ from ray.util import placement_group_table
 
 from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.ray_cluster import (
-    Bundles,
+    ReservedDevices,
     _indices_by_group,
     engine_resources,
     reserve_devices,
@@ -96,30 +96,32 @@ class TestOnRay:
         )
         async with ClosingStack() as stack:
             bundles = await reserve_devices(config, stack)
-            seats = worker_resources(config, bundles)
+            resources = worker_resources(config, bundles)
             workers = await PolicyWorkers.start(
                 settings_with_policy(tmp_path / "policy"),
                 num_workers=1,
-                num_cpus_per_worker=seats.num_cpus,
-                num_gpus_per_worker=seats.num_gpus,
-                scheduling_strategies=seats.strategies,
+                num_cpus_per_worker=resources.num_cpus,
+                num_gpus_per_worker=resources.num_gpus,
+                scheduling_strategies=resources.strategies,
             )
             stack.push_async_callback(workers.close)
             figures = await workers.forward_backward(trajectories(2, seed=1), [1.0, -1.0], 0)
             assert figures["num_tokens"] > 0
-            seats = engine_resources(config, bundles, ["engine-0.3", "engine-1"])
+            resources = engine_resources(config, bundles, ["engine-0.3", "engine-1"])
             engines = [
-                Engine.options(num_cpus=seats.num_cpus, scheduling_strategy=strategy).remote()
-                for strategy in seats.strategies or ()
+                Engine.options(num_cpus=resources.num_cpus, scheduling_strategy=strategy).remote()
+                for strategy in resources.strategies or ()
             ]
             actors = [ray.get_actor(workers.names[0]), *engines]
             places = [await actor.__ray_call__.remote(place) for actor in actors]
             assert [resources for resources, _ in places] == [{"CPU": 1.0}, {"CPU": 0.5}, {"CPU": 0.5}]
             assert all(any(name.startswith("bundle_group_1_") for name in names) for _, names in places)
             ray.kill(engines[0])
-            again = Engine.options(num_cpus=seats.num_cpus, scheduling_strategy=(seats.strategies or ())[0]).remote()
+            again = Engine.options(
+                num_cpus=resources.num_cpus, scheduling_strategy=(resources.strategies or ())[0]
+            ).remote()
             assert await again.__ray_call__.remote(place) == places[1]
-            (reserved,) = {strategy.placement_group for strategy in seats.strategies or ()}
+            (reserved,) = {strategy.placement_group for strategy in resources.strategies or ()}
             assert placement_group_table(reserved)["state"] == "CREATED"
         assert stack.failures == []
         assert placement_group_table(reserved)["state"] == "REMOVED"
@@ -134,12 +136,12 @@ class TestOnRay:
     async def test_devices_that_others_hold_are_not_waited_for_for_ever(self, ray_session: None) -> None:
         plan = plan_of(4, "placement.groups=[[policy,generate]]", "placement.devices=[3]")
         async with ClosingStack() as stack:
-            await Bundles.reserve(plan, stack)
+            await ReservedDevices.reserve(plan, stack)
             expected = (
                 r"needs 3 CPU slots, 3 of them on one machine, .* within 0.2 s: 1 of the cluster's 4 are free; wait"
             )
             with pytest.raises(ConfigError, match=expected):
-                await Bundles.reserve(plan, stack, timeout_s=0.2)
+                await ReservedDevices.reserve(plan, stack, timeout_s=0.2)
         assert stack.failures == []
 
     async def test_an_engine_that_is_added_where_no_device_is_left_is_refused(self, ray_session: None) -> None:
