@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.report import arguments, conditions, report
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation, lognormal_length

@@ -27,7 +27,7 @@ from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.endpoint.sessions.settings import SessionSettings
 from skyrl_async.generators.agent.settings import make_agent_generator
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.tasks.registry import make_environment
 from skyrl_async.tasks.tokenizer import CALL_END, CALL_START, START_TOKEN, train_tokenizer
 from skyrl_async.types import Completion, CompletionDelta, FinishReason, Prompt, SamplingParams, Trajectory

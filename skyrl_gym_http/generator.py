@@ -22,8 +22,7 @@ from skyrl_async.errors import GenerationError, OutageError, PromptTooLongError
 from skyrl_async.generators.gym.environment import EnvironmentFactory
 from skyrl_async.generators.gym.episode import EpisodePlayer
 from skyrl_async.generators.gym.turn import Turn, TurnRequest
-from skyrl_async.rollout.generator import keeps_samples
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest, keeps_samples
 from skyrl_async.runtime.outages import Outages, Resending
 from skyrl_async.types import Completion, FinishReason, SamplingParams, Trajectory
 from skyrl_async.version_spans import versions_of

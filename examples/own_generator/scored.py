@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.config.schema.run import Config
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.types import FinishReason, Prompt, Trajectory
 

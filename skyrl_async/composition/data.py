@@ -21,8 +21,8 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.config.rules.all import BUILT_IN_TASKS
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import DATASET_TASK, REASONING_GYM_TASK
+from skyrl_async.data.dataloader import EpochPlan, Rotation, weighted
 from skyrl_async.data.dataset import filter_long_prompts, load_sources
-from skyrl_async.data.mixing import EpochPlan, Rotation, weighted
 from skyrl_async.data.sources import rows_of
 from skyrl_async.errors import ConfigError, DatasetError
 from skyrl_async.generators.gym.environment import Environment, EnvironmentFactory

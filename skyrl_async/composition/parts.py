@@ -29,8 +29,8 @@ from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.registries import import_function
-from skyrl_async.rollout.dynamic_sampling import SignalSettings
 from skyrl_async.rollout.failed_samples import OnFailedSamples
+from skyrl_async.rollout.finished_group_filter import SignalSettings
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.preparation import reward_with
 from skyrl_async.rollout.staleness_policies import staleness_policy

@@ -27,8 +27,7 @@ from skyrl_async.inference.placement import PlacementSettings
 from skyrl_async.inference.pool import EnginePool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.text import CompletionText, Tokenizer
-from skyrl_async.rollout.sampler import OpenGeneration
-from skyrl_async.rollout.token_usage import record_cut_off, record_tokens
+from skyrl_async.rollout.sampler import OpenGeneration, record_cut_off, record_tokens
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.runtime.progress import report_engine
 from skyrl_async.runtime.tasks import run_together

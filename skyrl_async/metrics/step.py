@@ -212,7 +212,7 @@ class RunTotals:
     filtered_groups: int = 0
     """Finished and not trained: their rewards did not differ."""
     filtered_by: dict[str, int] = field(default_factory=dict)
-    """Of these, by what they had instead: see ``rollout.dynamic_sampling``; keys are metrics' names."""
+    """Of these, by what they had instead: see ``rollout.finished_group_filter``; keys are metrics' names."""
     idle_seconds: float = 0.0
     train_seconds: float = 0.0
     training_seconds: float = 0.0

@@ -7,12 +7,13 @@ sample is played, nor for how long.
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from skyrl_async.errors import GenerationError
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.samples import live_samples_of
 from skyrl_async.types import Trajectory
 
@@ -164,3 +165,42 @@ def _by_sample(trajectories: Sequence[Trajectory], request: GroupRequest) -> dic
 
 def _numbered(rows: Sequence[Trajectory], index: int) -> tuple[Trajectory, ...]:
     return tuple(replace(row, sample_index=index) for row in rows)
+
+
+_WINDOW = 100
+_MIN_GROUPS_BEFORE_STOP = 10
+
+
+class FailureWatch:
+    """Whether so many of the last 100 groups failed that the run has to stop; one that lost samples counts by their share."""
+
+    def __init__(self, max_failed_fraction: float) -> None:
+        self._limit = max_failed_fraction
+        self._lost_shares: deque[float] = deque(maxlen=_WINDOW)
+        self._last: tuple[str, Exception] | None = None
+
+    def count_success(self) -> None:
+        """A group lost none of its samples."""
+        self._lost_shares.append(0.0)
+
+    def count_failure(self, uid: str, error: Exception, *, share: float = 1.0) -> None:
+        """This share of a group's samples failed, of all of them by default."""
+        self._lost_shares.append(share)
+        self._last = uid, error
+
+    def raise_if_too_many(self, *, has_ended: bool = False) -> None:
+        """Raise ``GenerationError`` with the last failure.
+
+        Before 10 groups have ended, those to come count as successes, unless none will come. That no group at all was
+        generated is an error whatever the limit.
+        """
+        num_failed, num_recent = math.fsum(self._lost_shares), len(self._lost_shares)
+        num_counted = num_recent if has_ended else max(num_recent, _MIN_GROUPS_BEFORE_STOP)
+        is_fine = num_failed <= self._limit * num_counted and not (has_ended and num_failed == num_recent)
+        if self._last is None or is_fine:
+            return
+        uid, error = self._last
+        raise GenerationError(
+            f"{num_failed:.4g} of the last {num_recent} groups failed, more than generator.max_failed_fraction={self._limit:g}; "
+            f"the last one ({uid}): {type(error).__name__}: {error}"
+        ) from error

@@ -3,17 +3,19 @@
 Flows in: groups, and JSON read from a file. Flows out: JSON, and groups. Does not know files, nor what a generator's state means.
 """
 
+import asyncio
 import dataclasses
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import NoneType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from skyrl_async.rollout.sample_state import ResumeCounts, SampleState, SampleStates, fields_of
+from skyrl_async.rollout.sampler import TokenUsage
 from skyrl_async.rollout.staleness import Admission
-from skyrl_async.types import Group, SamplingParams, Trajectory
+from skyrl_async.types import Group, Prompt, SamplingParams, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +181,9 @@ def _dataclass_from_json(kind: Any, saved: Any, name: str) -> Any:
     fields, before = {field.name: field for field in dataclasses.fields(kind)}, f"{name}." if name else ""
     if unknown := sorted(saved.keys() - fields.keys()):
         raise ValueError(f"{', '.join(f'{before}{field}' for field in unknown)} is not known to this version")
-    for field in fields.values():
-        if field.name not in saved and field.default is field.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{before}{field.name} is missing")
+    for known in fields.values():
+        if known.name not in saved and known.default is known.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{before}{known.name} is missing")
     hints = _hints_of(kind)
     values = {field: from_json(hints[field], value, f"{before}{field}") for field, value in saved.items()}
     try:
@@ -206,3 +208,55 @@ def _key(kind: type, key: str, name: str) -> Any:
 def _require(is_so: bool, saved: Any, expected: str, name: str) -> None:
     if not is_so:
         raise ValueError(f"{name or 'all of it'} is {reprlib.repr(saved)}, expected {expected}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupInFlight:
+    """A group from its admission to its end."""
+
+    admission: Admission
+    epoch: int
+    """In which its prompt was drawn."""
+    prompt: Prompt
+    started: float
+    """Seconds on the loop's clock."""
+    account: TokenUsage = field(default_factory=TokenUsage)
+    """Of what its members were delivered."""
+    saved: SampleStates = field(default_factory=SampleStates)
+    """Where its samples stand."""
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """(epoch, uid)."""
+        return self.epoch, self.prompt.uid
+
+    @property
+    def name(self) -> str:
+        """Of its task."""
+        return f"group-{self.admission.index}-{self.prompt.uid}"
+
+    @classmethod
+    def of_checkpoint(
+        cls, group: RunningGroup, prompt: Prompt, num_samples: int, sampling: SamplingParams, counts: ResumeCounts
+    ) -> Self:
+        """A group that goes on, asked for with ``num_samples`` and ``sampling``; ``counts`` are told what becomes of its samples."""
+        return cls(
+            admission=admission_of(group),
+            epoch=group.epoch,
+            prompt=prompt,
+            started=asyncio.get_running_loop().time() - group.generation_seconds,
+            saved=group.saved_samples(num_samples, sampling, counts),
+        )
+
+    def for_checkpoint(self, num_samples: int, sampling: SamplingParams) -> RunningGroup:
+        """The group as it stands now, asked for with ``num_samples`` and ``sampling``."""
+        return RunningGroup(
+            epoch=self.epoch,
+            uid=self.prompt.uid,
+            admission_index=self.admission.index,
+            scheduled_version=self.admission.scheduled_version,
+            generation_seconds=asyncio.get_running_loop().time() - self.started,
+            num_samples=num_samples,
+            sampling=sampling_to_json(sampling),
+            samples=self.saved.samples(),
+        )

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
 from skyrl_async.rollout.failed_samples import CollectedGroup, OnFailedSamples, RolloutResult
-from skyrl_async.rollout.generator import Generator, does_keep_samples
-from skyrl_async.rollout.request import GroupRequest
-from skyrl_async.rollout.token_usage import record_wasted
+from skyrl_async.rollout.generator import Generator, GroupRequest, does_keep_samples
+from skyrl_async.rollout.sampler import record_wasted
 from skyrl_async.runtime.outages import NO_BACKOFF, Backoff, Deadlines
 from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.tasks import first_failure

@@ -1,6 +1,9 @@
 """What a generator or the endpoint needs of inference: completions by token ids, exact across weight updates."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Protocol
 
 from skyrl_async.runtime.outages import Deadlines
@@ -90,3 +93,44 @@ class GenerationClient(Protocol):
     async def collect_open_tokens(self) -> None:
         """Have open generations know all of their tokens."""
         ...
+
+
+_open: ContextVar["TokenUsage | None"] = ContextVar("token_account", default=None)
+
+
+@dataclass(slots=True)
+class TokenUsage:
+    """What was sampled for one purpose."""
+
+    num_tokens: int = 0
+    """Of completed generations."""
+    num_cut_off_tokens: int = 0
+    """Of generations that were cut off, and that may still be gone on with."""
+
+
+@contextmanager
+def recording_tokens_to(account: TokenUsage) -> Iterator[None]:
+    """Charge what is delivered inside, and in tasks begun inside, to ``account``."""
+    token = _open.set(account)
+    try:
+        yield
+    finally:
+        _open.reset(token)
+
+
+def record_tokens(num_tokens: int) -> None:
+    """A generation of ``num_tokens`` was delivered to whoever runs now."""
+    if account := _open.get():
+        account.num_tokens += num_tokens
+
+
+def record_cut_off(num_tokens: int) -> None:
+    """A generation was cut off after ``num_tokens``."""
+    if account := _open.get():
+        account.num_cut_off_tokens += num_tokens
+
+
+def record_wasted() -> None:
+    """Nobody goes on with what was cut off so far."""
+    if account := _open.get():
+        account.num_cut_off_tokens = 0

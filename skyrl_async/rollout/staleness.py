@@ -6,13 +6,48 @@ atomic under cancellation; only ``acquire_submission_slot`` and ``drained`` wait
 """
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from skyrl_async.errors import StateError
-from skyrl_async.rollout.open_groups import OpenGroups
 from skyrl_async.runtime.changes import Changes
+
+
+class OpenGroups:
+    """A change or a question costs the same with ten thousand groups open as with ten."""
+
+    def __init__(self) -> None:
+        self._version_of: OrderedDict[int, int] = OrderedDict()
+        self._num_of_version: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._version_of)
+
+    @property
+    def num_of_version(self) -> Mapping[int, int]:
+        """Scheduled version -> open groups, without the versions that have none."""
+        return MappingProxyType(self._num_of_version)
+
+    def add(self, index: int, scheduled_version: int) -> None:
+        """The group admitted as number ``index``, after all those added before, is open from now on."""
+        assert not self._version_of or next(reversed(self._version_of)) < index, (
+            "groups are added in order of admission"
+        )
+        self._version_of[index] = scheduled_version
+        self._num_of_version[scheduled_version] += 1
+
+    def remove(self, index: int) -> None:
+        """It is trained, or given up."""
+        version = self._version_of.pop(index)
+        self._num_of_version[version] -= 1
+        if not self._num_of_version[version]:
+            del self._num_of_version[version]
+
+    def first_index(self) -> int | None:
+        """The smallest admission index that is open."""
+        return next(iter(self._version_of), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,19 +15,14 @@ from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.errors import NoEngineError
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.rollout.dynamic_sampling import SignalFilter, SignalSettings
-from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
-from skyrl_async.rollout.failure_watch import FailureWatch
-from skyrl_async.rollout.finished_group_filter import FinishedGroupFilter
-from skyrl_async.rollout.generator import Generator
-from skyrl_async.rollout.group_state import RunningGroup, admission_of
-from skyrl_async.rollout.in_flight import GroupInFlight
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.failed_samples import FailureWatch, OnFailedSamples, RolloutResult
+from skyrl_async.rollout.finished_group_filter import FinishedGroupFilter, SignalFilter, SignalSettings
+from skyrl_async.rollout.generator import Generator, GroupRequest
+from skyrl_async.rollout.group_state import GroupInFlight, RunningGroup, admission_of
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.rollout.sample_state import ResumeCounts, SampleStates
-from skyrl_async.rollout.sampler import GenerationClient
+from skyrl_async.rollout.sampler import GenerationClient, recording_tokens_to
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
-from skyrl_async.rollout.token_usage import recording_tokens_to
 from skyrl_async.runtime.outages import NO_BACKOFF, Backoff
 from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.stage_board import StageBoard

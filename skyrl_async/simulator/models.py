@@ -10,9 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyrl_async.generators.gym.episode_state import EpisodeState
-from skyrl_async.rollout.generator import keeps_samples
-from skyrl_async.rollout.members import play_members
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest, keeps_samples, play_members
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.simulator.engine import ModelledEngine
 from skyrl_async.types import FinishReason, LogprobModel, RowLogprobs, Trajectory, WeightUpdate

@@ -23,7 +23,7 @@ from skyrl_async.inference.placement import PlacementSettings, default_oldest_we
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.rollout.dynamic_sampling import SignalSettings
+from skyrl_async.rollout.finished_group_filter import SignalSettings
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.preparation import Prepare, reward_with
 from skyrl_async.rollout.staleness import _AsyncStalenessManager

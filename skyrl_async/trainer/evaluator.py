@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl_async.errors import GenerationError, NoEngineError
-from skyrl_async.rollout.generator import Generator
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import Generator, GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.outages import NO_BACKOFF, Backoff, Deadlines
 from skyrl_async.runtime.progress import RolloutStatus

@@ -21,7 +21,7 @@ from skyrl_async.inference.fleet import Fleet, FleetSettings
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.metrics.trained_groups import TrainedGroupsLog
 from skyrl_async.rollout.failed_samples import OnFailedSamples
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.runtime.outages import Backoff
 from skyrl_async.runtime.shutdown import GRACE_S
 from skyrl_async.simulator.clock import VirtualTimeLoop

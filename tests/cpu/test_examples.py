@@ -14,7 +14,7 @@ from skyrl_async.composition.parts import make_generator
 from skyrl_async.config.load import from_overrides
 from skyrl_async.data.dataset import load_prompts
 from skyrl_async.generators.gym.generator import GymGenerator
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.tasks.registry import get_task, make_environment
 from skyrl_async.types import Prompt, SamplingParams
 from tests.cpu.tiny_run import build_policy, make_client, served_run

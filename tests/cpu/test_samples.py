@@ -9,7 +9,7 @@ from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.algorithms.batching import Row, collate
 from skyrl_async.errors import GenerationError
 from skyrl_async.metrics.step import StepFigures
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.samples import live_samples_of, samples_of
 from skyrl_async.types import Group, Prompt, SamplingParams, Trajectory

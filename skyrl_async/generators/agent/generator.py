@@ -24,9 +24,7 @@ from skyrl_async.errors import GenerationError, OutageError, SessionError
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask, Harness, shown_extras
 from skyrl_async.generators.agent.reward import AgentEpisode, Judge, Judgement
 from skyrl_async.generators.agent.sessions import AgentSession, SessionPool
-from skyrl_async.rollout.generator import keeps_samples
-from skyrl_async.rollout.members import play_members
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest, keeps_samples, play_members
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.runtime.progress import report
 from skyrl_async.types import FinishReason, Prompt, Trajectory

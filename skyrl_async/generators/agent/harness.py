@@ -4,14 +4,16 @@ Flows in: a task with the address and the key of a session. Flows out: what the 
 rows, groups or rewards; ``agent_command`` runs harnesses that are programs.
 """
 
+import asyncio
+import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from skyrl_async.errors import GenerationError
-from skyrl_async.generators.agent.loop import run_beside
 from skyrl_async.types import Message, SamplingParams
 
 JUDGE_COLUMNS = frozenset(
@@ -127,3 +129,19 @@ def _is_shown(name: str) -> bool:
 
 def _name(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+T = TypeVar("T")
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The one loop of this process; its thread ends with the process, so that clients may be kept between agents."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="agents", daemon=True).start()
+    return loop
+
+
+async def run_beside(work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` on the agents' loop; cancelling this cancels it there. Raises what it raises."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))

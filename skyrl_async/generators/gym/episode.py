@@ -16,10 +16,9 @@ from skyrl_async.errors import PromptTooLongError
 from skyrl_async.generators.gym.environment import EnvironmentCalls, EnvironmentFactory
 from skyrl_async.generators.gym.episode_state import EpisodeState
 from skyrl_async.generators.gym.turn import Speaker, Turn, TurnRequest
-from skyrl_async.rollout.members import play_members
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest, play_members
 from skyrl_async.rollout.sample_state import SampleState
-from skyrl_async.rollout.token_usage import record_tokens
+from skyrl_async.rollout.sampler import record_tokens
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.progress import report
 from skyrl_async.types import FinishReason, Trajectory

@@ -10,8 +10,7 @@ from typing import Any, Self
 
 from skyrl_async.errors import GenerationError
 from skyrl_async.generators.gym.environment import StepOutcome
-from skyrl_async.generators.gym.trajectory_builder import TrajectoryBuilder
-from skyrl_async.generators.gym.turn import Turn
+from skyrl_async.generators.gym.turn import TrajectoryBuilder, Turn
 from skyrl_async.rollout.sample_state import SampleState, fields_of
 from skyrl_async.rollout.sampler import OpenGeneration
 from skyrl_async.types import Completion, EngineOutput, FinishReason, Message

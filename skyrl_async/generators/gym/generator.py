@@ -10,8 +10,7 @@ from skyrl_async.errors import PromptTooLongError
 from skyrl_async.generators.gym.environment import EnvironmentFactory
 from skyrl_async.generators.gym.episode import EpisodePlayer
 from skyrl_async.generators.gym.turn import Turn, TurnRequest
-from skyrl_async.rollout.generator import keeps_samples
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest, keeps_samples
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.types import Trajectory
 

@@ -4,11 +4,13 @@ Flows in: a conversation and exact ids. Flows out: sampled tokens with their tex
 """
 
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, Self
 
+from skyrl_async.errors import GenerationError
 from skyrl_async.rollout.sampler import OpenGeneration
-from skyrl_async.types import Completion, Message, SamplingParams
+from skyrl_async.types import ENVIRONMENT_VERSION, Completion, Message, SamplingParams, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,3 +59,99 @@ class Speaker(Protocol):
     async def speak(self, request: TurnRequest) -> Turn:
         """The turn's prompt begins with ``request.context_token_ids``. Raises ``PromptTooLongError`` without room."""
         ...
+
+
+class TrajectoryBuilder:
+    """The tokens of an episode so far. No I/O; ``GenerationError`` when a turn does not continue the one before it."""
+
+    def __init__(self) -> None:
+        self.prompt_token_ids: tuple[int, ...] = ()
+        self.response_token_ids: list[int] = []
+        self._loss_mask: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._num_turns = 0
+        self._num_aborts = 0
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and response: what the next turn's prompt must begin with."""
+        return (*self.prompt_token_ids, *self.response_token_ids)
+
+    def add_turn(self, completion: Completion, num_kept: int | None = None) -> None:
+        """Append a turn: what its prompt adds as the environment's tokens, then its own (the first ``num_kept``)."""
+        _check_lengths(completion)
+        if self._num_turns == 0:
+            self.prompt_token_ids = completion.prompt_token_ids
+        context = self.token_ids
+        if completion.prompt_token_ids[: len(context)] != context:
+            raise GenerationError(
+                f"the prompt of turn {self._num_turns + 1} must begin with the {len(context)} tokens before it, "
+                "but does not"
+            )
+        between = completion.prompt_token_ids[len(context) :]
+        self._extend(between, 0, (0.0,) * len(between), (ENVIRONMENT_VERSION,) * len(between))
+        kept = slice(0, num_kept)
+        self._extend(completion.token_ids[kept], 1, completion.logprobs[kept], completion.versions[kept])
+        self._num_turns += 1
+        self._num_aborts += completion.num_aborts
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Of the policy, so far."""
+        return sum(self._loss_mask)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "response_token_ids": list(self.response_token_ids),
+            "loss_mask": list(self._loss_mask),
+            "logprobs": list(self._logprobs),
+            "versions": list(self._versions),
+            "num_turns": self._num_turns,
+            "num_aborts": self._num_aborts,
+        }
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Self:
+        """The builder of which ``to_json`` was taken."""
+        builder = cls()
+        builder.prompt_token_ids = tuple(saved["prompt_token_ids"])
+        builder.response_token_ids = list(saved["response_token_ids"])
+        builder._loss_mask = list(saved["loss_mask"])
+        builder._logprobs = list(saved["logprobs"])
+        builder._versions = list(saved["versions"])
+        builder._num_turns = saved["num_turns"]
+        builder._num_aborts = saved["num_aborts"]
+        return builder
+
+    def _extend(self, ids: Sequence[int], mask: int, logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        self.response_token_ids.extend(ids)
+        self._loss_mask.extend([mask] * len(ids))
+        self._logprobs.extend(logprobs)
+        self._versions.extend(versions)
+
+    def build(self, *, reward: float, is_truncated: bool, metrics: dict[str, float]) -> Trajectory:
+        return Trajectory(
+            prompt_token_ids=self.prompt_token_ids,
+            response_token_ids=tuple(self.response_token_ids),
+            loss_mask=tuple(self._loss_mask),
+            logprobs=tuple(self._logprobs),
+            versions=tuple(self._versions),
+            reward=reward,
+            num_turns=self._num_turns,
+            is_truncated=is_truncated,
+            num_aborts=self._num_aborts,
+            metrics=metrics,
+        )
+
+
+def _check_lengths(completion: Completion) -> None:
+    num_tokens = len(completion.token_ids)
+    if not num_tokens:
+        raise GenerationError("a completion must hold at least one token, got none")
+    for name in ("logprobs", "versions"):
+        found = len(getattr(completion, name))
+        if found != num_tokens:
+            raise GenerationError(f"a completion of {num_tokens} tokens must have as many {name}, got {found}")

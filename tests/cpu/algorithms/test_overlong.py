@@ -19,9 +19,9 @@ from skyrl_async.composition.parts import check_generator
 from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.rollout.dynamic_sampling import NoSignal, SignalFilter, SignalSettings
+from skyrl_async.rollout.finished_group_filter import NoSignal, SignalFilter, SignalSettings
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.group_state import group_from_json, group_to_json
-from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.samples import Sample, live_samples_of
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator

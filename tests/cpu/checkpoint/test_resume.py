@@ -16,8 +16,7 @@ from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
 from skyrl_async.errors import CheckpointError, GenerationError
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.rollout.generator import Generator
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import Generator, GroupRequest
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from skyrl_async.composition.data import Prompts, num_planned_steps, prepare_prompts
 from skyrl_async.config.load import from_overrides
-from skyrl_async.data.dataloader import _AsyncDataloader
-from skyrl_async.data.mixing import EpochPlan, weighted
+from skyrl_async.data.dataloader import EpochPlan, _AsyncDataloader, weighted
 from skyrl_async.errors import CheckpointError, ConfigError, DatasetError
 from skyrl_async.types import Prompt
 from tests.cpu.config.test_config import policy_directory

@@ -19,7 +19,7 @@ from skyrl_async.endpoint.server.front_ends import endpoint_processes
 from skyrl_async.endpoint.server.process import EndpointServer, EndpointSettings
 from skyrl_async.errors import ConfigError, InferenceError, SkyRLAsyncError
 from skyrl_async.generators.agent.sessions import SessionPool
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.heartbeat import Heartbeat
 from skyrl_async.runtime.outages import Deadlines, Outages

@@ -12,7 +12,7 @@ from skyrl_async.config.load import from_overrides
 from skyrl_async.environments.answers import FunctionEnv
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.generators.gym.generator import GymGenerator
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.tasks.registry import make_environment
 from skyrl_async.types import SamplingParams
 from tests.cpu.config.test_config import policy_directory

@@ -27,7 +27,7 @@ from skyrl_async.generators.agent.harness import AgentFunction, AgentResult, Age
 from skyrl_async.generators.agent.reward import AgentEpisode, EnvironmentJudge, FunctionJudge, RewardFunction
 from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.generators.agent.settings import make_agent_generator
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.types import Prompt, SamplingParams, Trajectory

@@ -19,8 +19,7 @@ from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.errors import GenerationError, NoEngineError, PromptTooLongError
 from skyrl_async.generators.gym.episode import derive_seed
 from skyrl_async.generators.gym.generator import GymGenerator
-from skyrl_async.rollout.generator import Generator
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import Generator, GroupRequest
 from skyrl_async.rollout.sampler import OpenGeneration
 from skyrl_async.types import (
     ENVIRONMENT_VERSION,

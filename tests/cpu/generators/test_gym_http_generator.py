@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 
 from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.errors import GenerationError, NoEngineError
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.runtime import outages as outages_module
 from skyrl_async.runtime.outages import Backoff, Outages
 from skyrl_async.types import Prompt, SamplingParams

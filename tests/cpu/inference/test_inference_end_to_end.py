@@ -29,8 +29,7 @@ from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.vllm.engine import VLLMEngine, VLLMEngineConfig
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.rollout.generator import Generator
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import Generator, GroupRequest
 from skyrl_async.tasks.relay import RelayEnv
 from skyrl_async.tasks.tiny_policy import PolicySizes, make_tiny_model, save_policy
 from skyrl_async.tasks.tokenizer import train_tokenizer

@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.overlap import OverlapThroughput
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.runtime.stages import StageState
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator

@@ -18,8 +18,8 @@ from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.console import cells
-from skyrl_async.rollout.dynamic_sampling import NoSignal, SignalFilter, SignalSettings
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.finished_group_filter import NoSignal, SignalFilter, SignalSettings
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation

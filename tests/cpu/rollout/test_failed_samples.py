@@ -20,9 +20,7 @@ from skyrl_async.generators.agent.reward import AgentEpisode, FunctionJudge
 from skyrl_async.generators.gym.episode import derive_seed
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
-from skyrl_async.rollout.generator import Generator, keeps_samples
-from skyrl_async.rollout.members import play_members
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import Generator, GroupRequest, keeps_samples, play_members
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.outages import Backoff

@@ -25,7 +25,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engines.ray import RayEngine, start_ray_engines
 from skyrl_async.inference.vllm.engine import VLLMEngineConfig
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.simulator.clock import VirtualTimeLoop
 from skyrl_async.simulator.models import ModelledGenerator, ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation

@@ -16,7 +16,7 @@ from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.generation_state import OpenCalls
 from skyrl_async.inference.protocol import InferenceEngine
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.sample_state import ResumeCounts, SampleState, SampleStates
 from skyrl_async.rollout.sampler import OpenGeneration
 from skyrl_async.simulator.clock import run_in_virtual_time

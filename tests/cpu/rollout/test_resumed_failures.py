@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from skyrl_async.errors import GenerationError
 from skyrl_async.generators.agent.generator import AgentGenerator
 from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
-from skyrl_async.rollout.generator import keeps_samples
-from skyrl_async.rollout.members import play_members
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest, keeps_samples, play_members
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.rollout.sample_state import ResumeCounts, SampleState, SampleStates
-from skyrl_async.rollout.token_usage import TokenUsage, recording_tokens_to
+from skyrl_async.rollout.sampler import TokenUsage, recording_tokens_to
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.types import Trajectory
 from tests.cpu.rollout.test_failed_samples import request, row

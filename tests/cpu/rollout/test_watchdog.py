@@ -10,8 +10,7 @@ import pytest
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.metrics.names import METRICS
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.rollout.generator import keeps_samples
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest, keeps_samples
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.rollout.watchdog import Sources, Watchdog
 from skyrl_async.runtime.outages import Backoff

@@ -21,8 +21,8 @@ from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.preparation import reward_with
-from skyrl_async.rollout.request import GroupRequest
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.staleness_policies import staleness_policy
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings

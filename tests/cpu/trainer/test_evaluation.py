@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from skyrl_async.errors import GenerationError
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.trainer.evaluator import Evaluator
 from skyrl_async.types import ENVIRONMENT_VERSION, Prompt, SamplingParams, Trajectory
 

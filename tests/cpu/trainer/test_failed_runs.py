@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from skyrl_async.checkpoint.checkpointer import read_state
 from skyrl_async.errors import GenerationError, InferenceError, NoEngineError, PublishError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator

@@ -14,7 +14,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state
 from skyrl_async.errors import CheckpointError, GenerationError, InferenceError, NoEngineError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.runtime.shutdown import GRACE_S, ShutdownRequest, ShutdownRequested
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.errors import CheckpointError, DeadlineError, GenerationError, NoEngineError, PublishError
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation

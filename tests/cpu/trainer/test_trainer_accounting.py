@@ -14,7 +14,7 @@ from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.data.ledger import UidState
 from skyrl_async.errors import GenerationError, NoEngineError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation

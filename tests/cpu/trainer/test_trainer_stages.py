@@ -17,7 +17,7 @@ from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.run import Schedule, TrainerConfig
 from skyrl_async.errors import ConfigError, GenerationError, PublishError
 from skyrl_async.metrics.names import METRICS
-from skyrl_async.rollout.request import GroupRequest
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.runtime.stages import StageState
 from skyrl_async.simulator.clock import run_in_virtual_time
