@@ -20,7 +20,7 @@ from openai.types.chat import ChatCompletion
 
 from skyrl_async.errors import GenerationError, OutageError, PromptTooLongError
 from skyrl_async.generators.gym.environment import EnvironmentFactory
-from skyrl_async.generators.gym.episode import EpisodePlayer
+from skyrl_async.generators.gym.episode import EpisodeRunner
 from skyrl_async.generators.gym.turn import Turn, TurnRequest
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples
 from skyrl_async.runtime.outages import Outages, Resending
@@ -70,8 +70,8 @@ class SkyRLGymHTTPGenerator:
         """
         # No retries: a resend would sample a second answer while the first may still be running. In an outage it cannot be.
         self._client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout_s, max_retries=0)
-        self._player = EpisodePlayer(
-            _ChatSpeaker(self._client, model, Resending(outages or Outages(), outage_timeout_s)),
+        self._episodes = EpisodeRunner(
+            _ChatTurnSampler(self._client, model, Resending(outages or Outages(), outage_timeout_s)),
             make_environment,
             max_turns=max_turns,
             max_trajectory_tokens=max_trajectory_tokens,
@@ -86,14 +86,14 @@ class SkyRLGymHTTPGenerator:
         or answers what cannot be trained on, ``OutageError`` or ``NoEngineError`` when an outage is too long, and whatever an
         environment raises.
         """
-        return await self._player.play_group(request)
+        return await self._episodes.run_group(request)
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
 
 
-class _ChatSpeaker:
+class _ChatTurnSampler:
     """Samples turns through the openai client."""
 
     def __init__(self, client: AsyncOpenAI, model: str, resending: Resending) -> None:
@@ -101,7 +101,7 @@ class _ChatSpeaker:
         self._model = model
         self._resending = resending
 
-    async def speak(self, request: TurnRequest) -> Turn:
+    async def sample_turn(self, request: TurnRequest) -> Turn:
         arguments = self._arguments(request)
         try:
             reply = await self._resending.until_answered(lambda: self._send(arguments))

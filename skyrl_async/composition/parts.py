@@ -234,7 +234,7 @@ def _rollout_settings(config: Config) -> RolloutSettings:
         timeout_s=generator.rollout_timeout_s,
         on_failed_samples=OnFailedSamples(generator.on_failed_samples.name),
         backoff=_backoff(config),
-        requeues_groups=staleness_policy(config.trainer.staleness_policy.name).gives_up,
+        requeues_groups=staleness_policy(config.trainer.staleness_policy.name).drops_groups,
         signal=_signal(config.trainer),
         masks_overlong=generator.apply_overlong_filtering,
     )

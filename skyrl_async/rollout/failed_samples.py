@@ -1,9 +1,8 @@
-"""The samples of one group, put together over several tries, and what becomes of a group that lost some.
+"""The samples of one group, collected over several tries; groups with failed samples; the limit of failures.
 
-    try ──> all rows, or what was kept of them ──> missing? ──> next try of those alone ──> ... ──> a group, or its failure
+    try ──> all rows, or the rows it kept ──> missing? ──> next try of the missing ones ──> ... ──> a group, or its failure
 
-Flows in: what tries return and leave behind. Flows out: which samples to play next, and the group. No I/O: does not know how a
-sample is played, nor for how long.
+Flows in: rows and failures of tries. Flows out: the samples to generate next, and the group. No I/O.
 """
 
 import math
@@ -18,16 +17,16 @@ from skyrl_async.samples import live_samples_of
 from skyrl_async.types import Trajectory
 
 _MIN_SAMPLES = 2
-"""Samples that a group needs, where it asks for as many: one alone has no advantage."""
+"""A group of at least as many needs this many samples: one alone has no advantage."""
 
 
 class OnFailedSamples(StrEnum):
-    """What to do with a group of which some samples failed, hung, or were abandoned by their agent."""
+    """Treatment of a group of which some samples failed, hung, or were abandoned by their agent."""
 
     FILL = "fill"
-    """Play the lost ones again; a group that stays incomplete fails."""
+    """Generate the failed samples again; a group that stays incomplete fails."""
     TRAIN_REST = "train_rest"
-    """Play them again; a group that stays incomplete is trained with the others. Abandoned samples stay abandoned."""
+    """Generate them again; a group that stays incomplete is trained without them. Abandoned samples stay abandoned."""
     DROP = "drop"
     """The group fails at once."""
 
@@ -37,46 +36,50 @@ class RolloutResult:
     """A group that can be trained."""
 
     trajectories: tuple[Trajectory, ...]
-    num_lost: int = 0
-    """Samples that it goes without."""
+    num_failed: int = 0
+    """Samples that the group lacks."""
     failure: Exception | None = None
-    """What ended their last try."""
+    """Error of the last try that failed."""
 
 
 class CollectedGroup:
-    """What there is of a group so far.
+    """The rows of one group so far.
 
     Args:
-        request: of the whole group.
-        policy: what to do about lost samples.
+        request: for the whole group.
+        policy: treatment of failed samples.
     """
 
     def __init__(self, request: GroupRequest, policy: OnFailedSamples) -> None:
         self._request = request
         self._policy = policy
         self._rows: dict[int, tuple[Trajectory, ...]] = {}
-        self._whole: tuple[Trajectory, ...] | None = None
+        self._complete: tuple[Trajectory, ...] | None = None
         self.failure: Exception | None = None
-        """Of the last try that had one."""
+        """Error of the last try that failed."""
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The samples still to be played; none once the group is whole."""
-        if self._whole is not None:
+        """The samples still to be generated; none once the group is complete."""
+        if self._complete is not None:
             return ()
         return tuple(index for index in self._request.indices if index not in self._rows)
 
     @property
     def num_tokens(self) -> int:
-        """Sampled for the samples there are."""
+        """Tokens sampled for the samples collected so far."""
         return sum(row.num_sampled_tokens for rows in self._rows.values() for row in rows)
 
+    def __str__(self) -> str:
+        request = self._request
+        return f"rollout of {request.prompt.uid} lost {len(self.missing)} of its {request.num_samples} samples"
+
     def next_request(self) -> GroupRequest:
-        """Asks for what is missing, with the seeds and the priority of the first time."""
+        """Request for the missing samples, with the seeds and the priority of the first one."""
         return replace(self._request, sample_indices=self.missing) if self._rows else self._request
 
     def add_returned(self, trajectories: Sequence[Trajectory]) -> None:
-        """A try returned these rows. When they are not what a generator promises, nothing of them is taken."""
+        """Add the rows that a try returned; none of them if they break the generator's contract."""
         asked = self.next_request()
         try:
             check_rows(trajectories, asked)
@@ -84,19 +87,19 @@ class CollectedGroup:
             self.failure = error
             return
         by_sample = _by_sample(trajectories, asked)
-        takes_abandoned = self._policy is OnFailedSamples.TRAIN_REST
+        keeps_abandoned = self._policy is OnFailedSamples.TRAIN_REST
         for index, rows in by_sample.items():
-            if takes_abandoned or (rows and not rows[0].is_abandoned):
+            if keeps_abandoned or (rows and not rows[0].is_abandoned):
                 self._rows[index] = rows
         if asked is self._request and not self.missing:
-            self._whole = tuple(trajectories)
+            self._complete = tuple(trajectories)
         if self.missing:
             self.failure = GenerationError(
                 f"samples {', '.join(map(str, self.missing))} of {self._request.prompt.uid} were abandoned"
             )
 
     def add_failure(self, failure: Exception, kept: Mapping[int, Sequence[Trajectory]]) -> None:
-        """A try failed, and left these finished samples behind. Those that cannot be trained count as failed, too."""
+        """Add the finished samples ``kept`` of a try that failed. A sample without a finite reward counts as failed, too."""
         self.failure = failure
         for index in self.missing:
             rows = kept.get(index)
@@ -104,15 +107,15 @@ class CollectedGroup:
                 self._rows[index] = _numbered(rows, index)
 
     def finish(self) -> RolloutResult:
-        """The group, after the last try. Raises its failure when the policy does not let it go on without what is missing."""
-        if self._whole is not None:
-            return RolloutResult(trajectories=self._whole)
+        """Return the group after the last try. Raises its failure if the policy does not allow missing samples."""
+        if self._complete is not None:
+            return RolloutResult(trajectories=self._complete)
         assert self.failure is not None
         rows = tuple(row for index in sorted(self._rows) for row in self._rows[index])
         is_rest_trained = self._policy is OnFailedSamples.TRAIN_REST and not self._request.is_evaluation
         if self.missing and not (is_rest_trained and self._has_enough(rows)):
             raise self.failure
-        return RolloutResult(trajectories=rows, num_lost=len(self.missing), failure=self.failure)
+        return RolloutResult(trajectories=rows, num_failed=len(self.missing), failure=self.failure)
 
     def _has_enough(self, rows: Sequence[Trajectory]) -> bool:
         live = live_samples_of(rows)
@@ -120,7 +123,7 @@ class CollectedGroup:
 
 
 def check_rows(trajectories: Sequence[Trajectory], request: GroupRequest) -> None:
-    """Raise ``GenerationError`` unless these rows are of the samples asked for and can be trained."""
+    """Raise ``GenerationError`` unless the rows are of the requested samples and can be trained."""
     _check_samples(trajectories, request)
     is_whole = request.sample_indices is None
     if is_whole and not request.is_evaluation and not any(t.num_sampled_tokens for t in trajectories):
@@ -133,7 +136,7 @@ def check_rows(trajectories: Sequence[Trajectory], request: GroupRequest) -> Non
 
 
 def _check_samples(trajectories: Sequence[Trajectory], request: GroupRequest) -> None:
-    """Either one row per sample, or rows that say which sample they are of; a sample without a row was abandoned early."""
+    """Accept one row per sample, or rows with a ``sample_index``; a sample without a row was abandoned early."""
     indices = {t.sample_index for t in trajectories}
     if indices == {None} or (not indices and request.sample_indices is None):
         if len(trajectories) != len(request.indices):
@@ -154,7 +157,7 @@ def _check_samples(trajectories: Sequence[Trajectory], request: GroupRequest) ->
 
 
 def _by_sample(trajectories: Sequence[Trajectory], request: GroupRequest) -> dict[int, tuple[Trajectory, ...]]:
-    """The rows of each sample asked for, numbered; none for one that was abandoned before anything was sampled."""
+    """The rows of each requested sample, numbered; empty for a sample that was abandoned before anything was sampled."""
     if all(row.sample_index is None for row in trajectories):
         rows = zip(request.indices, trajectories, strict=False)
         found = {index: _numbered((row,), index) for index, row in rows}
@@ -172,29 +175,30 @@ _MIN_GROUPS_BEFORE_STOP = 10
 
 
 class FailureWatch:
-    """Whether so many of the last 100 groups failed that the run has to stop; one that lost samples counts by their share."""
+    """Stops the run if too many of the last 100 groups failed. A group with failed samples counts by their share."""
 
     def __init__(self, max_failed_fraction: float) -> None:
         self._limit = max_failed_fraction
-        self._lost_shares: deque[float] = deque(maxlen=_WINDOW)
+        self._failed_shares: deque[float] = deque(maxlen=_WINDOW)
         self._last: tuple[str, Exception] | None = None
 
     def count_success(self) -> None:
-        """A group lost none of its samples."""
-        self._lost_shares.append(0.0)
+        """Count a group without failed samples."""
+        self._failed_shares.append(0.0)
 
     def count_failure(self, uid: str, error: Exception, *, share: float = 1.0) -> None:
-        """This share of a group's samples failed, of all of them by default."""
-        self._lost_shares.append(share)
+        """Count a group of which this share of the samples failed. Raises ``GenerationError`` if that is too many."""
+        self._failed_shares.append(share)
         self._last = uid, error
+        self.raise_if_too_many()
 
     def raise_if_too_many(self, *, has_ended: bool = False) -> None:
         """Raise ``GenerationError`` with the last failure.
 
-        Before 10 groups have ended, those to come count as successes, unless none will come. That no group at all was
-        generated is an error whatever the limit.
+        Before 10 groups have ended, the missing ones count as successes, unless the run ``has_ended``. A run in which every group
+        failed is an error whatever the limit.
         """
-        num_failed, num_recent = math.fsum(self._lost_shares), len(self._lost_shares)
+        num_failed, num_recent = math.fsum(self._failed_shares), len(self._failed_shares)
         num_counted = num_recent if has_ended else max(num_recent, _MIN_GROUPS_BEFORE_STOP)
         is_fine = num_failed <= self._limit * num_counted and not (has_ended and num_failed == num_recent)
         if self._last is None or is_fine:

@@ -54,7 +54,7 @@ class SignalFilter:
         self._in_a_row: Counter[str] = Counter()
         self._last_uid = ""
 
-    def judge(self, uid: str, trajectories: Sequence[Trajectory]) -> NoSignal | None:
+    def classify(self, uid: str, trajectories: Sequence[Trajectory]) -> NoSignal | None:
         """Count a finished group; why it is not to be trained, or None where it is."""
         rewards = [sample.reward for sample in live_samples_of(trajectories)]
         reason = self._reason(rewards)
@@ -146,7 +146,7 @@ class FinishedGroupFilter:
         num_tokens = group.num_sampled_tokens
         if self._masks_overlong:
             group = without_overlong(group)
-        if self._signal is None or (reason := self._signal.judge(group.uid, group.trajectories)) is None:
+        if self._signal is None or (reason := self._signal.classify(group.uid, group.trajectories)) is None:
             self._buffer.put(group)
             return
         await self._dataloader.mark_filtered_uids([(group.epoch, group.uid)])

@@ -1,4 +1,4 @@
-"""Groups as a checkpoint holds them: finished ones with their rows, running ones with where each of their samples stands.
+"""Groups as a checkpoint holds them: finished groups with their rows, running groups with the states of their samples.
 
 Flows in: groups, and JSON read from a file. Flows out: JSON, and groups. Does not know files, nor what a generator's state means.
 """
@@ -20,37 +20,37 @@ from skyrl_async.types import Group, Prompt, SamplingParams, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningGroup:
-    """A group admitted and not finished when the checkpoint was taken."""
+    """A group that was unfinished when the checkpoint was taken."""
 
     epoch: int
     uid: str
     admission_index: int
     scheduled_version: int
     generation_seconds: float
-    """So far."""
+    """Seconds since its admission."""
     num_samples: int
     sampling: dict[str, Any]
-    """``SamplingParams`` it was asked for with, as JSON."""
+    """``SamplingParams`` of the request, as JSON."""
     samples: dict[int, SampleState]
-    """By index; one that is missing begins anew."""
+    """Sample index -> state; a missing sample restarts."""
 
     @property
     def num_tokens(self) -> int:
-        """Known to be sampled so far."""
+        """Tokens known to be sampled so far."""
         return sum(sample.num_tokens for sample in self.samples.values())
 
     @property
     def num_kept(self) -> int:
-        """Samples there is something to go on from."""
+        """Samples that can be continued or are finished."""
         return sum(sample.is_kept for sample in self.samples.values())
 
     def has_settings(self, num_samples: int, sampling: SamplingParams) -> bool:
-        """Whether it was asked for with these: only then do its tokens belong into a group of today."""
+        """Whether the group was requested with these values; otherwise its tokens do not fit this run."""
         now = sampling_to_json(sampling)
         return num_samples == self.num_samples and all(now.get(name) == self.sampling[name] for name in self.sampling)
 
-    def saved_samples(self, num_samples: int, sampling: SamplingParams, counts: ResumeCounts) -> SampleStates:
-        """What its generator goes on from: nothing, where it is asked for otherwise than it was."""
+    def sample_states(self, num_samples: int, sampling: SamplingParams, counts: ResumeCounts) -> SampleStates:
+        """States for the generator to continue from; all samples restart if the group was requested with other values."""
         saved = self.samples
         if not self.has_settings(num_samples, sampling):
             saved = {i: SampleState(num_tokens=sample.num_tokens) for i, sample in saved.items()}
@@ -58,29 +58,28 @@ class RunningGroup:
 
 
 OpenGroup = Group | RunningGroup
-"""Admitted and not trained."""
+"""A group that is admitted and not yet trained."""
 
 
 def admission_of(group: OpenGroup) -> Admission:
-    """Under which it is open."""
     return Admission(index=group.admission_index, scheduled_version=group.scheduled_version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredGroups:
-    """What becomes of a checkpoint's open groups; oldest admitted first."""
+    """A checkpoint's open groups, oldest admitted first."""
 
     finished: tuple[Group, ...]
-    """Wait to be trained."""
+    """Groups to be trained."""
     running: tuple[RunningGroup, ...]
-    """Are generated to their end."""
+    """Groups whose generation continues."""
     dropped: tuple[OpenGroup, ...]
-    """Do not fit this run's mini-batch size and bound, and are drawn again."""
+    """Groups that do not fit this run's mini-batch size and bound: their prompts are requeued."""
 
     @classmethod
-    def of(cls, finished: Sequence[Group], running: Sequence[RunningGroup], taken_up: Sequence[Admission]) -> Self:
-        """Sort the groups by whether their admissions were taken up."""
-        indices = {admission.index for admission in taken_up}
+    def of(cls, finished: Sequence[Group], running: Sequence[RunningGroup], restored: Sequence[Admission]) -> Self:
+        """Drop the groups whose admissions were not ``restored``."""
+        indices = {admission.index for admission in restored}
         open_groups: tuple[OpenGroup, ...] = (*finished, *running)
         dropped = [group for group in open_groups if group.admission_index not in indices]
         return cls(
@@ -91,11 +90,10 @@ class RestoredGroups:
 
     @property
     def num_dropped_tokens(self) -> int:
-        """Known to be sampled for groups that are drawn again."""
+        """Tokens known to be sampled for dropped groups."""
         return sum(g.num_tokens if isinstance(g, RunningGroup) else g.num_sampled_tokens for g in self.dropped)
 
     def __str__(self) -> str:
-        """For a log line."""
         num_samples, num_kept = sum(g.num_samples for g in self.running), sum(g.num_kept for g in self.running)
         kept = sum(s.num_tokens for group in self.running for s in group.samples.values() if s.is_kept)
         lost = sum(group.num_tokens for group in self.running) - kept
@@ -107,15 +105,15 @@ class RestoredGroups:
 
 
 def sampling_to_json(sampling: SamplingParams) -> dict[str, Any]:
-    """As it comes back from a file."""
+    """The parameters as ``json.loads`` would return them."""
     fields = dataclasses.asdict(sampling)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
-    """A finished group, without its advantages, marks and reference log-probs: they are computed again, by the run that resumes.
+    """JSON of a finished group, without advantages, marks and reference log-probs, which a resumed run computes again.
 
-    Recomputed log-probs are kept with their version: the policy of that version is gone by then.
+    Old log-probs are kept with their version: a resumed run no longer has the policy of that version.
     """
     fields = fields_of(group)
     del fields["advantages"]
@@ -126,13 +124,12 @@ def group_to_json(group: Group) -> dict[str, Any]:
 
 
 def group_from_json(row: Mapping[str, Any]) -> Group:
-    """What ``group_to_json`` was made of. Raises what ``from_json`` raises."""
+    """The inverse of ``group_to_json``. Raises ``ValueError`` like ``from_json``."""
     group: Group = from_json(Group, row, "")
     return group
 
 
 def running_to_json(group: RunningGroup) -> dict[str, Any]:
-    """A running group."""
     return {**fields_of(group), "samples": {i: _sample_to_json(sample) for i, sample in group.samples.items()}}
 
 
@@ -141,14 +138,14 @@ def _sample_to_json(sample: SampleState) -> dict[str, Any]:
 
 
 def from_json(kind: Any, saved: Any, name: str) -> Any:
-    """What a file holds, as a value of the annotation ``kind``, such as ``tuple[Group, ...]``.
+    """Convert JSON to the annotation ``kind``, such as ``tuple[Group, ...]``.
 
-    Numbers may be of any kind, since generators and environments are somebody else's. Fields with a default may be missing.
+    Any kind of number is accepted, since generators and environments are the user's. Fields with a default may be missing.
 
     Args:
-        kind: of dataclasses, tuples, lists, dictionaries, numbers, text, ``Any`` and ``None``.
-        saved: as ``json.loads`` has it.
-        name: where it is in its file.
+        kind: built from dataclasses, tuples, lists, dictionaries, numbers, text, ``Any`` and ``None``.
+        saved: a value from ``json.loads``.
+        name: path of the value in its file.
 
     Raises ``ValueError`` with the path of the first field that is missing, unknown or of another type.
     """
@@ -163,7 +160,7 @@ def from_json(kind: Any, saved: Any, name: str) -> Any:
     if origin in (tuple, list):
         _require(isinstance(saved, list | tuple), saved, "a list", name)
         if inner[0] in (int, float) and set(map(type, saved)) <= {int, float, bool}:
-            return origin(saved)  # of one value per token
+            return origin(saved)  # one value per token: too many to check one by one
         return origin(from_json(inner[0], value, f"{name}[{i}]") for i, value in enumerate(saved))
     if origin is dict:
         _require(isinstance(saved, dict), saved, "an object", name)
@@ -198,7 +195,7 @@ def _hints_of(kind: Any) -> dict[str, Any]:
 
 
 def _key(kind: type, key: str, name: str) -> Any:
-    """JSON has no keys but text."""
+    """JSON keys are text."""
     try:
         return kind(key)
     except ValueError as error:
@@ -216,40 +213,33 @@ class GroupInFlight:
 
     admission: Admission
     epoch: int
-    """In which its prompt was drawn."""
+    """Epoch in which its prompt was drawn."""
     prompt: Prompt
     started: float
     """Seconds on the loop's clock."""
-    account: TokenUsage = field(default_factory=TokenUsage)
-    """Of what its members were delivered."""
-    saved: SampleStates = field(default_factory=SampleStates)
-    """Where its samples stand."""
+    token_usage: TokenUsage = field(default_factory=TokenUsage)
+    sample_states: SampleStates = field(default_factory=SampleStates)
 
     @property
     def key(self) -> tuple[int, str]:
         """(epoch, uid)."""
         return self.epoch, self.prompt.uid
 
-    @property
-    def name(self) -> str:
-        """Of its task."""
-        return f"group-{self.admission.index}-{self.prompt.uid}"
-
     @classmethod
-    def of_checkpoint(
+    def from_checkpoint(
         cls, group: RunningGroup, prompt: Prompt, num_samples: int, sampling: SamplingParams, counts: ResumeCounts
     ) -> Self:
-        """A group that goes on, asked for with ``num_samples`` and ``sampling``; ``counts`` are told what becomes of its samples."""
+        """Continue a group, requested with ``num_samples`` and ``sampling`` now; ``counts`` counts resumed and restarted samples."""
         return cls(
             admission=admission_of(group),
             epoch=group.epoch,
             prompt=prompt,
             started=asyncio.get_running_loop().time() - group.generation_seconds,
-            saved=group.saved_samples(num_samples, sampling, counts),
+            sample_states=group.sample_states(num_samples, sampling, counts),
         )
 
     def for_checkpoint(self, num_samples: int, sampling: SamplingParams) -> RunningGroup:
-        """The group as it stands now, asked for with ``num_samples`` and ``sampling``."""
+        """The group's current state; it was requested with ``num_samples`` and ``sampling``."""
         return RunningGroup(
             epoch=self.epoch,
             uid=self.prompt.uid,
@@ -258,5 +248,5 @@ class GroupInFlight:
             generation_seconds=asyncio.get_running_loop().time() - self.started,
             num_samples=num_samples,
             sampling=sampling_to_json(sampling),
-            samples=self.saved.samples(),
+            samples=self.sample_states.snapshot(),
         )

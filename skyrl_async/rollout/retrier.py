@@ -1,7 +1,7 @@
-"""Plays a group with a deadline, and what failed of it again after a while: for training and evaluation alike.
+"""Runs a group's rollout with a deadline, and retries its failed samples: for training and evaluation alike.
 
-Flows in: a generator and requests. Flows out: trajectories that keep a generator's promises, or the last try's error. Does not
-know what a failure means to who asked.
+Flows in: a generator and requests. Flows out: checked trajectories, or the last try's error. Does not know what a failure means to
+the caller.
 """
 
 import asyncio
@@ -22,13 +22,11 @@ from skyrl_async.types import Trajectory
 logger = logging.getLogger(__name__)
 
 _MAX_NAMED = 3
-"""Samples that the error of a missed deadline names."""
+"""Samples named in the error of a missed deadline."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rollout:
-    """A group being played."""
-
     request: GroupRequest
     started: float
     """Seconds on the loop's clock."""
@@ -38,16 +36,15 @@ class _Rollout:
 
 
 class RolloutRetrier:
-    """A ``Generator`` over another one that may fail, hang or return something else than it should.
+    """A ``Generator`` over another one, which may fail, hang or break its contract.
 
     Args:
-        generator: plays a group.
-        max_retries: times a failed rollout is tried again, >= 0; ``DROP`` never does.
-        timeout_s: deadline of one try.
-        on_failed_samples: what to do with a group of which only some samples failed; one of an evaluation has to be whole.
-        backoff: between tries.
-        deadlines: stand still while nothing can be sampled; what fails in an outage is tried again once that is over, and counts as no
-            try. None: there is none.
+        generator: generates a group.
+        max_retries: retries of a failed rollout, >= 0; ``DROP`` never retries.
+        timeout_s: deadline of one try, in seconds.
+        on_failed_samples: treatment of a group of which only some samples failed; a group of an evaluation has to be complete.
+        backoff: wait between tries.
+        deadlines: stand still in outages. A failure in an outage is retried after it and does not count as a try. None: no outages.
     """
 
     def __init__(
@@ -64,24 +61,24 @@ class RolloutRetrier:
         self._deadlines = deadlines or Deadlines()
         self._max_retries = 0 if on_failed_samples is OnFailedSamples.DROP else max_retries
         self._timeout_s = timeout_s
-        self._on_lost_samples = on_failed_samples
+        self._on_failed_samples = on_failed_samples
         self._backoff = backoff
         self._in_flight: dict[_Rollout, None] = {}
         self.num_retries = 0
         self.num_wasted_tokens = 0
-        """Of finished samples whose group failed."""
+        """Tokens of finished samples whose group failed."""
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """The trajectories of ``play``."""
-        return (await self.play(request)).trajectories
+        """Return the trajectories of ``run_rollout``."""
+        return (await self.run_rollout(request)).trajectories
 
-    async def play(self, request: GroupRequest) -> RolloutResult:
-        """Try until the group is whole, or the last time; only what is missing is played again.
+    async def run_rollout(self, request: GroupRequest) -> RolloutResult:
+        """Try until the group is complete or the retries are used up; a retry generates only the missing samples.
 
-        Raises the last try's error when the group cannot be trained; ``NoEngineError`` at once.
+        Raises the last try's error if the group cannot be trained; ``NoEngineError`` at once.
         """
-        group, outages = CollectedGroup(request, self._on_lost_samples), self._deadlines.outages
-        with self._counted(request):
+        group, outages = CollectedGroup(request, self._on_failed_samples), self._deadlines.outages
+        with self._in_flight_during(request):
             num_tries = 0
             while True:
                 num_over = outages.num_over
@@ -100,11 +97,11 @@ class RolloutRetrier:
             raise
 
     def statuses(self) -> list[list[RolloutStatus]]:
-        """What each group being played is doing, the group that began first first."""
+        """Activity of each group in flight, in order of their start."""
         return [rollout.statuses() for rollout in self._in_flight]
 
     @contextmanager
-    def _counted(self, request: GroupRequest) -> Iterator[None]:
+    def _in_flight_during(self, request: GroupRequest) -> Iterator[None]:
         rollout = _Rollout(request, asyncio.get_running_loop().time())
         self._in_flight[rollout] = None
         try:
@@ -113,55 +110,40 @@ class RolloutRetrier:
             del self._in_flight[rollout]
 
     async def _wait_out(self, request: GroupRequest, group: CollectedGroup) -> None:
-        """Samples were lost while nothing could be sampled: wait until that is over."""
-        logger.warning(
-            "rollout of %s lost %d of its %d samples in an outage, and is tried again after it: %r",
-            request.prompt.uid,
-            len(group.missing),
-            request.num_samples,
-            group.failure,
-        )
+        """Wait for the end of the outage in which samples failed."""
+        logger.warning("%s in an outage, and is tried again after it: %r", group, group.failure)
         request.progress.enter("waiting for the end of an outage")
         await self._deadlines.outages.wait_until_over()
         request.progress.enter("generating")
 
     async def _back_off(self, request: GroupRequest, group: CollectedGroup, num_tries: int) -> None:
-        delay = self._backoff.seconds(num_tries - 1, request.seed)
-        logger.warning(
-            "rollout of %s lost %d of its %d samples, %d more tries, the next in %.1f s: %r",
-            request.prompt.uid,
-            len(group.missing),
-            request.num_samples,
-            self._max_retries - num_tries + 1,
-            delay,
-            group.failure,
-        )
+        delay, num_left = self._backoff.seconds(num_tries - 1, request.seed), self._max_retries - num_tries + 1
+        logger.warning("%s, %d more tries, the next in %.1f s: %r", group, num_left, delay, group.failure)
         self.num_retries += 1
         request.progress.enter("waiting for a retry")
         await asyncio.sleep(delay)
         request.progress.enter("generating")
 
     async def _try_into(self, group: CollectedGroup) -> None:
-        """One try at what is missing; what became of it is in ``group``."""
+        """Try to generate the missing samples, and add the result to ``group``."""
         request = group.next_request()
         try:
             trajectories = await self._try(request)
         except NoEngineError:
             raise
         except Exception as error:
-            group.add_failure(error, request.saved.finished if does_keep_samples(self._generator) else {})
+            group.add_failure(error, request.sample_states.finished if does_keep_samples(self._generator) else {})
             record_wasted()
         else:
             group.add_returned(trajectories)
-        request.saved.forget(group.missing)
+        request.sample_states.forget(group.missing)
 
     async def _try(self, request: GroupRequest) -> Sequence[Trajectory]:
-        """One try, in a task of its own: whatever the generator makes of a cancellation, the caller is cancelled by it."""
+        """Run one try, in its own task, so that a cancellation reaches the caller even if the generator swallows it."""
         outcome: list[Sequence[Trajectory] | Exception] = []
-
         uid = request.prompt.uid
 
-        async def play() -> None:
+        async def run() -> None:
             try:
                 outcome.append(await self._generator.generate(request))
             except Exception as error:
@@ -174,11 +156,11 @@ class RolloutRetrier:
         started = asyncio.get_running_loop().time()
         try:
             async with self._deadlines.within(self._timeout_s), asyncio.TaskGroup() as tasks:
-                tasks.create_task(play(), name=f"rollout-{uid}")
+                tasks.create_task(run(), name=f"rollout-{uid}")
         except TimeoutError as error:
             raise DeadlineError(
                 f"the rollout of {uid} took longer than generator.rollout_timeout_s={self._timeout_s:g}:"
-                f"{_named(request.progress.statuses(uid, started))}"
+                f"{_slowest(request.progress.statuses(uid, started))}"
             ) from error
         if not outcome:
             raise GenerationError(
@@ -192,8 +174,8 @@ class RolloutRetrier:
         return result
 
 
-def _named(statuses: Sequence[RolloutStatus]) -> str:
-    """The samples that took the longest, for the end of a message."""
+def _slowest(statuses: Sequence[RolloutStatus]) -> str:
+    """The samples that took the longest, for an error message."""
     named = [f"{status.where} {status.doing}" for status in statuses[:_MAX_NAMED]]
     num_more = len(statuses) - len(named)
     return ",".join(named) + (f" and {num_more} more" if num_more else "")

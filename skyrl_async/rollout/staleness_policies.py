@@ -24,13 +24,13 @@ class StalenessPolicy:
     """A finished group waits while its place in the step may be needed by one admitted before it."""
     masks: bool = False
     """Tokens older than the bound are not trained."""
-    gives_up: bool = False
+    drops_groups: bool = False
     """Groups past the bound are not trained, and their prompts are drawn again."""
 
     @property
     def bounds_groups(self) -> bool:
         """Whether no group past the bound is ever trained."""
-        return self.holds_back or self.gives_up
+        return self.holds_back or self.drops_groups
 
     def may_train(self, group: Group, staleness: _AsyncStalenessManager, num_free: int) -> bool:
         """Whether a finished group may take one of the ``num_free`` places left in the step."""
@@ -38,7 +38,7 @@ class StalenessPolicy:
 
     def is_dropped(self, scheduled_version: int, staleness: _AsyncStalenessManager) -> bool:
         """Whether an open group admitted at ``scheduled_version`` is past the bound, and not to be waited for."""
-        return self.gives_up and staleness.trained_version - scheduled_version > staleness.max_staleness_steps
+        return self.drops_groups and staleness.trained_version - scheduled_version > staleness.max_staleness_steps
 
     def masked_group(self, group: Group, version: int, max_staleness_steps: int) -> Group:
         """The group as it is trained at ``version``: all of it, or what is within the bound.
@@ -66,7 +66,7 @@ _POLICIES = {
     for policy in (
         StalenessPolicy(name="wait", holds_back=True),
         StalenessPolicy(name="mask", masks=True),
-        StalenessPolicy(name="resample", gives_up=True),
+        StalenessPolicy(name="resample", drops_groups=True),
         StalenessPolicy(name="allow"),
     )
 }

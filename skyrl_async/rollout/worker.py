@@ -1,7 +1,7 @@
 """Turns prompts into finished groups: one task per group in flight, admitted by the staleness manager.
 
-Flows in: prompts from the dataloader. Flows out: groups into the buffer. Does not know what is trained when, nor how a generator
-samples. A rollout that fails is tried again, then counted; too many failures, and the last one ends the run.
+Flows in: prompts from the dataloader. Flows out: groups into the buffer. Does not know when groups are trained, nor how a generator
+samples. A failed rollout is retried, then counted; too many failures end the run with the last one.
 """
 
 import asyncio
@@ -33,45 +33,51 @@ from skyrl_async.types import Group, Prompt, SamplingParams, Trajectory
 logger = logging.getLogger(__name__)
 
 
+_COUNTS = (
+    *("groups", "trajectories", "tokens", "aborts", "failed_groups", "failed_samples"),
+    *("requeued_groups", "requeued_tokens", "side_tokens", "cut_short_samples"),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
-    """How groups are generated and when failures end the run."""
+    """Settings of generation, and the limit of failures."""
 
     num_samples: int
     """Trajectories per group."""
     sampling: SamplingParams
-    """Per generation call."""
+    """For each generation call."""
     seed: int
-    """Base of the seed of each group."""
+    """Base of the groups' seeds."""
     max_retries: int
-    """Times a failed rollout is tried again."""
+    """Retries of a failed rollout."""
     max_failed_fraction: float
-    """Share of failed groups, of the last 100, past which the run stops."""
+    """The run stops if more than this fraction of the last 100 groups failed."""
     timeout_s: float
-    """Deadline of one try."""
+    """Deadline of one try, in seconds."""
     on_failed_samples: OnFailedSamples = OnFailedSamples.TRAIN_REST
-    """What to do with a group of which only some samples failed."""
+    """Treatment of a group of which only some samples failed."""
     backoff: Backoff = NO_BACKOFF
-    """Before a failed rollout is tried again."""
+    """Wait before each retry."""
     requeues_groups: bool = False
-    """Groups may be given up until they are trained, and their prompts drawn again."""
+    """Untrained groups may be dropped, and their prompts requeued."""
     signal: SignalSettings | None = None
-    """Filters finished groups that teach nothing; None keeps all."""
+    """Filters finished groups without a learning signal; None keeps all."""
     masks_overlong: bool = False
-    """Samples that a length limit cut are not trained."""
+    """Mask samples that a length limit cut."""
 
 
 class GenerationWorkers:
     """Keeps as many groups in flight as the staleness manager admits.
 
     Args:
-        dataloader: gives prompts, and is told what became of them.
-        staleness: admits.
-        buffer: takes finished groups; closed when the data has ended.
-        generator: plays a group.
-        settings: see ``RolloutSettings``.
-        trace: one span per group.
-        client: what the generator samples through.
+        dataloader: source of prompts; records the state of each.
+        staleness: admits groups.
+        buffer: receives finished groups; closed when the data has ended.
+        generator: generates a group.
+        client: the inference client that the generator samples from.
+        settings: plain settings.
+        trace: gets one span per group.
         board: shows the stages dataloader, generate and rollout.
     """
 
@@ -90,7 +96,7 @@ class GenerationWorkers:
         self._dataloader = dataloader
         self._staleness = staleness
         self._buffer = buffer
-        self._attempts = RolloutRetrier(
+        self._retrier = RolloutRetrier(
             generator,
             max_retries=settings.max_retries,
             timeout_s=settings.timeout_s,
@@ -112,53 +118,45 @@ class GenerationWorkers:
         )
         self._resume_counts = ResumeCounts()
         self._in_flight: dict[int, GroupInFlight] = {}
-        self._playing: dict[int, asyncio.Task[None]] = {}
+        self._group_tasks: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
-        """Takes more tasks; None before ``run``, and from its end or first failure on."""
+        """Accepts tasks; None before ``run``, and after its end or first failure."""
         self._on_failure: Callable[[Exception], None] = lambda error: None
         self._drawing: set[asyncio.Task[None]] = set()
         self._is_drawing = False
-        self._counts = {
-            "groups": 0,
-            "trajectories": 0,
-            "tokens": 0,
-            "aborts": 0,
-            "failed_groups": 0,
-            "failed_samples": 0,
-        }
-        self._counts |= {"requeued_groups": 0, "requeued_tokens": 0, "side_tokens": 0, "cut_short_samples": 0}
+        self._counts = dict.fromkeys(_COUNTS, 0)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of finished groups (trajectories, tokens, aborts, samples they lack), failures, retries, redrawn and filtered groups, tokens
-        thrown away, and what became of a checkpoint's samples, so far."""
+        """Totals so far: finished groups (trajectories, tokens, aborts, failed samples), failures, retries, requeued and filtered groups,
+        abandoned tokens, and resumed samples."""
         return {
             **self._counts,
             **self.finished_groups.counts,
             **asdict(self._resume_counts),
-            "retries": self._attempts.num_retries,
+            "retries": self._retrier.num_retries,
             "abandoned_tokens": self._client.num_abandoned_tokens
-            - sum(group.account.num_cut_off_tokens for group in self._in_flight.values())
+            - sum(group.token_usage.num_cut_off_tokens for group in self._in_flight.values())
             + self._counts["requeued_tokens"]
-            + self._attempts.num_wasted_tokens,
+            + self._retrier.num_wasted_tokens,
         }
 
     async def run(self, on_failure: Callable[[Exception], None] = lambda error: None) -> None:
         """Consumes prompts, produces finished groups, waits for admission; unblocked by versions and ending groups.
 
-        Returns when the data has ended and every group with it; the buffer is closed then: where groups may be redrawn, not before
-        all of them are taken. What a cancellation or a failure leaves
-        in flight stays as it stands, for a checkpoint, until ``requeue``. Raises ``GenerationError`` when too many rollouts failed,
-        or too many groups were filtered; ``on_failure`` is told at once, before the other groups have ended.
+        Returns after the data and the last group have ended, and closes the buffer. If groups may be requeued, it first waits until
+        the trainer has taken all of them. After a cancellation or a failure the groups in flight keep their state for a checkpoint,
+        until ``requeue``. Raises ``GenerationError`` if too many rollouts failed or too many groups were filtered; ``on_failure`` is
+        called at once, before the other groups have ended.
         """
         self._on_failure = on_failure
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                for taken_up in self._in_flight.values():
-                    self._start(taken_up, self._tasks)
+                for restored in self._in_flight.values():
+                    self._start(restored, self._tasks)
                 await self._start_groups(self._tasks)
                 if self._settings.requeues_groups:
-                    await self._until_none_can_come_back()
+                    await self._until_none_can_be_requeued()
         finally:
             self._tasks = None
         self._failures.raise_if_too_many(has_ended=True)
@@ -168,9 +166,9 @@ class GenerationWorkers:
         self._buffer.close()
 
     def restore(self, groups: Sequence[RunningGroup]) -> None:
-        """Have ``run`` go on with groups of a checkpoint before it draws anything, in this order.
+        """Have ``run`` continue these groups of a checkpoint, in this order, before it draws prompts.
 
-        Those that were asked for with another group size or other sampling begin anew.
+        Groups that were requested with another size or other sampling restart.
         """
         settings = self._settings
         if others := [g.uid for g in groups if not g.has_settings(settings.num_samples, settings.sampling)]:
@@ -180,7 +178,7 @@ class GenerationWorkers:
             )
         for group in groups:
             prompt = self._dataloader.prompt_of((group.epoch, group.uid))
-            self._in_flight[group.admission_index] = GroupInFlight.of_checkpoint(
+            self._in_flight[group.admission_index] = GroupInFlight.from_checkpoint(
                 group, prompt, settings.num_samples, settings.sampling, self._resume_counts
             )
 
@@ -190,32 +188,29 @@ class GenerationWorkers:
         return tuple(group.for_checkpoint(num_samples, sampling) for _, group in sorted(self._in_flight.items()))
 
     async def collect_open_tokens(self) -> None:
-        """Have open generations know all of their tokens, before ``running_groups`` looks at them."""
+        """Update open generations with all of their tokens; call this before ``running_groups``."""
         await self._client.collect_open_tokens()
 
     async def abort_and_requeue(self, is_dropped: Callable[[Admission], bool]) -> None:
-        """Abort the groups in flight of which ``is_dropped`` says so; their prompts are the next to be drawn, oldest first.
+        """Abort the groups in flight for which ``is_dropped`` is true, and requeue their prompts, the oldest first.
 
-        What was sampled for them is thrown away; it is counted, with what engines have not handed over. After they were asked no
-        ``await`` waits: none of the groups can finish meanwhile.
+        Their sampled tokens are counted as requeued, with those that engines have not delivered yet. From the check to the end no
+        ``await`` waits, so that none of the groups can finish meanwhile.
         """
         if any(is_dropped(group.admission) for group in self._in_flight.values()):
             await self._client.collect_open_tokens()
-        given_up = [group for group in self._in_flight.values() if is_dropped(group.admission)]
-        for group in sorted(given_up, key=lambda g: -g.admission.index):
-            del self._in_flight[group.admission.index]
-            if task := self._playing.pop(group.admission.index, None):
+        dropped = [group for group in self._in_flight.values() if is_dropped(group.admission)]
+        for group in dropped:
+            if task := self._group_tasks.pop(group.admission.index, None):
                 task.cancel()
-            self._counts["requeued_tokens"] += group.account.num_tokens
-            group.saved.close()
-            await self._dataloader.requeue(group.key)
-            await self._staleness.on_rollout_rejected(group.admission)
-        self._counts["requeued_groups"] += len(given_up)
-        if given_up:
+            self._counts["requeued_tokens"] += group.token_usage.num_tokens
+        await self._requeue(dropped)
+        self._counts["requeued_groups"] += len(dropped)
+        if dropped:
             self._draw_again()
 
     async def requeue_finished(self, group: Group) -> None:
-        """Like ``abort_and_requeue``, for a group just taken from the buffer."""
+        """Requeue the prompt of a group just taken from the buffer."""
         self._counts["requeued_groups"] += 1
         self._counts["requeued_tokens"] += group.num_sampled_tokens
         await self._dataloader.requeue((group.epoch, group.uid))
@@ -223,17 +218,17 @@ class GenerationWorkers:
         self._draw_again()
 
     def _draw_again(self) -> None:
-        """There are prompts again, even if the data had ended."""
+        """Start groups again if drawing had ended with the data: there are prompts now."""
         if not self._is_drawing and self._tasks is not None:
             self._is_drawing = True
             drawing = self._tasks.create_task(self._start_groups(self._tasks), name="drawing again")
             self._drawing.add(drawing)
             drawing.add_done_callback(self._drawing.discard)
 
-    async def _until_none_can_come_back(self) -> None:
-        """The data has ended: wait until no group is played and none is in the buffer. Unblocked by groups that end or are taken."""
+    async def _until_none_can_be_requeued(self) -> None:
+        """Wait until no group is in flight or in the buffer. Unblocked by groups that end or are taken."""
         while True:
-            if busy := {*self._drawing, *self._playing.values()}:
+            if busy := {*self._drawing, *self._group_tasks.values()}:
                 await asyncio.wait(busy)
             elif len(self._buffer):
                 await self._buffer.emptied()
@@ -241,14 +236,14 @@ class GenerationWorkers:
                 return
 
     def statuses(self) -> list[list[RolloutStatus]]:
-        """What each group in flight is doing, the oldest first."""
-        return self._attempts.statuses()
+        """Activity of each group in flight, the oldest first."""
+        return self._retrier.statuses()
 
     async def generate(self, admission: Admission, prompt: Prompt) -> tuple[Trajectory, ...]:
-        """The trajectories of one group. Raises its last try's error."""
+        """Generate one group. Raises the error of its last try."""
         return (await self._generate(admission, prompt, SampleStates())).trajectories
 
-    async def _generate(self, admission: Admission, prompt: Prompt, saved: SampleStates) -> RolloutResult:
+    async def _generate(self, admission: Admission, prompt: Prompt, states: SampleStates) -> RolloutResult:
         settings = self._settings
         request = GroupRequest(
             prompt=prompt,
@@ -256,16 +251,16 @@ class GenerationWorkers:
             sampling=settings.sampling,
             seed=random.Random(f"{settings.seed}-{admission.index}").getrandbits(31),
             priority=admission.index,
-            saved=saved,
+            sample_states=states,
         )
         with self._trace.span("group", track="generation", uid=prompt.uid, version=admission.scheduled_version):
-            return await self._attempts.play(request)
+            return await self._retrier.run_rollout(request)
 
     async def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
-        """Until the data has ended."""
+        """Consumes prompts, starts a group for each, waits for admission; returns when the data has ended."""
         self._is_drawing = True
         try:
-            with self._ending_all_on_failure(), self._board.stage("dataloader").lane() as lane:
+            with self._stopping_all_on_failure(), self._board.stage("dataloader").lane() as lane:
                 lane.wait_for_input()
                 while group := await self._start_next(lane):
                     self._start(group, tasks)
@@ -275,10 +270,10 @@ class GenerationWorkers:
 
     def _start(self, group: GroupInFlight, tasks: asyncio.TaskGroup) -> None:
         index = group.admission.index
-        self._playing[index] = tasks.create_task(self._play(group), name=group.name)
+        self._group_tasks[index] = tasks.create_task(self._run_group(group), name=f"group-{index}-{group.prompt.uid}")
 
     async def _start_next(self, lane: Lane) -> GroupInFlight | None:
-        """Wait for admission and draw a prompt; None when the data has ended. The credits are the channel's bound."""
+        """Wait for admission and draw a prompt; None when the data has ended. Admissions bound the number of groups."""
         lane.process("prompt")
         lane.wait_for_output()
         admission = await self._staleness.acquire_submission_slot()
@@ -293,12 +288,15 @@ class GenerationWorkers:
         self._in_flight[admission.index] = group
         return group
 
-    async def _play(self, group: GroupInFlight) -> None:
-        """Generate one group and say what became of it; a cancelled one stays in flight. The stages' items are groups that did not fail."""
+    async def _run_group(self, group: GroupInFlight) -> None:
+        """Generate one group, and record its success or failure; a cancelled group stays in flight.
+
+        The items of the stages are the groups that did not fail.
+        """
         uid, board = group.prompt.uid, self._board
         try:
             with (
-                self._ending_all_on_failure(),
+                self._stopping_all_on_failure(),
                 board.stage("generate").lane() as generate,
                 board.stage("rollout").lane() as rollout,
             ):
@@ -306,8 +304,8 @@ class GenerationWorkers:
                 generate.wait_for_input()
                 generate.process(uid)
                 try:
-                    with recording_tokens_to(group.account):
-                        played = await self._generate(group.admission, group.prompt, group.saved)
+                    with recording_tokens_to(group.token_usage):
+                        result = await self._generate(group.admission, group.prompt, group.sample_states)
                 except NoEngineError:
                     raise
                 except Exception as error:
@@ -316,14 +314,14 @@ class GenerationWorkers:
                 else:
                     generate.wait_for_input()
                     rollout.process(uid)
-                    await self._finish(group, played)
+                    await self._finish(group, result)
                     rollout.wait_for_input()
         finally:
-            self._playing.pop(group.admission.index, None)
+            self._group_tasks.pop(group.admission.index, None)
 
     @contextmanager
-    def _ending_all_on_failure(self) -> Iterator[None]:
-        """What fails inside ends every group: from then on none is started."""
+    def _stopping_all_on_failure(self) -> Iterator[None]:
+        """A failure inside ends every group, and no further one is started."""
         try:
             yield
         except Exception as error:
@@ -331,57 +329,63 @@ class GenerationWorkers:
             self._on_failure(error)
             raise
 
-    async def _finish(self, group: GroupInFlight, played: RolloutResult) -> None:
-        trajectories = played.trajectories
+    async def _finish(self, group: GroupInFlight, result: RolloutResult) -> None:
         del self._in_flight[group.admission.index]
-        group.saved.close()
+        group.sample_states.close()
         await self._dataloader.mark_finished_uid(group.key)
         await self._staleness.on_rollout_accepted(group.admission)
+        self._count(result)
         finished = Group(
             uid=group.prompt.uid,
             epoch=group.epoch,
             admission_index=group.admission.index,
             scheduled_version=group.admission.scheduled_version,
-            trajectories=trajectories,
+            trajectories=result.trajectories,
             generation_seconds=asyncio.get_running_loop().time() - group.started,
         )
-        self._counts["groups"] += 1
-        self._counts["trajectories"] += len(live_samples_of(trajectories))
-        self._counts["tokens"] += sum(t.num_sampled_tokens for t in trajectories)
-        self._counts["aborts"] += sum(t.num_aborts for t in trajectories)
-        self._counts["failed_samples"] += played.num_lost
+        await self.finished_groups.put(finished)
+        if result.failure is None or not result.num_failed:
+            self._failures.count_success()
+            return
+        num_samples, uid = self._settings.num_samples, group.prompt.uid
+        logger.error(
+            "rollout of %s goes on without %d of its %d samples: %r",
+            uid,
+            result.num_failed,
+            num_samples,
+            result.failure,
+        )
+        self._failures.count_failure(uid, result.failure, share=result.num_failed / num_samples)
+
+    def _count(self, result: RolloutResult) -> None:
+        counts, trajectories = self._counts, result.trajectories
+        counts["groups"] += 1
+        counts["trajectories"] += len(live_samples_of(trajectories))
+        counts["tokens"] += sum(t.num_sampled_tokens for t in trajectories)
+        counts["aborts"] += sum(t.num_aborts for t in trajectories)
+        counts["failed_samples"] += result.num_failed
         for sample in samples_of(trajectories):
             figures = sample.rows[0].metrics
-            self._counts["side_tokens"] += int(figures.get("agent/side_tokens", 0))
-            self._counts["cut_short_samples"] += int(figures.get("agent/interruptible", 0))
-        await self.finished_groups.put(finished)
-        if played.failure is not None and played.num_lost:
-            self._lose(group, played.num_lost, played.failure)
-        else:
-            self._failures.count_success()
-
-    def _lose(self, group: GroupInFlight, num_lost: int, error: Exception) -> None:
-        """The group is trained without some of its samples."""
-        num_samples, uid = self._settings.num_samples, group.prompt.uid
-        logger.error("rollout of %s goes on without %d of its %d samples: %r", uid, num_lost, num_samples, error)
-        self._failures.count_failure(uid, error, share=num_lost / num_samples)
-        self._failures.raise_if_too_many()
+            counts["side_tokens"] += int(figures.get("agent/side_tokens", 0))
+            counts["cut_short_samples"] += int(figures.get("agent/interruptible", 0))
 
     async def _fail(self, group: GroupInFlight, error: Exception) -> None:
         del self._in_flight[group.admission.index]
-        group.saved.close()
+        group.sample_states.close()
         await self._dataloader.mark_failed_uid(group.key)
         await self._staleness.on_rollout_rejected(group.admission)
         self._buffer.notify()
         self._counts["failed_groups"] += 1
         logger.error("rollout of %s failed for good: %r", group.prompt.uid, error)
         self._failures.count_failure(group.prompt.uid, error)
-        self._failures.raise_if_too_many()
 
     async def requeue(self) -> None:
-        """What is in flight will not be finished: its prompts are the next to be drawn, oldest first. Idempotent."""
-        for _, group in sorted(self._in_flight.items(), reverse=True):
-            group.saved.close()
+        """Drop the groups in flight; their prompts are the next to be drawn, the oldest first. Idempotent."""
+        await self._requeue(list(self._in_flight.values()))
+
+    async def _requeue(self, groups: Sequence[GroupInFlight]) -> None:
+        for group in sorted(groups, key=lambda g: -g.admission.index):
+            del self._in_flight[group.admission.index]
+            group.sample_states.close()
             await self._dataloader.requeue(group.key)
             await self._staleness.on_rollout_rejected(group.admission)
-        self._in_flight.clear()

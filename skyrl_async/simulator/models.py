@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyrl_async.generators.gym.episode_state import EpisodeState
-from skyrl_async.rollout.generator import GroupRequest, keeps_samples, play_members
+from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.simulator.engine import ModelledEngine
 from skyrl_async.types import FinishReason, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
@@ -108,7 +108,7 @@ class ModelledGenerator:
         """One completion per sample, each with a seed of its own."""
         rng = random.Random(request.seed)
         seeds = [rng.getrandbits(31) for _ in range(request.num_samples)]
-        return await play_members(
+        return await run_samples(
             request,
             "sample",
             lambda index: self._one(request, index, seeds[index]),
@@ -117,9 +117,9 @@ class ModelledGenerator:
         )
 
     async def _one(self, request: GroupRequest, index: int, seed: int) -> Trajectory:
-        saved = request.saved.take(index)
+        saved = request.sample_states.restore(index)
         state = EpisodeState(messages=[]) if saved is None else EpisodeState.from_json(saved.state or {})
-        request.saved.follow(index, state.sample_state)
+        request.sample_states.track(index, state.sample_state)
         prompt = tuple(ord(c) for c in request.prompt.uid)
         completion = await self._sampler.generate_tokens(
             prompt,

@@ -260,7 +260,7 @@ def _rollout_settings(settings: SimulationSettings) -> RolloutSettings:
         timeout_s=settings.rollout_timeout_s,
         on_failed_samples=settings.on_failed_samples,
         backoff=settings.backoff,
-        requeues_groups=staleness_policy(settings.staleness_policy).gives_up,
+        requeues_groups=staleness_policy(settings.staleness_policy).drops_groups,
         signal=SignalSettings(max_in_a_row=settings.max_filtered_in_a_row) if settings.sample_full_batch else None,
         masks_overlong=settings.masks_overlong,
     )

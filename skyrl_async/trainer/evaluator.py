@@ -80,7 +80,7 @@ class Evaluator:
         backoff: Backoff = NO_BACKOFF,
         deadlines: Deadlines | None = None,
     ) -> None:
-        self._attempts = RolloutRetrier(
+        self._retrier = RolloutRetrier(
             generator, max_retries=max_retries, timeout_s=timeout_s, backoff=backoff, deadlines=deadlines
         )
         self._prompts = tuple(prompts)
@@ -105,7 +105,7 @@ class Evaluator:
         async def play(index: int, prompt: Prompt) -> tuple[Trajectory, ...]:
             async with places:
                 try:
-                    return await self._attempts.generate(self._request(index, prompt, priority))
+                    return await self._retrier.generate(self._request(index, prompt, priority))
                 except NoEngineError:
                     raise
                 except Exception as error:
@@ -123,7 +123,7 @@ class Evaluator:
 
     def statuses(self) -> list[list[RolloutStatus]]:
         """What each prompt being played is doing, the oldest first."""
-        return self._attempts.statuses()
+        return self._retrier.statuses()
 
     def _request(self, index: int, prompt: Prompt, priority: int) -> GroupRequest:
         return GroupRequest(

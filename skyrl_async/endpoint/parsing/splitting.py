@@ -102,7 +102,7 @@ class AnswerStream:
         elif self._phase is _Phase.REASONING:
             return self._reason()
         elif self._phase is _Phase.CONTENT:
-            return self._speak()
+            return self._sample_turn()
         return AnswerDelta()
 
     def _open(self) -> None:
@@ -136,7 +136,7 @@ class AnswerStream:
             self._phase = _Phase.CONTENT
         return AnswerDelta(reasoning=certain)
 
-    def _speak(self) -> AnswerDelta:
+    def _sample_turn(self) -> AnswerDelta:
         text = self._pending.lstrip(self._glue)
         position = _first(text, self._marks.calls)
         num_certain = len(text) - _num_held_back(text, self._marks.calls) if position is None else position

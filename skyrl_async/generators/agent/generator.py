@@ -22,9 +22,9 @@ from typing import Any
 
 from skyrl_async.errors import GenerationError, OutageError, SessionError
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask, Harness, shown_extras
-from skyrl_async.generators.agent.reward import AgentEpisode, Judge, Judgement
+from skyrl_async.generators.agent.reward import AgentEpisode, EpisodeReward, RewardSource
 from skyrl_async.generators.agent.sessions import AgentSession, SessionPool
-from skyrl_async.rollout.generator import GroupRequest, keeps_samples, play_members
+from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.runtime.progress import report
 from skyrl_async.types import FinishReason, Prompt, Trajectory
@@ -74,7 +74,7 @@ class AgentGenerator:
         self,
         pool: SessionPool,
         harness: Harness,
-        judge: Judge,
+        reward_source: RewardSource,
         *,
         agent_timeout_s: float,
         executor: ThreadPoolExecutor,
@@ -86,7 +86,7 @@ class AgentGenerator:
         Args:
             pool: creates sessions; closed by ``close``.
             harness: plays a sample.
-            judge: rewards it.
+            reward_source: rewards it.
             agent_timeout_s: of one run of the harness, not counting the wait for a place.
             executor: deletes working directories; shut down by ``close``, which waits for what it does.
             deadlines: stand still in outages; None: there is none.
@@ -95,11 +95,11 @@ class AgentGenerator:
         """
         self._pool = pool
         self._harness = harness
-        self._judge = judge
+        self._reward_source = reward_source
         self._agent_timeout_s = agent_timeout_s
         self._deadlines = deadlines or Deadlines()
         self._executor = executor
-        self._places = asyncio.Semaphore(max_concurrent_agents) if max_concurrent_agents else contextlib.nullcontext()
+        self._slots = asyncio.Semaphore(max_concurrent_agents) if max_concurrent_agents else contextlib.nullcontext()
         self._working_dir = working_dir
         self._counts = {"running": 0, "finished": 0, "failed": 0, "timeouts": 0, "truncated": 0}
 
@@ -110,7 +110,7 @@ class AgentGenerator:
         Raises ``GenerationError`` when too few samples finish or the endpoint fails, and whatever the judge raises; the others
         are played to their end first.
         """
-        samples = await play_members(
+        samples = await run_samples(
             request,
             "agent",
             lambda index: self._play(request, index),
@@ -141,7 +141,7 @@ class AgentGenerator:
         """
         label, outages = f"{request.prompt.uid}-{index}", self._deadlines.outages
         report("waiting for a place")
-        async with self._places:
+        async with self._slots:
             num_over = outages.num_over
             report("opening its session")
             with self._counted_as_running(), self._workspace(label) as working_dir:
@@ -193,15 +193,15 @@ class AgentGenerator:
             "agent/side_tokens": float(status.get("num_side_tokens", 0)),
             **result.metrics,
         }
-        judgement = Judgement(reward=0.0) if failure else await self._judged(request.prompt, episode, result)
+        earned = EpisodeReward(reward=0.0) if failure else await self._reward_of(request.prompt, episode, result)
         if failure and not request.is_evaluation:
             rows = await session.abandon(metrics=metrics)
         else:
             rows = await session.finish(
-                judgement.reward, metrics=judgement.metrics | metrics, is_truncated=episode.is_truncated
+                earned.reward, metrics=earned.metrics | metrics, is_truncated=episode.is_truncated
             )
         rows = tuple(replace(row, sample_index=index) for row in rows)
-        return _Sample(rows=rows, reward=judgement.reward, failure=failure)
+        return _Sample(rows=rows, reward=earned.reward, failure=failure)
 
     async def _run_harness(self, task: AgentTask) -> AgentResult | _Failure:
         try:
@@ -214,13 +214,13 @@ class AgentGenerator:
             message = str(error) if isinstance(error, GenerationError) else f"{type(error).__name__}: {error}"
             return _Failure(message=message)
 
-    async def _judged(self, prompt: Prompt, episode: AgentEpisode, result: AgentResult) -> Judgement:
+    async def _reward_of(self, prompt: Prompt, episode: AgentEpisode, result: AgentResult) -> EpisodeReward:
         """The reward that the harness gives itself, where it may, else the judge's."""
         if result.reward is None:
-            return await self._judge.judge(prompt, episode)
+            return await self._reward_source.reward_of(prompt, episode)
         if not math.isfinite(result.reward):
             raise GenerationError(f"generator.entrypoint must return a finite reward, got {result.reward}")
-        return Judgement(reward=result.reward)
+        return EpisodeReward(reward=result.reward)
 
     @contextlib.contextmanager
     def _counted_as_running(self) -> Iterator[None]:

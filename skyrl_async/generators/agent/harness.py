@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from skyrl_async.errors import GenerationError
 from skyrl_async.types import Message, SamplingParams
 
-JUDGE_COLUMNS = frozenset(
+HIDDEN_COLUMNS = frozenset(
     {
         "answer",
         "answers",
@@ -42,7 +42,7 @@ class AgentTask:
     messages: tuple[Message, ...]
     """The prompt, in OpenAI form."""
     extras: dict[str, Any]
-    """The row's other columns, without ``JUDGE_COLUMNS``."""
+    """The row's other columns, without ``HIDDEN_COLUMNS``."""
     base_url: str
     """Of the endpoint, with ``/v1``."""
     api_key: str = field(repr=False)
@@ -89,7 +89,7 @@ class FunctionHarness:
 
     async def run(self, task: AgentTask) -> AgentResult:
         """Raises what the function raises, and ``GenerationError`` when it returns something else than it may."""
-        return await run_beside(self._call(task))
+        return await run_on_agent_loop(self._call(task))
 
     async def _call(self, task: AgentTask) -> AgentResult:
         found = self._function(task)
@@ -111,7 +111,7 @@ class FunctionHarness:
 
 
 def shown_extras(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """What a harness may see of a row's extras: all but ``JUDGE_COLUMNS``, copied."""
+    """What a harness may see of a row's extras: all but ``HIDDEN_COLUMNS``, copied."""
     return {name: _shown(value) for name, value in extras.items() if _is_shown(name)}
 
 
@@ -124,7 +124,7 @@ def _shown(value: Any) -> Any:
 
 
 def _is_shown(name: str) -> bool:
-    return name not in JUDGE_COLUMNS and not str(name).startswith("_")
+    return name not in HIDDEN_COLUMNS and not str(name).startswith("_")
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -142,6 +142,6 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def run_beside(work: Coroutine[Any, Any, T]) -> T:
+async def run_on_agent_loop(work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` on the agents' loop; cancelling this cancels it there. Raises what it raises."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))

@@ -45,17 +45,17 @@ class AgentEpisode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class EpisodeReward:
     """What an episode earned."""
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class Judge(Protocol):
+class RewardSource(Protocol):
     """Rewards episodes; any exception fails the whole group, because it is no fault of the agent's."""
 
-    async def judge(self, prompt: Prompt, episode: AgentEpisode) -> Judgement:
+    async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
         """Called before the session is finished."""
         ...
 
@@ -64,23 +64,23 @@ RewardFunction = Callable[[Prompt, AgentEpisode], float | Awaitable[float]]
 """A user's reward: async, or a plain function, which is called in a thread and may block."""
 
 
-class FunctionJudge:
-    """Asks a function; ``places`` bounds the plain functions that run at once in ``executor``."""
+class FunctionReward:
+    """Asks a function; ``slots`` bounds the plain functions that run at once in ``executor``."""
 
     def __init__(
-        self, function: RewardFunction, executor: Executor, places: AbstractAsyncContextManager[Any] | None = None
+        self, function: RewardFunction, executor: Executor, slots: AbstractAsyncContextManager[Any] | None = None
     ) -> None:
         self._function = function
         self._executor = executor
-        self._places = places or nullcontext()
+        self._slots = slots or nullcontext()
         self._is_async = inspect.iscoroutinefunction(function)
 
-    async def judge(self, prompt: Prompt, episode: AgentEpisode) -> Judgement:
+    async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
         """Raises what the function raises, and ``GenerationError`` when it returns no finite number."""
         if self._is_async:
             found: Any = self._function(prompt, episode)
         else:
-            async with self._places:
+            async with self._slots:
                 found = await asyncio.wrap_future(self._executor.submit(self._function, prompt, episode))
         if inspect.isawaitable(found):
             found = await found
@@ -90,10 +90,10 @@ class FunctionJudge:
             raise GenerationError(f"generator.reward must return a number, got {found!r}") from error
         if not math.isfinite(reward):
             raise GenerationError(f"generator.reward must return a finite number, got {reward}")
-        return Judgement(reward=reward)
+        return EpisodeReward(reward=reward)
 
 
-class EnvironmentJudge:
+class EnvironmentReward:
     """Tells the prompt's environment, of the skyrl_gym protocol, what the agent said.
 
     An environment of one turn (its ``max_turns`` is 1, or it has none) is told the answer. One of several is told each text of
@@ -105,7 +105,7 @@ class EnvironmentJudge:
         self,
         make_environment: EnvironmentFactory,
         executor: Executor,
-        places: AbstractAsyncContextManager[Any] | None = None,
+        slots: AbstractAsyncContextManager[Any] | None = None,
         *,
         max_turns: int,
     ) -> None:
@@ -113,28 +113,28 @@ class EnvironmentJudge:
         Args:
             make_environment: of a prompt's ``env_class`` and ``extras``.
             executor: of environments that block.
-            places: bound their calls that run at once; None sets no limit but the executor's.
+            slots: bound their calls that run at once; None sets no limit but the executor's.
             max_turns: most texts told, >= 1, whatever the environment says.
         """
-        self._places = places
+        self._slots = slots
         self._make_environment = make_environment
         self._executor = executor
         self._max_turns = max_turns
 
-    async def judge(self, prompt: Prompt, episode: AgentEpisode) -> Judgement:
+    async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
         """Raises what the environment raises, ``GenerationError`` where it breaks the protocol."""
         limit = min(int(prompt.extras.get("max_turns") or self._max_turns), self._max_turns)
         environment = self._make_environment(prompt.env_class, {**deepcopy(prompt.extras), "max_turns": limit})
-        calls = EnvironmentCalls(environment, self._executor, self._places)
+        calls = EnvironmentCalls(environment, self._executor, self._slots)
         try:
             await calls.init(deepcopy(list(prompt.messages)))
             reward = 0.0
-            for text in _told(environment, prompt, episode)[:limit]:
+            for text in _texts_for(environment, prompt, episode)[:limit]:
                 outcome = await calls.step(text)
                 reward += outcome.reward
                 if outcome.is_done:
                     break
-            return Judgement(reward=reward, metrics=await calls.metrics())
+            return EpisodeReward(reward=reward, metrics=await calls.metrics())
         except Exception as error:
             error.add_note(f"in environment {prompt.env_class!r}, which rewards prompt {prompt.uid!r}")
             raise
@@ -142,7 +142,7 @@ class EnvironmentJudge:
             calls.close()
 
 
-def _told(environment: Environment, prompt: Prompt, episode: AgentEpisode) -> list[str]:
+def _texts_for(environment: Environment, prompt: Prompt, episode: AgentEpisode) -> list[str]:
     """The texts that an environment is to judge."""
     if int(getattr(environment, "max_turns", 1)) <= 1:
         return [episode.answer]

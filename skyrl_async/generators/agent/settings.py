@@ -21,7 +21,7 @@ from skyrl_async.errors import ConfigError
 from skyrl_async.generators.agent.command import SHELL, CommandHarness, passed_environment, with_absolute_files
 from skyrl_async.generators.agent.generator import AgentGenerator
 from skyrl_async.generators.agent.harness import FunctionHarness
-from skyrl_async.generators.agent.reward import EnvironmentJudge, FunctionJudge
+from skyrl_async.generators.agent.reward import EnvironmentReward, FunctionReward
 from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.generators.gym.environment import EnvironmentFactory
 from skyrl_async.registries import import_function
@@ -102,7 +102,7 @@ def make_agent_generator(
         ConfigError: see ``check_agent_settings``.
     """
     check_agent_settings(command=command, entrypoint=entrypoint, reward=reward, working_dir=working_dir)
-    judging, places = DaemonThreads("reward"), asyncio.Semaphore(_MAX_THREADS)
+    reward_threads, slots = DaemonThreads("reward"), asyncio.Semaphore(_MAX_THREADS)
     return AgentGenerator(
         SessionPool(
             urls,
@@ -111,9 +111,9 @@ def make_agent_generator(
             outage_timeout_s=outage_timeout_s,
         ),
         CommandHarness(command, run_dir=run_dir) if command else FunctionHarness(_harness_function(str(entrypoint))),
-        FunctionJudge(import_function("generator.reward", reward), judging, places)
+        FunctionReward(import_function("generator.reward", reward), reward_threads, slots)
         if reward
-        else EnvironmentJudge(make_environment, judging, places, max_turns=max_turns),
+        else EnvironmentReward(make_environment, reward_threads, slots, max_turns=max_turns),
         agent_timeout_s=agent_timeout_s,
         deadlines=deadlines,
         executor=ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="agent"),

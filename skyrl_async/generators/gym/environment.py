@@ -83,12 +83,12 @@ class EnvironmentCalls:
         self,
         environment: Environment,
         executor: concurrent.futures.Executor,
-        places: contextlib.AbstractAsyncContextManager[Any] | None = None,
+        slots: contextlib.AbstractAsyncContextManager[Any] | None = None,
     ) -> None:
-        """``places`` bounds the calls that run at once; one that nobody waits for any more needs none."""
+        """``slots`` bounds the calls that run at once; one that nobody waits for any more needs none."""
         self._environment = environment
         self._executor = executor
-        self._places = places or contextlib.nullcontext()
+        self._slots = slots or contextlib.nullcontext()
         self._is_fast = bool(getattr(environment, "is_fast", False))
         self._in_flight: concurrent.futures.Future[Any] | None = None
 
@@ -163,6 +163,6 @@ class EnvironmentCalls:
     async def _call(self, method: Callable[..., T], *args: Any) -> T:
         if self._is_fast:
             return method(*args)
-        async with self._places:
+        async with self._slots:
             self._in_flight = self._executor.submit(method, *args)
             return await asyncio.wrap_future(self._in_flight)

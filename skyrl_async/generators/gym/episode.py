@@ -1,6 +1,6 @@
 """Episodes: a policy and an environment taking turns, assembled into training rows.
 
-Flows in: group requests, a ``Speaker`` that samples the policy's turns, environments. Flows out: trajectories whose
+Flows in: group requests, a ``TurnSampler`` that samples the policy's turns, environments. Flows out: trajectories whose
 ids, log-probs and versions are exactly those sampled, with the environment's tokens masked. Does not know how a turn
 is sampled (in process or over HTTP), nor tokenizers.
 """
@@ -15,8 +15,8 @@ from typing import Any
 from skyrl_async.errors import PromptTooLongError
 from skyrl_async.generators.gym.environment import EnvironmentCalls, EnvironmentFactory
 from skyrl_async.generators.gym.episode_state import EpisodeState
-from skyrl_async.generators.gym.turn import Speaker, Turn, TurnRequest
-from skyrl_async.rollout.generator import GroupRequest, play_members
+from skyrl_async.generators.gym.turn import Turn, TurnRequest, TurnSampler
+from skyrl_async.rollout.generator import GroupRequest, run_samples
 from skyrl_async.rollout.sample_state import SampleState
 from skyrl_async.rollout.sampler import record_tokens
 from skyrl_async.runtime.daemon_threads import DaemonThreads
@@ -29,29 +29,29 @@ _ENVIRONMENT = -1
 """In place of a turn, the number of a sample's environment among its seeds."""
 
 
-class EpisodePlayer:
+class EpisodeRunner:
     """Plays all samples of a prompt at once, each in an environment of its own."""
 
     def __init__(
         self,
-        speaker: Speaker,
+        turn_sampler: TurnSampler,
         make_environment: EnvironmentFactory,
         *,
         max_turns: int,
         max_trajectory_tokens: int | None,
         max_environment_threads: int,
     ) -> None:
-        self._speaker = speaker
+        self._turn_sampler = turn_sampler
         self._make_environment = make_environment
         self._max_turns = max_turns
         self._max_trajectory_tokens = max_trajectory_tokens
         self._executor = DaemonThreads("environment")
-        self._places = asyncio.Semaphore(max_environment_threads)
+        self._slots = asyncio.Semaphore(max_environment_threads)
         self._has_warned = False
 
-    async def play_group(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+    async def run_group(self, request: GroupRequest) -> tuple[Trajectory, ...]:
         """Return one trajectory per sample asked for; the first failure is raised as it is, once the others are finished."""
-        return await play_members(
+        return await run_samples(
             request,
             "episode",
             lambda index: self._play(request, index),
@@ -61,12 +61,12 @@ class EpisodePlayer:
 
     async def _play(self, request: GroupRequest, sample_index: int) -> Trajectory:
         prompt = request.prompt
-        saved = request.saved.take(sample_index)
+        saved = request.sample_states.restore(sample_index)
         calls, state = self._calls(request, sample_index), EpisodeState()
         try:
             if saved is not None:
                 calls, state = await self._restored(request, sample_index, saved, calls)
-            request.saved.follow(sample_index, state.sample_state)
+            request.sample_states.track(sample_index, state.sample_state)
             return await self._take_turns(request, sample_index, calls, state)
         except Exception as error:
             error.add_note(f"in environment {prompt.env_class!r}, prompt {prompt.uid!r}, sample {sample_index}")
@@ -87,7 +87,7 @@ class EpisodePlayer:
                 state.check_opening(opening)
         except Exception as error:  # the environment is somebody else's: the episode begins anew, which is counted
             logger.warning("sample %d of %s begins anew: %r", sample_index, request.prompt.uid, error)
-            request.saved.discard(sample_index)
+            request.sample_states.discard(sample_index)
             calls.close()
             return self._calls(request, sample_index), EpisodeState()
         record_tokens(state.num_delivered_tokens)
@@ -97,7 +97,7 @@ class EpisodePlayer:
         """Of a fresh environment."""
         seed = derive_seed(request.seed, sample_index, _ENVIRONMENT)
         environment = self._make_environment(request.prompt.env_class, self._extras(request.prompt.extras, seed))
-        return EnvironmentCalls(environment, self._executor, self._places)
+        return EnvironmentCalls(environment, self._executor, self._slots)
 
     def _extras(self, extras: dict[str, Any], seed: int) -> dict[str, Any]:
         """A copy for one environment, which also learns the most turns it will get and, unless the row says one, its sample's seed."""
@@ -112,7 +112,7 @@ class EpisodePlayer:
         if state.messages is None:
             state.open(*await calls.init(deepcopy(list(request.prompt.messages))))
         while state.num_steps < self._max_turns:
-            turn = state.turn or await self._speak(request, sample_index, state)
+            turn = state.turn or await self._sample_turn(request, sample_index, state)
             if turn is None:
                 return state.builder.build(reward=state.reward, is_truncated=True, metrics=await calls.metrics())
             state.turn = turn
@@ -127,7 +127,7 @@ class EpisodePlayer:
         # Only an episode of a checkpoint comes here, when generator.max_turns was lowered.
         return state.builder.build(reward=state.reward, is_truncated=False, metrics=await calls.metrics())
 
-    async def _speak(self, request: GroupRequest, sample_index: int, state: EpisodeState) -> Turn | None:
+    async def _sample_turn(self, request: GroupRequest, sample_index: int, state: EpisodeState) -> Turn | None:
         """Sample a turn; None when a later turn finds no room."""
         max_tokens, budget, builder = request.sampling.max_tokens, self._max_trajectory_tokens, state.builder
         if budget is not None:
@@ -150,12 +150,12 @@ class EpisodePlayer:
             generation=None if request.is_evaluation else state.generation,
         )
         try:
-            turn = await self._speaker.speak(turn_request)
+            turn = await self._turn_sampler.sample_turn(turn_request)
         except PromptTooLongError:
             if is_first:
                 raise
             return None
-        request.saved.lose(state.num_tokens_lost(turn.completion))
+        request.sample_states.count_resampled(state.num_tokens_lost(turn.completion))
         return turn
 
     def _remembered(self, turn: Turn, postprocessed: str | None) -> tuple[str, int | None]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.errors import PromptTooLongError
 from skyrl_async.generators.gym.environment import EnvironmentFactory
-from skyrl_async.generators.gym.episode import EpisodePlayer
+from skyrl_async.generators.gym.episode import EpisodeRunner
 from skyrl_async.generators.gym.turn import Turn, TurnRequest
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples
 from skyrl_async.rollout.sampler import Sampler
@@ -40,8 +40,8 @@ class GymGenerator:
                 the model's context only.
             max_environment_threads: Environment calls running at once, >= 1 (fast environments need none).
         """
-        self._player = EpisodePlayer(
-            _TokenSpeaker(sampler, renderer),
+        self._episodes = EpisodeRunner(
+            _TokenTurnSampler(sampler, renderer),
             make_environment,
             max_turns=max_turns,
             max_trajectory_tokens=max_trajectory_tokens,
@@ -54,17 +54,17 @@ class GymGenerator:
 
         Raises ``PromptTooLongError`` when the first prompt leaves no room, and whatever environment and sampler raise.
         """
-        return await self._player.play_group(request)
+        return await self._episodes.run_group(request)
 
 
-class _TokenSpeaker:
+class _TokenTurnSampler:
     """Samples turns by token ids."""
 
     def __init__(self, sampler: Sampler, renderer: ChatRenderer) -> None:
         self._sampler = sampler
         self._renderer = renderer
 
-    async def speak(self, request: TurnRequest) -> Turn:
+    async def sample_turn(self, request: TurnRequest) -> Turn:
         if request.context_token_ids:
             prompt = self._renderer.render_next(request.messages, request.context_token_ids)
         else:

@@ -15,7 +15,7 @@ from skyrl_async.types import ENVIRONMENT_VERSION, Completion, Message, Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """One turn of the policy, asked of a speaker."""
+    """One turn of the policy, asked of a turn_sampler."""
 
     messages: tuple[Message, ...]
     """The conversation so far."""
@@ -53,10 +53,10 @@ class Turn:
         return position + 1 if position < len(self.text_ends) else None
 
 
-class Speaker(Protocol):
+class TurnSampler(Protocol):
     """Samples the policy's next turn."""
 
-    async def speak(self, request: TurnRequest) -> Turn:
+    async def sample_turn(self, request: TurnRequest) -> Turn:
         """The turn's prompt begins with ``request.context_token_ids``. Raises ``PromptTooLongError`` without room."""
         ...
 

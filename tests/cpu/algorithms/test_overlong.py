@@ -162,7 +162,8 @@ def test_a_shape_that_raises_is_named() -> None:
 def test_a_group_of_right_answers_has_no_signal_whatever_their_lengths_cost() -> None:
     right = shaped(group(row(1.0, 2), row(1.0, 9)), [penalise_overlong(max_tokens=10, buffer_len=10, factor=1.0)])
     assert (
-        SignalFilter(SignalSettings(max_in_a_row=0, tolerance=0.0)).judge("u", right.trajectories) is NoSignal.ALL_ONE
+        SignalFilter(SignalSettings(max_in_a_row=0, tolerance=0.0)).classify("u", right.trajectories)
+        is NoSignal.ALL_ONE
     )
 
 

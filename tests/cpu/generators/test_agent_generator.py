@@ -24,7 +24,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_async.errors import GenerationError
 from skyrl_async.generators.agent.generator import AgentGenerator
 from skyrl_async.generators.agent.harness import AgentFunction, AgentResult, AgentTask, FunctionHarness
-from skyrl_async.generators.agent.reward import AgentEpisode, EnvironmentJudge, FunctionJudge, RewardFunction
+from skyrl_async.generators.agent.reward import AgentEpisode, EnvironmentReward, FunctionReward, RewardFunction
 from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.generators.agent.settings import make_agent_generator
 from skyrl_async.rollout.generator import GroupRequest
@@ -128,7 +128,7 @@ async def agents(
     generator = AgentGenerator(
         endpoint if isinstance(endpoint, SessionPool) else SessionPool([endpoint.root], CONTROLLER_KEY),
         FunctionHarness(function),
-        FunctionJudge(reward, executor) if reward else EnvironmentJudge(make_environment, executor, max_turns=8),
+        FunctionReward(reward, executor) if reward else EnvironmentReward(make_environment, executor, max_turns=8),
         executor=executor,
         **{"agent_timeout_s": 20.0, **settings},
     )
@@ -447,8 +447,8 @@ async def test_an_environment_of_several_turns_is_told_each_text_until_it_is_don
         is_truncated=False,
     )
     with ThreadPoolExecutor(1) as executor:
-        judgement = await EnvironmentJudge(make_environment, executor, max_turns=8).judge(prompt, episode)
-    assert judgement.reward == pytest.approx(reward)
+        earned = await EnvironmentReward(make_environment, executor, max_turns=8).reward_of(prompt, episode)
+    assert earned.reward == pytest.approx(reward)
 
 
 async def test_an_environment_of_one_turn_is_told_the_answer() -> None:

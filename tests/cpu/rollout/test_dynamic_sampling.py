@@ -199,7 +199,7 @@ def test_contract_3_staleness_zero_trains_what_a_plain_loop_of_draw_until_full_t
                 rows = await simulation.workers.generate(admission, prompt)
                 await simulation.dataloader.mark_finished_uid(key)
                 await simulation.staleness.on_rollout_accepted(admission)
-                if signal.judge(key[1], rows) is None:
+                if signal.classify(key[1], rows) is None:
                     await simulation.staleness.on_rollout_trained(admission.index)
                     step.append(uid(rows))
                 else:
@@ -365,7 +365,7 @@ def row(reward: float, **columns) -> Trajectory:
 def test_a_group_has_a_signal_where_rewards_of_its_live_samples_differ(
     rows: list[Trajectory], reason: NoSignal | None
 ) -> None:
-    assert SignalFilter(SignalSettings(max_in_a_row=0, tolerance=1e-6)).judge("p", rows) is reason
+    assert SignalFilter(SignalSettings(max_in_a_row=0, tolerance=1e-6)).classify("p", rows) is reason
 
 
 def test_the_limit_is_thirty_mini_batches_unless_it_is_said() -> None:

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
-from skyrl_async.generators.agent.reward import AgentEpisode, FunctionJudge
+from skyrl_async.generators.agent.reward import AgentEpisode, FunctionReward
 from skyrl_async.generators.gym.episode import derive_seed
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
-from skyrl_async.rollout.generator import Generator, GroupRequest, keeps_samples, play_members
+from skyrl_async.rollout.generator import Generator, GroupRequest, keeps_samples, run_samples
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.outages import Backoff
@@ -77,7 +77,7 @@ class Scripted:
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
         self.asked.append(request.indices)
         self.times.append(asyncio.get_running_loop().time())
-        return await play_members(request, "sample", self._play, lambda row: (row,), lambda rows: rows[0])
+        return await run_samples(request, "sample", self._play, lambda row: (row,), lambda rows: rows[0])
 
     async def _play(self, index: int) -> Trajectory:
         outcome = [*self.script.get(index, []), *[OK] * 99][self.plays.count(index)]
@@ -112,7 +112,7 @@ def play(
         on_failed_samples=policy,
         backoff=backoff or Backoff(base_s=0, max_s=0),
     )
-    return run_in_virtual_time(attempts.play(group or request()))
+    return run_in_virtual_time(attempts.run_rollout(group or request()))
 
 
 def rewards(played: RolloutResult) -> list[float]:
@@ -122,7 +122,7 @@ def rewards(played: RolloutResult) -> list[float]:
 def test_only_samples_that_failed_are_played_again() -> None:
     generator = Scripted({1: [FAIL, FAIL], 2: [FAIL]})
     played = play(generator)
-    assert (rewards(played), played.num_lost) == ([0, 1, 2, 3], 0)
+    assert (rewards(played), played.num_failed) == ([0, 1, 2, 3], 0)
     assert generator.asked == [(0, 1, 2, 3), (1, 2), (1,)]
     assert [row.sample_index for row in played.trajectories] == [0, 1, 2, 3]
 
@@ -144,7 +144,7 @@ def test_fill_fails_a_group_that_stays_incomplete_with_the_name_and_the_phase_of
 def test_train_rest_goes_on_with_the_others_after_the_last_try() -> None:
     generator = Scripted({1: [FAIL] * 9, 3: [HANG] * 9})
     played = play(generator, TRAIN_REST)
-    assert (rewards(played), played.num_lost) == ([0, 2], 2)
+    assert (rewards(played), played.num_failed) == ([0, 2], 2)
     assert [row.sample_index for row in played.trajectories] == [0, 2]
     assert isinstance(played.failure, DeadlineError)
     assert Counter(generator.plays) == {0: 1, 1: 3, 2: 1, 3: 3}
@@ -165,7 +165,7 @@ def test_drop_fails_the_group_at_its_first_loss() -> None:
 def test_what_was_finished_in_a_group_that_fails_is_counted_as_wasted() -> None:
     attempts = RolloutRetrier(Scripted({0: [FAIL] * 9}), max_retries=1, timeout_s=TIMEOUT_S, on_failed_samples=FILL)
     with pytest.raises(ValueError, match="sample 0 broke"):
-        run_in_virtual_time(attempts.play(request()))
+        run_in_virtual_time(attempts.run_rollout(request()))
     assert (attempts.num_wasted_tokens, attempts.num_retries) == (6, 1)
 
 
@@ -255,7 +255,7 @@ def test_no_engine_is_no_failed_rollout_and_waits_for_no_other_sample() -> None:
 
     async def timed() -> float:
         with pytest.raises(NoEngineError):
-            await RolloutRetrier(generator, max_retries=2, timeout_s=TIMEOUT_S).play(request())
+            await RolloutRetrier(generator, max_retries=2, timeout_s=TIMEOUT_S).run_rollout(request())
         return asyncio.get_running_loop().time()
 
     generator = Deserted({})
@@ -303,7 +303,7 @@ def test_a_group_comes_out_once_in_bounded_time_and_no_finished_sample_is_played
             generator, max_retries=max_retries, timeout_s=TIMEOUT_S, on_failed_samples=policy, backoff=backoff
         )
         try:
-            outcome: RolloutResult | Exception = await attempts.play(request(num_samples))
+            outcome: RolloutResult | Exception = await attempts.run_rollout(request(num_samples))
         except (ValueError, DeadlineError) as error:
             outcome = error
         assert attempts.statuses() == [] and len(asyncio.all_tasks()) == 1
@@ -315,7 +315,7 @@ def test_a_group_comes_out_once_in_bounded_time_and_no_finished_sample_is_played
     for i in range(num_samples):
         assert generator.plays.count(i) == min(num_tries, ends[i].index(OK) + 1)
     if isinstance(outcome, RolloutResult):
-        assert rewards(outcome) == finished and outcome.num_lost == num_samples - len(finished)
+        assert rewards(outcome) == finished and outcome.num_failed == num_samples - len(finished)
 
 
 class Answers(ScriptedSampler):
@@ -370,7 +370,7 @@ def test_an_environment_that_breaks_costs_its_own_sample() -> None:
         return made[-1]
 
     sampler = Answers(fine)
-    assert play(GymGenerator(sampler, RENDERER, make), max_retries=1).num_lost == 0
+    assert play(GymGenerator(sampler, RENDERER, make), max_retries=1).num_failed == 0
     assert len(made) == 5 and all(environment.closed.is_set() for environment in made)
     assert Counter(str(session)[-1] for session, _, _ in sampler.requests) == {"0": 2, "1": 3, "2": 2, "3": 2}
 
@@ -574,13 +574,13 @@ async def test_a_reward_function_that_never_returns_takes_no_place_from_others()
         assert prompt.uid != "hangs" or released.wait(PATIENCE_S)
         return 1.0
 
-    judge = FunctionJudge(reward, DaemonThreads("reward"), asyncio.Semaphore(1))
+    judge = FunctionReward(reward, DaemonThreads("reward"), asyncio.Semaphore(1))
     episode = AgentEpisode(messages=(), last_text=None, output="", working_dir=Path(), num_turns=1, is_truncated=False)
     try:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
-                await judge.judge(replace(request().prompt, uid="hangs"), episode)
-        assert (await judge.judge(request().prompt, episode)).reward == 1.0
+                await judge.reward_of(replace(request().prompt, uid="hangs"), episode)
+        assert (await judge.reward_of(request().prompt, episode)).reward == 1.0
     finally:
         released.set()
 

@@ -251,29 +251,29 @@ def test_saved_samples_count_what_goes_on_what_begins_anew_and_what_that_loses()
         {0: STATE, 1: SampleState(rows=(ROW,), num_tokens=2), 2: lost, 3: STATE}, num_samples=5, counts=counts
     )
     assert (counts.restarted_trajectories, counts.lost_tokens) == (2, 7)
-    assert samples.take(0) is STATE and samples.take(1).rows == (ROW,)
-    assert samples.take(0) is None and samples.take(2) is None and samples.take(4) is None
+    assert samples.restore(0) is STATE and samples.restore(1).rows == (ROW,)
+    assert samples.restore(0) is None and samples.restore(2) is None and samples.restore(4) is None
     assert counts.resumed_trajectories == 2
-    assert samples.samples().keys() == {0, 1, 3}
+    assert samples.snapshot().keys() == {0, 1, 3}
     samples.discard(0)
-    samples.lose(1)
+    samples.count_resampled(1)
     assert counts == ResumeCounts(resumed_trajectories=1, restarted_trajectories=3, lost_tokens=13)
-    assert samples.samples().keys() == {1, 3}
+    assert samples.snapshot().keys() == {1, 3}
     samples.close()
     assert counts == ResumeCounts(resumed_trajectories=1, restarted_trajectories=4, lost_tokens=18)
 
 
 def test_a_sample_is_where_it_was_told_to_be_last() -> None:
     samples = SampleStates({0: STATE}, num_samples=1)
-    samples.take(0)
-    assert samples.samples() == {0: STATE}
+    samples.restore(0)
+    assert samples.snapshot() == {0: STATE}
     now: list[SampleState | None] = [None]
-    samples.follow(0, lambda: now[0])
-    assert samples.samples() == {}
+    samples.track(0, lambda: now[0])
+    assert samples.snapshot() == {}
     now[0] = SampleState(state={}, num_tokens=9)
-    assert samples.samples()[0].num_tokens == 9
+    assert samples.snapshot()[0].num_tokens == 9
     samples.finish(0, (ROW,))
-    assert samples.samples()[0] == SampleState(rows=(ROW,), num_tokens=2)
+    assert samples.snapshot()[0] == SampleState(rows=(ROW,), num_tokens=2)
 
 
 class Sums:
@@ -358,7 +358,7 @@ class StoppingSampler:
 def request(saved: SampleStates, num_samples: int = 1, **options: Any) -> GroupRequest:
     prompt = Prompt(uid="u", messages=({"role": "user", "content": "go"},), env_class="sums")
     sampling = SamplingParams(max_tokens=50)
-    return GroupRequest(prompt=prompt, num_samples=num_samples, sampling=sampling, saved=saved, **options)
+    return GroupRequest(prompt=prompt, num_samples=num_samples, sampling=sampling, sample_states=saved, **options)
 
 
 async def stopped_at(turn: int, environment: type[Sums]) -> dict[int, SampleState]:
@@ -369,7 +369,7 @@ async def stopped_at(turn: int, environment: type[Sums]) -> dict[int, SampleStat
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(generator.generate(request(samples)))
         await sampler.is_stuck.wait()
-        found = samples.samples()
+        found = samples.snapshot()
         running.cancel()
     environment.made.clear()
     return {i: SampleState(**json.loads(json.dumps(asdict(sample)))) for i, sample in found.items()}
@@ -478,7 +478,7 @@ async def test_an_episode_whose_turn_the_environment_is_answering_is_kept_with_t
 
     class Looking(RestorableSums):
         def step(self, action: str) -> dict[str, Any]:
-            seen.append(samples.samples().get(0))
+            seen.append(samples.snapshot().get(0))
             return super().step(action)
 
     samples = SampleStates()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from skyrl_async.errors import GenerationError
 from skyrl_async.generators.agent.generator import AgentGenerator
 from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
-from skyrl_async.rollout.generator import GroupRequest, keeps_samples, play_members
+from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.rollout.sample_state import ResumeCounts, SampleState, SampleStates
 from skyrl_async.rollout.sampler import TokenUsage, recording_tokens_to
@@ -38,15 +38,15 @@ class Halves:
 
     @keeps_samples
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        return await play_members(
+        return await run_samples(
             request, "half", lambda index: self._play(request, index), lambda row: (row,), lambda rows: rows[0]
         )
 
     async def _play(self, request: GroupRequest, index: int) -> Trajectory:
-        is_half = request.saved.take(index) is not None
+        is_half = request.sample_states.restore(index) is not None
         (self.gone_on if is_half else self.begun).append(index)
         now = HALF if is_half else None
-        request.saved.follow(index, lambda: now)
+        request.sample_states.track(index, lambda: now)
         if not is_half:
             await asyncio.sleep(1.0)
             now = HALF
@@ -63,10 +63,10 @@ def play(generator: Halves, saved: SampleStates, looks: list[dict[int, SampleSta
     async def main() -> RolloutResult:
         attempts = RolloutRetrier(generator, max_retries=2, timeout_s=100.0, on_failed_samples=OnFailedSamples.FILL)
         async with asyncio.TaskGroup() as tasks:
-            playing = tasks.create_task(attempts.play(replace(request(NUM_SAMPLES), saved=saved)))
+            playing = tasks.create_task(attempts.run_rollout(replace(request(NUM_SAMPLES), sample_states=saved)))
             await asyncio.sleep(0.25)
             while not playing.done():
-                looks.append(saved.samples())
+                looks.append(saved.snapshot())
                 await asyncio.sleep(0.5)
         return playing.result()
 
@@ -86,7 +86,7 @@ def test_contract_7_a_resumed_group_plays_what_failed_again_and_what_finished_ne
     states = {i: finished(i) if is_finished else HALF for i, is_finished in kept.items()}
     generator, looks = Halves(num_failures), []
     group = play(generator, SampleStates(states, num_samples=NUM_SAMPLES, counts=counts), looks)
-    assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0] and group.num_lost == 0
+    assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0] and group.num_failed == 0
     done = {i for i, is_finished in kept.items() if is_finished}
     for index in range(NUM_SAMPLES):
         num_plays = 0 if index in done else 1 + num_failures.get(index, 0)
@@ -126,6 +126,6 @@ def test_agents_that_were_finished_in_the_checkpoint_do_not_run_again() -> None:
     async def main() -> tuple[Trajectory, ...]:
         with ThreadPoolExecutor(1) as executor:
             generator = AgentGenerator(None, None, None, agent_timeout_s=1.0, executor=executor)
-            return await generator.generate(replace(request(2), saved=SampleStates(states, num_samples=2)))
+            return await generator.generate(replace(request(2), sample_states=SampleStates(states, num_samples=2)))
 
     assert run_in_virtual_time(main()) == (*rows[0], *rows[1])

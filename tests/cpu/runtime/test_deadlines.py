@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skyrl_async.generators.agent.generator import AgentGenerator
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask
-from skyrl_async.generators.agent.reward import AgentEpisode, Judgement
+from skyrl_async.generators.agent.reward import AgentEpisode, EpisodeReward
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.types import Prompt, Trajectory
@@ -116,9 +116,9 @@ class OneTurnPool:
     async def close(self) -> None: ...
 
 
-class Judge:
-    async def judge(self, prompt: Prompt, episode: AgentEpisode) -> Judgement:
-        return Judgement(reward=1.0)
+class RewardSource:
+    async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
+        return EpisodeReward(reward=1.0)
 
 
 class AgentOf:
@@ -144,7 +144,12 @@ def test_an_agent_that_waits_for_an_engine_uses_up_none_of_its_time(
         loop.call_at(101.0, deadlines.resume)
         with ThreadPoolExecutor(1) as executor:
             generator = AgentGenerator(
-                OneTurnPool(), AgentOf(seconds), Judge(), agent_timeout_s=5.0, executor=executor, deadlines=deadlines
+                OneTurnPool(),
+                AgentOf(seconds),
+                RewardSource(),
+                agent_timeout_s=5.0,
+                executor=executor,
+                deadlines=deadlines,
             )
             (trajectory,) = await generator.generate(request(1, is_evaluation=True))
         return loop.time(), trajectory

@@ -41,7 +41,7 @@ def play(
             generator, max_retries=max_retries, timeout_s=timeout_s, on_failed_samples=policy, deadlines=deadlines
         )
         try:
-            return await attempts.play(request())
+            return await attempts.run_rollout(request())
         finally:
             assert attempts.num_retries <= max_retries
 
