@@ -1,7 +1,14 @@
-"""Where finished groups go: to training, or out of it where they have nothing to teach.
+"""Passes finished groups to training, and filters the ones without a learning signal: DAPO's dynamic sampling.
 
-Flows in: finished groups, of generation or of a checkpoint. Flows out: groups in the buffer; filtered ones in the ledger, their places
-free for other prompts. Does not know how groups are generated or trained.
+    a finished group ──its rewards differ──> training
+                     └──they do not──> filtered: counted, its prompt closed for this epoch, another prompt admitted for it
+
+DAPO (arXiv 2503.14476), section 3.2, equation 11 trains a group only where ``0 < |{correct answers}| < G``: without a difference
+there is no advantage, and a mini-batch of such groups is smaller than it looks. Rewards are the environment's, before any shaping:
+whether all answers are right does not depend on their lengths.
+
+Flows in: finished groups, from generation or a checkpoint. Flows out: groups in the buffer. Does not know how groups are generated or
+trained.
 """
 
 import math
@@ -23,28 +30,28 @@ _MAX_REWARDS_NAMED = 3
 
 
 class NoSignal(StrEnum):
-    """Why the rewards of a group teach nothing."""
+    """Why a group has no learning signal."""
 
     ALL_ZERO = "all_zero"
     ALL_ONE = "all_one"
     CONSTANT = "constant"
-    """All the same, neither 0 nor 1."""
+    """All rewards are equal, neither 0 nor 1."""
     TOO_FEW = "too_few"
-    """Fewer than two samples are trained."""
+    """Fewer than two samples can be trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalSettings:
-    """Which groups have a signal, and how many may lack one."""
+    """Settings of dynamic sampling."""
 
     max_in_a_row: int = 0
-    """So many groups without a signal, one after the other, end the run; 0: never."""
+    """This many groups without a signal, one after the other, end the run; 0: never."""
     tolerance: float = 0.0
-    """Rewards that differ by no more are equal, >= 0."""
+    """Rewards that differ by no more than this are equal, >= 0."""
 
 
 class SignalFilter:
-    """Tells groups with a signal from those without, and watches that there are some."""
+    """Separates groups with a signal from groups without, and stops a run that gets too few."""
 
     def __init__(self, settings: SignalSettings) -> None:
         self._max_in_a_row = settings.max_in_a_row
@@ -55,7 +62,7 @@ class SignalFilter:
         self._last_uid = ""
 
     def classify(self, uid: str, trajectories: Sequence[Trajectory]) -> NoSignal | None:
-        """Count a finished group; why it is not to be trained, or None where it is."""
+        """Count a finished group. Returns None if it has a signal, else the reason."""
         rewards = [sample.reward for sample in live_samples_of(trajectories)]
         reason = self._reason(rewards)
         if reason is None:
@@ -69,15 +76,15 @@ class SignalFilter:
 
     @property
     def in_a_row(self) -> dict[str, int]:
-        """Groups without a signal since the last one with one, by what they had."""
+        """Rewards (or the reason) -> groups without a signal since the last one with a signal."""
         return dict(self._in_a_row)
 
     def restore(self, in_a_row: Mapping[str, int]) -> None:
-        """Go on counting from those of a checkpoint."""
+        """Continue the counts of a checkpoint."""
         self._in_a_row = Counter(in_a_row)
 
     def raise_if_too_many(self) -> None:
-        """Raise ``GenerationError`` when too many groups in a row had no signal."""
+        """Raise ``GenerationError`` if too many groups in a row had no signal."""
         num_in_a_row = self._in_a_row.total()
         if self._max_in_a_row and num_in_a_row >= self._max_in_a_row:
             raise self._error(
@@ -86,7 +93,7 @@ class SignalFilter:
             )
 
     def raise_for_no_group_at_all(self) -> None:
-        """Raise ``GenerationError``: the data has ended without a group that could be trained."""
+        """Raise ``GenerationError``, because the data has ended and every group was filtered."""
         raise self._error("the data ended, and no group had a difference in reward: there is nothing to train")
 
     def _reason(self, rewards: Sequence[float]) -> NoSignal | None:
@@ -112,13 +119,14 @@ class SignalFilter:
 
 
 class FinishedGroupFilter:
-    """Decides on each group in the moment in which it is finished.
+    """Decides on each group as soon as it is finished.
 
     Args:
-        dataloader, staleness: are told of filtered groups.
-        buffer: takes the others.
-        signal: filters; None keeps all.
-        masks_overlong: samples that a length limit cut are masked, before anything is decided.
+        dataloader: records filtered prompts.
+        staleness: admits other groups for the filtered ones.
+        buffer: receives the other groups.
+        signal: None keeps all groups.
+        masks_overlong: mask samples that a length limit cut, before the decision.
     """
 
     def __init__(
@@ -136,12 +144,12 @@ class FinishedGroupFilter:
         self._signal = signal
         self._masks_overlong = masks_overlong
         self.counts = {"filtered_groups": 0, "filtered_tokens": 0} | {f"filtered/{reason}": 0 for reason in NoSignal}
-        """Of filtered groups so far, and by reason."""
+        """Filtered groups and tokens so far, and groups by reason."""
 
     async def put(self, group: Group) -> None:
-        """Take a group that ledger and staleness manager know as finished. Contains no ``await`` that waits.
+        """Pass on or filter a group that the ledger and the staleness manager record as finished. Never waits.
 
-        Raises ``GenerationError`` when too many in a row are filtered.
+        Raises ``GenerationError`` if too many in a row are filtered.
         """
         num_tokens = group.num_sampled_tokens
         if self._masks_overlong:
@@ -159,16 +167,16 @@ class FinishedGroupFilter:
 
     @property
     def filtered_in_a_row(self) -> dict[str, int]:
-        """What the last groups were filtered for, and how many, for checkpoints; empty where the last one was not, or nothing filters."""
+        """Rewards (or the reason) -> groups filtered in a row, for checkpoints; empty if the last group was kept."""
         return {} if self._signal is None else self._signal.in_a_row
 
     def restore(self, filtered_in_a_row: Mapping[str, int]) -> None:
-        """Go on from a checkpoint, after its finished groups were put."""
+        """Continue the counts of a checkpoint, after its finished groups were put."""
         if self._signal is not None:
             self._signal.restore(filtered_in_a_row)
 
     def raise_if_nothing_is_left(self) -> None:
-        """The data has ended: raise ``GenerationError`` when every group of the run was filtered, before a resume or since."""
+        """After the end of the data, raise ``GenerationError`` if every group was filtered, before a resume or since."""
         is_any_filtered = self._dataloader.statistics()["filtered_total"] > 0
         if self._signal is not None and is_any_filtered and not self._staleness.num_accepted:
             self._signal.raise_for_no_group_at_all()

@@ -2,7 +2,7 @@
 
     GroupBuffer.put ──> reward ──> ref_logp ──> logp ──> GroupBuffer.put_prepared
 
-Flows in: finished groups. Flows out: the same with advantages, and whatever else the loss needs. Does not know when they are trained.
+Flows in: finished groups. Flows out: the same groups with advantages and the log-probs that the loss needs.
 """
 
 import asyncio
@@ -25,21 +25,23 @@ Prepare = Callable[[Group], Awaitable[Group]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnSharedDevices:
-    """A stage's work on devices that it shares: one turn is for all groups that wait, each of which is a call of its own."""
+    """A stage's work on shared devices: one lease serves all groups that wait, with one call each."""
 
     work: Prepare
-    """Its calls in the block are parts of that turn; others take one each."""
+    """Calls inside a lease belong to it; a call outside takes a lease of its own."""
     lease_devices: LeaseDevices
 
     async def __call__(self, group: Group) -> Group:
-        """See ``Prepare``."""
         return await self.work(group)
 
 
 def reward_with(
     advantages: Callable[[Sequence[float]], Sequence[float]] | None, reward_shapes: Sequence[Shape] = ()
 ) -> Prepare:
-    """The reward stage's work: rewards of a group, shaped, to one advantage per trajectory; None leaves advantages to the step."""
+    """Return the reward stage's work: shape a group's rewards and compute one advantage per trajectory.
+
+    With ``advantages=None`` the optimizer step computes them.
+    """
 
     async def reward(group: Group) -> Group:
         group = shaped(group, reward_shapes)
@@ -54,8 +56,8 @@ class Preparation:
     """The stages between a finished group and training.
 
     Args:
-        buffer: has its groups prepared here.
-        steps: name of the stage -> its work, in order; at least one.
+        buffer: source and destination of the groups.
+        steps: name of the stage -> work, in order; at least one.
         board: shows the stages.
     """
 
@@ -66,9 +68,9 @@ class Preparation:
         self._finished = buffer.prepare()
 
     async def run(self) -> None:
-        """Consumes finished groups; produces prepared ones; waits for room in the next stage; unblocked by that, and by groups.
+        """Consumes finished groups; produces prepared ones; waits for groups and for room in the next stage; unblocked by both.
 
-        Returns when the buffer is closed and every group prepared. What a stage's work raises ends it with that.
+        Returns when the buffer is closed and every group is prepared. Raises the first error of a stage's work.
         """
         async with asyncio.TaskGroup() as tasks:
             inputs = self._finished
@@ -80,9 +82,9 @@ class Preparation:
             tasks.create_task(self._run_stage(last, inputs, self._buffer.put_prepared, lambda: None), name=last)
 
     def _room_between(self, *stages: str) -> int:
-        """Groups that wait for a turn have to be there when it comes, and in a turn nobody is waited for: room for all there can be."""
-        takes_turns = any(isinstance(self._steps[name], OnSharedDevices) for name in stages)
-        return self._buffer.max_groups if takes_turns else 1
+        """Capacity of the channel. A lease serves only groups that have arrived, so channels at shared devices have room for all."""
+        is_shared = any(isinstance(self._steps[name], OnSharedDevices) for name in stages)
+        return self._buffer.max_groups if is_shared else 1
 
     async def _run_stage(
         self, name: str, inputs: Channel[Group], output: Callable[[Group], Awaitable[None]], close: Callable[[], None]

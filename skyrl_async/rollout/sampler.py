@@ -1,4 +1,7 @@
-"""What a generator or the endpoint needs of inference: completions by token ids, exact across weight updates."""
+"""The part of inference that generators and the endpoint use: completions by token ids, exact across weight updates.
+
+Token usage is recorded across tasks: a group's tokens are known when the group is dropped.
+"""
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,10 +16,10 @@ NOTHING_SAMPLED = EngineOutput(token_ids=(), logprobs=(), versions=(), finish_re
 
 
 class OpenGeneration:
-    """One generation in flight, as a checkpoint sees it.
+    """One generation in flight, readable by a checkpoint.
 
     Args:
-        begin: what was sampled of it in the run that is resumed.
+        begin: tokens sampled before the run was resumed.
     """
 
     def __init__(self, begin: EngineOutput = NOTHING_SAMPLED) -> None:
@@ -24,11 +27,11 @@ class OpenGeneration:
         self._read: Callable[[], EngineOutput] = lambda: begin
 
     def follow(self, read: Callable[[], EngineOutput]) -> None:
-        """From now on ``read`` returns what is sampled so far."""
+        """From now on ``read`` returns the tokens sampled so far."""
         self._read = read
 
     def partial_output(self) -> EngineOutput:
-        """What is known to be sampled; with a finish reason where an engine has ended it, and its sampler is about to return."""
+        """Tokens known to be sampled. A finish reason means that the engine has ended it and its sampler is about to return."""
         return self._read()
 
 
@@ -51,15 +54,15 @@ class Sampler(Protocol):
     ) -> Completion:
         """Sample one completion; ``max_tokens`` is cut to what the context has left.
 
-        ``generation`` lets a checkpoint read what is sampled so far. It may hold tokens of the same generation that were sampled
-        before: they are the first of the completion and of ``max_tokens``, or all of it where they have a finish reason, unless
-        ``sampling`` is not ``is_resumable``.
+        ``generation`` lets a checkpoint read the tokens sampled so far. It may hold earlier tokens of the same generation: they begin
+        the completion and count against ``max_tokens``; with a finish reason they are the whole completion. Sampling that is not
+        ``is_resumable`` ignores them.
 
-        Requests with the same ``session_id`` go to the same engine while it lives. Raises ``PromptTooLongError`` when no
-        room is left for one token, ``NoEngineError`` when no engine is left, ``RequestRefusedError`` when engines cannot do it.
+        Requests with the same ``session_id`` go to the same engine while it lives. Raises ``PromptTooLongError`` if no room is left
+        for one token, ``NoEngineError`` if no engine is left, ``RequestRefusedError`` if engines cannot do it.
 
-        Sampling that is not ``is_resumable`` is never split: the weights change under it, but it stays in its engine; when
-        that dies it begins anew in another, and what was sampled is thrown away.
+        Sampling that is not ``is_resumable`` is never split: it stays in its engine while the weights change. If the engine dies,
+        the generation restarts in another one.
         """
         ...
 
@@ -71,66 +74,67 @@ class Sampler(Protocol):
         session_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[CompletionDelta]:
-        """Like ``generate_tokens``, in blocks as they are sampled; as a single one at the end where ``sampling`` is not
-        ``is_resumable``, because what has been passed on could not be taken back.
+        """Like ``generate_tokens``, in blocks as they are sampled.
+
+        Sampling that is not ``is_resumable`` gives a single block at the end, because a restart could not take blocks back.
         """
         ...
 
 
 class GenerationClient(Protocol):
-    """What generation workers ask of the client that generators sample through."""
+    """The part of ``InferenceEngineClient`` that the generation workers use."""
 
     @property
     def num_abandoned_tokens(self) -> int:
-        """Tokens sampled so far for generations that were cut off."""
+        """Tokens of generations that were cancelled, so far."""
         ...
 
     @property
     def deadlines(self) -> Deadlines:
-        """Deadlines of rollouts, which stand still while there is nothing to sample from."""
+        """Deadlines of rollouts, which stand still in outages."""
         ...
 
     async def collect_open_tokens(self) -> None:
-        """Have open generations know all of their tokens."""
+        """Update open generations with all of their tokens."""
         ...
 
 
-_open: ContextVar["TokenUsage | None"] = ContextVar("token_account", default=None)
+_usage: ContextVar["TokenUsage | None"] = ContextVar("token_usage", default=None)
 
 
 @dataclass(slots=True)
 class TokenUsage:
-    """What was sampled for one purpose."""
+    """Tokens sampled for one purpose, such as a group."""
 
     num_tokens: int = 0
-    """Of completed generations."""
+    """Tokens of completed generations."""
     num_cut_off_tokens: int = 0
-    """Of generations that were cut off, and that may still be gone on with."""
+    """Tokens of cancelled generations that may still be continued."""
 
 
 @contextmanager
-def recording_tokens_to(account: TokenUsage) -> Iterator[None]:
-    """Charge what is delivered inside, and in tasks begun inside, to ``account``."""
-    token = _open.set(account)
+def recording_tokens_to(usage: TokenUsage) -> Iterator[None]:
+    """Record tokens sampled inside, and in tasks started inside, in ``usage``."""
+    token = _usage.set(usage)
     try:
         yield
     finally:
-        _open.reset(token)
+        _usage.reset(token)
 
 
 def record_tokens(num_tokens: int) -> None:
-    """A generation of ``num_tokens`` was delivered to whoever runs now."""
-    if account := _open.get():
-        account.num_tokens += num_tokens
+    """Record a completed generation."""
+    if usage := _usage.get():
+        usage.num_tokens += num_tokens
 
 
 def record_cut_off(num_tokens: int) -> None:
-    """A generation was cut off after ``num_tokens``."""
-    if account := _open.get():
-        account.num_cut_off_tokens += num_tokens
+    """Record a cancelled generation."""
+    if usage := _usage.get():
+        usage.num_cut_off_tokens += num_tokens
 
 
 def record_wasted() -> None:
-    """Nobody goes on with what was cut off so far."""
-    if account := _open.get():
-        account.num_cut_off_tokens = 0
+    """Record that no cancelled generation will be continued."""
+    if usage := _usage.get():
+        usage.num_cut_off_tokens = 0

@@ -1,52 +1,41 @@
-"""When the next group may start, and which groups the current step must wait for: accounting without I/O.
+"""Admission of groups, and the groups that the current step must wait for: accounting without I/O.
 
-Flows in: admissions asked for, rollouts that end, policy versions. Flows out: admissions. Does not know what a group holds, who
-generates it or who trains on it. Every transition is an ``async def`` without an ``await`` (SkyRL's verbs are coroutines), hence
-atomic under cancellation; only ``acquire_submission_slot`` and ``drained`` wait.
+Flows in: requests for admission, ended rollouts, policy versions. Flows out: admissions. Does not know the contents of a group. Every
+transition is an ``async def`` without an ``await`` (SkyRL's verbs are coroutines), hence atomic under cancellation; only
+``acquire_submission_slot`` and ``drained`` wait.
 """
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from skyrl_async.errors import StateError
 from skyrl_async.runtime.changes import Changes
 
 
-class OpenGroups:
-    """A change or a question costs the same with ten thousand groups open as with ten."""
+class _OpenGroups:
+    """Admitted groups that are neither trained nor dropped. Changes and queries take constant time, with ten thousand groups too."""
 
     def __init__(self) -> None:
         self._version_of: OrderedDict[int, int] = OrderedDict()
-        self._num_of_version: Counter[int] = Counter()
+        self.num_of_version: Counter[int] = Counter()
+        """Scheduled version -> open groups, without versions that have none."""
 
-    def __len__(self) -> int:
-        return len(self._version_of)
-
-    @property
-    def num_of_version(self) -> Mapping[int, int]:
-        """Scheduled version -> open groups, without the versions that have none."""
-        return MappingProxyType(self._num_of_version)
-
-    def add(self, index: int, scheduled_version: int) -> None:
-        """The group admitted as number ``index``, after all those added before, is open from now on."""
-        assert not self._version_of or next(reversed(self._version_of)) < index, (
-            "groups are added in order of admission"
-        )
-        self._version_of[index] = scheduled_version
-        self._num_of_version[scheduled_version] += 1
+    def add(self, admission: "Admission") -> None:
+        """Add a group; groups are added in order of admission."""
+        assert (self.first_index() is None) or next(reversed(self._version_of)) < admission.index
+        self._version_of[admission.index] = admission.scheduled_version
+        self.num_of_version[admission.scheduled_version] += 1
 
     def remove(self, index: int) -> None:
-        """It is trained, or given up."""
         version = self._version_of.pop(index)
-        self._num_of_version[version] -= 1
-        if not self._num_of_version[version]:
-            del self._num_of_version[version]
+        self.num_of_version[version] -= 1
+        if not self.num_of_version[version]:
+            del self.num_of_version[version]
 
     def first_index(self) -> int | None:
-        """The smallest admission index that is open."""
+        """The smallest open admission index."""
         return next(iter(self._version_of), None)
 
 
@@ -72,10 +61,10 @@ class _AsyncStalenessManager:
         max_concurrent_generation_groups: groups in flight at once, >= 1.
         mini_batch_size: groups per optimizer step, >= 1.
         max_staleness_steps: the bound, >= 0.
-        max_groups: groups the run needs in all; none is admitted beyond. None: no limit.
-        limits_buffered_groups: while the trainer is busy, a finished group keeps its place among those in flight until it is
-            trained: a group generated earlier than the trainer can take it only ages. While the trainer waits, it does not.
-        admits_whole_batches: the next mini-batch is admitted when no group of the one before is running any more, all of it at once.
+        max_groups: groups admitted in all; None: no limit.
+        limits_buffered_groups: while the trainer is busy, finished groups count as in flight until they are trained: a group that is
+            generated before the trainer can take it only ages. While the trainer waits, they do not count.
+        admits_whole_batches: admit each mini-batch at once, after the last group of the previous one has ended.
     """
 
     def __init__(
@@ -95,7 +84,8 @@ class _AsyncStalenessManager:
             )
         self._max_running = max_concurrent_generation_groups
         self._mini_batch_size = mini_batch_size
-        self._max_staleness_steps = max_staleness_steps
+        self.max_staleness_steps = max_staleness_steps
+        """The bound."""
         self._max_groups = max_groups
         self._limits_buffered_groups = limits_buffered_groups
         self._admits_whole_batches = admits_whole_batches
@@ -106,28 +96,24 @@ class _AsyncStalenessManager:
         self._next_index = 0
         self._running: dict[int, Admission] = {}
         self._finished: dict[int, Admission] = {}
-        self._open = OpenGroups()
-        self._waiters: OrderedDict[asyncio.Future[None], None] = OrderedDict()
+        self._open = _OpenGroups()
+        self._num_waiting = 0
+        self._first_in_line = asyncio.Lock()
         self._changes = Changes()
 
     @property
-    def max_staleness_steps(self) -> int:
-        """The bound."""
-        return self._max_staleness_steps
-
-    @property
     def served_version(self) -> int:
-        """Completed optimizer steps that every engine has acknowledged: what groups are admitted at."""
+        """Policy version that every engine serves: groups are admitted at it."""
         return self._served_version
 
     @property
     def trained_version(self) -> int:
-        """Completed optimizer steps: what groups are trained at."""
+        """Completed optimizer steps: groups are trained at this version."""
         return self._trained_version
 
     @property
     def next_index(self) -> int:
-        """The admission index that comes next: groups admitted so far."""
+        """Index of the next admission: the number of groups admitted so far."""
         return self._next_index
 
     @property
@@ -143,63 +129,59 @@ class _AsyncStalenessManager:
     @property
     def capacity(self) -> int:
         """Groups that may be admitted now."""
-        limit = (self._max_staleness_steps + self._served_version + 1) * self._mini_batch_size
+        limit = (self.max_staleness_steps + self._served_version + 1) * self._mini_batch_size
         if self._max_groups is not None:
             limit = min(limit, self._max_groups)
         num_admitted = self.num_accepted + len(self._running)
-        credits = limit - num_admitted
+        num_left = limit - num_admitted
         if self._admits_whole_batches and self._running and num_admitted % self._mini_batch_size == 0:
             return 0
         is_ahead = self._limits_buffered_groups and not self._is_trainer_waiting
-        num_placed = len(self._running) + (len(self._finished) if is_ahead else 0)
-        return max(0, min(credits, self._max_running - num_placed))
+        num_in_flight = len(self._running) + (len(self._finished) if is_ahead else 0)
+        return max(0, min(num_left, self._max_running - num_in_flight))
 
     async def acquire_submission_slot(self) -> Admission:
-        """Wait, first come first served, until the rule admits one more group, and admit it.
+        """Wait until the rule admits one more group, and admit it; first come, first served.
 
         Unblocked by a group that ends, or a new version. Cancellation leaves nothing behind.
         """
-        if self._waiters or self.capacity == 0:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters[waiter] = None
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                del self._waiters[waiter]
-                self._wake()
-                raise
-            del self._waiters[waiter]
-        return self._admit()
+        self._num_waiting += 1
+        try:
+            async with self._first_in_line:
+                await self._changes.until(lambda: self.capacity > 0)
+                return self._admit()
+        finally:
+            self._num_waiting -= 1
 
     async def on_rollout_accepted(self, admission: Admission) -> None:
-        """The group is finished and waits to be trained."""
+        """The group is finished and can be trained."""
         self._finished[admission.index] = self._take_running(admission)
-        self._wake()
+        self._changes.notify()
 
     async def on_rollout_rejected(self, admission: Admission) -> None:
-        """The group failed or was given up; its place is free again."""
+        """The group failed or was dropped: another one may be admitted for it."""
         self._take_running(admission)
         self._open.remove(admission.index)
-        self._wake()
+        self._changes.notify()
 
     async def on_rollout_filtered(self, admission: Admission) -> None:
-        """The finished group will not be trained; its place is free again."""
+        """The finished group will not be trained: another one may be admitted for it."""
         self._take_finished(admission.index)
-        self._wake()
+        self._changes.notify()
 
     async def on_rollout_trained(self, index: int) -> None:
-        """The finished group with this admission index is in the gradients."""
+        """The finished group with this admission index was trained."""
         self._take_finished(index)
         self._num_trained += 1
-        self._wake()
+        self._changes.notify()
 
     async def notify_trainer_waiting(self, is_waiting: bool) -> None:
         """Whether the trainer lacks a group that it may train."""
         self._is_trainer_waiting = is_waiting
-        self._wake()
+        self._changes.notify()
 
     async def notify_step(self, version: int) -> None:
-        """Optimizer step ``version`` is completed; engines need not have acknowledged it. Raises ``StateError`` like below."""
+        """Optimizer step ``version`` is completed. Raises ``StateError`` unless it follows the one before."""
         if version != self._trained_version + 1:
             raise StateError(
                 f"optimizer step {version} cannot follow {self._trained_version}: steps are counted one by one"
@@ -207,48 +189,45 @@ class _AsyncStalenessManager:
         self._trained_version = version
 
     async def notify_capacity_change(self, version: int) -> None:
-        """Every engine has acknowledged ``version``. Raises ``StateError`` when it does not follow the one before.
-
-        It is the next one, or any later one that steps have been completed for.
-        """
+        """Every engine serves ``version``: the next one, or a later one up to the completed steps. Raises ``StateError`` otherwise."""
         if not self._served_version < version <= max(self._served_version + 1, self._trained_version):
             raise StateError(
                 f"policy version {version} cannot follow {self._served_version}: versions count optimizer steps"
             )
         self._served_version = version
         self._trained_version = max(version, self._trained_version)
-        self._wake()
+        self._changes.notify()
 
     async def drained(self) -> None:
-        """Wait until no group is running and none is about to be admitted.
+        """Wait until no group is running and none is about to be admitted. Unblocked by groups that end.
 
-        Unblocked by groups that end. With ``admits_whole_batches``, a mini-batch is complete then.
+        With ``admits_whole_batches``, a mini-batch is complete then.
         """
         await self._changes.until(lambda: self._is_drained)
 
     @property
     def _is_drained(self) -> bool:
-        return not self._running and not (self._waiters and self.capacity)
+        return not self._running and not (self._num_waiting and self.capacity)
 
     def may_train(self, scheduled_version: int, num_free: int) -> bool:
-        """Whether a group admitted at ``scheduled_version`` may take one of the ``num_free`` places left in this step.
+        """Whether a group admitted at ``scheduled_version`` may take one of the ``num_free`` places in this step.
 
-        Not while open groups admitted before it need every place there is until they pass the bound: those admitted at versions
-        up to v have to be trained by step v + max_staleness_steps (earliest deadline first). A look at this step alone is not
-        enough: a mini-batch can become due at once, and a place of an earlier step lost is then a group past the bound. The step
-        is the one after ``trained_version``.
+        It may not if the open groups admitted before it need every place until they pass the bound: groups admitted at versions up
+        to v have to be trained by step v + max_staleness_steps (earliest deadline first). Looking at this step alone is not enough:
+        a whole mini-batch can become due at once, and each place lost before is then a group past the bound. This step is the one
+        after ``trained_version``.
         """
         opened = self._open.num_of_version
         num_before = 0
         for version in sorted(v for v in opened if v < scheduled_version):
             num_before += opened[version]
-            steps_left = version + self._max_staleness_steps - self._trained_version
+            steps_left = version + self.max_staleness_steps - self._trained_version
             if num_before >= num_free + steps_left * self._mini_batch_size:
                 return False
         return True
 
     def first_open_index(self) -> int | None:
-        """The smallest admission index that is neither trained nor given up."""
+        """The smallest admission index that is neither trained nor dropped."""
         return self._open.first_index()
 
     async def load_state_from_checkpoint(
@@ -262,10 +241,10 @@ class _AsyncStalenessManager:
     ) -> tuple[Admission, ...]:
         """Continue after ``version`` steps, which count as whole mini-batches of the size given here.
 
-        The next admission gets ``next_index``. Returns which of the ``finished`` but untrained and of the ``running`` groups are
-        taken up, oldest admitted first: all of them, unless the checkpoint had another mini-batch size or bound and they are more
-        than the credits, or (``holds_bound``) would be past the bound at their turn. The others have to be generated again.
-        Running ones may be more than ``max_concurrent_generation_groups``; none is admitted then until enough have ended. Raises
+        The next admission gets ``next_index``. Returns the restored groups among ``finished`` (not yet trained) and ``running``, oldest
+        admitted first. All are restored, unless the checkpoint had another mini-batch size or bound and they exceed this run's
+        capacity, or (``holds_bound``) would pass the bound before they are trained. The caller generates the others again. More
+        running groups than ``max_concurrent_generation_groups`` are restored, too; admission waits until enough have ended. Raises
         ``StateError`` on a manager that was used.
         """
         if self._next_index or self._served_version:
@@ -273,27 +252,20 @@ class _AsyncStalenessManager:
         self._served_version = self._trained_version = version
         self._num_trained = version * self._mini_batch_size
         self._next_index = next_index
-        taken_up: list[Admission] = []
+        restored: list[Admission] = []
         for admission in sorted((*finished, *running), key=lambda a: a.index):
-            num_steps_before = len(taken_up) // self._mini_batch_size
+            num_steps_before = len(restored) // self._mini_batch_size
             staleness = version + num_steps_before - (admission.scheduled_version if holds_bound else version)
-            if staleness <= self._max_staleness_steps:
-                taken_up.append(admission)
-                self._open.add(admission.index, admission.scheduled_version)
+            if staleness <= self.max_staleness_steps:
+                restored.append(admission)
+                self._open.add(admission)
         is_running = {admission.index for admission in running}
-        self._running = {a.index: a for a in taken_up if a.index in is_running}
-        self._finished = {a.index: a for a in taken_up if a.index not in is_running}
-        return tuple(taken_up)
-
-    async def validate_state_at_epoch_end(self, num_trained_groups: int) -> None:
-        """Raise ``StateError`` unless as many groups were trained as the caller counted."""
-        if self._num_trained != num_trained_groups:
-            raise StateError(
-                f"expected {num_trained_groups} trained groups, {self._num_trained} were taken to be trained"
-            )
+        self._running = {a.index: a for a in restored if a.index in is_running}
+        self._finished = {a.index: a for a in restored if a.index not in is_running}
+        return tuple(restored)
 
     def statistics(self) -> dict[str, float]:
-        """Groups running, finished and waiting, accepted in all, and admissible now."""
+        """Groups running, groups buffered, groups accepted in all, and groups that may be admitted now."""
         return {
             "running_groups": float(len(self._running)),
             "buffer_groups": float(len(self._finished)),
@@ -305,8 +277,8 @@ class _AsyncStalenessManager:
         admission = Admission(index=self._next_index, scheduled_version=self._served_version)
         self._next_index += 1
         self._running[admission.index] = admission
-        self._open.add(admission.index, admission.scheduled_version)
-        self._wake()
+        self._open.add(admission)
+        self._changes.notify()
         return admission
 
     def _take_running(self, admission: Admission) -> Admission:
@@ -319,10 +291,3 @@ class _AsyncStalenessManager:
             raise StateError(f"group {index} is not finished, or was trained before")
         self._open.remove(index)
         return self._finished.pop(index)
-
-    def _wake(self) -> None:
-        """Let the first waiter go, if there is room for it. It stays in line until it runs, so that nobody overtakes it."""
-        first = next(iter(self._waiters), None)
-        if first is not None and not first.done() and self.capacity > 0:
-            first.set_result(None)
-        self._changes.notify()

@@ -1,11 +1,11 @@
-"""What becomes of groups that are, or would be, older than the bound: one small object per ``trainer.staleness_policy``.
+"""Treatment of groups older than the bound: one small object per ``trainer.staleness_policy``.
 
-    wait      a group is held back while older ones need its place: none passes the bound, the trainer waits
-    mask      trained at once; tokens sampled under too old a version are masked from the loss
-    resample  trained at once; a group that can no longer be trained in time is given up and its prompt drawn again
-    allow     trained at once, and counted
+    wait      hold a group back while older ones need its place in the step: none passes the bound, the trainer waits
+    mask      train groups at once, and mask tokens sampled under too old a version
+    resample  train groups at once; abort a group that can no longer be trained in time, and requeue its prompt
+    allow     train groups at once, and count the old ones
 
-Flows in: groups and versions. Flows out: decisions, and a group's part that may be trained. No I/O: the trainer acts on them.
+No I/O: the trainer acts on these decisions.
 """
 
 from dataclasses import dataclass, replace
@@ -17,15 +17,15 @@ from skyrl_async.types import Group, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessPolicy:
-    """One way to treat what is too old."""
+    """One treatment of groups older than the bound."""
 
     name: str
     holds_back: bool = False
-    """A finished group waits while its place in the step may be needed by one admitted before it."""
+    """A finished group waits while groups admitted before it may need its place in the step."""
     masks: bool = False
-    """Tokens older than the bound are not trained."""
+    """Tokens older than the bound are masked from the loss."""
     drops_groups: bool = False
-    """Groups past the bound are not trained, and their prompts are drawn again."""
+    """Groups past the bound are dropped, and their prompts requeued."""
 
     @property
     def bounds_groups(self) -> bool:
@@ -33,18 +33,18 @@ class StalenessPolicy:
         return self.holds_back or self.drops_groups
 
     def may_train(self, group: Group, staleness: _AsyncStalenessManager, num_free: int) -> bool:
-        """Whether a finished group may take one of the ``num_free`` places left in the step."""
+        """Whether a finished group may take one of the ``num_free`` places in the step."""
         return not self.holds_back or staleness.may_train(group.scheduled_version, num_free)
 
     def is_dropped(self, scheduled_version: int, staleness: _AsyncStalenessManager) -> bool:
-        """Whether an open group admitted at ``scheduled_version`` is past the bound, and not to be waited for."""
+        """Whether to drop an open group admitted at ``scheduled_version``, because it is past the bound."""
         return self.drops_groups and staleness.trained_version - scheduled_version > staleness.max_staleness_steps
 
     def masked_group(self, group: Group, version: int, max_staleness_steps: int) -> Group:
-        """The group as it is trained at ``version``: all of it, or what is within the bound.
+        """The group as it is trained at ``version``; with ``masks``, its tokens past the bound are masked.
 
-        Masked tokens keep their place, log-probs and versions, so that what follows them has its context. Rewards, hence
-        advantages, are of whole trajectories; importance ratios of whole rows are without the masked tokens.
+        Masked tokens keep their place, log-probs and versions, as context of the tokens after them. Rewards, hence advantages, are
+        of whole trajectories; importance ratios of whole rows exclude the masked tokens.
         """
         oldest = version - max_staleness_steps
         if not self.masks or all(min(t.versions, default=oldest) >= oldest for t in group.trajectories):

@@ -16,7 +16,7 @@ from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.staleness_policies import StalenessPolicy
-from skyrl_async.rollout.watchdog import Sources, Watchdog
+from skyrl_async.rollout.watchdog import Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.runtime.stage_board import StageBoard
@@ -171,10 +171,8 @@ def make_run(
     watchdog = None
     if settings.stall_warning_s is not None:
         watchdog = Watchdog(
-            Sources(
-                rollouts=lambda: [*workers.statuses(), *(evaluator.statuses() if evaluator is not None else ())],
-                stages=trace.open_spans,
-            ),
+            rollouts=lambda: [*workers.statuses(), *(evaluator.statuses() if evaluator is not None else ())],
+            stages=trace.open_spans,
             threshold_s=settings.stall_warning_s,
             log=lambda values: callbacks.log(staleness.served_version, values),
             show=callbacks.show_stalls,

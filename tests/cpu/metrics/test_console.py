@@ -12,7 +12,7 @@ from skyrl_async.inference.pool import EnginePool
 from skyrl_async.metrics.console import Console
 from skyrl_async.metrics.logs import run_logging
 from skyrl_async.metrics.summary import summary_table
-from skyrl_async.rollout.watchdog import Sources, Watchdog
+from skyrl_async.rollout.watchdog import Watchdog
 from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.stages import StageState, StageStatus
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -199,8 +199,8 @@ def test_an_outage_and_what_is_stuck_are_said_once(
         pool.drop(engine, "it was killed")
         outage.look()
         outage.end()
-        sources = Sources(rollouts=lambda: [[status]], stages=lambda: [])
-        Watchdog(sources, threshold_s=60.0, log=lambda values: None, show=console.stuck).look()
+        watchdog = Watchdog(lambda: [[status]], lambda: [], threshold_s=60.0, log=lambda _: None, show=console.stuck)
+        watchdog.check()
 
     with run_logging(tmp_path / "run.log", "info", has_console=has_console):
         run_in_virtual_time(main())

@@ -90,7 +90,7 @@ def test_a_cancelled_consumer_loses_no_group() -> None:
 def test_more_groups_than_credits_and_groups_after_the_end_are_broken_invariants() -> None:
     buffer = GroupBuffer(1)
     buffer.put(group(0))
-    with pytest.raises(StateError, match="staleness credits"):
+    with pytest.raises(StateError, match="staleness manager admits"):
         buffer.put(group(1))
     buffer.close()
     with pytest.raises(StateError, match="closed"):

@@ -12,7 +12,7 @@ from skyrl_async.metrics.names import METRICS
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples
 from skyrl_async.rollout.retrier import RolloutRetrier
-from skyrl_async.rollout.watchdog import Sources, Watchdog
+from skyrl_async.rollout.watchdog import Watchdog
 from skyrl_async.runtime.outages import Backoff
 from skyrl_async.runtime.progress import GroupProgress, RolloutStatus, report, report_engine
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -143,7 +143,8 @@ class Watched:
         self.shown: list[list[str]] = []
         self.logged: list[dict[str, float]] = []
         self.watchdog = Watchdog(
-            Sources(rollouts=lambda: self.rollouts, stages=lambda: ()),
+            rollouts=lambda: self.rollouts,
+            stages=lambda: (),
             threshold_s=60.0,
             log=self.logged.append,
             show=lambda lines: self.shown.append(list(lines)),
@@ -151,7 +152,7 @@ class Watched:
 
     def look(self, *rollouts: Sequence[RolloutStatus]) -> None:
         self.rollouts = [list(statuses) for statuses in rollouts]
-        self.watchdog.look()
+        self.watchdog.check()
 
 
 def test_the_log_names_five_and_counts_the_rest_while_the_console_gets_all(caplog: pytest.LogCaptureFixture) -> None:
