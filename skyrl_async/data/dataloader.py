@@ -1,8 +1,12 @@
-"""Hands out prompts one by one, and remembers in a ledger what became of each.
+"""Hands out prompts one by one, and records the state of each in a ledger.
 
-Flows in: prompts, and what happened to their groups. Flows out: prompts in a seeded order, epoch after epoch, without a seam
-between them: the prompts that fill no mini-batch at an epoch's end lead the next epoch's first one. Does not know groups'
-contents, versions or the trainer.
+Prompts come in a seeded order, epoch after epoch. Epochs flow into one another: prompts that fill no mini-batch at the end of an epoch
+begin the next epoch's first one. Several sources are mixed by weights. A weight is the number of passes over its source in an epoch: 1
+takes every row once. 2 takes it twice, the second time under its own uid, ``uid~2``, so that the ledger has both. 0.25 takes a quarter of
+the rows in each epoch, and every row once in four epochs, in an order drawn from the seed.
+
+Flows in: prompts, and events of their groups. Flows out: prompts, and the state for a checkpoint. Does not know groups' contents,
+versions or the trainer.
 """
 
 import hashlib
@@ -20,19 +24,19 @@ from skyrl_async.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """Prompts of which each epoch takes only a share, in turn."""
+    """Prompts of which each epoch takes a share, one share after another."""
 
     uids: tuple[str, ...]
     share: float
-    """In (0, 1)."""
+    """Fraction per epoch, in (0, 1)."""
 
 
 def weighted(prompts: Sequence[Prompt], weight: float) -> tuple[tuple[Prompt, ...], Rotation | None]:
-    """Return the prompts of a source with the copies that ``weight`` asks for, and what of them takes turns.
+    """Return a source's prompts with the copies for ``weight``, and the rotation for its fraction.
 
     Args:
-        prompts: of the source.
-        weight: passes over it in an epoch, > 0.
+        prompts: all prompts of the source.
+        weight: passes over them in an epoch, > 0.
     """
     num_whole = math.floor(weight)
     copies = [prompt for number in range(1, num_whole + 1) for prompt in _copies(prompts, number)]
@@ -48,30 +52,29 @@ class EpochPlan:
 
     Args:
         uids: of the dataset, unique, copies included.
-        rotations: those of which an epoch takes a share; uids that are not in ``uids`` are passed over.
-        seed: of the order in which they take turns.
+        rotations: uids of which an epoch takes a share; uids that are not in ``uids`` are ignored.
+        seed: of the order of each rotation.
     """
 
     def __init__(self, uids: Sequence[str], rotations: Sequence[Rotation] = (), *, seed: int = 0) -> None:
         self._uids = tuple(uids)
         known = set(uids)
-        self._turns = [_turns(rotation, known, f"{seed}-{index}") for index, rotation in enumerate(rotations)]
-        in_turn = {uid for order, _ in self._turns for uid in order}
-        self._always = frozenset(known - in_turn)
+        self._rotations = [_order(rotation, known, f"{seed}-{index}") for index, rotation in enumerate(rotations)]
+        self._always = known.difference(*(order for order, _ in self._rotations))
 
     def __len__(self) -> int:
         """Prompts of an epoch."""
-        return len(self._always) + sum(num for _, num in self._turns)
+        return len(self._always) + sum(num for _, num in self._rotations)
 
     @property
     def is_whole(self) -> bool:
-        """Every epoch has every uid."""
-        return not self._turns
+        """Whether every epoch has every uid."""
+        return not self._rotations
 
     def of_epoch(self, epoch: int) -> list[str]:
         """The uids of ``epoch`` (from 0), in dataset order."""
         chosen = set(self._always)
-        for order, num in self._turns:
+        for order, num in self._rotations:
             chosen.update(order[(epoch * num + i) % len(order)] for i in range(num))
         return [uid for uid in self._uids if uid in chosen]
 
@@ -80,8 +83,8 @@ def _copies(prompts: Sequence[Prompt], number: int) -> list[Prompt]:
     return list(prompts) if number == 1 else [replace(prompt, uid=f"{prompt.uid}~{number}") for prompt in prompts]
 
 
-def _turns(rotation: Rotation, known: Collection[str], seed: str) -> tuple[list[str], int]:
-    """The order in which uids take turns, and how many do in an epoch: one at least."""
+def _order(rotation: Rotation, known: Collection[str], seed: str) -> tuple[list[str], int]:
+    """The order of a rotation's uids, and their number per epoch, at least one."""
     order = [uid for uid in rotation.uids if uid in known]
     random.Random(seed).shuffle(order)
     return order, min(len(order), max(1, round(rotation.share * len(order))))
@@ -92,9 +95,9 @@ class _AsyncDataloader:
 
     Args:
         prompts: the training set; uids unique.
-        seed: of the shuffling.
-        num_epochs: passes; None never ends.
-        plan: which prompts an epoch has; None: all of them.
+        seed: seed of the shuffling.
+        num_epochs: number of epochs; None never ends.
+        plan: prompts of each epoch; None: all of them.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class _AsyncDataloader:
 
     @property
     def epoch(self) -> int:
-        """The epoch prompts are drawn from."""
+        """The epoch of the next prompt."""
         return self._ledger.epoch
 
     async def get_next_non_consumed_data(self) -> tuple[Key, Prompt] | None:
@@ -132,7 +135,7 @@ class _AsyncDataloader:
         return self._prompts[key[1]]
 
     def check_running(self, keys: Collection[Key]) -> None:
-        """Raise ``CheckpointError`` unless exactly these are being generated."""
+        """Raise ``CheckpointError`` unless exactly these prompts are being generated."""
         running = set(self._ledger.running())
         if different := sorted(running ^ set(keys)):
             raise CheckpointError(
@@ -141,39 +144,39 @@ class _AsyncDataloader:
             )
 
     async def mark_finished_uid(self, key: Key) -> None:
-        """Its group is generated and waits to be trained."""
+        """The group is generated and can be trained."""
         self._ledger.finish(key)
 
     async def mark_consumed_uids(self, keys: Sequence[Key]) -> None:
-        """An optimizer step with their groups is complete."""
+        """An optimizer step with these groups is complete."""
         for key in keys:
             self._ledger.train(key)
 
     async def mark_filtered_uids(self, keys: Sequence[Key]) -> None:
-        """Their finished groups are left out of training on purpose."""
+        """These finished groups are not trained on purpose."""
         for key in keys:
             self._ledger.filter(key)
 
     async def mark_failed_uid(self, key: Key) -> None:
-        """Its rollouts failed for good in this epoch."""
+        """The rollouts failed for good in this epoch."""
         self._ledger.fail(key)
 
     async def requeue(self, key: Key) -> None:
-        """It was not generated after all: the next to be drawn."""
+        """The prompt is the next to be drawn."""
         self._ledger.requeue(key)
 
     def get_consumed_uids_list(self, epoch: int | None = None) -> list[str]:
-        """The uids trained in an open epoch (by default the one drawn from)."""
+        """For SkyRL's callers: the uids trained in an open epoch (by default the current one)."""
         return self._ledger.uids(self.epoch if epoch is None else epoch, UidState.TRAINED)
 
     async def reset_at_epoch_end(self) -> None:
-        """Kept for SkyRL's callers: epochs flow into one another, so nothing is to be reset; checks that none is left open."""
+        """For SkyRL's callers: check that no older epoch is open. Epochs flow into one another, so nothing needs a reset."""
         stale = [epoch for epoch in self._ledger.open_epochs if epoch < self.epoch - 1]
         if stale:
             raise StateError(f"epochs {stale} still have prompts that are neither trained, filtered nor failed")
 
     def state_for_checkpoint(self) -> dict[str, Any]:
-        """JSON of the ledger, with a digest of the dataset's uids and of how its sources are mixed, and one of what its rows hold."""
+        """JSON of the ledger, a digest of the dataset's uids and mixture, and a digest of its rows' contents."""
         return {
             "dataset_digest": self._digest(),
             "content_digest": self._content_digest,
@@ -182,9 +185,9 @@ class _AsyncDataloader:
         }
 
     async def load_state_from_checkpoint(self, saved: dict[str, Any]) -> None:
-        """Continue where ``state_for_checkpoint`` was taken. Raises ``CheckpointError`` for another dataset or seed.
+        """Continue from ``state_for_checkpoint``. Raises ``CheckpointError`` for another dataset or seed.
 
-        Checkpoints of older versions have no digest of what rows hold: of them only the uids are compared.
+        Checkpoints of older versions have no digest of contents: only their uids are compared.
         """
         try:
             self._load_state(saved)
@@ -220,7 +223,7 @@ class _AsyncDataloader:
 
 
 def _content_digest(prompts: Sequence[Prompt]) -> str:
-    """Of all that prompts hold, in their order; the same in every process."""
+    """Digest of the prompts' contents in their order; the same in every process."""
     digest = hashlib.sha256()
     for prompt in prompts:
         content = prompt.uid, prompt.messages, prompt.env_class, prompt.extras
@@ -233,5 +236,5 @@ def _content_digest(prompts: Sequence[Prompt]) -> str:
 
 
 def _as_text(value: object) -> str:
-    """Without what differs from process to process: an object that says nothing of itself says where it lies."""
+    """The default repr contains the object's address, which differs from process to process."""
     return type(value).__qualname__ if type(value).__repr__ is object.__repr__ else repr(value)

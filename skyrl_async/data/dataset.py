@@ -1,10 +1,10 @@
 """Prompts from files, in SkyRL's format.
 
-A row has ``prompt`` (a list of messages, or a string: one user message), ``env_class`` (unless a default is given), and
-whatever the environment is made with (``reward_spec``, ``max_turns``, ...): every other column, and the entries of
-``extra_info``, become extras. ``uid`` is optional; without it a row is known by a hash of its content.
+A row has ``prompt`` (a list of messages, or a string: one user message) and ``env_class`` (unless a default is given). Every other column
+(``reward_spec``, ``max_turns``, ...) and the entries of ``extra_info`` become extras, for the environment's constructor. ``uid`` is
+optional; without it, a hash of the row's content is the uid.
 
-Flows in: rows with their places. Flows out: prompts. This module does not know tokenizers, environments or epochs.
+Flows in: rows with their places in files. Flows out: prompts. Does not know tokenizers, environments or epochs.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from skyrl_async.types import Message, Prompt
 logger = logging.getLogger(__name__)
 
 _NO_ENVIRONMENT = "none"
-_JUDGED_WITHOUT = "a function that judges without environments: generator.reward with generator=agent, else task.reward"
+_REWARDED_WITHOUT = "a reward function without environments: generator.reward with generator=agent, else task.reward"
 _OWN_COLUMNS = frozenset({"uid", "prompt", "env_class"})
 
 
@@ -37,12 +37,12 @@ def load_prompts(
     Args:
         files: files and directories, as ``data.sources`` reads them.
         default_env_class: for rows without ``env_class``.
-        needs_environment: False where nothing plays or judges rows by an environment; ``env_class`` may then be empty.
-        check: called with each prompt; whatever it raises refuses the row.
+        needs_environment: False if no environment runs or rewards the rows; ``env_class`` may then be empty.
+        check: called with each prompt; any exception refuses the row.
 
     Raises:
-        DatasetError: a file is missing or of another kind, a row cannot be used, two rows have one uid, or no row is left.
-            The message names the file and the line.
+        DatasetError: a file is missing or of another kind, a row is invalid, two rows have one uid, or there are no rows. The message
+            names the file and the line.
     """
     sources = load_sources(files, default_env_class, needs_environment=needs_environment, check=check)
     return tuple(prompt for prompts in sources for prompt in prompts)
@@ -55,7 +55,7 @@ def load_sources(
     needs_environment: bool = True,
     check: Callable[[Prompt], None] = lambda prompt: None,
 ) -> tuple[tuple[Prompt, ...], ...]:
-    """Return the prompts of each of ``files``; arguments and errors as of ``load_prompts``, uids unique across all of them."""
+    """Return the prompts of each of ``files``; arguments and errors like ``load_prompts``. Uids are unique across files."""
     place_of: dict[str, str] = {}
     env_class = default_env_class if needs_environment else default_env_class or _NO_ENVIRONMENT
     sources = tuple(tuple(_prompts_of(Path(file), env_class, place_of, check)) for file in files)
@@ -67,18 +67,13 @@ def load_sources(
 def filter_long_prompts(
     prompts: Sequence[Prompt], num_tokens_of: Callable[[Prompt], int], max_prompt_tokens: int
 ) -> tuple[tuple[Prompt, ...], tuple[str, ...]]:
-    """Return the prompts of at most ``max_prompt_tokens`` tokens, and the uids of those left out.
+    """Return the prompts of at most ``max_prompt_tokens`` tokens, and the uids of the longer ones.
 
-    Raises ``DatasetError`` when prompts were given and none is left.
+    Raises ``DatasetError`` if all prompts are longer.
     """
-    kept: list[Prompt] = []
-    dropped: dict[str, int] = {}
-    for prompt in prompts:
-        num_tokens = num_tokens_of(prompt)
-        if num_tokens <= max_prompt_tokens:
-            kept.append(prompt)
-        else:
-            dropped[prompt.uid] = num_tokens
+    num_tokens = {prompt.uid: num_tokens_of(prompt) for prompt in prompts}
+    kept = tuple(prompt for prompt in prompts if num_tokens[prompt.uid] <= max_prompt_tokens)
+    dropped = {uid: num for uid, num in num_tokens.items() if num > max_prompt_tokens}
     if prompts and not kept:
         raise DatasetError(
             f"all {len(dropped)} prompts are longer than the {max_prompt_tokens} tokens that the model's context leaves "
@@ -92,13 +87,13 @@ def filter_long_prompts(
             max_prompt_tokens,
             ", ".join(list(dropped)[:10]) + (", ..." if len(dropped) > 10 else ""),
         )
-    return tuple(kept), tuple(dropped)
+    return kept, tuple(dropped)
 
 
 def _prompts_of(
     source: Path, default_env_class: str | None, place_of: dict[str, str], check: Callable[[Prompt], None]
 ) -> Iterator[Prompt]:
-    """Yield the prompts of one source, and enter into ``place_of`` where each uid stands."""
+    """Yield the prompts of one source, and record the place of each uid in ``place_of``."""
     for place, row in rows_of(source):
         prompt = _prompt_of(row, place, default_env_class)
         if prompt.uid in place_of:
@@ -111,8 +106,8 @@ def _prompts_of(
             check(prompt)
         except Exception as error:
             raise DatasetError(
-                f"{place} cannot be played by env_class {prompt.env_class!r}: {error}; "
-                f"mend the row, name another env_class, or set {_JUDGED_WITHOUT}"
+                f"{place} cannot be used by env_class {prompt.env_class!r}: {error}; "
+                f"mend the row, name another env_class, or set {_REWARDED_WITHOUT}"
             ) from error
         yield prompt
 
@@ -121,7 +116,7 @@ def _prompt_of(row: Mapping[str, Any], place: str, default_env_class: str | None
     env_class = row.get("env_class") or default_env_class
     if not isinstance(env_class, str) or not env_class:
         raise DatasetError(
-            f"{place} needs env_class, a non-empty string, got {env_class!r}; or set task.env_class, or {_JUDGED_WITHOUT}"
+            f"{place} needs env_class, a non-empty string, got {env_class!r}; or set task.env_class, or {_REWARDED_WITHOUT}"
         )
     uid = row.get("uid")
     if uid is not None and not isinstance(uid, str | int):

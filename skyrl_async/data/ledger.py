@@ -2,10 +2,10 @@
 
     new ──draw──> running ──finish──> finished ──train──> trained
      ^               │                   └──filter──> filtered
-     └──give back────┴──fail──> failed
+     └───requeue─────┴──fail──> failed
 
-Flows in: what happened to which (epoch, uid). Flows out: the next prompt's position, and the state for a checkpoint. Does not
-know prompts' contents, groups or versions.
+Flows in: events of an (epoch, uid). Flows out: the next (epoch, uid), and the state for a checkpoint. Does not know prompts' contents,
+groups or versions.
 """
 
 import random
@@ -21,7 +21,7 @@ Key = tuple[int, str]
 
 
 class UidState(StrEnum):
-    """Where a prompt stands in one epoch."""
+    """State of a prompt in one epoch."""
 
     NEW = "new"
     RUNNING = "running"
@@ -43,13 +43,13 @@ _FROM = {
 
 
 class UidLedger:
-    """Draws uids in a seeded order per epoch, one epoch flowing into the next, and keeps account of each.
+    """Draws uids in a seeded order per epoch, one epoch after another, and records the state of each.
 
     Args:
-        uids: the dataset's, unique and not empty.
-        seed: of the shuffling; epoch e is shuffled with ``random.Random(f"{seed}-{e}")``.
-        num_epochs: passes over the uids; None never ends.
-        uids_of_epoch: the uids that an epoch has, in dataset order, where it does not have all; at least one.
+        uids: of the dataset, unique and not empty.
+        seed: epoch e is shuffled with ``random.Random(f"{seed}-{e}")``.
+        num_epochs: number of epochs; None never ends.
+        uids_of_epoch: epoch -> its uids in dataset order, at least one; None: every epoch has all.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class UidLedger:
 
     @property
     def epoch(self) -> int:
-        """The epoch prompts are drawn from."""
+        """The epoch of the next uid."""
         return self._queue[0][0] if self._queue else self._next_epoch
 
     def draw(self) -> Key | None:
-        """The next new uid, now running; None when the last epoch is drawn out."""
+        """The next new uid, now running; None after the last epoch."""
         if not self._queue and not self._open_next_epoch():
             return None
         epoch, uid = self._queue.popleft()
@@ -88,28 +88,28 @@ class UidLedger:
         return epoch, uid
 
     def requeue(self, key: Key) -> None:
-        """A running or finished uid is new again, and the first to be drawn."""
+        """A running or finished uid becomes new, and the next to be drawn."""
         self._move(key, UidState.NEW)
         self._queue.appendleft(key)
 
     def finish(self, key: Key) -> None:
-        """All its trajectories are there."""
+        """The group is complete."""
         self._move(key, UidState.FINISHED)
 
     def train(self, key: Key) -> None:
-        """An optimizer step with its gradients is complete."""
+        """An optimizer step with the group is complete."""
         self._close(key, UidState.TRAINED)
 
     def filter(self, key: Key) -> None:
-        """It is left out on purpose."""
+        """The group is not trained on purpose."""
         self._close(key, UidState.FILTERED)
 
     def fail(self, key: Key) -> None:
-        """Its retries are used up; it is drawn again in the next epoch."""
+        """The retries are used up; the uid is drawn again in the next epoch."""
         self._close(key, UidState.FAILED)
 
     def state(self, key: Key) -> UidState:
-        """Where the uid stands in that epoch. A closed epoch remembers no uid: ``StateError``."""
+        """State of the uid in its epoch. Raises ``StateError`` for a complete epoch, whose uids are forgotten."""
         epoch, uid = key
         if epoch not in self._states or uid not in self._states[epoch]:
             raise StateError(f"uid {uid!r} of epoch {epoch} is not in the ledger (unknown, or its epoch is complete)")
@@ -120,12 +120,12 @@ class UidLedger:
         return [uid for uid, s in self._states.get(epoch, {}).items() if s is state]
 
     def running(self) -> list[Key]:
-        """Every (epoch, uid) that is being generated."""
+        """Every running (epoch, uid)."""
         return [(epoch, uid) for epoch in self._states for uid in self.uids(epoch, UidState.RUNNING)]
 
     @property
     def open_epochs(self) -> tuple[int, ...]:
-        """Epochs begun in which some uid is not trained, filtered or failed."""
+        """Started epochs with a uid that is not trained, filtered or failed."""
         return tuple(self._states)
 
     def counts(self) -> dict[str, int]:
@@ -134,14 +134,14 @@ class UidLedger:
         return counts | {f"{state.value}_total": self._totals[state] for state in _CLOSED}
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps; uids in none of its lists are new."""
+        """State for a checkpoint; uids in none of its lists are new."""
         kept = (*_CLOSED, UidState.FINISHED, UidState.RUNNING)
         epochs = {str(epoch): {state.value: self.uids(epoch, state) for state in kept} for epoch in self._states}
         totals = {state.value: self._totals[state] for state in _CLOSED}
         return {"seed": self._seed, "next_epoch": self._next_epoch, "epochs": epochs, "totals": totals}
 
     def load_json(self, saved: dict[str, Any]) -> None:
-        """Continue from ``to_json``, with the same uids running. Raises ``StateError`` for other uids or another seed, naming them."""
+        """Continue from ``to_json``; running uids stay running. Raises ``StateError`` for unknown uids or another seed, naming them."""
         if saved["seed"] != self._seed:
             raise StateError(
                 f"the checkpoint was shuffled with trainer.seed={saved['seed']}, this run has {self._seed}"

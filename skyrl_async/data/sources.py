@@ -1,10 +1,15 @@
-"""Rows from files and directories, each with the words that name its place.
+"""Rows from files and directories, each with a description of its place.
 
-A source is a ``.jsonl`` or ``.parquet`` file, a directory that Hugging Face ``datasets`` saved (``Dataset.save_to_disk``), a
-directory of jsonl or parquet files such as a snapshot of a hub's repository, or ``DIR/train`` for the files of one split of it,
-``DIR/train-*.parquet``. Everything is read with pyarrow: ``datasets`` need not be installed.
+A source is one of:
 
-Flows in: paths. Flows out: rows as plain dictionaries. This module does not know which columns a row should have.
+- a ``.jsonl`` or ``.parquet`` file;
+- a directory that Hugging Face ``datasets`` saved (``Dataset.save_to_disk``);
+- a directory of jsonl or parquet files, such as a snapshot of a hub's repository;
+- ``DIR/train``, for the files of one split, ``DIR/train-*.parquet``.
+
+pyarrow reads everything: ``datasets`` need not be installed.
+
+Flows in: paths. Flows out: rows as plain dictionaries. Does not know the columns.
 """
 
 import json
@@ -22,11 +27,11 @@ _SUFFIXES = (*_JSON, ".parquet")
 _SAVED_STATE = "state.json"
 _SAVED_SPLITS = "dataset_dict.json"
 _SHARD = re.compile(r"(?P<split>.+?)(-\d+(-of-\d+)?)?")
-"""``train-00000-of-00002`` is of the split ``train``."""
+"""``train-00000-of-00002`` belongs to the split ``train``."""
 
 
 def rows_of(source: Path) -> Iterator[tuple[str, Row]]:
-    """Yield each row of ``source`` with the words that name its place. Raises ``DatasetError``."""
+    """Yield (place, row) for each row of ``source``; errors name the place. Raises ``DatasetError``."""
     if (source / _SAVED_STATE).is_file():
         yield from _saved_rows(source)
         return
@@ -35,9 +40,9 @@ def rows_of(source: Path) -> Iterator[tuple[str, Row]]:
 
 
 def files_of(source: Path) -> tuple[Path, ...]:
-    """Return the jsonl and parquet files that ``source`` stands for, in the order of their names.
+    """Return the jsonl and parquet files of ``source``, sorted by name.
 
-    Raises ``DatasetError`` when there are none, or of several splits.
+    Raises ``DatasetError`` if there are none, or files of several splits.
     """
     if source.is_file():
         if source.suffix not in _SUFFIXES:
@@ -105,7 +110,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _saved_rows(directory: Path) -> Iterator[tuple[str, Row]]:
-    """Rows of a directory of ``save_to_disk``: Arrow streams, listed in its ``state.json``."""
+    """Rows of a ``save_to_disk`` directory: Arrow streams, listed in its ``state.json``."""
     from pyarrow import ArrowInvalid, ipc
 
     state = json.loads((directory / _SAVED_STATE).read_text(encoding="utf-8"))
@@ -120,6 +125,6 @@ def _saved_rows(directory: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _table_rows(table: Any, file: Path) -> Iterator[tuple[str, Row]]:
-    """A column that is null in a row is left out of it, as if its line in a jsonl file did not have it."""
+    """Yield the rows without their null columns, like jsonl rows that lack them."""
     for number, row in enumerate(table.to_pylist(), start=1):
         yield f"{file} row {number}", {column: value for column, value in row.items() if value is not None}

@@ -264,6 +264,13 @@ class _AsyncStalenessManager:
         self._finished = {a.index: a for a in restored if a.index not in is_running}
         return tuple(restored)
 
+    async def validate_state_at_epoch_end(self, num_trained_groups: int) -> None:
+        """For SkyRL's callers: raise ``StateError`` unless this many groups were trained."""
+        if self._num_trained != num_trained_groups:
+            raise StateError(
+                f"expected {num_trained_groups} trained groups, {self._num_trained} were taken to be trained"
+            )
+
     def statistics(self) -> dict[str, float]:
         """Groups running, groups buffered, groups accepted in all, and groups that may be admitted now."""
         return {

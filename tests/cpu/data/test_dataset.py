@@ -170,7 +170,7 @@ def test_what_refuses_a_prompt_is_told_with_the_place_of_the_row(tmp_path: Path)
             raise KeyError("word")
 
     file = write_parquet(tmp_path / "rows.parquet", ROWS)
-    with pytest.raises(DatasetError, match=r"rows\.parquet row 4 cannot be played by env_class 'relay': 'word'; mend"):
+    with pytest.raises(DatasetError, match=r"rows\.parquet row 4 cannot be used by env_class 'relay': 'word'; mend"):
         load_prompts([file], None, check=check)
 
 

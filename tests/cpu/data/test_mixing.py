@@ -158,8 +158,8 @@ def test_a_row_whose_uid_is_that_of_another_ones_copy_is_refused(tmp_path: Path)
 
 def test_a_row_that_its_environment_does_not_take_is_named_by_file_and_line(tmp_path: Path) -> None:
     broken = write_rows(tmp_path / "c.jsonl", {"prompt": "x", **ROW}, {"prompt": "y", "env_class": "relay"})
-    with pytest.raises(DatasetError, match=r"c\.jsonl line 2 cannot be played by env_class 'relay': .*needs the col"):
+    with pytest.raises(DatasetError, match=r"c\.jsonl line 2 cannot be used by env_class 'relay': .*needs the col"):
         prepared(tmp_path, "[]", f"task.eval_files=[{broken}]")
     unknown = write_rows(tmp_path / "d.jsonl", {"prompt": "x", "env_class": "chess"})
-    with pytest.raises(DatasetError, match=r"d\.jsonl line 1 cannot be played by env_class 'chess': .*one of .*gsm8k"):
+    with pytest.raises(DatasetError, match=r"d\.jsonl line 1 cannot be used by env_class 'chess': .*one of .*gsm8k"):
         prepared(tmp_path, "[]", f"task.eval_files=[{unknown}]")
