@@ -38,7 +38,6 @@ from skyrl_async.metrics.summary import summary_table, write_summary
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.metrics.tracker import MetricsLog, Sink, Tracker, evaluated_steps
 from skyrl_async.metrics.trained_groups import TrainedGroupsLog
-from skyrl_async.metrics.wandb import WandbSink
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.tasks import first_failure
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
@@ -301,10 +300,12 @@ def _sinks(config: Config, left: _Left, resume_step: float | None, console: Cons
     left.begin_records.append(metrics.begin)
     sinks: list[Sink] = [metrics, console]
     if config.logging.tensorboard:
-        from skyrl_async.metrics.tensorboard import TensorBoardSink
+        from skyrl_async.metrics.sinks import TensorBoardSink
 
         sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step))
     if config.logging.wandb:
+        from skyrl_async.metrics.sinks import WandbSink
+
         sinks.append(WandbSink(run_dir, config.logging.wandb_project, without_secrets(config)))
     return sinks
 

@@ -153,8 +153,8 @@ ADVANTAGE_ESTIMATORS = Registry(
 """A value model with GAE has its place here: an entry that needs the whole mini-batch, and values beside the rewards."""
 
 
-def _loss(module: str, function: str, *, needs_old_logprobs: bool = False, marker: str | None = None) -> LossEntry:
-    path = f"skyrl_async.algorithms.{module}:{function}"
+def _loss(function: str, *, needs_old_logprobs: bool = False, marker: str | None = None) -> LossEntry:
+    path = f"skyrl_async.algorithms.policy_losses:{function}"
     marker = None if marker is None else f"skyrl_async.algorithms.covariance:{marker}"
     return LossEntry(path=path, needs_old_logprobs=needs_old_logprobs, marker=marker)
 
@@ -162,19 +162,19 @@ def _loss(module: str, function: str, *, needs_old_logprobs: bool = False, marke
 POLICY_LOSSES = Registry(
     "trainer.algorithm.policy_loss_type",
     {
-        "ppo_clip": _loss("clipped_losses", "ppo_clip"),
-        "regular": _loss("clipped_losses", "ppo_clip"),
-        "clip_higher": _loss("clipped_losses", "ppo_clip"),
-        "dual_clip": _loss("clipped_losses", "dual_clip"),
-        "gspo": _loss("clipped_losses", "gspo"),
-        "dppo": _loss("clipped_losses", "dppo"),
-        "decoupled_ppo": _loss("clipped_losses", "decoupled_ppo", needs_old_logprobs=True),
-        "rollout_is": _loss("weighted_losses", "rollout_is"),
-        "cispo": _loss("weighted_losses", "cispo"),
-        "cispo_old": _loss("weighted_losses", "cispo_old", needs_old_logprobs=True),
-        "sapo": _loss("weighted_losses", "sapo"),
-        "clip_cov": _loss("covariance_losses", "clip_cov", marker="clip_cov_marks"),
-        "kl_cov": _loss("covariance_losses", "kl_cov", marker="kl_cov_marks"),
+        "ppo_clip": _loss("ppo_clip"),
+        "regular": _loss("ppo_clip"),
+        "clip_higher": _loss("ppo_clip"),
+        "dual_clip": _loss("dual_clip"),
+        "gspo": _loss("gspo"),
+        "dppo": _loss("dppo"),
+        "decoupled_ppo": _loss("decoupled_ppo", needs_old_logprobs=True),
+        "rollout_is": _loss("rollout_is"),
+        "cispo": _loss("cispo"),
+        "cispo_old": _loss("cispo_old", needs_old_logprobs=True),
+        "sapo": _loss("sapo"),
+        "clip_cov": _loss("clip_cov", marker="clip_cov_marks"),
+        "kl_cov": _loss("kl_cov", marker="kl_cov_marks"),
     },
     lambda path: LossEntry(path=path),
     lambda entry: ("tokens", "constants"),

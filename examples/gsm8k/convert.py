@@ -13,7 +13,7 @@ from typing import Any
 
 from skyrl_async.data.sources import rows_of
 from skyrl_async.errors import DatasetError
-from skyrl_async.rewards.final_answers import as_number, strict_answer
+from skyrl_async.rewards.math_answers import as_number, strict_answer
 
 INSTRUCTIONS = {
     "gsm8k": 'Think step by step, and give the final answer as a number after "####".',

@@ -130,7 +130,7 @@ def reinforce_pp_advantages(groups: Sequence[GroupRewards]) -> list[list[float]]
 
     Each sample counts once per token that is trained, which all bear its reward; the standard deviation is that of these tokens. No part of
     it is of one prompt alone, so that groups of one serve. With KL in the reward they all bear that of the whole answer, where the paper's
-    bear what is still to come (see ``kl_penalty.KlPenalty``): the same mean before it is normalised, with more variance.
+    bear what is still to come (see ``kl.KlPenalty``): the same mean before it is normalised, with more variance.
 
     Args:
         groups: of one mini-batch.

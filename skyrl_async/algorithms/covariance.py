@@ -21,7 +21,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from skyrl_async.algorithms.loss_constants import LossConstants
+from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.types import Group, Trajectory
 
 Mark = Callable[[Sequence[Group]], Sequence[Group]]

@@ -1,8 +1,8 @@
-"""What a policy loss is: log-probs of sampled tokens in, one loss per token out, with the figures that say how far off-policy they are.
+"""The contract of a policy loss: log-probs of sampled tokens in, one loss per token out, with figures of how far off-policy they are.
 
-A loss is a pure function of (N,) tensors, one entry per sampled token, and of constants; ``clipped_losses`` and ``weighted_losses`` hold
-ours, and the configuration may name others. Nothing here reduces over the tokens of a batch: the caller sums, and divides once for the
-step, so that neither micro-batches nor ranks change the result.
+A loss is a pure function of (N,) tensors, one entry per sampled token, and of constants. ``policy_losses`` holds the built-in ones; the
+configuration may name others. Nothing here reduces over the tokens of a batch. The caller sums, and divides once per step, so that
+neither micro-batches nor ranks change the result.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from skyrl_async.algorithms.lags import sums_by_lag
-from skyrl_async.algorithms.loss_constants import LossConstants
+from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.registries import POLICY_LOSSES, LossEntry, path_of
 
 MAX_LOG_RATIO = 20.0
@@ -163,3 +162,15 @@ def merge_figures(parts: list[dict[str, float]]) -> dict[str, float]:
             else:
                 merged[key] += value
     return merged
+
+
+def sums_by_lag(token_lags: Tensor, *values: Tensor) -> list[list[float]]:
+    """For each lag up to the largest, the sums of ``values`` over its tokens, added in their order: CUDA's bincount has none.
+
+    Args:
+        token_lags: (N,) int64, >= 0, N >= 1: version being trained minus version sampled under.
+        values: (N,) float64 each.
+    """
+    lags = token_lags.cpu()
+    sums: list[list[float]] = torch.stack([torch.bincount(lags, weights=of.cpu()) for of in values]).T.tolist()
+    return sums

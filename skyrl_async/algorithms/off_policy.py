@@ -28,10 +28,9 @@ from torch import Tensor
 
 from skyrl_async.algorithms import corrections
 from skyrl_async.algorithms.batching import MicroBatch
-from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.algorithms.corrections import Rows, Weights
-from skyrl_async.algorithms.lags import sums_by_lag
-from skyrl_async.algorithms.losses import TokenLoss
+from skyrl_async.algorithms.losses import MAX_LOG_RATIO, TokenLoss, sums_by_lag
+from skyrl_async.algorithms.settings import CorrectionSettings
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import POLICY_LOSSES
 
@@ -169,3 +168,38 @@ class OffPolicyCorrection:
         if settings.m2_threshold is not None:
             keeps["m2"] = corrections.m2_mask(policy_log_ratio, advantages, rows, threshold=settings.m2_threshold)
         return keeps
+
+
+@torch.no_grad()
+def sample_size_figures(logprobs: Tensor, batch: MicroBatch, token_lags: Tensor) -> dict[str, float]:
+    """Sums from which ``metrics.step.effective_shares`` takes effective sample sizes: how many fresh tokens the tokens of a step are worth.
+
+    The effective sample size of n weights is ``(sum w)^2 / sum w^2``, at most n (Kish 1965; Owen, "Monte Carlo theory, methods and
+    examples", chapter 9), here of ``w = pi / mu``, per token and per row. Sums rather than sizes, so that micro-batches, ranks and
+    streaming add up.
+
+    Args:
+        logprobs: (N,) float32, nats, of the policy being trained; N >= 1.
+        batch: the same tokens.
+        token_lags: (N,) int64, >= 0.
+
+    Returns:
+        ``ess_count``, ``ess_weights`` and ``ess_squares`` over tokens; the same over rows (``sequence_ess_...``), and over the tokens
+        sampled k versions before the one being trained (``lag<k>_ess_...``).
+    """
+    log_ratio = (logprobs - batch.behavior_logprobs).double()
+    rows = Rows(indices=batch.row_indices, num_rows=batch.num_rows)
+    has_tokens = rows.sums(torch.ones_like(log_ratio)) > 0
+    figures: dict[str, float] = {}
+    for prefix, log_weights in (("", log_ratio), ("sequence_", rows.sums(log_ratio)[has_tokens])):
+        weights = log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        figures |= _named(prefix, float(weights.numel()), weights.sum().item(), weights.square().sum().item())
+    weights = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    for lag, sums in enumerate(sums_by_lag(token_lags, torch.ones_like(weights), weights, weights.square())):
+        if sums[0]:
+            figures |= _named(f"lag{lag}_", *sums)
+    return figures
+
+
+def _named(prefix: str, count: float, total: float, squares: float) -> dict[str, float]:
+    return {f"{prefix}ess_count": count, f"{prefix}ess_weights": total, f"{prefix}ess_squares": squares}

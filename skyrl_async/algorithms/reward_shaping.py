@@ -1,40 +1,47 @@
-"""Turns the rewards of finished groups into those that advantages are computed of.
+"""Changes rewards before advantages are computed of them, and handles answers that are too long.
 
-Flows in: groups with the environment's rewards. Flows out: the same with shaped rewards beside them; the environment's stay what is
-reported, compared with held-out prompts and asked for a signal. Shaping a group again gives the same, whatever was there. Does not know
-what shapes.
+Shaped rewards stand beside the environment's rewards, which stay what is reported, compared with held-out prompts, and used to filter
+groups. Shaping a group twice gives the same result as shaping it once.
+
+DAPO (arXiv 2503.14476, section 3.4) has two measures for answers that a length limit cuts. The soft overlong punishment lowers the reward
+of an answer near the limit. Overlong filtering takes a cut answer out of the loss *and* out of its group's baseline. With R the reward, F
+the event that an answer ends by itself, and m = E[R | F], a group's live samples then have the gradient of m, times a positive number:
+what a cut answer would have earned counts for nothing. Were its reward in the baseline (as where only the loss is masked), the gradient
+would have a further term (m - E[R]) grad P(F): a pull towards short answers, which the filter is meant to remove.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from skyrl_async.algorithms.overlong import Shape
 from skyrl_async.errors import GenerationError
 from skyrl_async.samples import Sample, samples_of
 from skyrl_async.types import Group
 
+RewardShape = Callable[[Sequence[Sample]], Sequence[float]]
+"""The samples of a group -> one reward each, of which advantages are computed."""
 
-def shaped(group: Group, shapes: Sequence[Shape]) -> Group:
-    """The group with ``shaped_reward`` in every row, each shape going on from the one before.
 
-    Raises ``GenerationError`` for a shape that raises, or does not return one finite number per sample.
+def shape_rewards(group: Group, shapes: Sequence[RewardShape]) -> Group:
+    """Return the group with ``shaped_reward`` in every row. Each shape starts from the rewards of the one before.
+
+    Raises ``GenerationError`` if a shape raises, or does not return one finite number per sample.
     """
     if not shapes:
         return group
     positions = {id(row): index for index, row in enumerate(group.trajectories)}
     rows = [replace(row, shaped_reward=None) for row in group.trajectories]
-    places = [[positions[id(row)] for row in sample.rows] for sample in samples_of(group.trajectories)]
+    rows_of_samples = [[positions[id(row)] for row in sample.rows] for sample in samples_of(group.trajectories)]
     for shape in shapes:
-        samples = [Sample(rows=tuple(rows[place] for place in places_of_one)) for places_of_one in places]
-        rewards = _rewards(shape, samples, group.uid)
-        for places_of_one, reward in zip(places, rewards, strict=True):
-            for place in places_of_one:
-                rows[place] = replace(rows[place], shaped_reward=reward)
+        samples = [Sample(rows=tuple(rows[index] for index in indices)) for indices in rows_of_samples]
+        rewards = _shaped_rewards(shape, samples, group.uid)
+        for indices, reward in zip(rows_of_samples, rewards, strict=True):
+            for index in indices:
+                rows[index] = replace(rows[index], shaped_reward=reward)
     return replace(group, trajectories=tuple(rows))
 
 
-def _rewards(shape: Shape, samples: Sequence[Sample], uid: str) -> list[float]:
+def _shaped_rewards(shape: RewardShape, samples: Sequence[Sample], uid: str) -> list[float]:
     key = "trainer.algorithm.reward_shaping"
     try:
         found = [float(reward) for reward in shape(samples)]
@@ -45,3 +52,46 @@ def _rewards(shape: Shape, samples: Sequence[Sample], uid: str) -> list[float]:
             f"{key} must return one finite reward for each of the {len(samples)} samples of {uid!r}, got {found}"
         )
     return found
+
+
+def penalise_overlong(*, max_tokens: int, buffer_len: int, factor: float) -> RewardShape:
+    """Return a shape that adds ``overlong_penalty`` to each sample's reward. A sample is as long as its longest row's response."""
+
+    def shape(samples: Sequence[Sample]) -> list[float]:
+        lengths = [max(len(row.response_token_ids) for row in sample.rows) for sample in samples]
+        return [
+            sample.shaped_reward + overlong_penalty(length, max_tokens=max_tokens, buffer_len=buffer_len, factor=factor)
+            for sample, length in zip(samples, lengths, strict=True)
+        ]
+
+    return shape
+
+
+def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_len: int, factor: float) -> float:
+    """Soft overlong punishment: ``R_length`` of DAPO, equation 13, times ``factor``.
+
+    0 up to ``max_tokens - buffer_len`` tokens, from there linear to ``-factor`` at ``max_tokens``, and ``-factor`` beyond.
+
+    Args:
+        num_tokens: length of the response.
+        max_tokens: the longest response that is allowed, >= buffer_len.
+        buffer_len: tokens over which the penalty grows, >= 1.
+        factor: the largest penalty, >= 0.
+    """
+    num_exceeding = num_tokens - (max_tokens - buffer_len)
+    return -factor * min(max(num_exceeding / buffer_len, 0.0), 1.0)
+
+
+def mask_overlong(group: Group) -> Group:
+    """Mask every sample that a length limit cut, with all of its rows, from the loss and from the baseline.
+
+    Its tokens keep their log-probs and versions: they were sampled, and are counted as sampled.
+    """
+    cut = {id(row) for sample in samples_of(group.trajectories) if sample.is_truncated for row in sample.rows}
+    if not cut:
+        return group
+    rows = (
+        replace(row, loss_mask=(0,) * len(row.loss_mask), is_overlong=True) if id(row) in cut else row
+        for row in group.trajectories
+    )
+    return replace(group, trajectories=tuple(rows))

@@ -14,7 +14,7 @@ from skyrl_async.types import Group
 
 if TYPE_CHECKING:
     from skyrl_async.algorithms.covariance import Mark
-    from skyrl_async.algorithms.kl_penalty import KlPenalty
+    from skyrl_async.algorithms.kl import KlPenalty
 
 TrainedPart = Callable[[Group], Group]
 """A group -> the same with the mask of what the staleness policy leaves of it."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards
 from skyrl_async.algorithms.losses import LossTokens, PolicyLossFn, TokenLoss
-from skyrl_async.algorithms.overlong import Shape
+from skyrl_async.algorithms.reward_shaping import RewardShape
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import LossEntry
 from skyrl_async.samples import Sample
@@ -70,7 +70,7 @@ def _try_on(
         )
 
 
-def try_shape(name: str, shape: Shape) -> None:
+def try_shape(name: str, shape: RewardShape) -> None:
     """Raises ``ConfigError`` unless each of two samples gets one finite reward, also where theirs do not differ.
 
     A figure of the environment (``metrics``) that it asks for is not there: that it misses something is no mistake of its own.

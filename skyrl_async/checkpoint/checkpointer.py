@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from skyrl_async.checkpoint.files import attest, read_json, sync, verify, write_json
 from skyrl_async.errors import CheckpointError
-from skyrl_async.metrics.step import RunTotals
+from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.group_state import RunningGroup, from_json, group_to_json, running_to_json
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.training.protocol import Policy

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import cast
 
 from skyrl_async.algorithms.advantages import ComputeAdvantages, make_advantage_estimator
-from skyrl_async.algorithms.correction_settings import Bounds, CorrectionSettings
 from skyrl_async.algorithms.covariance import Mark
-from skyrl_async.algorithms.kl import get_kl_estimator
-from skyrl_async.algorithms.kl_penalty import KlController, KlPenalty
-from skyrl_async.algorithms.loss_constants import LossConstants
+from skyrl_async.algorithms.kl import KlController, KlPenalty, get_kl_estimator
 from skyrl_async.algorithms.losses import make_policy_loss
-from skyrl_async.algorithms.overlong import Shape, penalise_overlong
+from skyrl_async.algorithms.reward_shaping import RewardShape, penalise_overlong
+from skyrl_async.algorithms.settings import Bounds, CorrectionSettings, LossConstants
 from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.algorithms.trial import try_estimator, try_policy_loss, try_shape
 from skyrl_async.config.schema.algorithm import AlgorithmConfig
@@ -137,11 +135,11 @@ def check_reward_shaping(config: Config) -> None:
         try_shape(name, reward_shapes(config)[0])
 
 
-def reward_shapes(config: Config) -> list[Shape]:
+def reward_shapes(config: Config) -> list[RewardShape]:
     """One's own first, then the length penalty. Raises ``ConfigError`` for a function that is not there."""
     algorithm, shapes = config.trainer.algorithm, []
     if algorithm.reward_shaping is not None:
-        shapes.append(cast(Shape, import_function("trainer.algorithm.reward_shaping", algorithm.reward_shaping)))
+        shapes.append(cast(RewardShape, import_function("trainer.algorithm.reward_shaping", algorithm.reward_shaping)))
     if algorithm.overlong_buffer_len:
         shapes.append(
             penalise_overlong(

@@ -10,9 +10,14 @@ from typing import Any
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from skyrl_async.errors import ConfigError, GenerationError
-from skyrl_async.rewards.final_answers import as_number, is_right_answer
-from skyrl_async.rewards.math_answers import final_answer, is_same_answer
-from skyrl_async.rewards.symbolic_answers import is_equal_answer, require_math_verify
+from skyrl_async.rewards.math_answers import (
+    as_number,
+    final_answer,
+    is_equal_answer,
+    is_right_answer,
+    is_same_answer,
+    require_math_verify,
+)
 
 Extras = dict[str, Any]
 RewardFunction = Callable[[str, Extras], float]
@@ -81,7 +86,7 @@ class MathEnv(BaseTextEnv):
 
 
 class MathVerifyEnv(MathEnv):
-    """The same for answers that are equal as expressions, which takes seconds of computing (see ``rewards.symbolic_answers``)."""
+    """The same for answers that are equal as expressions, which takes seconds of computing (``rewards.math_answers.is_equal_answer``)."""
 
     is_fast = False
 

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from skyrl_async.metrics.step import RunTotals, StepFigures
+from skyrl_async.metrics.run_totals import RunTotals
+from skyrl_async.metrics.step import StepFigures
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.types import Group
 

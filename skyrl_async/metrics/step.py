@@ -9,15 +9,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from statistics import median
 
-from skyrl_async.metrics.bound_cost import BoundCost, needed_bound
-from skyrl_async.metrics.sample_sizes import effective_shares
 from skyrl_async.samples import Sample, live_samples_of, rewarded_samples_of, samples_of
 from skyrl_async.types import Group
 
-_MAX_PAUSES = 1000
-_FILTERED = "filtered/"
 _OF_LAG = re.compile(r"(lag\d+)_(?!tokens_sum$)")
 """Sums over the tokens that were sampled so many versions before; their number itself is a share of all."""
 
@@ -169,172 +164,6 @@ class StepFigures:
         return max(1, self.num_tokens) if of_lag is None else self.sums[f"{of_lag[1]}_tokens_sum"]
 
 
-@dataclass(slots=True)
-class RunTotals:
-    """What the summary needs of all steps; goes through checkpoints."""
-
-    steps: int = 0
-    trained_groups: int = 0
-    trained_tokens: int = 0
-    trained_trajectories: int = 0
-    generated_tokens: int = 0
-    """Sampled for training, in finished groups, trained or not."""
-    generated_trajectories: int = 0
-    """In finished groups."""
-    wasted_tokens: int = 0
-    """Sampled and thrown away: of finished groups never trained, of finished samples of failed groups, and of cut off or restarted
-    generations where it is known."""
-    failed_groups: int = 0
-    failed_samples: int = 0
-    """That their groups were trained without."""
-    retries: int = 0
-    """Times a group was tried again, for all of its samples or for some."""
-    resumed_trajectories: int = 0
-    """Running ones of a checkpoint that went on where they stood."""
-    restarted_trajectories: int = 0
-    """Running ones of a checkpoint that began anew."""
-    evaluation_tokens: int = 0
-    side_tokens: int = 0
-    """Of agents' side requests, which are not among the generated ones that lengths are means of."""
-    cut_short_samples: int = 0
-    """Whose harness failed of a cap or a cut answer."""
-    staleness_sum: int = 0
-    staleness_max: int = 0
-    groups_over_bound: int = 0
-    staleness_wait_seconds: float = 0.0
-    max_staleness_steps: int = 0
-    """Of the last step."""
-    bound_cost: BoundCost = field(default_factory=BoundCost)
-    masked_tokens: int = 0
-    all_masked_steps: int = 0
-    """Steps without a token that off-policy corrections left a policy loss."""
-    requeued_groups: int = 0
-    filtered_groups: int = 0
-    """Finished and not trained: their rewards did not differ."""
-    filtered_by: dict[str, int] = field(default_factory=dict)
-    """Of these, by what they had instead: see ``rollout.finished_group_filter``; keys are metrics' names."""
-    idle_seconds: float = 0.0
-    train_seconds: float = 0.0
-    training_seconds: float = 0.0
-    """Wall time from the first step's beginning until the last one's weights are copied, checkpoints left out."""
-    pauses: list[float] = field(default_factory=list)
-    """Seconds of the last publishes' pauses, a thousand of them: a checkpoint does not grow with the run."""
-    reward_before: float | None = None
-    evaluated_version: int = 0
-    """Newest policy version whose evaluation is through."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.bound_cost, dict):  # from a checkpoint
-            self.bound_cost = BoundCost(**self.bound_cost)
-
-    def add_step(self, figures: StepFigures) -> None:
-        """Add a finished step."""
-        self.steps += 1
-        self.trained_groups += len(figures.groups)
-        self.trained_tokens += figures.num_tokens
-        self.trained_trajectories += sum(len(live_samples_of(g.trajectories)) for g in figures.groups)
-        self.staleness_sum += sum(figures.staleness)
-        self.staleness_max = max(self.staleness_max, *figures.staleness)
-        self.groups_over_bound += sum(s > figures.max_staleness_steps for s in figures.staleness)
-        self.staleness_wait_seconds += figures.staleness_wait_seconds
-        self.training_seconds += figures.seconds["step"]
-        del self.pauses[:-_MAX_PAUSES]
-        self.masked_tokens += figures.num_masked_tokens
-        self.all_masked_steps += figures.is_all_masked or figures.trains_nothing
-        self.max_staleness_steps = figures.max_staleness_steps
-        free_step_seconds = (self.training_seconds - self.staleness_wait_seconds) / self.steps
-        for wait in figures.waits:
-            needed = needed_bound(wait.staleness, wait.held_seconds, free_step_seconds)
-            self.bound_cost.add(wait.uid, seconds=wait.seconds, needed_bound=needed)
-        self.idle_seconds += figures.seconds.get("wait_for_groups", 0.0)
-        self.train_seconds += sum(figures.seconds.get(n, 0.0) for n in ("forward_backward", "optimizer_step"))
-
-    def add_generation(self, new: Mapping[str, int]) -> None:
-        """Add what the generation workers counted since the last call."""
-        self.generated_tokens += new["tokens"]
-        self.generated_trajectories += new["trajectories"]
-        self.failed_groups += new["failed_groups"]
-        self.failed_samples += new["failed_samples"]
-        self.side_tokens += new["side_tokens"]
-        self.cut_short_samples += new["cut_short_samples"]
-        self.retries += new["retries"]
-        self.wasted_tokens += new["abandoned_tokens"] + new["lost_tokens"] + new["filtered_tokens"]
-        self.requeued_groups += new["requeued_groups"]
-        self.filtered_groups += new["filtered_groups"]
-        for name in (name for name in new if name.startswith(_FILTERED)):
-            metric = name.replace("/", "_")
-            self.filtered_by[metric] = self.filtered_by.get(metric, 0) + new[name]
-        self.resumed_trajectories += new["resumed_trajectories"]
-        self.restarted_trajectories += new["restarted_trajectories"]
-
-    @property
-    def length_ratio(self) -> float:
-        """Mean length trained over mean length generated; 1 before anything was."""
-        if not self.trained_tokens or not self.generated_tokens:
-            return 1.0
-        trained = self.trained_tokens / self.trained_trajectories
-        return trained / (self.generated_tokens / self.generated_trajectories)
-
-    def values(self) -> dict[str, float]:
-        """What is logged with every step, by metric name."""
-        return {
-            "async/length_ratio": self.length_ratio,
-            "async/wasted_tokens": float(self.wasted_tokens),
-            "async/requeued_groups": float(self.requeued_groups),
-            "policy/all_masked_steps": float(self.all_masked_steps),
-            "generate/failed_groups": float(self.failed_groups),
-            "generate/failed_samples": float(self.failed_samples),
-            "generate/retries": float(self.retries),
-            "generate/filtered_groups": float(self.filtered_groups),
-            **{f"generate/{name}": float(num) for name, num in self.filtered_by.items()},
-        }
-
-    def summary(self) -> dict[str, float | str | None]:
-        """The figures of ``summary.json`` that come from the steps."""
-        return {
-            "tokens_generated": self.generated_tokens + self.evaluation_tokens + self.side_tokens,
-            "tokens_trained": self.trained_tokens,
-            "trained_groups": self.trained_groups,
-            "staleness_mean": self.staleness_sum / max(1, self.trained_groups),
-            "staleness_max": self.staleness_max,
-            "groups_over_bound": self.groups_over_bound,
-            "over_bound_share": self.groups_over_bound / max(1, self.trained_groups),
-            "staleness_wait_seconds": self.staleness_wait_seconds,
-            "staleness_bound": self._bound_in_words(),
-            "masked_share": self.masked_tokens / max(1, self.trained_tokens + self.masked_tokens),
-            "requeued_groups": self.requeued_groups,
-            "filtered_groups": self.filtered_groups,
-            "all_masked_steps": self.all_masked_steps,
-            "wasted_tokens": self.wasted_tokens,
-            "length_ratio": self.length_ratio,
-            "failed_groups": self.failed_groups,
-            "failed_samples": self.failed_samples,
-            "cut_short_samples": self.cut_short_samples,
-            "side_tokens": self.side_tokens,
-            "retries": self.retries,
-            "resumed_trajectories": self.resumed_trajectories,
-            "restarted_trajectories": self.restarted_trajectories,
-            "pause_seconds_median": median(self.pauses) if self.pauses else None,
-            "training_seconds": self.training_seconds,
-            "train_seconds": self.train_seconds,
-            "trainer_idle_share": self.idle_seconds / self.training_seconds if self.training_seconds else None,
-        }
-
-    def _bound_in_words(self) -> str:
-        """What holding the staleness bound cost, or what not holding it let through."""
-        cost = self.bound_cost.sentence(self.max_staleness_steps, self.training_seconds)
-        if self.groups_over_bound:
-            share = self.groups_over_bound / self.trained_groups
-            cost += (
-                f"; {share:.0%} of the groups passed it, the oldest by {self.staleness_max - self.max_staleness_steps}"
-            )
-        if self.masked_tokens:
-            cost += f"; {self.masked_tokens / (self.trained_tokens + self.masked_tokens):.1%} of the tokens were masked"
-        if self.requeued_groups:
-            cost += f"; {self.requeued_groups} groups were drawn again"
-        return cost
-
-
 def _own_figures(samples: Sequence[Sample]) -> dict[str, float]:
     """What environments and harnesses say of samples, each figure averaged over the samples that have it."""
     found: dict[str, list[float]] = {}
@@ -346,3 +175,15 @@ def _own_figures(samples: Sequence[Sample]) -> dict[str, float]:
 
 def _is_uniform(group: Group) -> bool:
     return len({sample.reward for sample in live_samples_of(group.trajectories)}) <= 1
+
+
+def effective_shares(sums: Mapping[str, float]) -> dict[str, float]:
+    """``policy/<prefix>ess``: ``(sum w)^2 / (n sum w^2)``, in (0, 1], for every set of weights in ``sums``.
+
+    ``algorithms.off_policy.sample_size_figures`` says which sums those are.
+    """
+    prefixes = [name.removesuffix("ess_count") for name in sums if name.endswith("ess_count")]
+    return {
+        f"policy/{of}ess": sums[f"{of}ess_weights"] ** 2 / (sums[f"{of}ess_count"] * sums[f"{of}ess_squares"])
+        for of in prefixes
+    }

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from skyrl_async.metrics.record_file import RecordFile
+from skyrl_async.runtime.stages import OnLeft, StageState
 
 _open_span: ContextVar["_Span | None"] = ContextVar("open_span", default=None)
 
@@ -228,3 +229,17 @@ class Trace:
 def _split(track: str) -> tuple[str, str]:
     process, slash, thread = track.partition("/")
     return (process, thread) if slash else ("run", track)
+
+
+_TRACED = {StageState.WAITING_FOR_INPUT, StageState.PROCESSING, StageState.WAITING_FOR_OUTPUT}
+
+
+def trace_stages(trace: Trace) -> OnLeft:
+    """Draw a row per stage; the trace and the stages have one clock."""
+
+    def draw(name: str, state: StageState, item: str, begin: float, end: float) -> None:
+        if state in _TRACED and end > begin:
+            shown = item if state is StageState.PROCESSING else state.value
+            trace.past_span(shown, f"stages/{name}", begin, end, state=state.value, item=item)
+
+    return draw

@@ -1,22 +1,29 @@
-r"""Mathematical answers in ``\boxed{}``, and when two of them are equal.
+r"""Final answers in what a policy wrote, and when two of them are equal: numbers after ``####``, and ``\boxed{}``.
 
-Two answers are equal if they are the same text once layout is taken away (spaces, ``\left``, ``\dfrac``, ``\text{}``, units,
+A number (GSM8K) is the first after ``####``, compared as a decimal: ``18``, ``18.0`` and ``$18`` are one.
+
+Two boxed answers are equal if they are the same text once layout is taken away (spaces, ``\left``, ``\dfrac``, ``\text{}``, units,
 ``x=``); or the same rational number, computed exactly from decimals, fractions, percents and powers of ten; or, for lists,
-tuples and sets, if their parts are.
+tuples and sets, if their parts are equal. Nothing is evaluated, and time is linear in the length of the texts.
 
-Flows in: what a policy wrote, and the right answer. Flows out: the answer found in it, and whether they are equal. Linear in the
-length of the texts: nothing is evaluated. This module does not know rows or environments.
+``is_equal_answer`` also finds ``\sqrt{3}/2`` and ``\frac{\sqrt{3}}{2}`` equal, and ``(x+1)^2`` and ``x^2+2x+1``. The package math-verify
+computes that. It has sympy evaluate what a policy wrote, which may run code, and for ever; hence it runs in the sandbox.
 """
 
 import re
+from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from importlib.util import find_spec
+
+from skyrl_async.errors import ConfigError
+from skyrl_async.rewards.sandbox import Limits, call_function, require_sandbox
 
 MAX_CHARACTERS = 500
 """Longer answers equal nothing: they are no final answers."""
 MAX_BOXES = 16
 """Boxes looked at, from the end, for one that is whole."""
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-z])")
-_MARKED = re.compile(r"(?:####|(?i:\banswer:))([^\n]*)")
+_MARKED_LINE = re.compile(r"(?:####|(?i:\banswer:))([^\n]*)")
 _DROPPED = re.compile(
     r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:$]|\\ |\$|~|\\displaystyle|\^\{?\\circ\}?|\\degrees?|\\quad"
 )
@@ -38,6 +45,19 @@ _FRACTION = re.compile(rf"([+-]?)\\frac\{{({_DECIMAL})\}}\{{({_DECIMAL})\}}")
 _MIXED = re.compile(r"([+-]?)(\d+)\\frac\{(\d+)\}\{(\d+)\}")
 _SCIENTIFIC = re.compile(rf"({_DECIMAL})(?:\\times|\\cdot)10\^\{{?([+-]?\d{{1,3}})\}}?")
 _OPENING, _CLOSING = "([{", ")]}"
+_NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"
+_MARKED_NUMBER = re.compile(rf"####\s*({_NUMBER})")
+_ANY_NUMBER = re.compile(_NUMBER)
+LIMITS = Limits(cpu_s=10, wall_s=30.0, memory_mb=2048)
+"""Of one comparison, of which importing sympy is the most. An answer that needs more is wrong."""
+_PROGRAM = """
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+def is_equal(answer, truth):
+    kinds = [LatexExtractionConfig(), ExprExtractionConfig()]
+    found, right = (parse(f"${text}$", extraction_config=kinds, parsing_timeout=None) for text in (answer, truth))
+    return verify(right, found, timeout_seconds=None)
+"""
 
 
 def boxed_answer(text: str) -> str | None:
@@ -64,7 +84,7 @@ def final_answer(text: str) -> str | None:
     r"""Return the boxed answer of ``text``, else the rest of the line after the last ``Answer:`` or ``####``; None without."""
     if (boxed := boxed_answer(text)) is not None:
         return boxed
-    marked = _MARKED.findall(text)
+    marked = _MARKED_LINE.findall(text)
     return (marked[-1].strip() or None) if marked else None
 
 
@@ -170,3 +190,58 @@ def _split(text: str) -> list[str] | None:
             parts.append(text[start:index])
             start = index + 1
     return None if depth else [*parts, text[start:]]
+
+
+def strict_answer(text: str) -> str | None:
+    """Return the first number after a ``####`` of ``text``, as it is written; None without one."""
+    found = _MARKED_NUMBER.search(text)
+    return found[1] if found else None
+
+
+def flexible_answer(text: str) -> str | None:
+    """Return the last number of ``text``, marked or not; None without one."""
+    found = _ANY_NUMBER.findall(text)
+    return found[-1] if found else None
+
+
+def as_number(text: str) -> Decimal | None:
+    """Return what ``1,234.50`` or ``$12`` is as a number; None for what is none."""
+    try:
+        number = Decimal(text.strip().replace(",", "").replace("$", ""))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
+
+
+def is_right_answer(text: str, ground_truth: str, *, is_flexible: bool = False) -> bool:
+    """Whether the final answer of ``text`` is the number ``ground_truth``: ``18``, ``18.0`` and ``$18`` are one.
+
+    The rules of Cobbe et al., "Training Verifiers to Solve Math Word Problems" (2021), whose answers follow ``####``.
+    """
+    answer = flexible_answer(text) if is_flexible else strict_answer(text)
+    truth = as_number(ground_truth)
+    return answer is not None and truth is not None and as_number(answer) == truth
+
+
+def require_math_verify() -> None:
+    """Raise ``ConfigError`` where math-verify is not installed, or what it runs cannot be confined."""
+    if find_spec("math_verify") is None:
+        raise ConfigError(
+            "env_class=math_verify needs the package math-verify, which is not installed: install skyrl-async[math-verify] "
+            "(uv run --extra math-verify ...), or use env_class=math, which evaluates nothing"
+        )
+    require_sandbox()
+
+
+def is_equal_answer(answer: str, truth: str, *, limits: Limits = LIMITS) -> bool:
+    """Whether two answers are equal. Blocks for seconds, unless they are the same, or two numbers.
+
+    Raises ``GenerationError`` where the sandbox could not be set up.
+    """
+    if is_same_answer(answer, truth):
+        return True
+    are_numbers = all(as_rational(normalised(text)) is not None for text in (answer, truth))
+    if are_numbers or max(len(answer), len(truth)) > MAX_CHARACTERS:
+        return False
+    _, results = call_function(_PROGRAM, "is_equal", [(answer, truth)], limits=limits)
+    return results == [True]

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from skyrl_async.algorithms.overlong import without_overlong
+from skyrl_async.algorithms.reward_shaping import mask_overlong
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.errors import GenerationError
 from skyrl_async.rollout.buffer import GroupBuffer
@@ -153,7 +153,7 @@ class FinishedGroupFilter:
         """
         num_tokens = group.num_sampled_tokens
         if self._masks_overlong:
-            group = without_overlong(group)
+            group = mask_overlong(group)
         if self._signal is None or (reason := self._signal.classify(group.uid, group.trajectories)) is None:
             self._buffer.put(group)
             return

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from skyrl_async.algorithms.advantages import row_advantages
-from skyrl_async.algorithms.overlong import Shape
-from skyrl_async.algorithms.reward_shaping import shaped
+from skyrl_async.algorithms.reward_shaping import RewardShape, shape_rewards
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.runtime.device_leases import LeaseDevices
 from skyrl_async.runtime.stage_board import StageBoard
@@ -36,7 +35,7 @@ class OnSharedDevices:
 
 
 def reward_with(
-    advantages: Callable[[Sequence[float]], Sequence[float]] | None, reward_shapes: Sequence[Shape] = ()
+    advantages: Callable[[Sequence[float]], Sequence[float]] | None, reward_shapes: Sequence[RewardShape] = ()
 ) -> Prepare:
     """Return the reward stage's work: shape a group's rewards and compute one advantage per trajectory.
 
@@ -44,7 +43,7 @@ def reward_with(
     """
 
     async def reward(group: Group) -> Group:
-        group = shaped(group, reward_shapes)
+        group = shape_rewards(group, reward_shapes)
         if advantages is None:
             return group
         return replace(group, advantages=tuple(row_advantages(group.trajectories, advantages)))

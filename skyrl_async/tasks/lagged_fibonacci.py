@@ -17,7 +17,7 @@ from typing import Any
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from skyrl_async.errors import ConfigError
-from skyrl_async.tasks.drawing import require_enough_prompts
+from skyrl_async.tasks.registry import require_enough_prompts
 from skyrl_async.types import Message, Prompt
 
 NAME = "lagged_fibonacci"

@@ -140,3 +140,26 @@ def _load(path: str) -> Any:
         raise ConfigError(
             f"env_class {path!r} must name a class of module {module_name}, which has no {attribute!r}"
         ) from error
+
+
+def require_enough_prompts(task_name: str, num_train: int, num_eval: int, *, max_prompts: int) -> None:
+    """Raise ``ConfigError`` if more than ``max_prompts`` are asked for."""
+    if num_train + num_eval > max_prompts:
+        raise ConfigError(
+            f"task.num_train_prompts + task.num_eval_prompts must be <= {max_prompts} for task.name={task_name}, "
+            f"got {num_train} + {num_eval}; ask for fewer"
+        )
+
+
+def distinct_prompts(
+    task: BuiltInTask, num_train: int, num_eval: int, seed: int, *, max_prompts: int
+) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
+    """Draw training and held-out prompts of different uids. ``max_prompts`` must be far below the number that ``task`` can draw."""
+    require_enough_prompts(task.name, num_train, num_eval, max_prompts=max_prompts)
+    rng = random.Random(seed)
+    prompts: dict[str, Prompt] = {}
+    while len(prompts) < num_train + num_eval:
+        prompt = task.draw_prompt(rng)
+        prompts.setdefault(prompt.uid, prompt)
+    chosen = tuple(prompts.values())
+    return chosen[num_eval:], chosen[:num_eval]

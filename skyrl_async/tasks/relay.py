@@ -16,7 +16,7 @@ from typing import Any
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from skyrl_async.errors import ConfigError
-from skyrl_async.tasks.drawing import distinct_prompts, require_enough_prompts
+from skyrl_async.tasks.registry import distinct_prompts
 from skyrl_async.types import Message, Prompt
 
 NAME = "relay"
@@ -80,8 +80,7 @@ class RelayTask:
 
     def make_prompts(self, num_train: int, num_eval: int, seed: int) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
         """Return training and held-out prompts, disjoint."""
-        require_enough_prompts(NAME, num_train, num_eval, max_prompts=MAX_PROMPTS)
-        return distinct_prompts(self.draw_prompt, num_train, num_eval, seed)
+        return distinct_prompts(self, num_train, num_eval, seed, max_prompts=MAX_PROMPTS)
 
     def draw_prompt(self, rng: random.Random) -> Prompt:
         """Return a prompt whose number of turns is geometric, cut at ``MAX_TURNS``."""

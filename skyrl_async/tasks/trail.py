@@ -15,8 +15,8 @@ from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
-from skyrl_async.tasks.drawing import distinct_prompts, require_enough_prompts
 from skyrl_async.tasks.lagged_fibonacci import ground_truth_of, score, terse_answer
+from skyrl_async.tasks.registry import distinct_prompts
 from skyrl_async.types import Message, Prompt
 
 NAME = "trail"
@@ -59,8 +59,7 @@ class TrailTask:
 
     def make_prompts(self, num_train: int, num_eval: int, seed: int) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
         """Return training and held-out prompts, disjoint in their trails."""
-        require_enough_prompts(NAME, num_train, num_eval, max_prompts=MAX_PROMPTS)
-        return distinct_prompts(self.draw_prompt, num_train, num_eval, seed)
+        return distinct_prompts(self, num_train, num_eval, seed, max_prompts=MAX_PROMPTS)
 
     def draw_prompt(self, rng: random.Random) -> Prompt:
         """Return a prompt whose number of signs is geometric, cut at ``MAX_SIGNS``."""

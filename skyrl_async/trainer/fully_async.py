@@ -18,7 +18,7 @@ from typing import Any
 from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.errors import CheckpointError, GenerationError, InferenceError, PublishError
-from skyrl_async.metrics.step import RunTotals
+from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.preparation import Preparation, Prepare
 from skyrl_async.runtime.device_leases import DeviceLease
 from skyrl_async.runtime.stages import Channel, StageStatus

@@ -10,8 +10,7 @@ from skyrl_async.algorithms.aggregation import Aggregation
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.recorder import Recorder
-from skyrl_async.metrics.stage_trace import trace_stages
-from skyrl_async.metrics.trace import Trace
+from skyrl_async.metrics.trace import Trace, trace_stages
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.staleness import _AsyncStalenessManager

@@ -13,7 +13,7 @@ from pathlib import Path
 from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state
 from skyrl_async.errors import CheckpointError
-from skyrl_async.metrics.step import RunTotals
+from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.group_state import RestoredGroups, RunningGroup, admission_of
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.shutdown import GRACE_S, ShutdownRequested

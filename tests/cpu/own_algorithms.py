@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from skyrl_async.algorithms.advantages import GroupRewards, register_advantage_estimator
-from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import LossTokens, TokenLoss, importance_ratio, register_policy_loss
+from skyrl_async.algorithms.settings import LossConstants
 
 
 @register_advantage_estimator("own_median", needs_groups=False)

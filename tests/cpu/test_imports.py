@@ -59,9 +59,9 @@ ALLOWED = {
     "hydra": ("skyrl_async/config/load.py",),
     "rich": ("skyrl_async/metrics/console.py", "skyrl_async/metrics/summary.py"),
     "matplotlib": ("skyrl_async/metrics/curves.py", "skyrl_async/metrics/stage_picture.py"),
-    "tensorboard": ("skyrl_async/metrics/tensorboard.py",),
+    "tensorboard": ("skyrl_async/metrics/sinks.py",),
     "reasoning_gym": ("skyrl_async/environments/reasoning_gym.py",),
-    "wandb": ("skyrl_async/metrics/wandb.py",),
+    "wandb": ("skyrl_async/metrics/sinks.py",),
 }
 """Dependency -> the files that are about it; ``*`` crosses folders."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_async.algorithms.correction_settings import CorrectionSettings
+from skyrl_async.algorithms.settings import CorrectionSettings
 from skyrl_async.training.backends.deepspeed_config import DeepSpeedSettings
 from skyrl_async.training.backends.packing import row_by_row
 from skyrl_async.training.backends.settings import TrainingSettings

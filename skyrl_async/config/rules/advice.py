@@ -42,7 +42,7 @@ def _of_losses(config: Config) -> Iterator[str]:
 
 
 def _of_divergence(config: Config) -> Iterator[str]:
-    """A reward acts by the score alone, a loss by the gradient of the estimate; see ``algorithms.kl`` and ``kl_penalty``."""
+    """A reward acts by the score alone, a loss by the gradient of the estimate; see ``algorithms.kl``."""
     algorithm = config.trainer.algorithm
     setting = f"{_ALGORITHM}.kl_estimator_type={algorithm.kl_estimator.name}"
     if algorithm.kl_loss_coef == 0:

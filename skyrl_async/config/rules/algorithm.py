@@ -48,7 +48,7 @@ def divergence_is_known_before_the_step(config: Config) -> None:
 
 
 def adaptive_coefficient_stays_positive(config: Config) -> None:
-    """A step of n samples multiplies it by ``1 + e n / horizon`` with e >= -0.2; see ``algorithms.kl_penalty``."""
+    """A step of n samples multiplies it by ``1 + e n / horizon`` with e >= -0.2; see ``algorithms.kl``."""
     control = config.trainer.algorithm.kl_ctrl
     num_groups, num_samples = config.trainer.policy_mini_batch_size, config.generator.n_samples_per_prompt
     of_step = num_groups * num_samples

@@ -6,8 +6,7 @@ The composition root fills it from the configuration; the training code never se
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from skyrl_async.algorithms.correction_settings import CorrectionSettings
-from skyrl_async.algorithms.loss_constants import LossConstants
+from skyrl_async.algorithms.settings import CorrectionSettings, LossConstants
 from skyrl_async.errors import ConfigError
 from skyrl_async.training.backends.deepspeed_config import DeepSpeedSettings
 from skyrl_async.types import Adapter

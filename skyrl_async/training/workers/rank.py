@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from skyrl_async.algorithms.batching import MicroBatch, Row, collate
 from skyrl_async.algorithms.losses import merge_figures, token_figures
-from skyrl_async.algorithms.sample_sizes import sample_size_figures
+from skyrl_async.algorithms.off_policy import sample_size_figures
 from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
 from skyrl_async.training.backends import process_group
 from skyrl_async.training.backends.assembly import (

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from skyrl_async.algorithms.aggregation import REDUCTIONS, Aggregation
 from skyrl_async.algorithms.batching import Row, collate, plan_micro_batches
-from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.objective import Objective
+from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.errors import ConfigError
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.simulator.clock import run_in_virtual_time

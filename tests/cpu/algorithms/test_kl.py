@@ -9,9 +9,9 @@ from torch import Tensor
 
 from skyrl_async.algorithms.batching import MicroBatch
 from skyrl_async.algorithms.kl import get_kl_estimator
-from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.objective import Objective
+from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.errors import ConfigError
 
 LOGITS = [0.3, -0.5, 0.1]

@@ -15,8 +15,7 @@ from skyrl_async.algorithms.advantages import (
     reinforce_pp_advantages,
     rloo_advantages,
 )
-from skyrl_async.algorithms.kl import get_kl_estimator
-from skyrl_async.algorithms.kl_penalty import KlController, KlPenalty
+from skyrl_async.algorithms.kl import KlController, KlPenalty, get_kl_estimator
 from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import read_state
 from skyrl_async.errors import TrainingError

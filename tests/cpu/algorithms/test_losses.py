@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, kl_divergence
 
-from skyrl_async.algorithms.clipped_losses import decoupled_ppo, dppo, dual_clip, gspo, ppo_clip
-from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import (
     LossTokens,
     TokenLoss,
@@ -19,7 +17,18 @@ from skyrl_async.algorithms.losses import (
     needs_old_logprobs,
     token_figures,
 )
-from skyrl_async.algorithms.weighted_losses import cispo, cispo_old, rollout_is, sapo
+from skyrl_async.algorithms.policy_losses import (
+    cispo,
+    cispo_old,
+    decoupled_ppo,
+    dppo,
+    dual_clip,
+    gspo,
+    ppo_clip,
+    rollout_is,
+    sapo,
+)
+from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.errors import ConfigError
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.registries import POLICY_LOSSES

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from skyrl_async.algorithms.advantages import make_advantage_estimator
 from skyrl_async.algorithms.batching import MicroBatch, Row, collate
-from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.algorithms.kl import get_kl_estimator
-from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import make_policy_loss, merge_figures
 from skyrl_async.algorithms.objective import Objective
 from skyrl_async.algorithms.off_policy import Anchor, OffPolicyCorrection, anchor_of
+from skyrl_async.algorithms.settings import CorrectionSettings, LossConstants
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.correction import whole_vocabulary_settings
 from skyrl_async.errors import ConfigError

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.algorithms.advantages import row_advantages
-from skyrl_async.algorithms.overlong import overlong_penalty, penalise_overlong, without_overlong
-from skyrl_async.algorithms.reward_shaping import shaped
+from skyrl_async.algorithms.reward_shaping import mask_overlong, overlong_penalty, penalise_overlong, shape_rewards
 from skyrl_async.composition.algorithms import reward_shapes
 from skyrl_async.composition.parts import check_generator
 from skyrl_async.config.load import from_overrides
@@ -72,7 +71,7 @@ def test_the_gradient_of_a_group_with_masked_members_is_that_of_the_mean_reward_
     mean, num_degrees = torch.zeros(3, dtype=torch.float64), 0.0
     for answers in itertools.product(reward_of, repeat=3):
         rows = [row(reward_of[a], len(a), is_truncated=a in CUT) for a in answers]
-        masked = without_overlong(group(*rows)).trajectories
+        masked = mask_overlong(group(*rows)).trajectories
         likelihood = torch.tensor([chance[a] for a in answers]).prod().item()
         advantages = row_advantages(masked, centred)
         mean += likelihood * sum(adv * scores[a] for adv, a in zip(advantages, answers, strict=True))
@@ -88,7 +87,7 @@ def test_every_row_of_a_cut_sample_is_masked_and_keeps_what_was_sampled() -> Non
         row(1.0, 2, sample_index=0, weight=0.5),
         row(0.0, 2, sample_index=1),
     ]
-    masked = without_overlong(group(*rows)).trajectories
+    masked = mask_overlong(group(*rows)).trajectories
     assert [t.num_sampled_tokens for t in masked] == [0, 0, 2] and [t.is_overlong for t in masked] == [
         True,
         True,
@@ -96,7 +95,7 @@ def test_every_row_of_a_cut_sample_is_masked_and_keeps_what_was_sampled() -> Non
     ]
     assert [t.logprobs for t in masked] == [t.logprobs for t in rows]
     assert [sample.reward for sample in live_samples_of(masked)] == [0.0]
-    assert without_overlong(group(*masked)) == group(*masked), "twice is once"
+    assert mask_overlong(group(*masked)) == group(*masked), "twice is once"
 
 
 @given(
@@ -121,11 +120,11 @@ def test_the_soft_penalty_is_equation_13_of_dapo(
 
 def test_advantages_are_of_shaped_rewards_and_the_environment_s_stay() -> None:
     penalise = penalise_overlong(max_tokens=10, buffer_len=4, factor=1.0)
-    shaped_group = shaped(group(row(1.0, 2), row(1.0, 8), row(0.0, 10)), [penalise])
+    shaped_group = shape_rewards(group(row(1.0, 2), row(1.0, 8), row(0.0, 10)), [penalise])
     assert [t.shaped_reward for t in shaped_group.trajectories] == [1.0, 0.5, -1.0]
     assert [t.reward for t in shaped_group.trajectories] == [1.0, 1.0, 0.0]
     assert row_advantages(shaped_group.trajectories, list) == [1.0, 0.5, -1.0]
-    assert shaped(group(row(1.0)), []) == group(row(1.0))
+    assert shape_rewards(group(row(1.0)), []) == group(row(1.0))
 
 
 def test_shapes_apply_in_order_to_samples_and_all_their_rows() -> None:
@@ -133,15 +132,15 @@ def test_shapes_apply_in_order_to_samples_and_all_their_rows() -> None:
         return [2 * sample.shaped_reward for sample in samples]
 
     rows = [row(1.0, 3, sample_index=0), row(0.5, 9, sample_index=1), row(1.0, 10, sample_index=0)]
-    found = shaped(group(*rows), [double, penalise_overlong(max_tokens=10, buffer_len=2, factor=1.0)])
+    found = shape_rewards(group(*rows), [double, penalise_overlong(max_tokens=10, buffer_len=2, factor=1.0)])
     assert [t.shaped_reward for t in found.trajectories] == [1.0, 0.5, 1.0]
 
 
 def test_a_group_of_a_checkpoint_is_shaped_anew_and_not_twice() -> None:
     penalise = penalise_overlong(max_tokens=10, buffer_len=10, factor=1.0)
-    first = shaped(group(row(1.0, 5), row(0.0, 7)), [penalise])
+    first = shape_rewards(group(row(1.0, 5), row(0.0, 7)), [penalise])
     again = group_from_json(json.loads(json.dumps(group_to_json(first))))
-    assert shaped(again, [penalise]) == first
+    assert shape_rewards(again, [penalise]) == first
 
 
 @pytest.mark.parametrize("rewards", [[1.0], [1.0, float("nan")], [1.0, 2.0, 3.0]])
@@ -149,18 +148,20 @@ def test_a_shape_that_returns_something_else_than_a_number_per_sample_is_named(r
     with pytest.raises(
         GenerationError, match=r"reward_shaping must return one finite reward for each of the 2 samples"
     ):
-        shaped(group(row(1.0), row(0.0)), [lambda samples: rewards])
+        shape_rewards(group(row(1.0), row(0.0)), [lambda samples: rewards])
 
 
 def test_a_shape_that_raises_is_named() -> None:
     with pytest.raises(
         GenerationError, match=r"trainer.algorithm.reward_shaping raises KeyError\('steps'\) for the 2 samp"
     ):
-        shaped(group(row(1.0), row(0.0)), [by_a_figure_of_the_environment])
+        shape_rewards(group(row(1.0), row(0.0)), [by_a_figure_of_the_environment])
 
 
 def test_a_group_of_right_answers_has_no_signal_whatever_their_lengths_cost() -> None:
-    right = shaped(group(row(1.0, 2), row(1.0, 9)), [penalise_overlong(max_tokens=10, buffer_len=10, factor=1.0)])
+    right = shape_rewards(
+        group(row(1.0, 2), row(1.0, 9)), [penalise_overlong(max_tokens=10, buffer_len=10, factor=1.0)]
+    )
     assert (
         SignalFilter(SignalSettings(max_in_a_row=0, tolerance=0.0)).classify("u", right.trajectories)
         is NoSignal.ALL_ONE
@@ -274,7 +275,7 @@ def test_a_configuration_names_a_shape_of_one_s_own_before_the_penalty_for_lengt
         "trainer.algorithm.overlong_buffer_penalty_factor=0.5",
         "generator.max_trajectory_tokens=8",
     )
-    found = shaped(group(row(0.0, 3), row(0.0, 6), row(1.0, 8)), reward_shapes(config))
+    found = shape_rewards(group(row(0.0, 3), row(0.0, 6), row(1.0, 8)), reward_shapes(config))
     assert [t.shaped_reward for t in found.trajectories] == [1.0, 0.75, 1.5]
     assert reward_shapes(from_overrides()) == []
 
@@ -314,10 +315,10 @@ def test_an_episode_of_several_turns_that_no_limit_came_near_loses_nothing() -> 
     """Longer than a turn may be, and far from what an episode may be."""
     penalty = ("trainer.algorithm.overlong_buffer_len=64",)
     several = from_overrides(*penalty, "generator.max_trajectory_tokens=1000")
-    found = shaped(group(row(1.0, 340), row(0.0, 968)), reward_shapes(several))
+    found = shape_rewards(group(row(1.0, 340), row(0.0, 968)), reward_shapes(several))
     assert [t.shaped_reward for t in found.trajectories] == [1.0, -0.5]
     alone = from_overrides(*penalty, "generator.max_turns=1")
-    found = shaped(group(row(1.0, 256), row(1.0, 320)), reward_shapes(alone))
+    found = shape_rewards(group(row(1.0, 256), row(1.0, 320)), reward_shapes(alone))
     assert [t.shaped_reward for t in found.trajectories] == [1.0, 0.0]
 
 

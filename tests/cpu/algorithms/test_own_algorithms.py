@@ -13,8 +13,8 @@ from skyrl_async.algorithms.advantages import (
     make_advantage_estimator,
     register_advantage_estimator,
 )
-from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import needs_old_logprobs, register_policy_loss
+from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.algorithms.trial import try_estimator
 from skyrl_async.composition.algorithms import check_algorithm, make_advantages
 from skyrl_async.errors import ConfigError

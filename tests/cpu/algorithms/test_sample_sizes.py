@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from skyrl_async.algorithms.batching import MicroBatch, collate
-from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.algorithms.losses import merge_figures
-from skyrl_async.algorithms.sample_sizes import sample_size_figures
+from skyrl_async.algorithms.off_policy import sample_size_figures
+from skyrl_async.algorithms.settings import CorrectionSettings
 from skyrl_async.metrics.recorder import Recorder
-from skyrl_async.metrics.sample_sizes import effective_shares
-from skyrl_async.metrics.step import RunTotals, StepFigures
+from skyrl_async.metrics.run_totals import RunTotals
+from skyrl_async.metrics.step import StepFigures, effective_shares
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy

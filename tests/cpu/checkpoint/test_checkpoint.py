@@ -24,7 +24,7 @@ from skyrl_async.checkpoint import checkpointer as checkpoint_module
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state
 from skyrl_async.checkpoint.files import attest, write_json
 from skyrl_async.errors import CheckpointError
-from skyrl_async.metrics.step import RunTotals
+from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.group_state import RunningGroup
 from skyrl_async.rollout.sample_state import SampleState
 from skyrl_async.simulator.models import ModelledPolicy

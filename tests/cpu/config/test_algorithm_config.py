@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_async.algorithms.loss_constants import LossConstants
+from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.composition.algorithms import loss_constants, make_advantages
 from skyrl_async.composition.processes import _training_settings
 from skyrl_async.config.load import from_overrides

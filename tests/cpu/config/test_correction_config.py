@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_async.algorithms.correction_settings import CorrectionSettings
 from skyrl_async.algorithms.off_policy import Anchor
+from skyrl_async.algorithms.settings import CorrectionSettings
 from skyrl_async.composition.algorithms import correction_settings
 from skyrl_async.composition.processes import _endpoint_settings, _training_settings
 from skyrl_async.config.load import from_overrides

@@ -26,11 +26,10 @@ from skyrl_async.metrics.curves import draw_curves
 from skyrl_async.metrics.logs import run_logging
 from skyrl_async.metrics.names import METRICS, markdown
 from skyrl_async.metrics.record_file import free_path
+from skyrl_async.metrics.sinks import TensorBoardSink, WandbSink
 from skyrl_async.metrics.summary import summary_table, write_summary
-from skyrl_async.metrics.tensorboard import TensorBoardSink
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.metrics.tracker import MetricsLog, Tracker, read_rows, read_steps
-from skyrl_async.metrics.wandb import WandbSink
 
 ROOT = Path(__file__).parents[3]
 
@@ -144,7 +143,7 @@ def test_tensorboard_reads_what_was_logged_and_hides_what_a_resume_dropped(tmp_p
 
 
 def test_tensorboard_loads_neither_torch_nor_tensorflow() -> None:
-    code = "import sys, skyrl_async.metrics.tensorboard; sys.exit(bool({'torch', 'tensorflow'} & set(sys.modules)))"
+    code = "import sys, skyrl_async.metrics.sinks; sys.exit(bool({'torch', 'tensorflow'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_async.metrics.stage_picture import StageSpan, main, read_stages
-from skyrl_async.metrics.stage_trace import trace_stages
-from skyrl_async.metrics.trace import Trace
+from skyrl_async.metrics.trace import Trace, trace_stages
 from skyrl_async.runtime.stage_board import StageBoard
 
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_async.environments.tools import first_call
-from skyrl_async.rewards.arithmetic import calculate
+from skyrl_async.environments.tools import calculate, first_call
 from skyrl_async.rewards.code_tests import (
     CodeTests,
     is_same_output,
@@ -18,8 +17,15 @@ from skyrl_async.rewards.code_tests import (
     program_in,
     read_tests,
 )
-from skyrl_async.rewards.final_answers import flexible_answer, is_right_answer, strict_answer
-from skyrl_async.rewards.math_answers import MAX_CHARACTERS, boxed_answer, final_answer, is_same_answer
+from skyrl_async.rewards.math_answers import (
+    MAX_CHARACTERS,
+    boxed_answer,
+    final_answer,
+    flexible_answer,
+    is_right_answer,
+    is_same_answer,
+    strict_answer,
+)
 
 TEXTS = st.text(alphabet="#0123456789.,-$ ab\n", max_size=40)
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from skyrl_async.errors import ConfigError
-from skyrl_async.rewards import symbolic_answers
-from skyrl_async.rewards.symbolic_answers import LIMITS, is_equal_answer
+from skyrl_async.rewards import math_answers
+from skyrl_async.rewards.math_answers import LIMITS, is_equal_answer
 from skyrl_async.tasks.registry import make_environment
 from tests.patience import PATIENCE_S
 
@@ -31,7 +31,7 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it_and_what_doe
 def test_what_can_be_told_without_computing_takes_no_process(
     answer: str, truth: str, is_equal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(symbolic_answers, "call_function")
+    monkeypatch.delattr(math_answers, "call_function")
     assert is_equal_answer(answer, truth) is is_equal
 
 

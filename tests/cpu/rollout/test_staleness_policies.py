@@ -12,8 +12,8 @@ from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.continuation import generate_to_end, joined_for
 from skyrl_async.inference.generation_state import GenerationState
-from skyrl_async.metrics.bound_cost import BoundCost, needed_bound
-from skyrl_async.metrics.step import RunTotals, StepFigures
+from skyrl_async.metrics.run_totals import BoundCost, RunTotals, needed_bound
+from skyrl_async.metrics.step import StepFigures
 from skyrl_async.rollout.staleness_policies import staleness_policy
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skyrl_async.algorithms.correction_settings import CorrectionSettings
+from skyrl_async.algorithms.settings import CorrectionSettings
 from skyrl_async.errors import CheckpointError, ConfigError, PolicyError, TrainingError
 from skyrl_async.training.backends.optimizer import lr_factor
 from skyrl_async.training.backends.settings import TrainingSettings

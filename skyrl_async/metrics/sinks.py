@@ -5,9 +5,15 @@ imported when a sink is made.
 """
 
 import hashlib
+import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from skyrl_async.errors import ConfigError
 
@@ -40,3 +46,27 @@ class WandbSink:
     def close(self) -> None:
         """Finish the W&B run."""
         self._run.finish()
+
+
+class TensorBoardSink:
+    """Writes scalars under ``directory``."""
+
+    def __init__(self, directory: Path, resume_step: float | None = None) -> None:
+        """Open a new event file; with ``resume_step``, its first values have TensorBoard hide what an earlier file says past that step."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(directory))
+        self._resume_step = resume_step
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the values of a step."""
+        if self._resume_step is not None and math.isfinite(self._resume_step):
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=int(self._resume_step) + 1, session_log=start))
+        self._resume_step = None
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write out and close the event file."""
+        self._writer.close()

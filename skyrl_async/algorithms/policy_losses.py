@@ -1,14 +1,19 @@
-"""Policy losses that stop at a bound: past it a token has no gradient that would take the policy further.
+"""The built-in policy losses: ``LossTokens`` and ``LossConstants`` in, one ``TokenLoss`` out.
 
-Flows in: ``LossTokens`` and ``LossConstants``. Flows out: ``TokenLoss``. Each is a pure function; ratios are to the log-probs of the engine
-that sampled the token, whichever version that was, unless a formula says otherwise.
+Each loss is a pure function of one micro-batch. ``mu`` is the engine's probability of a token, under the version that sampled it. Ratios
+are taken to ``mu`` unless a formula says otherwise.
+
+Three families: losses with a bound past which a token has no gradient that would take the policy further (``ppo_clip``, ``dual_clip``,
+``gspo``, ``decoupled_ppo``, ``dppo``); losses whose importance weight is cut or softened, so that every token keeps some gradient
+(``rollout_is``, ``cispo``, ``cispo_old``, ``sapo``); and losses that hold back marked tokens, which would take most of the policy's
+entropy away (``clip_cov``, ``kl_cov``; see ``covariance``).
 """
 
 import torch
 from torch import Tensor
 
-from skyrl_async.algorithms.loss_constants import LossConstants
 from skyrl_async.algorithms.losses import MAX_LOG_RATIO, LossTokens, TokenLoss, importance_ratio
+from skyrl_async.algorithms.settings import LossConstants
 
 _LEAST = 1e-12
 """Probability of other tokens below which it counts as this."""
@@ -106,3 +111,75 @@ def _binary_kl(behavior_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     other_behavior, other = (1 - p.exp().clamp(max=1 - _LEAST) for p in (behavior_logprobs, logprobs))
     of_token = behavior_logprobs.exp() * (behavior_logprobs - logprobs)
     return of_token + other_behavior * (other_behavior.log() - other.log())
+
+
+def rollout_is(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    """``-sg(min(r, tis_cap)) A log pi`` with ``r = pi / mu`` and ``sg`` stopping the gradient: token-level truncated
+    importance sampling, anchored on the rollout.
+
+    The truncated weight is IMPALA's (arXiv 1802.01561, section 4.1). With the cap infinite the gradient's mean under mu is the exact
+    policy gradient of one token.
+    """
+    ratio = importance_ratio(tokens.logprobs.detach(), tokens.behavior_logprobs)
+    weight = ratio.clamp(max=constants.tis_cap)
+    return TokenLoss(loss=-weight * tokens.advantages * tokens.logprobs, is_clipped=ratio > constants.tis_cap)
+
+
+def cispo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    """``-sg(clip(r, 1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)) A log pi`` with ``r = pi / mu``.
+
+    CISPO (MiniMax-M1, arXiv 2506.13585), section 3.1, anchored on the rollout. The paper has no lower bound, which is a
+    ``cispo_eps_clip_low`` of 1; one of 0 raises every weight to at least 1.
+    """
+    return _cispo(tokens, tokens.behavior_logprobs, constants)
+
+
+def cispo_old(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    """The same with ``r = pi / pi_prox``, of the policy when the row was finished: SkyRL's anchor.
+
+    How far that is from the engine's log-probs is left to off-policy corrections.
+    """
+    assert tokens.old_logprobs is not None, "split_work sees to it that rows have them"
+    return _cispo(tokens, tokens.old_logprobs, constants)
+
+
+def _cispo(tokens: LossTokens, anchor_logprobs: Tensor, constants: LossConstants) -> TokenLoss:
+    ratio = importance_ratio(tokens.logprobs.detach(), anchor_logprobs)
+    weight = ratio.clamp(1 - constants.cispo_eps_clip_low, 1 + constants.cispo_eps_clip_high)
+    return TokenLoss(loss=-weight * tokens.advantages * tokens.logprobs, is_clipped=weight != ratio)
+
+
+def sapo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    """``-(4 / tau) sigmoid(tau (r - 1)) A`` with ``r = pi / mu``, and tau as ``A > 0`` or not.
+
+    SAPO (arXiv 2511.20347), the soft gate in place of clipping: at r = 1 its gradient is that of ``r A``, and falls off on both sides, the
+    faster the larger tau. The paper takes the mean over sequences (``trainer.algorithm.loss_reduction=sequence_mean``).
+    """
+    ratio = importance_ratio(tokens.logprobs, tokens.behavior_logprobs)
+    tau = torch.full_like(ratio, constants.sapo_tau_neg).masked_fill(tokens.advantages > 0, constants.sapo_tau_pos)
+    loss = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * tokens.advantages
+    return TokenLoss(loss=loss, is_clipped=torch.zeros_like(ratio, dtype=torch.bool))
+
+
+def clip_cov(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    """``ppo_clip``, and marked tokens have no gradient: Clip-Cov (arXiv 2505.22617)."""
+    once, is_marked = ppo_clip(tokens, constants), _marks_of(tokens)
+    return TokenLoss(loss=torch.where(is_marked, once.loss.detach(), once.loss), is_clipped=once.is_clipped | is_marked)
+
+
+def kl_cov(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
+    """``-r A``, and for marked tokens ``+ ppo_kl_coef |log pi - log mu|``, with ``r = pi / mu``.
+
+    KL-Cov (arXiv 2505.22617), with the estimate of the divergence that its listing takes.
+    """
+    ratio = importance_ratio(tokens.logprobs, tokens.behavior_logprobs)
+    penalty = constants.ppo_kl_coef * (tokens.logprobs - tokens.behavior_logprobs).abs()
+    if tokens.weights is not None:
+        penalty = penalty * tokens.weights
+    loss = -ratio * tokens.advantages + penalty * _marks_of(tokens)
+    return TokenLoss(loss=loss, is_clipped=torch.zeros_like(ratio, dtype=torch.bool))
+
+
+def _marks_of(tokens: LossTokens) -> Tensor:
+    assert tokens.is_marked is not None, "split_work sees to it that rows have them"
+    return tokens.is_marked
