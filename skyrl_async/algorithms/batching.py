@@ -142,51 +142,44 @@ def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = Fals
     shape = (1, sum(lengths)) if is_packed else (len(rows), max(lengths, default=0))
     input_ids = torch.zeros(shape if rows else (1, 1), dtype=torch.int64)
     starts = [sum(lengths[:i]) if is_packed else i * shape[1] for i in range(len(rows))]
-    positions: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
-    row_indices: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
-    versions: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
-    behavior_logprobs: list[Tensor] = [torch.empty(0)]
-    advantages: list[Tensor] = [torch.empty(0)]
-    weights: list[Tensor] = [torch.empty(0)]
-    for index, row in enumerate(rows):
+    columns: dict[str, list[Tensor]] = {
+        **{name: [torch.empty(0, dtype=torch.int64)] for name in ("positions", "row_indices", "versions")},
+        **{name: [torch.empty(0)] for name in ("behavior_logprobs", "advantages", "weights")},
+    }
+    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
         trajectory = row.trajectory
         num_prompt_tokens = len(trajectory.prompt_token_ids)
         if num_prompt_tokens == 0:
             raise ValueError("trajectory.prompt_token_ids must hold at least one token, got none")
-        start = starts[index]
         input_ids.view(-1)[start : start + row.num_tokens] = torch.tensor(
             trajectory.prompt_token_ids + trajectory.response_token_ids
         )
         sampled = torch.tensor(trajectory.loss_mask, dtype=torch.bool).nonzero().flatten()  # (n,) into the response
-        positions.append(sampled + (start + num_prompt_tokens - 1))
-        row_indices.append(torch.full((len(sampled),), index, dtype=torch.int64))
-        versions.append(torch.tensor(trajectory.versions, dtype=torch.int64)[sampled])
-        behavior_logprobs.append(torch.tensor(trajectory.logprobs, dtype=torch.float32)[sampled])
-        advantages.append(torch.full((len(sampled),), row.advantage * trajectory.weight, dtype=torch.float32))
-        weights.append(torch.full((len(sampled),), trajectory.weight, dtype=torch.float32))
-    where = torch.cat(positions)
-    marks = _of_sampled(rows, [row.trajectory.marks for row in rows], device)
+        columns["positions"].append(sampled + (start + num_prompt_tokens - 1))
+        columns["row_indices"].append(torch.full_like(sampled, index))
+        columns["versions"].append(torch.tensor(trajectory.versions, dtype=torch.int64)[sampled])
+        columns["behavior_logprobs"].append(torch.tensor(trajectory.logprobs, dtype=torch.float32)[sampled])
+        for name, value in (("advantages", row.advantage * trajectory.weight), ("weights", trajectory.weight)):
+            columns[name].append(torch.full((len(sampled),), value, dtype=torch.float32))
+    joined = {name: torch.cat(parts) for name, parts in columns.items()}
+    marks = _of_sampled(rows, "marks", device)
     return MicroBatch(
         input_ids=input_ids.to(device),
         row_lengths=tuple(lengths) if is_packed and rows else None,
-        positions=where.to(device),
-        targets=input_ids.flatten()[where + 1].to(device),
-        row_indices=torch.cat(row_indices).to(device),
-        behavior_logprobs=torch.cat(behavior_logprobs).to(device),
-        advantages=torch.cat(advantages).to(device),
-        weights=torch.cat(weights).to(device),
-        versions=torch.cat(versions).to(device),
-        ref_logprobs=_of_sampled(rows, [row.trajectory.ref_logprobs for row in rows], device),
-        old_logprobs=_of_sampled(rows, [row.trajectory.old_logprobs for row in rows], device),
+        targets=input_ids.flatten()[joined["positions"] + 1].to(device),
+        ref_logprobs=_of_sampled(rows, "ref_logprobs", device),
+        old_logprobs=_of_sampled(rows, "old_logprobs", device),
         is_marked=None if marks is None else marks.bool(),
+        **{name: column.to(device) for name, column in joined.items()},
     )
 
 
-def _of_sampled(rows: Sequence[Row], values: Sequence[tuple[float, ...] | None], device: torch.device) -> Tensor | None:
-    """(N,) float32 of the values, one per response token, those of sampled tokens; None where a row has none."""
+def _of_sampled(rows: Sequence[Row], name: str, device: torch.device) -> Tensor | None:
+    """(N,) float32: what a trajectory's field ``name``, one value per response token, has for sampled tokens; None if a row lacks it."""
     chosen: list[float] = []
-    for row, of_row in zip(rows, values, strict=True):
-        if of_row is None:
+    for row in rows:
+        values = getattr(row.trajectory, name)
+        if values is None:
             return None
-        chosen += compress(of_row, row.trajectory.loss_mask)
+        chosen += compress(values, row.trajectory.loss_mask)
     return torch.tensor(chosen, dtype=torch.float32, device=device)

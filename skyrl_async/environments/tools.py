@@ -21,8 +21,6 @@ from skyrl_async.environments.code import limits_of
 from skyrl_async.rewards.sandbox import require_sandbox, run_program
 
 DEFAULT_MAX_TURNS = 8
-_CALCULATOR_MARKS = ("<calc>", "</calc>")
-_PYTHON_MARKS = ("```python\n", "```")
 _SHOWN_CHARACTERS = 2000
 MAX_CHARACTERS = 200
 MAX_MAGNITUDE = 10**30
@@ -42,8 +40,11 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 }
 
 
-class CalculatorEnv(Gsm8kEnv):
-    """``<calc>3*14</calc>`` is answered ``= 42``; the final answer is judged as by ``gsm8k``."""
+class _ToolEnv(BaseTextEnv):
+    """Answers calls of a tool; stands before the environment that judges the final answer."""
+
+    marks: tuple[str, str]
+    """What stands before and after a call."""
 
     def __init__(self, env_config: Any = None, extras: Extras | None = None) -> None:
         super().__init__(env_config, extras)
@@ -51,49 +52,62 @@ class CalculatorEnv(Gsm8kEnv):
         self.num_calls = 0
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        call = first_call(action, *_CALCULATOR_MARKS)
+        call = first_call(action, *self.marks)
         if call is None:
             return super().step(action)
         self.turns += 1
         self.num_calls += 1
-        return _answered(self, call.said, f"= {calculate(call.content)}")
+        result = self.result_of(call.content)
+        if self.turns >= self.max_turns:  # no turn is left to use the result
+            return ended(0.0)
+        return BaseTextEnvStepOutput(
+            observations=[{"role": "user", "content": result}],
+            reward=0.0,
+            done=False,
+            metadata={},
+            postprocessed_action=call.said,
+        )
+
+    def result_of(self, content: str) -> str:
+        """Run the tool on what stands between the marks."""
+        raise NotImplementedError
 
     def get_metrics(self) -> dict[str, Any]:
         return {"tool_calls": float(self.num_calls)}
 
+
+class CalculatorEnv(_ToolEnv, Gsm8kEnv):
+    """``<calc>3*14</calc>`` is answered ``= 42``; the final answer is judged as by ``gsm8k``."""
+
+    marks = ("<calc>", "</calc>")
+
+    def result_of(self, content: str) -> str:
+        return f"= {calculate(content)}"
+
     def snapshot(self) -> dict[str, int]:
-        """All that an episode has besides its messages."""
+        """Return all that an episode has besides its messages."""
         return {"turns": self.turns, "num_calls": self.num_calls}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Stand where ``snapshot`` was taken."""
+        """Continue from where ``snapshot`` was taken."""
         self.turns, self.num_calls = state["turns"], state["num_calls"]
 
 
-class PythonToolEnv(MathEnv):
+class PythonToolEnv(_ToolEnv, MathEnv):
     """A fenced block of Python is run, by itself, and answered with what it prints; the final answer is judged as by ``math``."""
 
     is_fast = False
+    marks = ("```python\n", "```")
 
     def __init__(self, env_config: Any = None, extras: Extras | None = None) -> None:
         super().__init__(env_config, extras)
         require_sandbox()
         self.limits = limits_of(extras or {})
-        self.max_turns = int((extras or {}).get("max_turns", DEFAULT_MAX_TURNS))
-        self.num_calls = 0
 
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        call = first_call(action, *_PYTHON_MARKS)
-        if call is None:
-            return super().step(action)
-        self.turns += 1
-        self.num_calls += 1
-        outcome = run_program(call.content, limits=self.limits)
-        said = outcome.output[:_SHOWN_CHARACTERS] + (f"[{outcome.failure}]" if outcome.failure else "")
-        return _answered(self, call.said, f"```output\n{said}\n```")
-
-    def get_metrics(self) -> dict[str, Any]:
-        return {"tool_calls": float(self.num_calls)}
+    def result_of(self, content: str) -> str:
+        outcome = run_program(content, limits=self.limits)
+        printed = outcome.output[:_SHOWN_CHARACTERS] + (f"[{outcome.failure}]" if outcome.failure else "")
+        return f"```output\n{printed}\n```"
 
 
 class Call(NamedTuple):
@@ -111,19 +125,6 @@ def first_call(action: str, opening: str, closing: str) -> Call | None:
     if end < 0:
         return None
     return Call(content=action[start + len(opening) : end], said=action[: end + len(closing)])
-
-
-def _answered(environment: BaseTextEnv, action: str, result: str) -> BaseTextEnvStepOutput:
-    """The output of a call: its result, unless no turn is left to use it."""
-    if environment.turns >= environment.max_turns:
-        return ended(0.0)
-    return BaseTextEnvStepOutput(
-        observations=[{"role": "user", "content": result}],
-        reward=0.0,
-        done=False,
-        metadata={},
-        postprocessed_action=action,
-    )
 
 
 def calculate(expression: str) -> str:

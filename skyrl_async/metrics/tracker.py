@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from skyrl_async.errors import CheckpointError
@@ -31,7 +30,7 @@ class Sink(Protocol):
         ...
 
 
-class MetricsLog:
+class MetricsLog(RecordFile):
     """``metrics.jsonl``: ``{"step": 3, "time_s": 12.5, "reward/mean": 0.5}`` per line, flushed. NaN is null."""
 
     def __init__(
@@ -47,24 +46,16 @@ class MetricsLog:
         no other sink.
         """
         kept = kept_rows(path, resume_step)
-        self._file = RecordFile(path, lambda: begin_rows(path, resume_step))
+        super().__init__(path, lambda: begin_rows(path, resume_step))
         self._clock = clock
         self._notes = notes
         self._start = clock() - (kept[-1]["time_s"] if kept else 0.0)
-
-    def begin(self) -> None:
-        """The run goes on: forget the lines past its first step."""
-        self._file.begin()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line."""
         row: dict[str, Any] = {"step": step, "time_s": round(self._clock() - self._start, 3)}
         row |= {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
-        self._file.append(json.dumps({**row, **self._notes()}) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        self.append(json.dumps({**row, **self._notes()}) + "\n")
 
 
 class Tracker:
@@ -92,9 +83,7 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
 

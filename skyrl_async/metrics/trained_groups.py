@@ -16,8 +16,15 @@ from skyrl_async.metrics.tracker import begin_rows
 from skyrl_async.types import Group, Trajectory
 from skyrl_async.version_spans import spans_of
 
+_FIELDS = (
+    *("sample_index", "reward", "weight", "num_turns", "num_sampled_tokens", "num_aborts"),
+    *("is_truncated", "is_abandoned", "is_overlong"),
+)
+"""Fields of a row that are written under their own names."""
+_TOKENS = ("prompt_token_ids", "response_token_ids", "loss_mask", "logprobs")
 
-class TrainedGroupsLog:
+
+class TrainedGroupsLog(RecordFile):
     """Writes ``trained_groups.jsonl``.
 
     Args:
@@ -29,60 +36,31 @@ class TrainedGroupsLog:
     """
 
     def __init__(self, path: Path, resume_step: float | None = None, *, has_tokens: bool = False) -> None:
-        self._file = RecordFile(path, lambda: begin_rows(path, resume_step))
+        super().__init__(path, lambda: begin_rows(path, resume_step))
         self._has_tokens = has_tokens
-
-    def begin(self) -> None:
-        """The run goes on: forget the lines past its first step."""
-        self._file.begin()
 
     def log(self, version: int, groups: Sequence[Group]) -> None:
         """Append the groups that were trained at policy ``version``: those of step ``version + 1``."""
         for group in groups:
-            self._file.append(json.dumps(self._line(version, group)) + "\n")
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        self._file.close()
+            self.append(json.dumps(self._line(version, group)) + "\n")
 
     def _line(self, version: int, group: Group) -> dict[str, Any]:
         return {
             "step": version + 1,
-            "epoch": group.epoch,
-            "uid": group.uid,
-            "admission_index": group.admission_index,
-            "scheduled_version": group.scheduled_version,
+            **{name: getattr(group, name) for name in ("epoch", "uid", "admission_index", "scheduled_version")},
             "trained_version": version,
             "generation_seconds": round(group.generation_seconds, 3),
             "rows": [self._row(row) for row in group.trajectories],
         }
 
     def _row(self, row: Trajectory) -> dict[str, Any]:
-        values: dict[str, Any] = {
-            "sample_index": row.sample_index,
-            "reward": row.reward,
-            "weight": row.weight,
-            "num_turns": row.num_turns,
+        values: dict[str, Any] = {name: getattr(row, name) for name in _FIELDS} | {
             "num_prompt_tokens": len(row.prompt_token_ids),
             "num_response_tokens": len(row.response_token_ids),
-            "num_sampled_tokens": row.num_sampled_tokens,
-            "num_aborts": row.num_aborts,
-            "is_truncated": row.is_truncated,
-            "is_abandoned": row.is_abandoned,
-            "is_overlong": row.is_overlong,
             "policy_versions": spans_of(row.versions),
         }
-        if row.shaped_reward is not None:
-            values["shaped_reward"] = row.shaped_reward
-        if row.old_version is not None:
-            values["old_version"] = row.old_version
+        optional: dict[str, Any] = {"shaped_reward": row.shaped_reward, "old_version": row.old_version}
         if self._has_tokens:
-            values |= {
-                "prompt_token_ids": row.prompt_token_ids,
-                "response_token_ids": row.response_token_ids,
-                "loss_mask": row.loss_mask,
-                "logprobs": row.logprobs,
-            }
-            recomputed = {"ref_logprobs": row.ref_logprobs, "old_logprobs": row.old_logprobs}
-            values |= {name: logprobs for name, logprobs in recomputed.items() if logprobs is not None}
-        return values
+            values |= {name: getattr(row, name) for name in _TOKENS}
+            optional |= {"ref_logprobs": row.ref_logprobs, "old_logprobs": row.old_logprobs}
+        return values | {name: value for name, value in optional.items() if value is not None}

@@ -64,15 +64,11 @@ class ImitationTask:
         """Return the prompt of any conversation."""
         return self._prompt(rng.choice(self._uids))
 
-    def clean_conversation(self, prompt: Prompt, rng: random.Random) -> list[Message]:
-        """Return the prompt's conversation."""
-        return self._worked[prompt.uid]
-
-    def mixture_conversation(
-        self, prompt: Prompt, rng: random.Random, terse_share: float, slip_rate: float
+    def conversation(
+        self, prompt: Prompt, rng: random.Random, *, terse_share: float = 0.0, slip_rate: float = 0.0
     ) -> list[Message]:
-        """Return a guess (probability ``terse_share``, where there are any) or the prompt's conversation, without slips."""
-        if self._guesses and rng.random() < terse_share:
+        """Return the prompt's conversation or, with probability ``terse_share`` and where there are any, a guess; none with slips."""
+        if terse_share > 0 and self._guesses and rng.random() < terse_share:
             return rng.choice(self._guesses)
         return self._worked[prompt.uid]
 

@@ -9,14 +9,13 @@ tokens, models or who plays.
 
 import random
 import re
-from collections.abc import Mapping
 from functools import cache
 from itertools import product
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
-from skyrl_async.errors import ConfigError
+from skyrl_async.environments.answers import ended, ground_truth_of
 from skyrl_async.tasks.registry import require_enough_prompts
 from skyrl_async.types import Message, Prompt
 
@@ -82,28 +81,18 @@ def score(answer: str, ground_truth: str) -> float:
     return float(number is not None and number.group(1) == ground_truth)
 
 
-def ground_truth_of(extras: Mapping[str, Any] | None, env_name: str) -> str:
-    """Return the right digit of a prompt; ``ConfigError`` names the environment that finds none."""
-    reward_spec = (extras or {}).get("reward_spec", {})
-    if "ground_truth" not in reward_spec:
-        raise ConfigError(f"reward_spec.ground_truth of environment {env_name} must be the right digit, found none")
-    return str(reward_spec["ground_truth"])
-
-
 class LaggedFibonacciEnv(BaseTextEnv):
     """One turn; the reward is 1.0 for the right digit. Needs ``extras["reward_spec"]["ground_truth"]``."""
 
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.ground_truth = ground_truth_of(extras, NAME)
+        self.ground_truth = str(ground_truth_of(extras, f"the right digit in environment {NAME}"))
         self.num_steps_shown = 0
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
         self.num_steps_shown = action.count("=")
-        return BaseTextEnvStepOutput(
-            observations=[], reward=score(action, self.ground_truth), done=True, metadata={}, postprocessed_action=None
-        )
+        return ended(score(action, self.ground_truth))
 
     def get_metrics(self) -> dict[str, Any]:
         return {"steps_shown": float(self.num_steps_shown)}
@@ -126,17 +115,13 @@ class LaggedFibonacciTask:
         """Return any prompt of the task, drawn uniformly."""
         return self._prompt(rng.choice(all_seed_digits()))
 
-    def clean_conversation(self, prompt: Prompt, rng: random.Random) -> list[Message]:
-        """Return the prompt with its worked answer."""
-        return self._conversation(prompt, worked_answer(_seed_digits_of(prompt), 0.0, rng))
-
-    def mixture_conversation(
-        self, prompt: Prompt, rng: random.Random, terse_share: float, slip_rate: float
+    def conversation(
+        self, prompt: Prompt, rng: random.Random, *, terse_share: float = 0.0, slip_rate: float = 0.0
     ) -> list[Message]:
-        """Return the prompt with a guess (probability ``terse_share``) or with a worked answer that slips."""
-        if rng.random() < terse_share:
-            return self._conversation(prompt, terse_answer(rng))
-        return self._conversation(prompt, worked_answer(_seed_digits_of(prompt), slip_rate, rng))
+        """Return the prompt with its worked answer, or with a guess."""
+        is_terse = terse_share > 0 and rng.random() < terse_share
+        answer = terse_answer(rng) if is_terse else worked_answer(prompt.uid.removeprefix(f"{NAME}-"), slip_rate, rng)
+        return [*prompt.messages, {"role": "assistant", "content": answer}]
 
     def _prompt(self, seed_digits: str) -> Prompt:
         return Prompt(
@@ -145,10 +130,3 @@ class LaggedFibonacciTask:
             env_class=NAME,
             extras={"reward_spec": {"method": "rule", "ground_truth": right_answer(seed_digits)}},
         )
-
-    def _conversation(self, prompt: Prompt, answer: str) -> list[Message]:
-        return [*prompt.messages, {"role": "assistant", "content": answer}]
-
-
-def _seed_digits_of(prompt: Prompt) -> str:
-    return prompt.uid.removeprefix(f"{NAME}-")

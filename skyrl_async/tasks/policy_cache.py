@@ -37,7 +37,7 @@ NUM_TOKENIZER_CONVERSATIONS = 200
 def task_tokenizer(task: BuiltInTask) -> PreTrainedTokenizerFast:
     """Return the tokenizer of ``task``'s texts, always the same."""
     rng = random.Random(0)
-    conversations = [task.clean_conversation(task.draw_prompt(rng), rng) for _ in range(NUM_TOKENIZER_CONVERSATIONS)]
+    conversations = [task.conversation(task.draw_prompt(rng), rng) for _ in range(NUM_TOKENIZER_CONVERSATIONS)]
     texts = [message["content"] for conversation in conversations for message in conversation]
     return train_tokenizer(texts, tools_of(task.draw_prompt(rng)))
 

@@ -55,17 +55,14 @@ class BuiltInTask(Protocol):
         """Return any prompt of the task, held out or not."""
         ...
 
-    def clean_conversation(self, prompt: Prompt, rng: random.Random) -> list[Message]:
-        """Return the prompt's messages continued by flawless assistant turns that leave no choice of words.
-
-        Greedy decoding can thus be compared with them token by token.
-        """
-        ...
-
-    def mixture_conversation(
-        self, prompt: Prompt, rng: random.Random, terse_share: float, slip_rate: float
+    def conversation(
+        self, prompt: Prompt, rng: random.Random, *, terse_share: float = 0.0, slip_rate: float = 0.0
     ) -> list[Message]:
-        """Return the same with a guess instead (probability ``terse_share``), or with slips (rate ``slip_rate``)."""
+        """Return the prompt's messages continued by the assistant.
+
+        By default its messages are flawless and leave no choice of words, so that greedy decoding can be compared with them token by
+        token. With probability ``terse_share`` they are a guess instead; otherwise single steps are wrong at the rate ``slip_rate``.
+        """
         ...
 
 

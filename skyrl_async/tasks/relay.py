@@ -95,17 +95,11 @@ class RelayTask:
             extras={"start": start, "addends": addends, "max_turns": num_turns},
         )
 
-    def clean_conversation(self, prompt: Prompt, rng: random.Random) -> list[Message]:
-        """Return the whole episode, each turn worked and right."""
-        return self._conversation(prompt, rng, is_terse=False, slip_rate=0.0)
-
-    def mixture_conversation(
-        self, prompt: Prompt, rng: random.Random, terse_share: float, slip_rate: float
+    def conversation(
+        self, prompt: Prompt, rng: random.Random, *, terse_share: float = 0.0, slip_rate: float = 0.0
     ) -> list[Message]:
-        """Return the episode of a guesser (probability ``terse_share``) or of a worker that slips."""
-        return self._conversation(prompt, rng, is_terse=rng.random() < terse_share, slip_rate=slip_rate)
-
-    def _conversation(self, prompt: Prompt, rng: random.Random, *, is_terse: bool, slip_rate: float) -> list[Message]:
+        """Return the whole episode: each turn worked and right, or of a guesser, or of a worker that slips."""
+        is_terse = terse_share > 0 and rng.random() < terse_share
         addends = prompt.extras["addends"]
         previous = prompt.extras["start"]
         messages: list[Message] = list(prompt.messages)

@@ -15,7 +15,8 @@ from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
-from skyrl_async.tasks.lagged_fibonacci import ground_truth_of, score, terse_answer
+from skyrl_async.environments.answers import ended, ground_truth_of
+from skyrl_async.tasks.lagged_fibonacci import score, terse_answer
 from skyrl_async.tasks.registry import distinct_prompts
 from skyrl_async.types import Message, Prompt
 
@@ -43,13 +44,11 @@ class TrailEnv(BaseTextEnv):
 
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.ground_truth = ground_truth_of(extras, NAME)
+        self.ground_truth = str(ground_truth_of(extras, f"the right digit in environment {NAME}"))
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
-        return BaseTextEnvStepOutput(
-            observations=[], reward=score(action, self.ground_truth), done=True, metadata={}, postprocessed_action=None
-        )
+        return ended(score(action, self.ground_truth))
 
 
 class TrailTask:
@@ -79,15 +78,11 @@ class TrailTask:
             },
         )
 
-    def clean_conversation(self, prompt: Prompt, rng: random.Random) -> list[Message]:
-        """Return the prompt, a call and its result per sign, and the answer."""
-        return worked_conversation(prompt, 0.0, rng)
-
-    def mixture_conversation(
-        self, prompt: Prompt, rng: random.Random, terse_share: float, slip_rate: float
+    def conversation(
+        self, prompt: Prompt, rng: random.Random, *, terse_share: float = 0.0, slip_rate: float = 0.0
     ) -> list[Message]:
-        """Return the prompt with a guess (probability ``terse_share``) or with calls whose argument slips."""
-        if rng.random() < terse_share:
+        """Return the prompt, a call and its result per sign, and the answer; or the prompt with a guess."""
+        if terse_share > 0 and rng.random() < terse_share:
             return [*prompt.messages, _said(terse_answer(rng))]
         return worked_conversation(prompt, slip_rate, rng)
 

@@ -220,7 +220,7 @@ class _Rows:
         """Return flawless rows of ``num_prompts`` prompts that are hidden from now on."""
         prompts = [self._draw_prompt() for _ in range(num_prompts)]
         self._hidden |= {prompt.uid for prompt in prompts}
-        return [self._row(prompt, self._task.clean_conversation(prompt, self._rng)) for prompt in prompts]
+        return [self._row(prompt, self._task.conversation(prompt, self._rng)) for prompt in prompts]
 
     def clean(self) -> Row:
         num_draws = LONGEST_OF if self._rng.random() < LONG_SHARE else 1
@@ -229,14 +229,15 @@ class _Rows:
 
     def mixture(self, plan: WarmStartPlan) -> Row:
         prompt = self._draw_prompt()
-        return self._row(prompt, self._task.mixture_conversation(prompt, self._rng, plan.terse_share, plan.slip_rate))
+        shares = {"terse_share": plan.terse_share, "slip_rate": plan.slip_rate}
+        return self._row(prompt, self._task.conversation(prompt, self._rng, **shares))
 
     def _row(self, prompt: Prompt, conversation: list[Message]) -> Row:
         return encode_conversation(self._tokenizer, conversation, tools_of(prompt))
 
     def _draw_clean(self) -> tuple[Prompt, list[Message]]:
         prompt = self._draw_prompt()
-        return prompt, self._task.clean_conversation(prompt, self._rng)
+        return prompt, self._task.conversation(prompt, self._rng)
 
     def _draw_prompt(self) -> Prompt:
         for _ in range(MAX_DRAWS):

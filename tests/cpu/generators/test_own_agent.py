@@ -102,7 +102,7 @@ def call_of(arguments: str) -> Reply:
 @pytest.mark.parametrize("harness", [program("agent.py"), FunctionHarness(in_process.answer)])
 async def test_the_agent_asks_the_prompt_once_and_gives_the_answer(harness: Harness, tmp_path: Path) -> None:
     prompt = prompt_of("lagged_fibonacci")
-    text = get_task("lagged_fibonacci").clean_conversation(prompt, random.Random(0))[-1]["content"]
+    text = get_task("lagged_fibonacci").conversation(prompt, random.Random(0))[-1]["content"]
     answer, bodies = await play(harness, prompt, lambda body: {"content": text}, tmp_path)
     assert answer == text and reward(prompt, answer) == 1.0
     assert bodies == [{"model": "policy", "messages": list(prompt.messages)}]

@@ -34,12 +34,12 @@ def task(*rows: dict[str, Any], held_out: tuple[Prompt, ...] = ()) -> ImitationT
 def test_conversations_are_repeated_as_they_are_and_guesses_come_in_the_mixture_alone() -> None:
     imitated, rng = task(*WORKED, *GUESSES), random.Random(0)
     drawn = [imitated.draw_prompt(rng) for _ in range(400)]
-    clean = [imitated.clean_conversation(prompt, rng) for prompt in drawn]
+    clean = [imitated.conversation(prompt, rng) for prompt in drawn]
     assert all(one in [row["messages"] for row in WORKED] for one in clean)
     assert all(list(prompt.messages) == one[:1] for prompt, one in zip(drawn, clean, strict=True))
-    mixed = [imitated.mixture_conversation(prompt, rng, 0.7, 0.0) for prompt in drawn]
+    mixed = [imitated.conversation(prompt, rng, terse_share=0.7, slip_rate=0.0) for prompt in drawn]
     assert 0.6 < sum(one == GUESSES[0]["messages"] for one in mixed) / len(mixed) < 0.8
-    assert imitated.mixture_conversation(drawn[0], rng, 0.0, 0.0) == clean[0]
+    assert imitated.conversation(drawn[0], rng, terse_share=0.0, slip_rate=0.0) == clean[0]
 
 
 def test_the_name_under_which_policies_are_cached_is_of_the_contents() -> None:

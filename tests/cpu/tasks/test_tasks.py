@@ -113,7 +113,7 @@ def test_more_prompts_than_exist_are_refused_by_the_names_of_the_fields(name: st
 def test_a_clean_conversation_earns_the_whole_reward(name: str, seed: int) -> None:
     task, rng = get_task(name), random.Random(seed)
     prompt = task.draw_prompt(rng)
-    reward, done = play(prompt, task.clean_conversation(prompt, rng))
+    reward, done = play(prompt, task.conversation(prompt, rng))
     assert done
     assert reward == pytest.approx(1.0)
 
@@ -123,7 +123,7 @@ def test_a_clean_conversation_earns_the_whole_reward(name: str, seed: int) -> No
 def test_a_mixture_conversation_is_a_whole_episode(name: str, seed: int, terse_share: float, slip_rate: float) -> None:
     task, rng = get_task(name), random.Random(seed)
     prompt = task.draw_prompt(rng)
-    reward, done = play(prompt, task.mixture_conversation(prompt, rng, terse_share, slip_rate))
+    reward, done = play(prompt, task.conversation(prompt, rng, terse_share=terse_share, slip_rate=slip_rate))
     assert done
     assert -1e-9 <= reward <= 1 + 1e-9
 
@@ -132,8 +132,8 @@ def test_a_mixture_conversation_is_a_whole_episode(name: str, seed: int, terse_s
 def test_guessing_earns_little_and_careless_work_most(name: str) -> None:
     task, rng = get_task(name), random.Random(0)
     prompts = [task.draw_prompt(rng) for _ in range(400)]
-    guessed = [play(p, task.mixture_conversation(p, rng, 1.0, 0.0))[0] for p in prompts]
-    worked = [play(p, task.mixture_conversation(p, rng, 0.0, 0.01))[0] for p in prompts]
+    guessed = [play(p, task.conversation(p, rng, terse_share=1.0, slip_rate=0.0))[0] for p in prompts]
+    worked = [play(p, task.conversation(p, rng, terse_share=0.0, slip_rate=0.01))[0] for p in prompts]
     assert sum(guessed) / 400 < 0.2
     assert sum(worked) / 400 > 0.8
 
@@ -198,7 +198,7 @@ def test_relay_episodes_differ_in_length() -> None:
 def test_an_environment_without_what_it_needs_says_so() -> None:
     with pytest.raises(ConfigError, match=r"reward_spec\.ground_truth"):
         LaggedFibonacciEnv(extras={"reward_spec": {}})
-    with pytest.raises(ConfigError, match=r"reward_spec\.ground_truth of environment trail"):
+    with pytest.raises(ConfigError, match=r"reward_spec\.ground_truth must be the right digit in environment trail"):
         TrailEnv(extras={"signs": {"3": 0}})
     with pytest.raises(ConfigError, match=r"start .* and addends .* found the columns \['uid'\]"):
         RelayEnv(extras={"uid": 1})
@@ -253,7 +253,7 @@ def test_the_tokenizer_is_small_deterministic_and_keeps_digits_apart(name: str) 
 def test_a_conversations_tokens_are_the_chat_templates(name: str, seed: int) -> None:
     task, rng, tokenizer = get_task(name), random.Random(seed), _tokenizer(name)
     prompt = task.draw_prompt(rng)
-    conversation, tools = task.mixture_conversation(prompt, rng, 0.5, 0.1), tools_of(prompt)
+    conversation, tools = task.conversation(prompt, rng, terse_share=0.5, slip_rate=0.1), tools_of(prompt)
     renderer = ChatRenderer(tokenizer)
     token_ids, mask = encode_conversation(tokenizer, conversation, tools)
     assert tuple(token_ids) == renderer.render(conversation, tools=tools, add_generation_prompt=False)
@@ -277,7 +277,7 @@ def _said(message: Message) -> str:
 def test_a_turn_continued_in_token_space_has_the_tokens_of_the_whole_conversation(seed: int) -> None:
     task, rng, tokenizer = get_task("trail"), random.Random(seed), _tokenizer("trail")
     prompt = task.draw_prompt(rng)
-    conversation, tools, renderer = task.clean_conversation(prompt, rng), tools_of(prompt), ChatRenderer(tokenizer)
+    conversation, tools, renderer = task.conversation(prompt, rng), tools_of(prompt), ChatRenderer(tokenizer)
     ids = renderer.render(conversation[:1], tools=tools)
     for num_messages in range(2, len(conversation), 2):  # through a call; its result follows
         sampled = tokenizer.encode(_said(conversation[num_messages - 1]), add_special_tokens=False)
@@ -328,7 +328,7 @@ def test_vllms_hermes_parser_reads_the_calls_that_the_policy_is_taught() -> None
     tokenizer, prompt = _tokenizer("trail"), trail_prompt("37")
     parser = AnswerParser.of(tokenizer)
     assert not parser.keeps_special_tokens
-    token_ids, mask = encode_conversation(tokenizer, get_task("trail").clean_conversation(prompt, random.Random(0)))
+    token_ids, mask = encode_conversation(tokenizer, get_task("trail").conversation(prompt, random.Random(0)))
     said = tokenizer.decode([token for token, is_said in zip(token_ids, mask, strict=True) if is_said])
     *calls, answer, _ = said.split("<|im_end|>")
     read = [parser.parse(text, tools=tools_of(prompt)) for text in calls]

@@ -37,14 +37,11 @@ class EchoTask:
         number = f"{rng.randrange(1000):03d}"
         return Prompt(uid=number, messages=({"role": "user", "content": f"Say {number}"},), env_class="echo")
 
-    def clean_conversation(self, prompt: Prompt, rng: random.Random) -> list[Message]:
+    def conversation(
+        self, prompt: Prompt, rng: random.Random, *, terse_share: float = 0.0, slip_rate: float = 0.0
+    ) -> list[Message]:
         self.learned[prompt.uid] += 1
         return [*prompt.messages, {"role": "assistant", "content": f"{prompt.uid[0]}"}]
-
-    def mixture_conversation(
-        self, prompt: Prompt, rng: random.Random, terse_share: float, slip_rate: float
-    ) -> list[Message]:
-        return self.clean_conversation(prompt, rng)
 
 
 SHORT_PLAN = WarmStartPlan(target_accuracy=1.0, max_tokens=2000, mixture_tokens=500)
@@ -227,7 +224,7 @@ def sampled_answers(
 
 def first_line(task: BuiltInTask, prompt: Prompt) -> str:
     """Of the prompt's worked answer."""
-    return task.clean_conversation(prompt, random.Random(0))[-1]["content"].partition("\n")[0]
+    return task.conversation(prompt, random.Random(0))[-1]["content"].partition("\n")[0]
 
 
 @pytest.mark.slow
@@ -267,7 +264,7 @@ def test_the_default_warm_start_leaves_a_policy_that_can_but_mostly_does_not(tmp
 @torch.inference_mode()
 def chances_to_work(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: Prompt) -> tuple[float, float]:
     """Probability that the policy begins with a call, and that it then says every turn of the clean conversation."""
-    conversation = get_task("trail").clean_conversation(prompt, random.Random(0))
+    conversation = get_task("trail").conversation(prompt, random.Random(0))
     token_ids, mask = encode_conversation(tokenizer, conversation, tools_of(prompt))
     logprobs = model(input_ids=torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
     said = [float(logprobs[i - 1, token_ids[i]]) for i in range(1, len(token_ids)) if mask[i]]
