@@ -1,7 +1,7 @@
-"""Rewards in, one advantage per sample out.
+"""Advantage estimators: rewards in, one advantage per sample out.
 
-Knows neither tokens nor tensors: an estimator sees a handful of floats, of one group or of all groups of a mini-batch. Which one runs is
-named by the configuration and looked up once.
+An estimator sees neither tokens nor tensors, only a handful of floats, either of one group or of all groups of a mini-batch. The
+configuration names it; it is looked up once.
 """
 
 import math
@@ -18,30 +18,30 @@ from skyrl_async.types import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRewards:
-    """What an estimator over a mini-batch sees of one group: its samples, without abandoned ones."""
+    """One group as an estimator over a mini-batch sees it: its samples without abandoned ones."""
 
     rewards: tuple[float, ...]
-    """Finite."""
+    """One finite reward per sample."""
     num_tokens: tuple[int, ...]
-    """Tokens of each that are trained, >= 0."""
+    """Trained tokens per sample, >= 0."""
 
 
 ComputeAdvantages = Callable[[Sequence[float]], Sequence[float]]
-"""The rewards of one group, one at least -> one advantage each."""
+"""The rewards of one group, at least one -> one advantage each."""
 ComputeMiniBatchAdvantages = Callable[[Sequence[GroupRewards]], Sequence[Sequence[float]]]
-"""All groups of a mini-batch that have a sample, one group at least -> one advantage per sample of each."""
+"""All groups of a mini-batch that have a sample, at least one group -> per group one advantage per sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageEstimator:
-    """One of both."""
+    """An estimator over a group or over a mini-batch; exactly one is set."""
 
     of_group: ComputeAdvantages | None = None
     of_mini_batch: ComputeMiniBatchAdvantages | None = None
 
 
 def _zero_where_equal(compute: Callable[[Sequence[float]], list[float]]) -> Callable[[Sequence[float]], list[float]]:
-    """Exact zeros for a group whose rewards do not differ, or of one; what is not finite is refused."""
+    """Give exact zeros to a group whose rewards do not differ, or of one sample; refuse rewards that are not finite."""
 
     @wraps(compute)
     def of_group(rewards: Sequence[float]) -> list[float]:
@@ -65,16 +65,16 @@ def _mean(values: Sequence[float]) -> float:
 
 @_zero_where_equal
 def dr_grpo_advantages(rewards: Sequence[float]) -> list[float]:
-    """``A_i = r_i - mean(r)``: Dr. GRPO (arXiv 2503.20783), section 3.2, which does not favour groups of little variance.
+    """``A_i = r_i - mean(r)``: Dr. GRPO (arXiv 2503.20783), section 3.2. It does not favour groups with little variance.
 
-    The mean over a group of n of its advantages times scores is ``(n - 1) / n`` times the policy gradient: every sample is in
+    Over a group of n, the mean of advantages times scores is ``(n - 1) / n`` times the policy gradient, because every sample is part of
     its own baseline.
 
     Args:
         rewards: one finite reward per sample of one group.
 
     Returns:
-        One advantage per reward; zeros when all rewards are equal (also for a group of one, which has no baseline).
+        One advantage per reward; zeros if all rewards are equal, as in a group of one, which has no baseline.
 
     Raises:
         ValueError: a reward is not finite.
@@ -87,7 +87,7 @@ def dr_grpo_advantages(rewards: Sequence[float]) -> list[float]:
 def grpo_advantages(rewards: Sequence[float]) -> list[float]:
     """``A_i = (r_i - mean(r)) / (std(r) + 1e-6)``: DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision.
 
-    The standard deviation is the unbiased one. Arguments, result and errors as in ``dr_grpo_advantages``.
+    The standard deviation is the unbiased estimate. Arguments, result and errors as in ``dr_grpo_advantages``.
     """
     mean = _mean(rewards)
     centred = [reward - mean for reward in rewards]
@@ -110,8 +110,8 @@ def rloo_advantages(rewards: Sequence[float]) -> list[float]:
 def maxrl_advantages(rewards: Sequence[float]) -> list[float]:
     """``A_i = (r_i - mean(r)) / mean(r)``: MaxRL (arXiv 2602.02710), for rewards of 0 and 1.
 
-    With p the chance of reward 1, the mean of advantages times scores is the gradient of ``log p`` expanded in ``1 - p`` and cut:
-    ``sum over k = 1 .. n - 1 of (1 - p)^(k - 1) grad p``. Arguments and result as in ``dr_grpo_advantages``.
+    With p the probability of reward 1, the mean of advantages times scores is the gradient of ``log p``, expanded in ``1 - p`` and
+    truncated: ``sum over k = 1 .. n - 1 of (1 - p)^(k - 1) grad p``. Arguments and result as in ``dr_grpo_advantages``.
 
     Raises:
         ValueError: a reward is not finite, or negative.
@@ -128,15 +128,15 @@ def maxrl_advantages(rewards: Sequence[float]) -> list[float]:
 def reinforce_pp_advantages(groups: Sequence[GroupRewards]) -> list[list[float]]:
     """``A_i = (r_i - mean(r)) / (std(r) + 1e-8)`` over all tokens of the mini-batch: REINFORCE++ (arXiv 2501.03262).
 
-    Each sample counts once per token that is trained, which all bear its reward; the standard deviation is that of these tokens. No part of
-    it is of one prompt alone, so that groups of one serve. With KL in the reward they all bear that of the whole answer, where the paper's
-    bear what is still to come (see ``kl.KlPenalty``): the same mean before it is normalised, with more variance.
+    Each sample counts once per trained token; mean and standard deviation are taken over these tokens. Nothing is computed per prompt, so
+    that groups of one sample work. With KL in the reward every token gets the KL of the whole answer; in the paper it gets the KL from
+    that token on. Before normalisation both have the same mean; this one has more variance (``kl.KlPenalty``).
 
     Args:
-        groups: of one mini-batch.
+        groups: all groups of one mini-batch.
 
     Returns:
-        Per group one advantage per sample; zeros when all rewards are equal.
+        Per group one advantage per sample; zeros if all rewards are equal.
 
     Raises:
         ValueError: a reward is not finite.
@@ -147,16 +147,16 @@ def reinforce_pp_advantages(groups: Sequence[GroupRewards]) -> list[list[float]]
 
 
 def reinforce_pp_baseline_advantages(groups: Sequence[GroupRewards]) -> list[list[float]]:
-    """The same of ``r_i - mean over its group``: REINFORCE++ with baseline (arXiv 2501.03262).
+    """``reinforce_pp_advantages`` of ``r_i - mean over its group``: REINFORCE++ with baseline (arXiv 2501.03262).
 
-    The group's mean takes the difficulty of its prompt away, the mini-batch's deviation sets the scale. Arguments, result and errors
+    The group's mean removes the difficulty of its prompt; the mini-batch's standard deviation sets the scale. Arguments, result and errors
     as in ``reinforce_pp_advantages``.
     """
     return _normalised([dr_grpo_advantages(group.rewards) for group in groups], groups)
 
 
 def _normalised(values: Sequence[Sequence[float]], groups: Sequence[GroupRewards]) -> list[list[float]]:
-    """Less the mean over tokens, divided by the standard deviation over tokens."""
+    """Subtract the mean over tokens, and divide by the standard deviation over tokens."""
     counted = [
         (value, num)
         for of_group, group in zip(values, groups, strict=True)
@@ -174,14 +174,14 @@ def _normalised(values: Sequence[Sequence[float]], groups: Sequence[GroupRewards
 def row_advantages(
     trajectories: Sequence[Trajectory], compute: Callable[[Sequence[float]], Sequence[float]]
 ) -> list[float]:
-    """One advantage per row of a group: its sample's. Abandoned and overlong samples are no part of the baseline, and get 0.
+    """Give every row of a group the advantage of its sample. Abandoned and overlong samples get 0 and are not in the baseline.
 
     Args:
         trajectories: the group's rows.
-        compute: (shaped) rewards of its live samples -> one advantage per sample; not called where there are none.
+        compute: (shaped) rewards of the live samples -> one advantage per sample; not called if there are none.
 
     Raises:
-        TrainingError: ``compute`` returns something else.
+        TrainingError: ``compute`` does not return one finite advantage per reward.
     """
     live = live_samples_of(trajectories)
     rewards = [sample.shaped_reward for sample in live]
@@ -195,7 +195,7 @@ def row_advantages(
 
 
 def make_advantage_estimator(name: str, *, grpo_norm_by_std: bool = True) -> AdvantageEstimator:
-    """The estimator called ``name``, or at the path ``name``. Raises ``ConfigError`` listing the known ones."""
+    """Return the estimator called ``name``, or at the path ``name``. Raises ``ConfigError`` with the known names."""
     entry = ADVANTAGE_ESTIMATORS.entry("dr_grpo" if name == "grpo" and not grpo_norm_by_std else name)
     compute = ADVANTAGE_ESTIMATORS.load(entry)
     return AdvantageEstimator(of_mini_batch=compute) if entry.needs_mini_batch else AdvantageEstimator(of_group=compute)
@@ -207,13 +207,13 @@ F = TypeVar("F", bound=Callable[..., object])
 def register_advantage_estimator(
     name: str, *, needs_mini_batch: bool = False, needs_groups: bool = True
 ) -> Callable[[F], F]:
-    """Decorator: let ``trainer.algorithm.advantage_estimator=name`` mean this function of a module.
+    """Decorator: let ``trainer.algorithm.advantage_estimator=name`` mean the decorated function.
 
     Args:
-        name: without a colon; one that is known is replaced.
-        needs_mini_batch: the function takes all groups of a mini-batch (``ComputeMiniBatchAdvantages``), not the rewards of one
+        name: without a colon; a known name is replaced.
+        needs_mini_batch: the function takes all groups of a mini-batch (``ComputeMiniBatchAdvantages``), not the rewards of one group
             (``ComputeAdvantages``).
-        needs_groups: a sample alone of its prompt has no advantage, hence ``generator.n_samples_per_prompt=1`` is refused.
+        needs_groups: a prompt's only sample has no advantage; ``generator.n_samples_per_prompt=1`` is refused.
 
     Raises:
         ConfigError: the function is not at the top of a module that can be imported.

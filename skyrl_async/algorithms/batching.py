@@ -1,8 +1,8 @@
-"""Trajectories in, micro-batches out: rows laid end to end, or right-padded.
+"""Trajectories in, micro-batches out: rows packed end to end, or padded on the right.
 
-Packed rows need a model that attends within each of them, and waste nothing. Padded rows carry no attention mask: under causal
-attention no real token sees what comes after it, and logits are taken at sampled positions only, so that padding costs time but
-never changes a number. The plan of micro-batches is a pure function of the lengths, the same on every machine.
+Packed rows waste nothing; they need a model that attends within each row. Padded rows carry no attention mask: under causal attention no
+real token sees what comes after it, and logits are taken at sampled positions only. Padding costs time, and changes no number. The plan
+of micro-batches is a pure function of the lengths, and the same on every machine.
 """
 
 from collections.abc import Sequence
@@ -17,69 +17,70 @@ from skyrl_async.types import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One trajectory with what its tokens are worth."""
+    """One trajectory with its advantage."""
 
     trajectory: Trajectory
     advantage: float
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response."""
+        """Tokens of prompt and response."""
         return len(self.trajectory.prompt_token_ids) + len(self.trajectory.response_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """B rows of which N tokens were sampled by the policy: padded to T tokens each, or (B is 1 then) laid end to end. N is 0 for a
-    rank's idle forward.
+    """Rows with N sampled tokens, as a (B, T) tensor: B rows padded to T tokens each, or all rows packed end to end (B = 1).
+
+    N is 0 for the idle forward of a rank that has no rows.
     """
 
     input_ids: Tensor
     """(B, T) int64; padding is token 0."""
     row_lengths: tuple[int, ...] | None = None
-    """Of the rows laid end to end; None where they are padded."""
+    """Lengths of packed rows; None if rows are padded."""
     positions: Tensor
-    """(N,) int64 into the B * T flattened positions: where the logits that predict each sampled token are."""
+    """(N,) int64, indices into the B * T flattened positions: the logits there predict each sampled token."""
     targets: Tensor
     """(N,) int64, the sampled tokens."""
     row_indices: Tensor
-    """(N,) int64, ascending: the row of each, from 0."""
+    """(N,) int64, ascending: the row of each token, from 0."""
     behavior_logprobs: Tensor
     """(N,) float32, nats."""
     advantages: Tensor
-    """(N,) float32, times the weight of the row: every policy loss is linear in a positive factor of the advantage."""
+    """(N,) float32, advantage times weight of the row: every policy loss is linear in a positive factor of the advantage."""
     weights: Tensor
-    """(N,) float32, of the row: what else is summed over tokens counts by it."""
+    """(N,) float32, weight of the row; it multiplies what else is summed over tokens."""
     versions: Tensor
     """(N,) int64, the policy version each token was sampled under."""
     ref_logprobs: Tensor | None
-    """(N,) float32, nats; None where a row lacks them."""
+    """(N,) float32, nats; None if a row lacks them."""
     old_logprobs: Tensor | None
-    """(N,) float32, nats; None where a row lacks them."""
+    """(N,) float32, nats; None if a row lacks them."""
     is_marked: Tensor | None = None
-    """(N,) bool; None where a row lacks them."""
+    """(N,) bool, tokens that ``covariance`` marked; None if a row lacks marks."""
 
     @property
     def num_rows(self) -> int:
-        """Laid out in either way; those without a sampled token count, and the one of an idle forward."""
+        """Rows, packed or padded; rows without a sampled token count, and so does the one of an idle forward."""
         return len(self.input_ids) if self.row_lengths is None else len(self.row_lengths)
 
 
 def plan_micro_batches(
     lengths: Sequence[int], *, micro_batch_tokens: int, overhead_tokens: int, num_ranks: int, is_packed: bool = False
 ) -> list[list[list[int]]]:
-    """Deal rows to ranks and split each rank's share into micro-batches.
+    """Distribute rows over ranks, and split each rank's share into micro-batches.
 
     Args:
         lengths: tokens per row, >= 1.
-        micro_batch_tokens: most tokens of a micro-batch, padding included; a single longer row goes alone.
-        overhead_tokens: fixed cost of a forward and backward, in tokens; the higher, the fewer micro-batches.
+        micro_batch_tokens: most tokens of a micro-batch, padding included; a longer row gets a micro-batch of its own.
+        overhead_tokens: fixed cost of a forward and backward, in tokens; a higher cost leads to fewer micro-batches.
         num_ranks: >= 1.
-        is_packed: rows are laid end to end, so that a micro-batch has the tokens of its rows and no others.
+        is_packed: rows are packed end to end, so that a micro-batch has the tokens of its rows and no padding.
 
     Returns:
-        Per rank a list of micro-batches, each a list of indices into ``lengths``. All ranks have the same number,
-        because sharded forwards are collective; a rank that runs out has empty ones at the end.
+        Per rank a list of micro-batches, each a list of indices into ``lengths``. All ranks have the same number of micro-batches,
+        because sharded forwards are collective; a rank with fewer rows has empty ones at the end.
     """
     longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     plans = []
@@ -96,7 +97,7 @@ def plan_micro_batches(
 
 
 def _first_fit(share: Sequence[int], lengths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
-    """Put each row, the longest first, where there is room: at most 11/9 of the fewest micro-batches possible, and one."""
+    """Put each row, longest first, into the first micro-batch with room: at most 11/9 of the fewest possible micro-batches, plus one."""
     plan: list[list[int]] = []
     num_free: list[int] = []
     for index in share:
@@ -111,7 +112,7 @@ def _first_fit(share: Sequence[int], lengths: Sequence[int], micro_batch_tokens:
 
 
 def _cheapest_split(lengths: Sequence[int], micro_batch_tokens: int, overhead_tokens: int) -> list[int]:
-    """Sizes of runs of the descending ``lengths`` that minimise padded tokens plus overhead, by dynamic programming."""
+    """Cut the descending ``lengths`` into runs that minimise padded tokens plus overhead; returns their sizes. Dynamic programming."""
     best_cost = [0.0]
     best_size = [0]
     for end in range(1, len(lengths) + 1):
@@ -133,10 +134,10 @@ def _cheapest_split(lengths: Sequence[int], micro_batch_tokens: int, overhead_to
 
 
 def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = False) -> MicroBatch:
-    """Lay out ``rows`` as one micro-batch on ``device``; no rows make the idle one of a single token and N = 0.
+    """Lay out ``rows`` as one micro-batch on ``device``. Without rows it is the idle micro-batch: one token, N = 0.
 
     Raises:
-        ValueError: a row has no prompt, so that nothing predicts its first token.
+        ValueError: a row has no prompt; nothing predicts its first token.
     """
     lengths = [row.num_tokens for row in rows]
     shape = (1, sum(lengths)) if is_packed else (len(rows), max(lengths, default=0))

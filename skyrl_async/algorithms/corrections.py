@@ -1,20 +1,18 @@
-"""How far the sampler of each token was from the policy in, importance weights and masks out: one pure function per correction.
+"""Off-policy corrections, one pure function each: log-ratios ``log pi - log mu`` in, importance weights or masks out.
 
-Flows in: log-ratios ``log pi - log mu``, and which row each token is of. Flows out: weights >= 0, or a mask that is true where a token is
-kept. Nothing here reduces over tokens, nor knows what the weights are multiplied with.
+Weights are >= 0; a mask is true where a token is kept. Nothing here reduces over tokens.
 
-The ratio is always ``pi / mu``, the policy over the sampler, and so are all bounds, which belong to what is kept: above 1 are tokens that
-the policy now likes better than their sampler did. Each token has the ``mu`` of the very version that sampled it, so that a row whose
-first tokens are of one version and whose later ones are of another needs nothing special: its ratio is the product over its tokens all
-the same. A token whose ratio is not finite has no effect on other rows.
+The ratio is always ``pi / mu``, the policy over the sampler. Above 1 are tokens that the policy now likes better than their sampler did.
+All bounds are on this ratio, and a value at a bound is kept. ``mu`` is taken from the very version that sampled the token. A row whose
+tokens come from several versions therefore needs no special case: its ratio is still the product over its tokens. A token whose ratio is
+not finite has no effect on other rows.
 
-A *sequence* is a row: the tokens of it that are trained. What ``trainer.staleness_policy=mask`` left out is no part of it, nor are the
-turns of a session that another of its rows trains (``inference.sessions.rows``): with these the ratio is not that of the whole answer,
-and what is said below of whole answers does not hold.
+A *sequence* is the trained tokens of a row. Tokens that ``trainer.staleness_policy=mask`` left out do not belong to it, nor do turns of a
+session that another row trains. If there are such tokens, the ratio is not that of the whole answer, and statements about whole answers
+below do not hold.
 
-Combinations that go by names of their own, each of a weight without a cap and a mask: token-level MIS is ``token_tis`` with
-``token_mask`` up to C, sequence-level MIS ``sequence_tis`` with ``product_mask`` up to C, IcePop ``token_tis`` with ``token_mask`` in
-[alpha, beta].
+Some combinations of a weight without a cap and a mask have names of their own. Token-level MIS is ``token_tis`` with ``token_mask`` up to
+C; sequence-level MIS is ``sequence_tis`` with ``product_mask`` up to C; IcePop is ``token_tis`` with ``token_mask`` in [alpha, beta].
 """
 
 import math
@@ -26,37 +24,37 @@ from torch import Tensor
 from skyrl_async.algorithms.losses import MAX_LOG_RATIO
 
 _ROUNDING = 1e-6
-"""Nats (squared for M2PO): log-probs are float32, so that a ratio of 2 may be more than 2 by that much. What is at a bound is kept."""
+"""Nats (squared for M2PO) by which a value may pass a bound and still be kept, because log-probs are float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Importance weights."""
+    """Importance weights of tokens."""
 
     values: Tensor
     """(N,) float64, >= 0, without gradient."""
     is_cut: Tensor
-    """(N,) bool: the weight was larger and is cut."""
+    """(N,) bool: the weight was cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Which row each token is of; rows are whole, in any order."""
+    """Which row each token belongs to. Rows are whole and in any order."""
 
     indices: Tensor
     """(N,) int64, in [0, num_rows)."""
     num_rows: int
 
     def sums(self, values: Tensor) -> Tensor:
-        """(N,) to (num_rows,): over the tokens of each row."""
+        """(N,) to (num_rows,): sums over the tokens of each row."""
         return values.new_zeros(self.num_rows).index_add(0, self.indices, values)
 
     def means(self, values: Tensor) -> Tensor:
-        """(N,) to (num_rows,): over the tokens of each row; 0 where it has none."""
+        """(N,) to (num_rows,): means over the tokens of each row; 0 for a row without tokens."""
         return self.sums(values) / self.sums(torch.ones_like(values)).clamp(min=1)
 
     def each(self, of_rows: Tensor) -> Tensor:
-        """(num_rows,) to (N,): every token what its row has."""
+        """(num_rows,) to (N,): the value of each token's row."""
         return of_rows[self.indices]
 
 
@@ -64,9 +62,9 @@ def token_tis(log_ratio: Tensor, *, high: float) -> Weights:
     """``min(pi / mu, high)`` per token: token-level truncated importance sampling.
 
     Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), section "Truncated importance sampling";
-    the truncation is IMPALA's (arXiv 1802.01561, section 4.1). Without a cap it makes the mean that of the first-order surrogate
-    ``E_{s ~ mu} sum_a pi(a | s) Q_mu(s, a)`` (TRPO, arXiv 1502.05477, equation 3): the tokens before and after are still weighted as if
-    ``mu`` were the policy, so that for sequences it is biased, with little variance.
+    the truncation is IMPALA's (arXiv 1802.01561, section 4.1). Without a cap the mean is that of the first-order surrogate
+    ``E_{s ~ mu} sum_a pi(a | s) Q_mu(s, a)`` (TRPO, arXiv 1502.05477, equation 3). The tokens before and after are still weighted as if
+    ``mu`` were the policy. For sequences it is therefore biased, with little variance.
 
     Args:
         log_ratio: (N,) float, ``log pi - log mu``, nats.
@@ -78,9 +76,9 @@ def token_tis(log_ratio: Tensor, *, high: float) -> Weights:
 def sequence_tis(log_ratio: Tensor, rows: Rows, *, high: float) -> Weights:
     """``min(prod_t pi_t / mu_t, high)``, the same for every token of a row: sequence-level truncated importance sampling.
 
-    Liu, Li et al., "When speed kills stability" (2025), part 2, "Sequence-level TIS". Without a cap, and of rows that are whole
-    answers, the mean under ``mu`` is the exact policy gradient, whatever versions ``mu`` is pieced together of; the variance grows
-    exponentially with the length. Arguments as in ``token_tis``.
+    Liu, Li et al., "When speed kills stability" (2025), part 2, "Sequence-level TIS". Without a cap and for rows that are whole
+    answers, the mean under ``mu`` is the exact policy gradient, whatever versions sampled the tokens. The variance grows exponentially
+    with the length. Arguments as in ``token_tis``.
     """
     weights = _cut(rows.sums(log_ratio.double()), high)
     return Weights(values=rows.each(weights.values), is_cut=rows.each(weights.is_cut))
@@ -108,7 +106,7 @@ def product_mask(log_ratio: Tensor, rows: Rows, *, low: float, high: float) -> T
     """Keep rows with ``low <= prod_t pi_t / mu_t <= high``.
 
     With ``sequence_tis`` and ``low = 0`` it is sequence-level masked importance sampling, ``1[rho <= C] rho`` (Liu, Li et al., 2025, part
-    3, "Seq-MIS"). Long rows go first: their ratio is the product of more factors. Arguments and result as in ``token_mask``.
+    3, "Seq-MIS"). Long rows are masked first: their ratio is a product of more factors. Arguments and result as in ``token_mask``.
     """
     return rows.each(_within(rows.sums(log_ratio.double()), low, high))
 
@@ -116,17 +114,17 @@ def product_mask(log_ratio: Tensor, rows: Rows, *, low: float, high: float) -> T
 def geometric_mask(log_ratio: Tensor, rows: Rows, *, low: float, high: float) -> Tensor:
     """Keep rows with ``low <= (prod_t pi_t / mu_t)^(1 / T) <= high``, T the tokens of the row.
 
-    Liu, Li et al. (2025), part 3, "Geometric-level": a bound per token, which long rows pass as short ones do. Arguments and result as
+    Liu, Li et al. (2025), part 3, "Geometric-level": a bound per token, equally strict for long and short rows. Arguments and result as
     in ``token_mask``.
     """
     return rows.each(_within(rows.means(log_ratio.double()), low, high))
 
 
 def outlier_mask(log_ratio: Tensor, rows: Rows, *, low: float, high: float) -> Tensor:
-    """Keep rows of which every token has ``low <= pi / mu <= high``: one outlier vetoes its row.
+    """Keep rows in which every token has ``low <= pi / mu <= high``: one outlier masks its row.
 
-    Liu, Li et al. (2025), part 3, on toxic tails: a token that the policy finds all but impossible comes from where the log-probs of
-    sampler and trainer mean different things, and taints what was sampled after it. Arguments and result as in ``token_mask``.
+    Liu, Li et al. (2025), part 3, on toxic tails: where the policy finds a token all but impossible, the log-probs of sampler and trainer
+    disagree, and the tokens after it are affected too. Arguments and result as in ``token_mask``.
     """
     is_outlier = ~_within(log_ratio.double(), low, high)
     return rows.each(rows.sums(is_outlier.double())) == 0
@@ -135,13 +133,13 @@ def outlier_mask(log_ratio: Tensor, rows: Rows, *, low: float, high: float) -> T
 def opsm_mask(log_ratio: Tensor, advantages: Tensor, rows: Rows, *, delta: float) -> Tensor:
     """Leave out tokens of negative advantage in rows whose ``mean_t log(mu_t / pi_t)`` exceeds ``delta``.
 
-    Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556): what the policy would no longer say is not worth
-    unlearning, while good answers are kept however far off. Its ``pi_old`` is the sampler's, hence ``mu``.
+    Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556): a bad answer that the policy would no longer give need not be
+    unlearned, while good answers are kept, however far off. The paper's ``pi_old`` is the sampler, hence ``mu``.
 
     Args:
         log_ratio: (N,) float, ``log pi - log mu``, nats, of the policy being trained.
         advantages: (N,) float.
-        rows: of the same tokens.
+        rows: rows of the same tokens.
         delta: nats per token, > 0.
 
     Returns:
@@ -152,18 +150,17 @@ def opsm_mask(log_ratio: Tensor, advantages: Tensor, rows: Rows, *, delta: float
 
 
 def m2_mask(log_ratio: Tensor, advantages: Tensor, rows: Rows, *, threshold: float) -> Tensor:
-    """Leave out the tokens of largest ``(log pi / mu)^2`` until the mean of those that are left is at most ``threshold``, row by row.
+    """Mask, row by row, the tokens of largest ``(log pi / mu)^2`` until the mean over the others is at most ``threshold``.
 
-    M2PO (arXiv 2510.01161). Only trust-region tokens are looked at (A > 0
-    and ratio > 1, or A < 0 and ratio < 1), as those alone are pushed further away. The paper takes them over the batch; here the bound
-    holds in every row, hence in every batch of rows too, so that neither micro-batches nor streaming change the mask. It leaves out at
-    least as many tokens as the paper's, above all of a single row that is far off, for which no other row makes up. It takes the place
-    of clipping: the paper's objective is ``rollout_is`` without a cap.
+    M2PO (arXiv 2510.01161). It considers only tokens that the loss would push further away (A > 0 and ratio > 1, or A < 0 and ratio < 1).
+    The paper takes the mean over the batch. Here the bound holds in every row, hence in every batch of rows, so that neither
+    micro-batches nor streaming change the mask. It masks at least as many tokens as the paper's, above all in a single row that is far
+    off, which no other row balances. It replaces clipping: the paper's objective is ``rollout_is`` without a cap.
 
     Args:
         log_ratio: (N,) float, ``log pi - log mu``, nats, of the policy being trained.
         advantages: (N,) float.
-        rows: of the same tokens.
+        rows: rows of the same tokens.
         threshold: squared nats, > 0; the paper's is 0.04.
 
     Returns:
@@ -182,7 +179,7 @@ def m2_mask(log_ratio: Tensor, advantages: Tensor, rows: Rows, *, threshold: flo
 
 
 def _running_means(values: Tensor) -> Tensor:
-    """Of the first one, two, ... values: on the host, where additions have an order; on CUDA they have none."""
+    """Means of the first one, two, ... values. Computed on the host, because additions on CUDA have no fixed order."""
     return values.cumsum(0) / torch.arange(1, len(values) + 1)
 
 

@@ -1,16 +1,14 @@
-"""Tokens that take most of the policy's entropy away: a mini-batch's groups in, the same with those tokens marked out.
+"""Marks the tokens that take most of the policy's entropy away: a mini-batch's groups in, the same groups with marks out.
 
 A step changes the entropy of a softmax policy by about minus the covariance of log-probs and advantages: likely tokens that did well,
-and unlikely ones that did badly, make it fall (Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language
-Models", arXiv 2505.22617, section 3). What a token adds to it is, over the N trained tokens of a mini-batch (the paper's ``Cov(y_i)``),
+and unlikely tokens that did badly, make it fall (Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language
+Models", arXiv 2505.22617, section 3). Over the N trained tokens of a mini-batch, a token contributes (the paper's ``Cov(y_i)``)
 
     cov_i = (log mu_i - mean log mu) (A_i - mean A)
 
-with ``mu`` the engine's probability of the token under the version that sampled it. The paper has that of the policy at the step, which
-nobody knows before the step is computed, and which is the same where the policy itself has sampled. Known beforehand, marks depend on
-neither micro-batches nor ranks, and are the same when a step is done again.
-
-Knows neither losses nor tensors of a micro-batch.
+with ``mu`` the engine's probability of the token under the version that sampled it. The paper uses the policy's probability at the step.
+Both are the same if the policy itself has sampled, but the policy's is known only once the step is computed. With ``mu`` marks are known
+beforehand: they depend on neither micro-batches nor ranks, and are the same if a step is repeated.
 """
 
 import random
@@ -25,13 +23,13 @@ from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.types import Group, Trajectory
 
 Mark = Callable[[Sequence[Group]], Sequence[Group]]
-"""All groups of a step, with advantages -> the same with ``marks`` in every row."""
+"""All groups of a step, with advantages -> the same groups with ``marks`` in every row."""
 
 
 def clip_cov_marks(groups: Sequence[Group], constants: LossConstants) -> Sequence[Group]:
     """Mark ``max(1, floor(clip_cov_ratio N))`` tokens, drawn evenly from those with ``clip_cov_lb < cov < clip_cov_ub``.
 
-    Clip-Cov (arXiv 2505.22617). The draw is a function of the groups' places in the order of admission.
+    Clip-Cov (arXiv 2505.22617). The draw depends only on the order in which the groups were admitted.
     """
     covariances = token_covariances(groups)
     within = (covariances > constants.clip_cov_lb) & (covariances < constants.clip_cov_ub)
@@ -42,7 +40,7 @@ def clip_cov_marks(groups: Sequence[Group], constants: LossConstants) -> Sequenc
 
 
 def kl_cov_marks(groups: Sequence[Group], constants: LossConstants) -> Sequence[Group]:
-    """Mark the ``max(1, floor(kl_cov_frac N))`` tokens of largest covariance, of those where it is positive.
+    """Mark the ``max(1, floor(kl_cov_frac N))`` tokens of largest covariance, among those of positive covariance.
 
     KL-Cov (arXiv 2505.22617).
     """
@@ -52,7 +50,7 @@ def kl_cov_marks(groups: Sequence[Group], constants: LossConstants) -> Sequence[
 
 
 def token_covariances(groups: Sequence[Group]) -> Tensor:
-    """(N,) float64, of the sampled tokens of all rows in order; empty where there are none."""
+    """(N,) float64, covariances of the sampled tokens of all rows, in order; empty without sampled tokens."""
     logprobs, advantages = [torch.empty(0, dtype=torch.float64)], [torch.empty(0, dtype=torch.float64)]
     for group in groups:
         for row, advantage in zip(group.trajectories, group.advantages, strict=True):
@@ -64,7 +62,7 @@ def token_covariances(groups: Sequence[Group]) -> Tensor:
 
 
 def _marked(groups: Sequence[Group], chosen: Sequence[int]) -> list[Group]:
-    """``chosen``: places among the sampled tokens of all rows."""
+    """Mark the tokens whose indices among the sampled tokens of all rows are ``chosen``."""
     are_chosen, places = set(chosen), count()
 
     def marks(row: Trajectory) -> tuple[int, ...]:

@@ -16,9 +16,10 @@ from skyrl_async.errors import ConfigError, TrainingError
 from skyrl_async.samples import Sample
 
 MAX_ESTIMATE = 10.0
-"""Nats of either sign at which each token's estimate is cut, as AReaL does (``KLEstimator``), and SkyRL and verl with k3. Past it a token
-has no gradient; up to it that of k3 is at most 12.6, of k2 4.5, of the others 1, so that one token can dominate neither a step nor the
-reward of its answer.
+"""Nats of either sign at which each token's estimate is cut, as in AReaL (``KLEstimator``), and with k3 in SkyRL and verl.
+
+Past it a token has no gradient. Up to it the gradient is at most 12.6 for k3, 4.5 for k2, and 1 for the others, so that one token can
+dominate neither a step nor the reward of its answer.
 """
 
 KlEstimatorFn = Callable[[Tensor, Tensor], Tensor]
@@ -28,7 +29,7 @@ KlEstimatorFn = Callable[[Tensor, Tensor], Tensor]
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """``log pi - log ref``: unbiased for KL(pi, ref), of either sign.
 
-    Schulman, "Approximating KL divergence" (2020). As a loss it does nothing in the mean: its gradient is the score
+    Schulman, "Approximating KL divergence" (2020). As a loss it has no effect in the mean: its gradient is the score
     ``grad log pi``, whose mean under pi is 0 (Tang and Munos, arXiv 2506.09477).
 
     Args:
@@ -57,12 +58,12 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """``|log pi - log ref|``: a distance of log-probs and no estimate of KL; every token pulls alike. Arguments as in ``k1``."""
+    """``|log pi - log ref|``: a distance of log-probs, not an estimate of KL; every token pulls equally. Arguments as in ``k1``."""
     return _cut((logprobs - ref_logprobs).abs())
 
 
 def _log_ratio(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """``log ref - log pi``, cut where its exponential would no longer be finite."""
+    """``log ref - log pi``, cut so that its exponential stays finite."""
     return (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -74,7 +75,7 @@ _ESTIMATORS: dict[str, KlEstimatorFn] = {"k1": k1, "k2": k2, "k3": k3, "abs": ab
 
 
 def get_kl_estimator(name: str) -> KlEstimatorFn:
-    """The estimator called ``name``. Raises ``ConfigError`` listing the known ones."""
+    """Return the estimator called ``name``. Raises ``ConfigError`` with the known names."""
     if name not in _ESTIMATORS:
         raise ConfigError(f"trainer.algorithm.kl_estimator_type must be one of {', '.join(_ESTIMATORS)}, got {name!r}")
     return _ESTIMATORS[name]
@@ -82,20 +83,21 @@ def get_kl_estimator(name: str) -> KlEstimatorFn:
 
 @dataclass(slots=True, kw_only=True)
 class KlController:
-    """The coefficient of the divergence: fixed, or led towards a target by a proportional rule."""
+    """The coefficient of the KL penalty: fixed, or adapted by a proportional rule so that the divergence reaches a target."""
 
     coefficient: float
-    """> 0 where there is a target."""
+    """> 0 if there is a target."""
     target: float | None = None
     """Nats per token, > 0; None: fixed."""
     horizon: int = 10_000
-    """Samples; at least those of a step, or one step moves the coefficient by more than a fifth, from five times as many below 0."""
+    """Samples; at least as many as a step has. With fewer one step changes the coefficient by more than a fifth, and with less than a fifth
+    of them to below 0."""
 
     def update(self, divergence: float, num_samples: int) -> None:
-        """After a step on ``num_samples`` samples whose mean divergence was ``divergence``, nats per token.
+        """Adapt the coefficient after a step on ``num_samples`` samples of mean divergence ``divergence``, nats per token.
 
         ``b <- b (1 + e num_samples / horizon)`` with ``e = clip(divergence / target - 1, -0.2, 0.2)``: Ziegler et al. (arXiv 1909.08593),
-        section 2.2, with the gain of their code, as in TRL and SkyRL. They take the divergence of whole answers, SkyRL, and this, the
+        section 2.2, with the gain of their code, as in TRL and SkyRL. They take the divergence of whole answers; SkyRL and this take the
         mean over tokens.
         """
         if self.target is not None:
@@ -104,29 +106,30 @@ class KlController:
 
 
 class KlPenalty:
-    """What divergence takes from rewards: ``r - b sum over tokens of kl(log mu, log ref)``.
+    """Subtracts the divergence from the reference from rewards: ``r - b sum over tokens of kl(log mu, log ref)``.
 
-    With k1, samples of the policy itself and no estimate cut (``kl.MAX_ESTIMATE``), advantages of these rewards have the gradient of
-    ``E[r] - b KL(pi, ref)`` as their mean (Ziegler et al., arXiv 1909.08593, equation 2). ``mu`` is the engine's, of the version that
-    sampled each token; where the engine leaves tokens out (top_p, top_k, min_p, a grammar) it is not of the whole vocabulary, as ``ref``
-    is, and the sum grows with the length.
+    With k1, with samples of the policy itself and with no estimate cut (``MAX_ESTIMATE``), the gradient has the mean of the gradient of
+    ``E[r] - b KL(pi, ref)`` (Ziegler et al., arXiv 1909.08593, equation 2). ``mu`` is the engine's probability under the version that
+    sampled each token. If the engine leaves tokens out (top_p, top_k, min_p, a grammar), ``mu`` does not cover the whole vocabulary, as
+    ``ref`` does, and the sum grows with the length.
 
-    Every token of an answer bears the sum over all of it. REINFORCE++ (arXiv 2501.03262) takes from a token the divergence of those from
-    it on: before advantages are normalised the mean is the same, as the mean of a token's score given what came before it is 0, and the
-    variance here is larger as a rule.
+    Every token of an answer gets the sum over the whole answer. In REINFORCE++ (arXiv 2501.03262) a token gets the divergence of the tokens
+    from it on. Before advantages are normalised the mean is the same, because the mean of a token's score given the tokens before it is 0.
+    The variance here is larger as a rule.
 
-    A reward acts by the score alone, not by the gradient of the estimate. What another estimator takes from the gradient of ``E[r]`` is
-    therefore not that of a divergence (arXiv 2510.01555, 2512.21852), ``KL_t`` being a token's given those before it:
+    A reward acts through the score alone, not through the gradient of the estimate. Hence what another estimator subtracts from the
+    gradient of ``E[r]`` is not the gradient of a divergence (arXiv 2510.01555, 2512.21852). With ``KL_t`` the divergence of a token given
+    the tokens before it, it is
 
         k2    grad E[k2] - E[grad KL_t(pi, ref)]
         k3    grad KL(pi, ref) - E[grad KL_t(ref, pi)]
         abs   grad E[abs] - E[sum over tokens of sign(log pi / ref) grad log pi]
 
-    The first two are next to nothing near the reference, where both terms are the same to first order; all three may push away from it.
+    The first two are almost nothing near the reference, where both terms agree to first order. All three may push away from it.
 
     Args:
-        estimator: per token, nats.
-        controller: its coefficient.
+        estimator: estimate per token, nats.
+        controller: the coefficient b.
     """
 
     def __init__(self, estimator: KlEstimatorFn, controller: KlController) -> None:
@@ -135,7 +138,7 @@ class KlPenalty:
         self._of_step: list[float] = []
 
     def penalised(self, sample: Sample) -> float:
-        """The (shaped) reward of a sample less its divergence, at the coefficient of the step.
+        """Return the (shaped) reward of a sample minus its divergence, with the coefficient of the step.
 
         Raises ``TrainingError`` without ``ref_logprobs``.
         """
@@ -158,9 +161,9 @@ class KlPenalty:
         return self._estimator(sampled, reference).tolist()
 
     def end_step(self) -> dict[str, float]:
-        """The samples since the last call were those of a step; returns ``reward_kl`` and the ``reward_kl_coef`` that it was trained with.
+        """End the step of the samples since the last call; returns ``reward_kl``, and the ``reward_kl_coef`` of that step.
 
-        In whatever order they came, the coefficient is the same to the last bit.
+        The new coefficient does not depend on the order of samples, to the last bit.
         """
         mean, coefficient = math.fsum(self._of_step) / max(1, len(self._of_step)), self.controller.coefficient
         if self._of_step:

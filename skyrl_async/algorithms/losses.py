@@ -16,32 +16,32 @@ from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.registries import POLICY_LOSSES, LossEntry, path_of
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are cut here, so that ``exp`` stays finite; the gradient past it is zero."""
+"""Log-ratios are cut at this, so that ``exp`` stays finite. Past it the gradient is zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTokens:
-    """The N sampled tokens of a micro-batch, as a policy loss sees them; N may be 0, where a rank has no rows of its own."""
+    """The N sampled tokens of a micro-batch, as a policy loss sees them. N is 0 if a rank has no rows of its own."""
 
     logprobs: Tensor
     """(N,) float32, nats, of the policy being trained: ``log pi``, with gradient."""
     behavior_logprobs: Tensor
     """(N,) float32, nats, of the engine that sampled the token: ``log mu``."""
     advantages: Tensor
-    """(N,) float32, times the weight of the token's row: a loss must be linear in a positive factor of them."""
+    """(N,) float32, advantages times the weight of the token's row: a loss must be linear in a positive factor of them."""
     row_indices: Tensor
-    """(N,) int64: the row of each; a row is whole. Numbers may be left out."""
+    """(N,) int64: the row of each token. Rows are whole; their numbers may have gaps."""
     old_logprobs: Tensor | None = None
-    """(N,) float32, nats, of the policy when the row was finished: ``log pi_prox``; None where nothing asks for it."""
+    """(N,) float32, nats, of the policy when the row was finished: ``log pi_prox``; None unless the loss asks for it."""
     weights: Tensor | None = None
-    """(N,) float32, of the token's row: what is no multiple of the advantage is to be multiplied with. None: 1."""
+    """(N,) float32, weight of the token's row: terms that are no multiple of the advantage must be multiplied by it. None: 1."""
     is_marked: Tensor | None = None
-    """(N,) bool: chosen among all tokens of the step, see ``algorithms.covariance``; None where nothing asks for it."""
+    """(N,) bool: marked among all tokens of the step (``algorithms.covariance``); None unless the loss asks for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """What a policy loss says of each token."""
+    """The result of a policy loss, per token."""
 
     loss: Tensor
     """(N,) float32, to be minimised; its gradient flows to the policy's log-probs."""
@@ -50,12 +50,14 @@ class TokenLoss:
 
 
 class PolicyLossFn(Protocol):
-    """A loss with its constants. A token whose advantage is 0 must have no gradient, unless it is marked, and a row's tokens no effect on
-    other rows. N may be 0: then too a gradient must lead to the policy's log-probs.
+    """A loss with its constants.
+
+    A token of advantage 0 must have no gradient, unless it is marked. A row's tokens must have no effect on other rows. With N = 0 too the
+    result must depend on the policy's log-probs, so that gradients can be taken.
     """
 
     def __call__(self, tokens: LossTokens, /) -> TokenLoss:
-        """The loss of each token."""
+        """Return the loss of each token."""
         ...
 
 
@@ -65,17 +67,17 @@ def importance_ratio(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
 
 
 def needs_old_logprobs(name: str) -> bool:
-    """Whether the loss called ``name`` is made of recomputed log-probs too."""
+    """Whether the loss called ``name`` needs recomputed log-probs."""
     return POLICY_LOSSES.entry(name).needs_old_logprobs
 
 
 def needs_marks(name: str) -> bool:
-    """Whether the loss called ``name`` treats some tokens of a step apart, which are chosen when all of it is there."""
+    """Whether the loss called ``name`` needs marks, which are set when all groups of a step are there."""
     return POLICY_LOSSES.entry(name).marker is not None
 
 
 def make_policy_loss(name: str, constants: LossConstants) -> PolicyLossFn:
-    """The loss called ``name``, or at the path ``name``, with its constants. Raises ``ConfigError`` listing the known ones."""
+    """Return the loss called ``name``, or at the path ``name``, with its constants. Raises ``ConfigError`` with the known names."""
     loss = POLICY_LOSSES.load(POLICY_LOSSES.entry(name))
     return lambda tokens: loss(tokens, constants)
 
@@ -84,13 +86,13 @@ F = TypeVar("F", bound=Callable[..., TokenLoss])
 
 
 def register_policy_loss(name: str, *, needs_old_logprobs: bool = False) -> Callable[[F], F]:
-    """Decorator: let ``trainer.algorithm.policy_loss_type=name`` mean this function of (``LossTokens``, ``LossConstants``).
+    """Decorator: let ``trainer.algorithm.policy_loss_type=name`` mean the decorated function of (``LossTokens``, ``LossConstants``).
 
-    Policy workers are other processes: they import the module where the function is, by its path.
+    Policy workers are other processes; they import the function's module by its path.
 
     Args:
-        name: without a colon; one that is known is replaced.
-        needs_old_logprobs: finished rows are recomputed for it (``LossTokens.old_logprobs``).
+        name: without a colon; a known name is replaced.
+        needs_old_logprobs: log-probs of finished rows are recomputed for the loss (``LossTokens.old_logprobs``).
 
     Raises:
         ConfigError: the function is not at the top of a module that can be imported.
@@ -110,12 +112,12 @@ def token_figures(
     """Sums (``_sum``) and maxima (``_max``) over N >= 1 sampled tokens, and ``num_tokens``.
 
     ``behavior_kl`` is the k3 estimate of KL(mu, pi), ``r - 1 - log r`` (Schulman, "Approximating KL divergence",
-    2020), whose mean under mu is exact and whose every term is >= 0. ``lag<k>_...`` are the same figures of the
-    tokens sampled k versions before the one being trained. ``lag0_logprob_gap_max`` is where engine and trainer disagree about the
-    same weights: rounding, or weights that the engine does not hold.
+    2020), whose mean under mu is exact and whose every term is >= 0. ``lag<k>_...`` are the same figures over the
+    tokens sampled k versions before the one being trained. ``lag0_logprob_gap_max`` shows how far engine and trainer disagree under the
+    same weights: through rounding, or because the engine does not hold these weights.
 
     Args:
-        token_loss: of the same tokens.
+        token_loss: loss of the same tokens.
         logprobs: (N,) float32, nats.
         behavior_logprobs: (N,) float32, nats.
         token_lags: (N,) int64, >= 0: version being trained minus version sampled under.
@@ -151,7 +153,7 @@ def token_figures(
 
 
 def merge_figures(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Join figures of disjoint sets of tokens: keys in ``_max`` take the largest, all others add up."""
+    """Join figures of disjoint sets of tokens: keys in ``_max`` take the maximum, all others are added."""
     merged: dict[str, float] = {}
     for part in parts:
         for key, value in part.items():
@@ -165,7 +167,7 @@ def merge_figures(parts: list[dict[str, float]]) -> dict[str, float]:
 
 
 def sums_by_lag(token_lags: Tensor, *values: Tensor) -> list[list[float]]:
-    """For each lag up to the largest, the sums of ``values`` over its tokens, added in their order: CUDA's bincount has none.
+    """Return sums of ``values`` over the tokens of each lag. Computed on the CPU, because CUDA's bincount has no fixed order.
 
     Args:
         token_lags: (N,) int64, >= 0, N >= 1: version being trained minus version sampled under.

@@ -1,7 +1,7 @@
-"""What a micro-batch is trained on: the policy loss of its tokens, their divergence from the reference, and their entropies.
+"""The loss of a micro-batch: the policy loss of its tokens, their divergence from the reference, and their entropies.
 
-Flows in: log-probs, entropies and a ``MicroBatch``. Flows out: one sum to be minimised, and figures. Sums, never means: the caller
-divides the mini-batch's gradient once, so that neither micro-batches, ranks nor streaming change it.
+The loss is a sum, never a mean. The caller divides the mini-batch's gradient once, so that neither micro-batches, ranks nor streaming
+change it.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from skyrl_async.algorithms.off_policy import Corrected, OffPolicyCorrection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchLoss:
-    """Of one micro-batch."""
+    """The loss of one micro-batch, with its parts."""
 
     total: Tensor
     """() float32, to be minimised: the sum over tokens of the policy loss, and of ``kl_coef`` times the divergence, less ``entropy_coef``
@@ -27,42 +27,41 @@ class MicroBatchLoss:
     ref_kl: Tensor | None
     """(N,) float32, nats, without gradient; None without a reference."""
     corrected: Corrected | None = None
-    """What the correction did; None without one."""
+    """Effect of the off-policy correction; None without one."""
 
     def figures(self) -> dict[str, float]:
-        """``ref_kl_sum`` over tokens, where there is a reference."""
+        """Return ``ref_kl_sum`` over tokens if there is a reference, else nothing."""
         return {} if self.ref_kl is None else {"ref_kl_sum": self.ref_kl.double().sum().item()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """The policy loss, corrected for its sampler, plus ``kl_coef`` times the divergence from the reference less ``entropy_coef`` times the
-    entropy, each token by the weight of its row.
+    """The corrected policy loss, plus ``kl_coef`` times the divergence from the reference, minus ``entropy_coef`` times the entropy.
 
-    The entropy bonus is that of A3C (arXiv 1602.01783, section 4), taken where the tokens were sampled and at the temperature they
-    were sampled at.
+    Each token counts by the weight of its row. The entropy bonus is that of A3C (arXiv 1602.01783, section 4), computed at the positions of
+    sampled tokens and at the temperature of sampling.
     """
 
     policy_loss: PolicyLossFn
     kl_estimator: KlEstimatorFn | None = None
-    """None: no reference is asked for."""
+    """None: no divergence from a reference."""
     kl_coef: float = 0.0
     """>= 0."""
     entropy_coef: float = 0.0
-    """>= 0; 0 asks for no entropies."""
+    """>= 0; with 0 no entropies are needed."""
     correction: OffPolicyCorrection | None = None
-    """Of the policy loss; the divergence is left as it is."""
+    """Correction of the policy loss; the divergence is not corrected."""
 
     def __call__(
         self, logprobs: Tensor, batch: MicroBatch, ref_logprobs: Tensor | None, entropies: Tensor | None = None
     ) -> MicroBatchLoss:
-        """The loss of one micro-batch.
+        """Return the loss of one micro-batch.
 
         Args:
             logprobs: (N,) float32, nats, of the policy, with gradients.
             batch: the same tokens.
-            ref_logprobs: (N,) float32, nats, of the reference; read where there is a ``kl_estimator``.
-            entropies: (N,) float32, nats, of the policy, with gradients; read where there is an ``entropy_coef``.
+            ref_logprobs: (N,) float32, nats, of the reference; used with a ``kl_estimator``.
+            entropies: (N,) float32, nats, of the policy, with gradients; used with an ``entropy_coef``.
         """
         corrected = None if self.correction is None else self.correction(logprobs, batch)
         tokens = self.policy_loss(
@@ -80,11 +79,11 @@ class Objective:
             tokens = corrected.applied_to(tokens)
         total = tokens.loss.sum()
         if self.entropy_coef:
-            assert entropies is not None, "the rank asks for them where they count"
+            assert entropies is not None, "the rank computes them if entropy_coef is set"
             total = total - self.entropy_coef * (batch.weights * entropies).sum()
         if self.kl_estimator is None:
             return MicroBatchLoss(total=total, tokens=tokens, ref_kl=None, corrected=corrected)
-        assert ref_logprobs is not None, "split_work sees to it that there is a reference"
+        assert ref_logprobs is not None, "split_work requires a reference"
         kl = self.kl_estimator(logprobs, ref_logprobs)
         if self.kl_coef:
             total = total + self.kl_coef * (batch.weights * kl).sum()

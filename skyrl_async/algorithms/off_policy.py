@@ -1,12 +1,13 @@
 """The off-policy correction of a run: a micro-batch's log-probs in; one factor per token for its policy loss, and figures, out.
 
-A correction multiplies the policy loss of each token, and never the divergence from a reference, with ``weight * mask``. Masked tokens
-still count in what gradients are divided by (``Policy.step``): a mask is a factor of 0 in a sum that is estimated, and leaving its tokens
-out of the count would make the step larger the more is masked, and dependent on how rows are split (as M2PO, arXiv 2510.01161,
-does; IcePop and OPSM divide by the lengths of whole answers, too). Where every token of a mini-batch is masked its policy
-gradient is 0 and the step is taken as one of zero advantages would be; whoever steps says so and counts it.
+A correction multiplies the policy loss of each token by ``weight * mask``. It never multiplies the divergence from a reference.
 
-Which policy is ``pi``. A weight takes a loss from the tokens' sampler to a policy, and must not do that twice:
+Masked tokens still count in the denominator of gradients (``Policy.step``), because a mask is a factor of 0 in an estimated sum. Without
+them the step would grow with the number of masked tokens, and would depend on how rows are split (as in M2PO, arXiv 2510.01161; IcePop
+and OPSM divide by the lengths of whole answers, too). If every token of a mini-batch is masked, its policy gradient is 0 and the step is
+taken like one of zero advantages; the trainer logs and counts it.
+
+Which policy is ``pi``? A weight corrects a loss from the tokens' sampler to a policy, and must not do so twice:
 
     loss            its own ratio     a weight is of    pi of the masks
     rollout_is      none beside it    the policy        the policy           the weight takes the place of the loss's own
@@ -15,8 +16,8 @@ Which policy is ``pi``. A weight takes a loss from the tokens' sampler to a poli
     a user's, around recomputed log-probs: as cispo_old
     any other       pi / mu           refused           the policy
 
-The loss is told so by being given the anchor in place of ``mu``, so that what it would weight by itself is 1. OPSM and M2PO ask how far the
-policy is from the sampler, whatever the loss.
+The loss gets the anchor in place of ``mu``, so that its own weight is 1. OPSM and M2PO measure how far the policy is from the sampler,
+whatever the loss.
 """
 
 from collections.abc import Callable
@@ -36,27 +37,27 @@ from skyrl_async.registries import POLICY_LOSSES
 
 
 class Anchor(Enum):
-    """The policy that a loss takes over at, from where importance weights begin."""
+    """The policy at which a loss's own ratio begins; importance weights lead from the sampler to it."""
 
     BEHAVIOR = auto()
-    """The sampler itself: nothing is left to weigh."""
+    """The sampler itself: no weight is left to apply."""
     POLICY = auto()
     OLD = auto()
-    """The one whose log-probs are recomputed."""
+    """The policy of the recomputed log-probs."""
 
 
 _ANCHORS = {"rollout_is": Anchor.POLICY, "decoupled_ppo": Anchor.OLD, "cispo_old": Anchor.OLD}
 
 
 def anchor_of(policy_loss: str) -> Anchor:
-    """Of the loss called ``policy_loss``, or of a user's: of one around recomputed log-probs it is these."""
+    """Return the anchor of the loss called ``policy_loss``. A user's loss that needs recomputed log-probs is anchored on these."""
     asks_for_old = POLICY_LOSSES.entry(policy_loss).needs_old_logprobs
     return _ANCHORS.get(policy_loss, Anchor.OLD if asks_for_old else Anchor.BEHAVIOR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrected:
-    """What a correction says of the tokens of a micro-batch. All without gradient."""
+    """The correction of a micro-batch's tokens; all tensors are without gradient."""
 
     factors: Tensor
     """(N,) float, >= 0: weight times mask."""
@@ -65,19 +66,19 @@ class Corrected:
     masked: dict[str, Tensor]
     """Kind of mask -> (N,) bool, true where it leaves a token out."""
     anchor_logprobs: Tensor
-    """(N,) float, nats: what the loss is to take for the behavior log-probs."""
+    """(N,) float, nats: given to the loss in place of the behavior log-probs."""
 
     @property
     def is_masked(self) -> Tensor:
-        """(N,) bool: left out by any mask."""
+        """(N,) bool: tokens that any mask leaves out."""
         return torch.stack([torch.zeros_like(self.is_cut), *self.masked.values()]).any(0)
 
     def applied_to(self, tokens: TokenLoss) -> TokenLoss:
-        """The loss of the same tokens, corrected. A loss that is not finite stays so, masked or not."""
+        """Return the corrected loss of the same tokens. A loss that is not finite stays so, even if it is masked."""
         return TokenLoss(loss=tokens.loss * self.factors, is_clipped=tokens.is_clipped | self.is_cut)
 
     def figures(self, token_lags: Tensor) -> dict[str, float]:
-        """Sums over N >= 1 tokens, ``lag<k>_...`` of those sampled k versions before the one being trained."""
+        """Return sums over N >= 1 tokens; ``lag<k>_...`` over the tokens sampled k versions before the one being trained."""
         sums = {"correction_weight_sum": self.factors.double()}
         sums |= {f"correction_masked_{kind}_sum": is_out.double() for kind, is_out in self.masked.items()}
         by_lag = {"correction_clipped_sum": self.is_cut.double(), "correction_masked_sum": self.is_masked.double()}
@@ -91,14 +92,14 @@ class Corrected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicyCorrection:
-    """Every correction of a run, multiplied.
+    """The product of all corrections of a run.
 
     Args:
-        settings: which, with their bounds.
-        anchor: of the policy loss.
+        settings: the corrections, with their bounds.
+        anchor: anchor of the policy loss.
 
     Raises:
-        ConfigError: weights are asked for with a loss that is anchored on the behavior log-probs.
+        ConfigError: there are weights, and the loss is anchored on the behavior log-probs.
     """
 
     settings: CorrectionSettings
@@ -113,7 +114,7 @@ class OffPolicyCorrection:
 
     @torch.no_grad()
     def __call__(self, logprobs: Tensor, batch: MicroBatch) -> Corrected:
-        """The factors of one micro-batch.
+        """Return the correction of one micro-batch.
 
         Args:
             logprobs: (N,) float32, nats, of the policy being trained.
@@ -137,7 +138,7 @@ class OffPolicyCorrection:
     def _anchor_logprobs(self, logprobs: Tensor, batch: MicroBatch) -> Tensor:
         if self.anchor is not Anchor.OLD:
             return logprobs
-        assert batch.old_logprobs is not None, "split_work sees to it that rows have them"
+        assert batch.old_logprobs is not None, "split_work requires them"
         return batch.old_logprobs
 
     def _weights(self, log_ratio: Tensor, rows: Rows) -> Weights:
@@ -149,7 +150,7 @@ class OffPolicyCorrection:
         return Weights(values=ones, is_cut=torch.zeros_like(ones, dtype=torch.bool))
 
     def _masks(self, log_ratio: Tensor, policy_log_ratio: Tensor, advantages: Tensor, rows: Rows) -> dict[str, Tensor]:
-        """Kind -> (N,) bool, true where a token is kept; of the kinds that are asked for."""
+        """Kind of mask -> (N,) bool, true where a token is kept."""
         settings = self.settings
         of_rows: dict[str, tuple[tuple[float, float] | None, Callable[..., Tensor]]] = {
             "product": (settings.product_mask, corrections.product_mask),

@@ -16,13 +16,13 @@ from skyrl_async.algorithms.losses import MAX_LOG_RATIO, LossTokens, TokenLoss, 
 from skyrl_async.algorithms.settings import LossConstants
 
 _LEAST = 1e-12
-"""Probability of other tokens below which it counts as this."""
+"""Least probability of all other tokens together; keeps logarithms finite."""
 
 
 def ppo_clip(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
     """``-min(r A, clip(r, 1 - eps_clip_low, 1 + eps_clip_high) A)`` with ``r = pi / mu``.
 
-    PPO (arXiv 1707.06347), equation 7, anchored on the policy that sampled; with two bounds, the upper one the larger, it is the
+    PPO (arXiv 1707.06347), equation 7, anchored on the policy that sampled. With the upper bound larger than the lower one it is the
     clip-higher of DAPO (arXiv 2503.14476), section 3.1.
     """
     return _clipped(importance_ratio(tokens.logprobs, tokens.behavior_logprobs), tokens.advantages, constants)
@@ -35,10 +35,9 @@ def _clipped(ratio: Tensor, advantages: Tensor, constants: LossConstants) -> Tok
 
 
 def dual_clip(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
-    """``ppo_clip``, and for ``A < 0`` at most ``-clip_ratio_c A``: a token that became far likelier than it was, and should not be sampled,
-    pushes no further.
+    """``ppo_clip``, but for ``A < 0`` at most ``-clip_ratio_c A``: dual-clip PPO (Ye et al., arXiv 1912.09729).
 
-    Dual-clip PPO (Ye et al., arXiv 1912.09729).
+    A token of negative advantage that has become far likelier than it was has no gradient.
     """
     once = ppo_clip(tokens, constants)
     bound = -constants.clip_ratio_c * tokens.advantages
@@ -47,11 +46,11 @@ def dual_clip(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
 
 
 def gspo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
-    """``ppo_clip`` with one ratio per row, ``s = (pi(y) / mu(y)) ** (1 / |y|)``, of which each token has its part of the gradient.
+    """``ppo_clip`` with one ratio per row, ``s = (pi(y) / mu(y)) ** (1 / |y|)``; |y| counts trained tokens.
 
     GSPO (arXiv 2507.18071), section 4.1, written per token as in its section 4.3: ``s_t = sg(s) pi_t / sg(pi_t)`` has the value of s, and
-    the mean over a row's tokens of their gradients is that of s. The paper takes the mean over sequences
-    (``trainer.algorithm.loss_reduction=sequence_mean``), and bounds of some 1e-4. |y| counts the tokens that are trained.
+    the mean of its gradients over a row's tokens is the gradient of s. The paper takes the mean over sequences
+    (``trainer.algorithm.loss_reduction=sequence_mean``) and bounds of some 1e-4.
     """
     log_ratio = (tokens.logprobs.detach() - tokens.behavior_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     num_rows = int(tokens.row_indices.max()) + 1 if tokens.row_indices.numel() else 0
@@ -64,19 +63,19 @@ def gspo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
 def decoupled_ppo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
     """``-sg(min(w, tis_cap)) min(u A, clip(u, 1 - eps_clip_low, 1 + eps_clip_high) A)`` with ``u = pi / pi_prox`` and ``w = pi_prox / mu``.
 
-    The decoupled objective of AReaL (arXiv 2505.24298), section 5.2, after Hilton et al. (arXiv 2110.00641): steps are
-    clipped around a recent policy, and how far that is from the one that sampled is an importance weight: of a single token
-    unbiased while the cap does not act, of whole answers to first order (see ``corrections.token_tis``). The paper has no
-    cap; AReaL's code leaves tokens out past one (``behav_imp_weight_cap``), here they are trained with the cap, as in truncated
+    The decoupled objective of AReaL (arXiv 2505.24298), section 5.2, after Hilton et al. (arXiv 2110.00641). Steps are clipped around a
+    recent policy; an importance weight corrects for the distance of that policy from the sampler. While the cap does not act, the weight
+    is unbiased for a single token, and correct to first order for whole answers (``corrections.token_tis``). The paper has no cap.
+    AReaL's code leaves out tokens past a cap (``behav_imp_weight_cap``); here they are trained with the cap as weight, as in truncated
     importance sampling.
 
-    ``pi_prox`` is the policy when the row was finished, at the newest version then (``training.logprob_stage``), not at the version that is
-    trained: with one optimizer step per mini-batch this is ``pi`` itself, so that u would be 1 and nothing be clipped. AReaL takes the
-    policy at the beginning of a training step, in which it makes several optimizer steps (``ppo_n_minibatches``).
+    ``pi_prox`` is the newest policy at the time when the row was finished (``training.logprob_stage``), not the version being trained. With
+    one optimizer step per mini-batch the latter is ``pi`` itself; u would be 1 and nothing would be clipped. AReaL takes the policy at
+    the beginning of a training step, in which it makes several optimizer steps (``ppo_n_minibatches``).
 
     With ``pi_prox = mu`` it is ``ppo_clip``; with ``pi_prox = pi`` its gradient is that of ``rollout_is``.
     """
-    assert tokens.old_logprobs is not None, "split_work sees to it that rows have them"
+    assert tokens.old_logprobs is not None, "split_work requires them"
     weight = importance_ratio(tokens.old_logprobs, tokens.behavior_logprobs)
     proximal = _clipped(importance_ratio(tokens.logprobs, tokens.old_logprobs), tokens.advantages, constants)
     return TokenLoss(
@@ -86,13 +85,12 @@ def decoupled_ppo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
 
 
 def dppo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
-    """``-M r A`` with ``r = pi / mu``, and M = 0 where policy and sampler are further apart than a bound and A would take them further,
-    else 1.
+    """``-M r A`` with ``r = pi / mu``; M is 0 if policy and sampler are past a bound and A would take them further apart, else 1.
 
-    DPPO (arXiv 2602.04879): a divergence of policy and sampler, seen as distributions over "this token" and "any other", bounds a step in
-    place of the ratio, which stops rare tokens early and common ones late. With ``dppo_type=binary_tv`` it is the total variation
+    DPPO (arXiv 2602.04879): the bound is not on the ratio, which stops rare tokens early and common ones late, but on a divergence of
+    policy and sampler as distributions over "this token" and "any other". With ``dppo_type=binary_tv`` it is the total variation
     ``|pi - mu|`` (equation 13), with ``binary_kl`` it is ``KL(mu, pi) = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))``
-    (equation 14). ``dppo_delta_high`` is the bound for tokens to be raised (A > 0, r > 1), ``dppo_delta_low`` for those to be lowered
+    (equation 14). ``dppo_delta_high`` bounds tokens that are raised (A > 0, r > 1), ``dppo_delta_low`` tokens that are lowered
     (A < 0, r < 1).
     """
     ratio = importance_ratio(tokens.logprobs, tokens.behavior_logprobs)
@@ -107,7 +105,7 @@ def dppo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
 
 
 def _binary_kl(behavior_logprobs: Tensor, logprobs: Tensor) -> Tensor:
-    """Of two distributions over a token and its absence, nats."""
+    """KL(mu, pi) over a token and its absence, nats."""
     other_behavior, other = (1 - p.exp().clamp(max=1 - _LEAST) for p in (behavior_logprobs, logprobs))
     of_token = behavior_logprobs.exp() * (behavior_logprobs - logprobs)
     return of_token + other_behavior * (other_behavior.log() - other.log())
@@ -128,18 +126,18 @@ def rollout_is(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
 def cispo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
     """``-sg(clip(r, 1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)) A log pi`` with ``r = pi / mu``.
 
-    CISPO (MiniMax-M1, arXiv 2506.13585), section 3.1, anchored on the rollout. The paper has no lower bound, which is a
-    ``cispo_eps_clip_low`` of 1; one of 0 raises every weight to at least 1.
+    CISPO (MiniMax-M1, arXiv 2506.13585), section 3.1, anchored on the rollout. The paper has no lower bound;
+    ``cispo_eps_clip_low`` = 1 means that. A value of 0 raises every weight to at least 1.
     """
     return _cispo(tokens, tokens.behavior_logprobs, constants)
 
 
 def cispo_old(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
-    """The same with ``r = pi / pi_prox``, of the policy when the row was finished: SkyRL's anchor.
+    """``cispo`` with ``r = pi / pi_prox``; ``pi_prox`` is the policy when the row was finished, as in SkyRL.
 
-    How far that is from the engine's log-probs is left to off-policy corrections.
+    Off-policy corrections may correct for the distance of ``pi_prox`` from the engine's log-probs.
     """
-    assert tokens.old_logprobs is not None, "split_work sees to it that rows have them"
+    assert tokens.old_logprobs is not None, "split_work requires them"
     return _cispo(tokens, tokens.old_logprobs, constants)
 
 
@@ -150,10 +148,10 @@ def _cispo(tokens: LossTokens, anchor_logprobs: Tensor, constants: LossConstants
 
 
 def sapo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
-    """``-(4 / tau) sigmoid(tau (r - 1)) A`` with ``r = pi / mu``, and tau as ``A > 0`` or not.
+    """``-(4 / tau) sigmoid(tau (r - 1)) A`` with ``r = pi / mu``; tau depends on whether ``A > 0``.
 
-    SAPO (arXiv 2511.20347), the soft gate in place of clipping: at r = 1 its gradient is that of ``r A``, and falls off on both sides, the
-    faster the larger tau. The paper takes the mean over sequences (``trainer.algorithm.loss_reduction=sequence_mean``).
+    SAPO (arXiv 2511.20347), a soft gate in place of clipping: at r = 1 its gradient is that of ``r A``; it falls off on both sides, faster
+    with a larger tau. The paper takes the mean over sequences (``trainer.algorithm.loss_reduction=sequence_mean``).
     """
     ratio = importance_ratio(tokens.logprobs, tokens.behavior_logprobs)
     tau = torch.full_like(ratio, constants.sapo_tau_neg).masked_fill(tokens.advantages > 0, constants.sapo_tau_pos)
@@ -162,15 +160,15 @@ def sapo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
 
 
 def clip_cov(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
-    """``ppo_clip``, and marked tokens have no gradient: Clip-Cov (arXiv 2505.22617)."""
+    """``ppo_clip`` without a gradient for marked tokens: Clip-Cov (arXiv 2505.22617)."""
     once, is_marked = ppo_clip(tokens, constants), _marks_of(tokens)
     return TokenLoss(loss=torch.where(is_marked, once.loss.detach(), once.loss), is_clipped=once.is_clipped | is_marked)
 
 
 def kl_cov(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
-    """``-r A``, and for marked tokens ``+ ppo_kl_coef |log pi - log mu|``, with ``r = pi / mu``.
+    """``-r A`` with ``r = pi / mu``, plus ``ppo_kl_coef |log pi - log mu|`` for marked tokens.
 
-    KL-Cov (arXiv 2505.22617), with the estimate of the divergence that its listing takes.
+    KL-Cov (arXiv 2505.22617), with the estimate of the divergence from its listing.
     """
     ratio = importance_ratio(tokens.logprobs, tokens.behavior_logprobs)
     penalty = constants.ppo_kl_coef * (tokens.logprobs - tokens.behavior_logprobs).abs()
@@ -181,5 +179,5 @@ def kl_cov(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
 
 
 def _marks_of(tokens: LossTokens) -> Tensor:
-    assert tokens.is_marked is not None, "split_work sees to it that rows have them"
+    assert tokens.is_marked is not None, "split_work requires them"
     return tokens.is_marked

@@ -1,7 +1,6 @@
-"""Groups of a step in, the same with one advantage per row, and marks, out: what cannot be known before the step is put together.
+"""Advantages and marks that are computed when a step is put together, because they depend on all of its groups.
 
-Flows in: groups as they are about to be trained. Flows out: copies with advantages, and marked tokens where the loss asks for them. Does
-not know how they are trained.
+The reward stage computes advantages that depend on one group alone (``rollout.preparation``).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
     from skyrl_async.algorithms.covariance import Mark
     from skyrl_async.algorithms.kl import KlPenalty
 
-TrainedPart = Callable[[Group], Group]
-"""A group -> the same with the mask of what the staleness policy leaves of it."""
+MaskGroup = Callable[[Group], Group]
+"""A group -> the group with the tokens masked that the staleness policy leaves out."""
 
 
 def _whole(group: Group) -> Group:
@@ -25,12 +24,12 @@ def _whole(group: Group) -> Group:
 
 
 class StepAdvantages:
-    """Advantages that depend on the other groups of the step, or on the step's penalty for divergence.
+    """Computes advantages that depend on the other groups of the step, or on the KL penalty of the step.
 
     Args:
-        estimator: of one group or of all of a step; None: groups have their advantages from the reward stage.
-        penalty: taken from rewards before.
-        mark: marks tokens afterwards; None: no loss asks for it.
+        estimator: None if groups have their advantages from the reward stage.
+        penalty: subtracted from rewards first; None for no penalty.
+        mark: marks tokens afterwards; None if the loss needs no marks.
     """
 
     def __init__(
@@ -43,25 +42,25 @@ class StepAdvantages:
         self._penalty = penalty
         self._mark = mark
 
-    def __call__(self, groups: Sequence[Group], masked_group: TrainedPart = _whole) -> Sequence[Group]:
-        """Groups of one step, with advantages: all of them at once where estimator or marks need that; each once.
+    def __call__(self, groups: Sequence[Group], masked_group: MaskGroup = _whole) -> Sequence[Group]:
+        """Return groups of one step with advantages and marks. Each group is passed once.
 
-        Rewards, and the penalty, are of whole answers; tokens are counted and marked among those that are trained.
+        All groups of a step must be passed in one call if the estimator or the marks depend on all of them. Rewards and the penalty cover
+        whole answers; only trained tokens are counted and marked.
         """
-        credited = groups if self._estimator is None else self._with_advantages(groups, masked_group)
+        with_advantages = groups if self._estimator is None else self._with_advantages(groups, masked_group)
         if self._mark is None:
-            return credited
-        marked = self._mark([masked_group(group) for group in credited])
-        return [_with_marks_of(*pair) for pair in zip(credited, marked, strict=True)]
+            return with_advantages
+        marked = self._mark([masked_group(group) for group in with_advantages])
+        return [_with_marks(*pair) for pair in zip(with_advantages, marked, strict=True)]
 
-    def _with_advantages(self, groups: Sequence[Group], masked_group: TrainedPart) -> Sequence[Group]:
+    def _with_advantages(self, groups: Sequence[Group], masked_group: MaskGroup) -> Sequence[Group]:
         rewards = [self._rewards_of(group, masked_group(group)) for group in groups]
         live = [index for index, of_one in enumerate(rewards) if of_one.rewards]
         found = dict(zip(live, self._advantages([rewards[index] for index in live]), strict=True))
-        return [_credited(group, found.get(index, ())) for index, group in enumerate(groups)]
+        return [_with_advantages_of(group, found.get(index, ())) for index, group in enumerate(groups)]
 
     def _advantages(self, rewards: Sequence[GroupRewards]) -> Sequence[Sequence[float]]:
-        """Of groups that have samples."""
         assert self._estimator is not None
         if self._estimator.of_mini_batch is not None:
             return self._estimator.of_mini_batch(rewards) if rewards else ()
@@ -76,24 +75,24 @@ class StepAdvantages:
         )
 
     def end_step(self) -> dict[str, float]:
-        """The step is made; returns figures of it."""
+        """Called after each optimizer step; returns the figures of its penalty."""
         return {} if self._penalty is None else self._penalty.end_step()
 
     @property
     def kl_coef(self) -> float | None:
-        """Of the penalty in the next step, for checkpoints; None without one."""
+        """Coefficient of the penalty in the next step, for checkpoints; None without a penalty."""
         return None if self._penalty is None else self._penalty.controller.coefficient
 
     def restore(self, kl_coef: float | None) -> None:
-        """Go on with the coefficient of a checkpoint, where it follows a target: one that is fixed is the configuration's."""
+        """Restore a checkpoint's coefficient if it follows a target. A fixed coefficient always comes from the configuration."""
         if kl_coef is not None and self._penalty is not None and self._penalty.controller.target is not None:
             self._penalty.controller.coefficient = kl_coef
 
 
-def _credited(group: Group, of_samples: Sequence[float]) -> Group:
+def _with_advantages_of(group: Group, of_samples: Sequence[float]) -> Group:
     return replace(group, advantages=tuple(row_advantages(group.trajectories, lambda _: of_samples)))
 
 
-def _with_marks_of(group: Group, marked: Group) -> Group:
+def _with_marks(group: Group, marked: Group) -> Group:
     rows = zip(group.trajectories, marked.trajectories, strict=True)
     return replace(group, trajectories=tuple(replace(row, marks=of.marks) for row, of in rows))

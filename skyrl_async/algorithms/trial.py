@@ -1,7 +1,6 @@
-"""Tries an algorithm that a user wrote on a few numbers, before anything starts.
+"""Tries a user's algorithm on a few numbers before anything starts.
 
-Flows in: a function, and the name by which the configuration knows it. Flows out: nothing, or ``ConfigError`` with what is wrong. What it
-finds in a second would otherwise end a run after its first mini-batch, or train it wrongly.
+It raises ``ConfigError`` within a second for a mistake that would otherwise end a run after its first mini-batch, or train it wrongly.
 """
 
 import math
@@ -30,15 +29,15 @@ _HOW_TO_ASK = {
     "is_marked": "marks are there for a loss that has a marker: register it by POLICY_LOSSES.register(<name>, LossEntry(path=..., "
     "marker=...)) of skyrl_async.registries, or start from clip_cov or kl_cov",
 }
-"""What ``LossTokens`` has for those losses alone whose registry entry asks for it -> what to do."""
+"""Field of ``LossTokens`` that is None unless the loss's registry entry asks for it -> how to ask."""
 
 
 def try_estimator(name: str, estimator: AdvantageEstimator, *, has_lone_samples: bool = False) -> None:
-    """Raises ``ConfigError`` unless each sample gets one finite advantage, also where rewards do not differ.
+    """Raise ``ConfigError`` unless each sample gets one finite advantage, also if rewards do not differ.
 
     Args:
-        name: as the configuration has it.
-        estimator: to be tried.
+        name: its name in the configuration.
+        estimator: the estimator to try.
         has_lone_samples: a group may be left with one sample.
     """
     all_rewards = [(1.0, 0.0, 0.5), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0), *([(1.0,)] if has_lone_samples else [])]
@@ -71,9 +70,9 @@ def _try_on(
 
 
 def try_shape(name: str, shape: RewardShape) -> None:
-    """Raises ``ConfigError`` unless each of two samples gets one finite reward, also where theirs do not differ.
+    """Raise ``ConfigError`` unless each of two samples gets one finite reward, also if their own rewards do not differ.
 
-    A figure of the environment (``metrics``) that it asks for is not there: that it misses something is no mistake of its own.
+    A ``LookupError`` is accepted: the shape may read a figure of the environment (``metrics``), which the tried samples lack.
     """
     for rewards in ((1.0, 0.0), (0.0, 0.0)):
         samples = [Sample(rows=(_row(reward, 2 + index),)) for index, reward in enumerate(rewards)]
@@ -101,12 +100,12 @@ def _row(reward: float, num_tokens: int) -> Trajectory:
 
 
 def try_policy_loss(name: str, loss: PolicyLossFn, entry: LossEntry) -> None:
-    """Raises ``ConfigError`` unless sums of it over micro-batches, of no rows too, times weights of rows, mean anything.
+    """Raise ``ConfigError`` unless the loss can be summed over micro-batches, also over empty ones, and weighted by row.
 
     Args:
-        name: as the configuration has it.
-        loss: to be tried, on what it will have in a run: no more than its entry asks for.
-        entry: of the registry.
+        name: its name in the configuration.
+        loss: the loss to try; it gets the fields that its entry asks for, as in a run.
+        entry: its entry in the registry.
     """
     everything = LossTokens(
         logprobs=torch.tensor([-1.0, -0.4, -2.0, -0.9, -1.3], requires_grad=True),
@@ -143,7 +142,7 @@ def _without(names: Sequence[str], tokens: LossTokens) -> LossTokens:
 
 
 def _refuse_unasked(name: str, loss: PolicyLossFn, tokens: LossTokens, everything: LossTokens) -> None:
-    """Raises ``ConfigError`` for a loss that ``tokens`` do not suffice, and ``everything`` does."""
+    """Raise ``ConfigError`` for a loss that fails with ``tokens`` and works with ``everything``."""
     error = _raised(loss, tokens)
     if error is None or _raised(loss, everything) is not None:
         return
@@ -171,7 +170,7 @@ def _first(num: int, tokens: LossTokens) -> LossTokens:
 
 
 def _gradient(name: str, loss: PolicyLossFn, tokens: LossTokens) -> Tensor:
-    """(N,) Of the sum of the losses with respect to the log-probs."""
+    """(N,) gradient of the summed losses with respect to the log-probs."""
     try:
         found = loss(tokens)
     except Exception as error:  # it is the user's

@@ -1,7 +1,6 @@
-"""What a person watching a run sees: a live display on a terminal, plain lines elsewhere.
+"""Shows a run on standard output: a live display on a terminal, plain lines elsewhere.
 
-Flows in: phases ("booting engines"), the values of each step, messages, a summary. Flows out: standard output. Knows
-metric names, and nothing of who computes them; never blocks the loop it reports on.
+It shows phases ("booting engines"), the values of each step, messages and a summary, and never blocks the loop that it reports on.
 """
 
 import re
@@ -31,7 +30,7 @@ _MAX_STAGE_WIDTH = 100
 
 
 class Console:
-    """Progress of one run; a context manager, outside of which only ``message`` and ``summary`` print."""
+    """The progress of one run. A context manager: outside of it only ``message`` and ``summary`` print."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class Console:
         output: Output | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``enabled=False`` prints nothing but the summary. ``total_steps`` is None when epochs end the run."""
+        """``enabled=False`` prints nothing but the summary. ``total_steps`` is None if epochs end the run."""
         self._is_enabled = enabled
         self._output = output or Output()
         self._display = _LiveDisplay(total_steps) if self._output.is_terminal else None
@@ -66,14 +65,14 @@ class Console:
             self._live = None
 
     def phase(self, text: str) -> None:
-        """Say what is going on now, such as "warm start 34 %"."""
+        """Show the current phase, such as "warm start 34 %"."""
         if self._display is not None:
             self._display.set_phase(text)
         else:
             self._print(self._lines.phase(text))
 
     def step(self, values: Mapping[str, float]) -> None:
-        """Show the values of a step; those that it lacks keep what they were."""
+        """Show the values of a step. A value that it lacks keeps its last state."""
         self._values.update(values)
         if self._display is not None:
             self._display.set_values(self._values)
@@ -82,7 +81,7 @@ class Console:
             self._print(self._lines.stages(self._stages()))
 
     def watch(self, stages: Callable[[], Sequence[StageStatus]]) -> None:
-        """Show where stages are: a line each on a terminal; elsewhere all of them in a line, every 20 seconds."""
+        """Show what stages are doing: one line per stage on a terminal, elsewhere all of them in one line every 20 seconds."""
         self._stages = stages
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -90,7 +89,7 @@ class Console:
         self.step({**values, "trainer/step": step})
 
     def stuck(self, lines: Sequence[str]) -> None:
-        """Show what takes too long, the longest first, until told otherwise; none takes it away."""
+        """Show what takes too long, the longest first, until the next call. An empty list clears it."""
         if self._display is not None:
             self._display.set_stuck(lines)
         elif lines:
@@ -101,7 +100,7 @@ class Console:
         self._print(text)
 
     def summary(self, table: RenderableType) -> None:
-        """Print what remains of the run, also when the display is off."""
+        """Print the summary of the run, also if the display is off."""
         self._output.print(table, width=None if self._display else _PLAIN_WIDTH)
 
     def _render(self) -> RenderableType:
@@ -167,7 +166,7 @@ def _stage_rows(stages: Sequence[StageStatus]) -> tuple[RenderableType, ...]:
 
 
 class _PlainLines:
-    """Which lines a log file or a pipe gets: one per step or every few seconds, and every evaluation."""
+    """Chooses the lines for a log file or a pipe: one per step or every few seconds, and every evaluation."""
 
     def __init__(self, total_steps: int | None, clock: Callable[[], float]) -> None:
         self._total_steps = total_steps
@@ -177,7 +176,7 @@ class _PlainLines:
         self._phase = ""
 
     def phase(self, text: str) -> str | None:
-        """The line, or None for a phase that only counted up since it was last said."""
+        """Return the line, or None if the phase only counted up since the last line."""
         kind, now = re.sub(r"[\d.]+", "", text), self._clock()
         if kind == self._phase and now < self._phase_due:
             return None
@@ -185,7 +184,7 @@ class _PlainLines:
         return f"[{text}]"
 
     def stages(self, stages: Sequence[StageStatus]) -> str | None:
-        """A line about all of them; None where there are none, or the last one is recent."""
+        """Return a line about all stages; None if there are none, or the last line is recent."""
         now = self._clock()
         if not stages or now < self._stages_due:
             return None
@@ -193,7 +192,7 @@ class _PlainLines:
         return f"[stages: {'; '.join(map(str, stages))}]"
 
     def step(self, values: Mapping[str, float], *, has_evaluation: bool) -> str | None:
-        """The line, or None when the last one is recent and this step is nothing special."""
+        """Return the line; None if the last line is recent and this step has no evaluation and is not the last."""
         step, now = int(values.get("trainer/step", 0)), self._clock()
         is_last = step == self._total_steps
         if now < self._step_due and not has_evaluation and not is_last:
@@ -204,9 +203,9 @@ class _PlainLines:
 
 
 def cells(values: Mapping[str, float]) -> dict[str, str]:
-    """The figures worth a glance, as text; "-" for one that is not known yet.
+    """Return the most important figures as text; "-" for a figure that is not known yet.
 
-    Engines are shown where they can come and go, filtered groups where there are any: the share of the last step, and how many so far.
+    Engines are shown if they can come and go. Filtered groups are shown if there are any: the share of the last step, and the total.
     """
 
     def text(pattern: str, *names: str) -> str:
@@ -235,7 +234,7 @@ def _shortened(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def sparkline(values: deque[float]) -> str:
-    """One character per value, scaled between the least and the largest."""
+    """Return one character per value, scaled between the smallest and the largest."""
     if not values:
         return ""
     low, span = min(values), max(values) - min(values)

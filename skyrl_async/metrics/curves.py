@@ -1,7 +1,6 @@
-"""The curves of a run as one picture.
+"""Draws the curves of a run from its ``metrics.jsonl`` as one PNG: reward, staleness, throughput, time and answer length.
 
-Flows in: a ``metrics.jsonl``. Flows out: a PNG with reward, staleness, throughput, where the time went, and answer
-length. A panel whose metrics were never logged says so instead of failing.
+A panel whose metrics were never logged says so instead of failing.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,7 +73,7 @@ def _finish(axes: Axes, rows: Rows) -> None:
 
 
 def _series(rows: Rows, name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of one metric, where it was logged."""
+    """Return the steps at which a metric was logged, and its values."""
     points = [(row["step"], row[name]) for row in rows if name in row]
     return [step for step, _ in points], [value for _, value in points]
 
@@ -89,7 +88,7 @@ def _smooth(values: Sequence[float], weight: float = 0.7) -> list[float]:
 
 
 def _noisy_line(axes: Axes, rows: Rows, name: str, label: str, color: str) -> None:
-    """The values faintly, and their moving average, which is what the legend names."""
+    """Draw the values faintly, and their moving average under the name in the legend."""
     steps, values = _series(rows, name)
     if steps:
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
@@ -135,7 +134,7 @@ def _timing(axes: Axes, rows: Rows) -> None:
 
 
 def _high(values: Sequence[float]) -> float:
-    """A top of the axis that one or two very slow steps do not set."""
+    """Return an upper limit of the axis that does not depend on one or two very slow steps."""
     ordered = sorted(values)
     usual = ordered[int(0.95 * (len(ordered) - 1))]
     return min(ordered[-1], 2.5 * usual) or 1.0

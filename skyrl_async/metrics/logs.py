@@ -1,7 +1,6 @@
-"""Log lines of a run: all of them to its file, warnings also to standard error, unless the console shows the same.
+"""Logging of a run: all records of this process go to ``run.log``, this package's warnings also to standard error.
 
-Flows in: records of every logger in this process. Flows out: ``run.log``. The console display is not touched:
-standard error is looked up at each record, so that a live display can print above itself.
+Standard error is looked up at each record, so that a live display can print above itself.
 """
 
 import logging
@@ -11,12 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SHOWN = {"is_shown": True}
-"""``extra`` of a record about something that the console is told as well."""
+"""``extra`` of a record whose content the console shows as well."""
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what ``sys.stderr`` is at the time of the record."""
+    """Writes to ``sys.stderr`` as it is at the time of the record."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self, logging.WARNING)
@@ -27,14 +26,14 @@ class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class _LogFile(logging.FileHandler):
-    """Says once that lines are lost, where a full disk would have each of them answered by a traceback."""
+    """Reports once that lines are lost; by default a full disk would print a traceback for each line."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8")
         self._has_lost_lines = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Called while the error is being handled."""
+        """Report the error being handled."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -43,16 +42,16 @@ class _LogFile(logging.FileHandler):
             sys.stderr.write(f"WARNING {self.baseFilename} loses lines: {error}\n")
 
     def close(self) -> None:
-        """Lines that the disk does not take are lost."""
+        """Close the file; lines that do not fit on the disk are lost."""
         with suppress(OSError):
             super().close()
 
 
 @contextmanager
 def run_logging(path: Path, level: str, *, has_console: bool = False) -> Iterator[None]:
-    """Log to ``path`` (appending) from ``level`` on, and this package's warnings to standard error, while inside.
+    """Inside the block, append records from ``level`` on to ``path``, and write this package's warnings to standard error.
 
-    With a console those that are ``SHOWN`` there are in the file alone.
+    With a console, records marked ``SHOWN`` go to the file alone.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     root, previous_level = logging.getLogger(), logging.getLogger().level

@@ -1,8 +1,4 @@
-"""What one thing costs another that goes on beside it.
-
-Flows in: work, piece by piece, and how long something else has gone on so far. Flows out: the throughput with it over the throughput
-without. Does not know what either is.
-"""
+"""Measures how much one activity slows down another that runs at the same time, such as validation beside training."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -10,14 +6,14 @@ from contextlib import contextmanager
 
 
 class OverlapThroughput:
-    """Tokens per second beside the other, over those without; the tokens of a piece of work are spread evenly over its own seconds.
+    """Tokens per second while the other activity runs, over tokens per second while it does not.
 
-    Seconds are all that pass, waiting included: most of what the other takes away is waited for. What is waited for with and without it
-    alike is a part of what a token costs, wherever that part is computed. Only what no token costs is to be left out. A piece that waits
-    before it is worked on has tokens on the wrong side where the other begins or ends meanwhile: of that one piece, and either way.
+    The tokens of a piece of work are spread evenly over the piece's seconds. All seconds count, waiting included, because the other
+    activity costs time mostly by making work wait. Only time that no token causes should be left out. If the other activity begins or
+    ends while a piece waits, some tokens of that one piece are counted on the wrong side.
 
     Args:
-        other_seconds: for how long the other has gone on so far, by the clock of the event loop.
+        other_seconds: seconds for which the other activity has run so far, by the clock of the event loop.
     """
 
     def __init__(self, other_seconds: Callable[[], float]) -> None:
@@ -28,7 +24,7 @@ class OverlapThroughput:
 
     @contextmanager
     def piece(self, tokens: float) -> Iterator[None]:
-        """Count tokens that are worked on in the block."""
+        """Count tokens that are processed in the block."""
         began = self._now()
         yield
         alone, beside = self._since(began)
@@ -37,7 +33,7 @@ class OverlapThroughput:
         self._tokens_alone += (1 - share) * tokens
 
     def lap(self, *, left_out_s: float = 0.0) -> None:
-        """Count the time since the last call, without so many seconds of it; the first call begins."""
+        """Count the time since the last call, without ``left_out_s`` of it. The first call starts the clock."""
         if self._lap_began is not None:
             alone, beside = self._since(self._lap_began)
             counted = max(0.0, 1 - left_out_s / (alone + beside)) if left_out_s else 1.0
@@ -47,7 +43,7 @@ class OverlapThroughput:
 
     @property
     def ratio(self) -> float | None:
-        """Throughput beside over throughput alone; None while one of them is unknown."""
+        """Throughput beside the other activity over throughput alone; None while one of them is unknown."""
         if not (self._tokens_alone and self._seconds_alone and self._seconds_beside):
             return None
         return (self._tokens_beside / self._seconds_beside) / (self._tokens_alone / self._seconds_alone)
@@ -56,7 +52,7 @@ class OverlapThroughput:
         return asyncio.get_running_loop().time(), self._other_seconds()
 
     def _since(self, began: tuple[float, float]) -> tuple[float, float]:
-        """(seconds alone, seconds beside)."""
+        """Return (seconds alone, seconds beside the other activity)."""
         (now, other), (began_at, other_before) = self._now(), began
         beside = min(now - began_at, other - other_before)
         return now - began_at - beside, beside

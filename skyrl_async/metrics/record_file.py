@@ -1,7 +1,4 @@
-"""A file of records, each there whole or not at all: where the disk takes none, they are dropped, and the run goes on.
-
-Flows in: records as text. Flows out: a file. Does not know what a record means.
-"""
+"""A file of records, each written whole or not at all. If the disk is full, records are dropped and the run goes on."""
 
 import contextlib
 import itertools
@@ -14,17 +11,17 @@ logger = logging.getLogger(__name__)
 
 
 def free_path(path: Path) -> Path:
-    """``path``, or where something is there, the next one: ``trace.json``, ``trace-2.json``, and so on."""
+    """Return ``path`` or, if it exists, the next free one: ``trace.json``, ``trace-2.json``, and so on."""
     names = itertools.chain([path], (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2)))
     return next(name for name in names if not name.exists())
 
 
 class RecordFile:
-    """Appends to ``path``; written through at once, so that it survives ``kill -9``.
+    """Appends to ``path``. Records are written unbuffered, so that they survive ``kill -9``.
 
     Args:
-        path: of the file.
-        begin: makes the file ready; until that is asked for, or there is a record, it stays as it was.
+        path: path of the file.
+        begin: prepares the file before the first record, or when ``begin`` is called; until then it stays as it was.
     """
 
     def __init__(self, path: Path, begin: Callable[[], object] = lambda: None) -> None:
@@ -34,11 +31,11 @@ class RecordFile:
         self._is_failing = False
 
     def begin(self) -> None:
-        """Have the file ready for the first record."""
+        """Prepare the file for the first record; after a resume this drops records past the first new step."""
         self.append("")
 
     def append(self, record: str) -> bool:
-        """Whether the record is in the file. The first of several failures is a warning."""
+        """Append a record; returns whether it is in the file. The first of several failures is logged."""
         try:
             self._append(record)
         except OSError as error:
@@ -50,12 +47,11 @@ class RecordFile:
         return True
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         if self._file is not None:
             self._file.close()
 
     def _append(self, record: str) -> None:
-        """All of it or nothing."""
         if self._file is None:
             self._begin()
             self._file = FileIO(self._path, "ab")

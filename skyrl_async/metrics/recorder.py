@@ -1,8 +1,4 @@
-"""Times the parts of each step, adds up the run, and logs both.
-
-Flows in: the figures of steps, and what generation counted. Flows out: values for the log, spans for the trace, totals for
-checkpoints and the summary. Does not know what a step does, nor when.
-"""
+"""Times the parts of each step, adds up the totals of the run, and logs both."""
 
 import asyncio
 import logging
@@ -19,13 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """The books of one run.
+    """Records the figures of one run.
 
     Args:
-        log: takes (step, values).
-        trace: one span per timed part.
-        log_groups: takes (policy version trained at, groups) of each step.
-        generation_counts: what generation has counted so far (finished groups, tokens, ...), all of it growing.
+        log: called with (step, values).
+        trace: gets one span per timed part.
+        log_groups: called with (policy version trained at, groups) for each step.
+        generation_counts: returns the counts of generation so far (finished groups, tokens, ...), which only grow.
     """
 
     def __init__(
@@ -45,7 +41,7 @@ class Recorder:
         self._logged_at = 0.0
 
     def start(self) -> None:
-        """Training begins now."""
+        """Start the clock of the first step."""
         self._logged_at = asyncio.get_running_loop().time()
 
     @contextmanager
@@ -58,13 +54,13 @@ class Recorder:
         figures.add_seconds(name, loop.time() - started)
 
     def count_generation(self) -> None:
-        """Add to the totals what was generated since the last call."""
+        """Add the counts of generation since the last call to the totals."""
         counts = self._generation_counts()
         self.totals.add_generation(_since(self._counted, counts))
         self._counted = counts
 
     def _generation_values(self) -> dict[str, float]:
-        """Of what was generated since the last step was logged."""
+        """Return the figures of generation since the last logged step."""
         now, counts = asyncio.get_running_loop().time(), self._generation_counts()
         new, seconds = _since(self._logged, counts), max(now - self._logged_at, 1e-9)
         self._logged, self._logged_at = counts, now
@@ -75,9 +71,12 @@ class Recorder:
         }
 
     def log_step(self, figures: StepFigures, policy: Mapping[str, float], more: Mapping[str, float]) -> None:
-        """Log a step with what the policy said of its optimizer step, and values that go by their full names.
+        """Log a step: its figures, the figures of generation since the last step, and the totals.
 
-        What was generated since the last one was logged is counted, and part of it.
+        Args:
+            figures: figures of the step.
+            policy: figures of the optimizer step, without the prefix ``policy/``.
+            more: further values by metric name.
         """
         if figures.waits:
             longest = max(figures.waits, key=lambda wait: wait.seconds)

@@ -1,7 +1,7 @@
-"""Weights & Biases as a sink.
+"""Sinks for metrics beside ``metrics.jsonl``: Weights & Biases, and TensorBoard.
 
-Flows in: a step and its values. Flows out: a W&B run, the same one after a resume. The package is an optional extra,
-imported when a sink is made.
+A resumed run continues its W&B run. The package wandb is an optional extra, imported when its sink is made. TensorBoard's event files are
+written by tensorboard's own writer, which loads neither torch nor tensorflow.
 """
 
 import hashlib
@@ -49,10 +49,10 @@ class WandbSink:
 
 
 class TensorBoardSink:
-    """Writes scalars under ``directory``."""
+    """Writes TensorBoard event files under ``directory``."""
 
     def __init__(self, directory: Path, resume_step: float | None = None) -> None:
-        """Open a new event file; with ``resume_step``, its first values have TensorBoard hide what an earlier file says past that step."""
+        """Open a new event file. With ``resume_step``, TensorBoard hides the values of earlier files past that step."""
         directory.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(directory))
         self._resume_step = resume_step

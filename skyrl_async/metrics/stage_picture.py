@@ -1,8 +1,8 @@
-"""Where each stage of a run was when, as a picture: a row per stage.
+"""Draws the states of each stage over time as a picture, one row per stage.
 
     python -m skyrl_async.metrics.stage_picture outputs/RUN/trace.json stages.png --begin 30 --end 35
 
-Flows in: a run's trace, also that of a run that still goes on or was killed. Flows out: a PNG. Knows the rows that ``stage_board`` draws.
+The trace may be that of a run that is still going on, or was killed.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from skyrl_async.errors import ConfigError
 
 _COLORS = {"processing": "#3b6fb6", "waiting for output": "#e08a2e", "waiting for input": "#dfe3e8"}
 _CHARACTER_SHARE = 0.0062
-"""Of the picture's width: an item is shown where there is room for it."""
+"""Width of a character, as a share of the picture's: an item is shown if it fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpan:
-    """A stage in one state, with one item."""
+    """A period in which a stage was in one state, with one item."""
 
     stage: str
     state: str
@@ -37,7 +37,7 @@ class StageSpan:
 
 
 def read_stages(trace: Path) -> list[StageSpan]:
-    """The rows of the stages, in the order of time. Raises ``ConfigError`` where there are none."""
+    """Return the spans of all stages in the order of time. Raises ``ConfigError`` if there are none."""
     text = trace.read_text(encoding="utf-8").rstrip().rstrip("],").rstrip()
     events = json.loads(text + "]") if text.startswith("[") and text != "[" else []
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -64,11 +64,11 @@ def draw_stages(
 
     Args:
         traces: (title, trace) of each run.
-        png: written.
-        order: of the rows; stages that a run lacks are left out.
-        begin, end: seconds since the trace began; None: to its end.
+        png: the file to write.
+        order: stages from top to bottom; stages that a run lacks are left out.
+        begin, end: seconds since the trace began; None: the end of the trace.
 
-    Raises ``ConfigError`` for a trace without stages in that time.
+    Raises ``ConfigError`` if a trace has no stages in that time.
     """
     panels = [(title, _within(read_stages(trace), begin, end, trace)) for title, trace in traces]
     heights = [0.8 + 0.36 * len({span.stage for span in spans}) for _, spans in panels]
@@ -121,7 +121,7 @@ def _draw(axes: Axes, title: str, spans: Sequence[StageSpan], stages: Sequence[s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; see the module."""
+    """Run the command line; returns the exit code."""
     from skyrl_async.runtime.stage_board import STAGES
 
     parser = argparse.ArgumentParser(description="Draw where each stage of a run was when.")

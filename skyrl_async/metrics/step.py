@@ -1,7 +1,6 @@
-"""Gathers the figures of one optimizer step, and the totals of a run, from groups and timings.
+"""Gathers the figures of one optimizer step from its groups, from the policy's sums and from timings.
 
-Flows in: groups as they are trained, sums that the policy returns, seconds. Flows out: values under the names of
-``metrics.names``. Does not know where they are written.
+The values have the names of ``metrics.names``.
 """
 
 import re
@@ -14,45 +13,45 @@ from skyrl_async.samples import Sample, live_samples_of, rewarded_samples_of, sa
 from skyrl_async.types import Group
 
 _OF_LAG = re.compile(r"(lag\d+)_(?!tokens_sum$)")
-"""Sums over the tokens that were sampled so many versions before; their number itself is a share of all."""
+"""Sums over the tokens sampled at one lag; their mean is over these tokens. ``lag<k>_tokens_sum`` itself is a share of all tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundWait:
-    """One wait that the staleness bound caused."""
+    """A wait that the staleness bound caused."""
 
     uid: str
-    """Of the group whose arrival ended it."""
+    """Uid of the group whose arrival ended the wait."""
     seconds: float
     staleness: int
-    """At which that group was trained."""
+    """Staleness at which that group was trained."""
     held_seconds: float
-    """Waited for the bound in the step until then, this wait included."""
+    """Seconds waited for the bound in the step so far, this wait included."""
 
 
 @dataclass(slots=True)
 class StepFigures:
-    """One optimizer step being put together."""
+    """The figures of one optimizer step, added while it is put together."""
 
     version: int
-    """Policy version trained at."""
+    """Policy version that the step trains."""
     max_staleness_steps: int
     groups: list[Group] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     began_at: float = 0.0
-    """When the step before ended, checkpoints added: this one lasts from there. Seconds of the loop."""
+    """When the step began, seconds of the event loop: at the end of the step before, plus the time of checkpoints."""
     staleness_wait_seconds: float = 0.0
-    """Waited although a group was there, for older ones that would pass the bound."""
+    """Seconds waited, although a group was there, for older groups that would pass the bound."""
     waits: list[BoundWait] = field(default_factory=list)
-    """What that time was waited for."""
+    """The waits that make up ``staleness_wait_seconds``."""
     num_masked_tokens: int = 0
-    """Sampled tokens that were masked from the loss because of their age."""
+    """Sampled tokens masked from the loss because of their staleness."""
     denominator: float = 0.0
-    """What the groups add to it; see ``algorithms.aggregation``."""
+    """Sum of the groups' denominators (``algorithms.aggregation``)."""
 
     def add_wait(self, group: Group, seconds: float) -> None:
-        """The trainer was held back from other groups for so long until it could take this one."""
+        """Count a wait: the trainer was held back from other groups until it could take this one."""
         self.staleness_wait_seconds += seconds
         wait = BoundWait(
             uid=group.uid,
@@ -65,7 +64,7 @@ class StepFigures:
     def add_group(
         self, group: Group, policy_figures: dict[str, float], num_masked_tokens: int = 0, denominator: float = 0.0
     ) -> None:
-        """Count a group as it was trained, and what the policy said of it (sums, and maxima under ``*_max``)."""
+        """Count a trained group with the policy's figures of it (sums, and maxima under ``*_max``)."""
         self.groups.append(group)
         self.denominator += denominator
         self.num_masked_tokens += num_masked_tokens
@@ -81,7 +80,7 @@ class StepFigures:
 
     @property
     def staleness(self) -> list[int]:
-        """Of each group."""
+        """Staleness of each group."""
         return [self.version - group.scheduled_version for group in self.groups]
 
     @property
@@ -91,21 +90,21 @@ class StepFigures:
 
     @property
     def loss_denominator(self) -> float:
-        """What sums of losses and gradients are divided by.
+        """Denominator of the step's sums of losses and gradients.
 
-        Where every token is masked, for its age or its sample's length, 1: the gradient is 0, and the step only counts a version.
+        It is 1 if every token is masked for staleness or length: the gradient is 0, and the step only increases the version.
         """
         is_masked = self.num_masked_tokens or any(row.is_overlong for g in self.groups for row in g.trajectories)
         return self.denominator if self.denominator or not is_masked else 1.0
 
     @property
     def is_all_masked(self) -> bool:
-        """Whether off-policy corrections left no token a policy loss: its gradient is 0, and the step only counts a version."""
+        """Whether off-policy corrections masked every token: the policy gradient is 0, and the step only increases the version."""
         return 0 < self.num_tokens <= self.sums.get("correction_masked_sum", 0.0)
 
     @property
     def trains_nothing(self) -> bool:
-        """Whether age and length limits left no token at all."""
+        """Whether masks for staleness and length left no token."""
         return bool(self.groups) and not self.denominator
 
     @property
@@ -118,7 +117,7 @@ class StepFigures:
         return Counter({self.version - version: num for version, num in of_version.items()})
 
     def values(self) -> dict[str, float]:
-        """Everything about the step, by metric name."""
+        """Return all figures of the step by metric name."""
         rows = [t for group in self.groups for t in group.trajectories]
         rewarded = [sample for group in self.groups for sample in rewarded_samples_of(group.trajectories)]
         live = [sample for sample in rewarded if not sample.is_overlong]
@@ -159,13 +158,13 @@ class StepFigures:
         return values | {f"timing/{name}": seconds for name, seconds in self.seconds.items()}
 
     def _num_tokens_of(self, name: str) -> float:
-        """Tokens that a sum of the policy's is over: those of its lag, or all."""
+        """Number of tokens that the policy's sum ``name`` is over: those of its lag, or all."""
         of_lag = _OF_LAG.match(name)
         return max(1, self.num_tokens) if of_lag is None else self.sums[f"{of_lag[1]}_tokens_sum"]
 
 
 def _own_figures(samples: Sequence[Sample]) -> dict[str, float]:
-    """What environments and harnesses say of samples, each figure averaged over the samples that have it."""
+    """Average each figure of environments and harnesses over the samples that have it."""
     found: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.rows[0].metrics.items():

@@ -1,8 +1,4 @@
-"""The end of a run: its figures as a file, and as a table for people.
-
-Flows in: a flat dictionary of figures. Flows out: ``summary.json``, or ``evaluation.json`` of a run that trained nothing, written whole or
-not at all, and a rich table.
-"""
+"""The figures at the end of a run, as ``summary.json`` (``evaluation.json`` for a run that trained nothing) and as a table."""
 
 import json
 import os
@@ -52,7 +48,7 @@ _LABELS = {
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write ``summary`` as json, atomically."""
+    """Write ``summary`` as JSON, whole or not at all."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(dict(summary), file, indent=2, default=str)
@@ -63,7 +59,7 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """Known figures first, in a fixed order and with their units; then whatever else there is (paths)."""
+    """Return a table: known figures in a fixed order and with units, then all others (paths)."""
     table = Table(title="summary", show_header=False, title_justify="left")
     table.add_column("figure")
     table.add_column("value", overflow="fold")

@@ -1,8 +1,7 @@
-"""Chrome/Perfetto trace of a run: what every stage did when.
+"""Chrome/Perfetto trace of a run: spans, instants and counters on named tracks, streamed to a file as a JSON array.
 
-Flows in: spans, instants and counters on named tracks. Flows out: a json array streamed to a file, which the viewers
-also load without its closing bracket, hence after ``kill -9``; and how long each kind of span took in all. The clock
-is handed in, so that virtual time can be traced too.
+Viewers also load the array without its closing bracket, hence after ``kill -9``. The trace also sums up how long each kind of span took.
+The clock is an argument, so that virtual time can be traced.
 """
 
 import heapq
@@ -23,7 +22,7 @@ _open_span: ContextVar["_Span | None"] = ContextVar("open_span", default=None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanStatistics:
-    """All spans of one name on one track."""
+    """Statistics of all spans of one name on one track."""
 
     count: int
     total_s: float
@@ -32,12 +31,12 @@ class SpanStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSpan:
-    """Something that is going on now."""
+    """A span that is open now."""
 
     track: str
     name: str
     seconds: float
-    """So far."""
+    """Seconds since it was opened."""
     args: Mapping[str, Any]
 
 
@@ -63,7 +62,7 @@ class Trace:
     """Writes a trace; a context manager. ``process/thread`` as track name groups threads under a process."""
 
     def __init__(self, path: Path | None, clock: Callable[[], float]) -> None:
-        """Begin the file (``None`` writes nothing and only keeps statistics). ``clock`` is in seconds."""
+        """Begin the file; with ``path=None`` only keep statistics. ``clock`` returns seconds."""
         if path is not None:
             path.write_text("")
         self._file = None if path is None else RecordFile(path)
@@ -78,10 +77,9 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, track: str, **args: Any) -> Iterator[dict[str, Any]]:
-        """Trace what is inside, across awaits; the dictionary it gives is shown with the span and may be added to.
+        """Trace the block, across awaits. It yields a dictionary, shown with the span, to which the block may add.
 
-        A span inside another of the same task and track is drawn below it; one that overlaps another task's gets a row
-        of its own.
+        A span inside another of the same task and track is drawn below it. A span that overlaps another task's gets a row of its own.
         """
         begin = self._clock()
         span = _Span(track, _open_span.get(), name, begin, args)
@@ -101,9 +99,9 @@ class Trace:
                 )
 
     def past_span(self, name: str, track: str, begin: float, end: float, **args: Any) -> None:
-        """Trace what went on from ``begin`` to ``end``, seconds on the trace's clock; on such a track they must not overlap.
+        """Trace a span from ``begin`` to ``end``, seconds on the trace's clock. On such a track spans must not overlap.
 
-        They are not in the statistics.
+        The span is not in the statistics.
         """
         with self._lock:
             lane = self._lanes_of(track)[0]
@@ -122,11 +120,11 @@ class Trace:
             self._write("C", name, track, lane.thread_id, self._clock(), {}, dict(values))
 
     def statistics(self) -> dict[str, SpanStatistics]:
-        """Closed spans so far, as ``track:name``."""
+        """Return statistics of the spans closed so far, by ``track:name``."""
         return {f"{track}:{name}": totals for (track, name), totals in self._totals.items()}
 
     def open_spans(self) -> tuple[OpenSpan, ...]:
-        """The innermost of the spans that are open now, the oldest first."""
+        """Return the innermost spans that are open now, the oldest first."""
         now = self._clock()
         with self._lock:
             spans = [span for lanes in self._lanes.values() for lane in lanes for span in lane.stack]
@@ -135,7 +133,7 @@ class Trace:
         return tuple(OpenSpan(track=s.track, name=s.name, seconds=now - s.begin, args=s.args) for s in innermost)
 
     def close(self) -> None:
-        """End the array. Idempotent; spans that end later are only counted."""
+        """End the array. Idempotent. Spans that end later only appear in the statistics."""
         with self._lock:
             if self._file is not None:
                 self._file.append("\n]\n" if self._num_events else "[]\n")
@@ -149,9 +147,7 @@ class Trace:
         self.close()
 
     def _enter(self, span: _Span) -> _Lane:
-        """Put the span on the lane of the nearest span around it on its track, if that is the innermost there; else
-        on a free one.
-        """
+        """Put the span on the lane of the nearest enclosing span of its track, if that is the innermost there; else on a free lane."""
         around = span.parent
         while around is not None and around.track != span.track:
             around = around.parent
@@ -168,7 +164,7 @@ class Trace:
             heapq.heappush(self._free_lanes[span.track], (lane.thread_id, lane))
 
     def _take_free_lane(self, track: str) -> _Lane:
-        """The uppermost: thread ids ascend within a track."""
+        """Take the uppermost free lane; thread ids ascend within a track."""
         self._lanes_of(track)
         if not self._free_lanes[track]:
             self._add_lane(track)
@@ -232,7 +228,7 @@ _TRACED = {StageState.WAITING_FOR_INPUT, StageState.PROCESSING, StageState.WAITI
 
 
 def trace_stages(trace: Trace) -> OnLeft:
-    """Draw a row per stage; the trace and the stages have one clock."""
+    """Return a callback that draws one row per stage. Trace and stages must have the same clock."""
 
     def draw(name: str, state: StageState, item: str, begin: float, end: float) -> None:
         if state in _TRACED and end > begin:

@@ -1,7 +1,6 @@
-"""Numbers of a run, fanned out: always to ``metrics.jsonl``, and to whatever other sinks are handed in.
+"""Distributes the metrics of a run to sinks: ``metrics.jsonl``, and others such as the console.
 
-Flows in: a step and its values. Flows out: one json line per call, in a file that survives ``kill -9`` and goes on
-after a resume; the same to each sink. Knows no metric by name and no trainer.
+``metrics.jsonl`` gets one line per call. It survives ``kill -9``, and a resumed run continues it.
 """
 
 import json
@@ -19,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """A place where numbers go."""
+    """A destination of metrics."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the values of a step."""
         ...
 
     def close(self) -> None:
-        """Write out what is buffered, and release it. Idempotent."""
+        """Write out what is buffered, and release resources. Idempotent."""
         ...
 
 
@@ -40,10 +39,10 @@ class MetricsLog(RecordFile):
         clock: Callable[[], float] = time.monotonic,
         notes: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """Begin a new file; with ``resume_step``, keep the lines up to that step and let time go on after the last.
+        """Begin a new file; with ``resume_step``, keep the lines up to that step and continue the time of the last one.
 
-        The file stays as it was until ``begin``, or the first line. ``notes`` are added to each line: what is no number, and goes to
-        no other sink.
+        The file stays as it was until ``begin`` is called or the first line is logged. ``notes`` returns further entries of each line
+        that no other sink gets, such as texts.
         """
         kept = kept_rows(path, resume_step)
         super().__init__(path, lambda: begin_rows(path, resume_step))
@@ -59,13 +58,13 @@ class MetricsLog(RecordFile):
 
 
 class Tracker:
-    """Hands every step's values to all sinks, in order."""
+    """Passes every step's values to all sinks, in order."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of a step everywhere. A disk that is full ends no run."""
+        """Record the values of a step in all sinks. A full disk does not end the run."""
         for sink in self._sinks:
             try:
                 sink.log(step, values)
@@ -88,9 +87,9 @@ class Tracker:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl`` as written; an incomplete last line (a killed run's) is left out.
+    """Return the lines of a ``metrics.jsonl``. The incomplete last line of a killed run is left out.
 
-    Raises ``CheckpointError`` for another line that is not JSON: a run that goes on keeps the lines before.
+    Raises ``CheckpointError`` if another line is not JSON.
     """
     if not path.exists():
         return []
@@ -107,7 +106,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> list[dict[str, float]]:
-    """One row of numbers per step, in the order of steps: what was logged for it in several lines joined, nulls left out."""
+    """Return one row of numbers per step, in the order of steps. Several lines of a step are joined; nulls are left out."""
     steps: dict[int, dict[str, float]] = {}
     for row in read_rows(path):
         steps.setdefault(row["step"], {}).update(
@@ -117,17 +116,17 @@ def read_steps(path: Path) -> list[dict[str, float]]:
 
 
 def evaluated_steps(path: Path) -> list[int]:
-    """Steps of which a ``metrics.jsonl`` has an evaluation."""
+    """Return the steps for which a ``metrics.jsonl`` has an evaluation."""
     return [row["step"] for row in read_rows(path) if "reward/eval" in row]
 
 
 def kept_rows(path: Path, resume_step: float | None) -> list[dict[str, Any]]:
-    """What a run that goes on after ``resume_step`` keeps of a file; None keeps nothing."""
+    """Return the lines that a run resumed after ``resume_step`` keeps; with None it keeps nothing."""
     return [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]
 
 
 def begin_rows(path: Path, resume_step: float | None) -> None:
-    """Make ``path`` hold what is kept of it and nothing else."""
+    """Drop the lines of ``path`` that are not kept."""
     kept = kept_rows(path, resume_step)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")

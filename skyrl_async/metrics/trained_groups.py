@@ -1,9 +1,8 @@
-"""What was trained, group by group: ``trained_groups.jsonl``, from which every claim about staleness and the ledger can be checked.
+"""Writes ``trained_groups.jsonl``, one line per trained group; claims about staleness and the ledger can be checked with it.
 
     {"step": 3, "epoch": 0, "uid": "1f3a", "admission_index": 17, "scheduled_version": 1, "trained_version": 2, "rows": [...]}
 
-Flows in: the groups of a step once it is complete. Flows out: one line per group, in a file that survives ``kill -9`` and goes on
-after a resume. Does not know how groups were generated, nor what their rewards mean.
+The file survives ``kill -9``, and a resumed run continues it.
 """
 
 import json
@@ -28,11 +27,11 @@ class TrainedGroupsLog(RecordFile):
     """Writes ``trained_groups.jsonl``.
 
     Args:
-        path: of the file.
-        resume_step: keep the lines up to that step, and go on after them; None begins a new file. It stays as it was until ``begin``,
-            or the first group.
-        has_tokens: write ids, loss mask and all log-probs of every row too (some 20 bytes per token, and as many again for each
-            kind of log-probs beside the behavior's).
+        path: path of the file.
+        resume_step: keep the lines up to that step and continue after them; None begins a new file. The file stays as it was until
+            ``begin`` is called or the first group is logged.
+        has_tokens: also write ids, loss mask and all log-probs of every row (some 20 bytes per token, and 20 more for each kind of
+            log-probs beside the behavior's).
     """
 
     def __init__(self, path: Path, resume_step: float | None = None, *, has_tokens: bool = False) -> None:
@@ -40,7 +39,7 @@ class TrainedGroupsLog(RecordFile):
         self._has_tokens = has_tokens
 
     def log(self, version: int, groups: Sequence[Group]) -> None:
-        """Append the groups that were trained at policy ``version``: those of step ``version + 1``."""
+        """Append the groups of step ``version + 1``, which were trained at policy ``version``."""
         for group in groups:
             self.append(json.dumps(self._line(version, group)) + "\n")
 

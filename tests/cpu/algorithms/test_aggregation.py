@@ -106,11 +106,11 @@ def test_any_split_into_groups_ranks_and_micro_batches_gives_the_gradient_of_the
     aggregation = Aggregation(name=name, max_seq_len=MAX_SEQ_LEN)
     denominator, total = 0.0, torch.zeros(())
     for group, of_group, of_leaf in zip(made, advantages, leaves, strict=True):
-        weighed = aggregation(group)
-        denominator += weighed.denominator
+        weighted = aggregation(group)
+        denominator += weighted.denominator
         rows = [
             (Row(trajectory=r, advantage=a), leaf)
-            for r, a, leaf in zip(weighed.trajectories, of_group, of_leaf, strict=True)
+            for r, a, leaf in zip(weighted.trajectories, of_group, of_leaf, strict=True)
             if r.num_sampled_tokens
         ]
         plans = plan_micro_batches(
@@ -142,9 +142,9 @@ def test_any_split_into_groups_ranks_and_micro_batches_gives_the_gradient_of_the
 
 def test_the_mean_over_tokens_leaves_rows_as_they_are() -> None:
     rows = (row(3, weight=0.5), row(0, num_masked=2), row(4))
-    weighed = Aggregation()(rows)
-    assert all(found is given for found, given in zip(weighed.trajectories, rows, strict=True))
-    assert weighed.denominator == 0.5 * 3 + 4
+    weighted = Aggregation()(rows)
+    assert all(found is given for found, given in zip(weighted.trajectories, rows, strict=True))
+    assert weighted.denominator == 0.5 * 3 + 4
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
@@ -162,9 +162,9 @@ def test_an_unknown_reduction_is_refused_with_the_known_ones() -> None:
 def test_the_reported_loss_is_the_one_that_is_minimised() -> None:
     figures = StepFigures(version=0, max_staleness_steps=0)
     for loss_sum, rows in ((3.0, (row(4), row(2))), (1.0, (row(10),))):
-        weighed = Aggregation(name="seq_mean_token_sum")(rows)
+        weighted = Aggregation(name="seq_mean_token_sum")(rows)
         group = Group(uid="p", admission_index=0, scheduled_version=0, trajectories=rows)
-        figures.add_group(group, {"loss_sum": loss_sum, "entropy_sum": 8.0}, 0, weighed.denominator)
+        figures.add_group(group, {"loss_sum": loss_sum, "entropy_sum": 8.0}, 0, weighted.denominator)
     assert figures.loss_denominator == 3
     assert figures.values()["policy/loss"] == pytest.approx(4.0 / 3)
     assert figures.values()["policy/entropy"] == 1.0
@@ -216,9 +216,9 @@ async def test_a_real_policy_steps_alike_group_by_group_in_small_micro_batches_a
         try:
             denominator = 0.0
             for group, of_group in zip(groups, advantages, strict=True):
-                weighed = aggregation(group)
-                await policy.forward_backward(weighed.trajectories, of_group, 0)
-                denominator += weighed.denominator
+                weighted = aggregation(group)
+                await policy.forward_backward(weighted.trajectories, of_group, 0)
+                denominator += weighted.denominator
             return (await policy.step(denominator))["grad_norm"]
         finally:
             await policy.close()
