@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from skyrl_async.inference.vllm.weight_receiver import WeightReceiver
-from skyrl_async.training.export.staging import Staging
-from skyrl_async.training.export.weight_sender import WeightSender
+from skyrl_async.training.export.staging import Staging, WeightSender
 from skyrl_async.weights.transfer_group import GroupPlace, TransferGroup
 from tests.patience import PATIENCE_S
 
@@ -115,7 +114,7 @@ def mixed_tensors(seed: int = 0) -> dict[str, Tensor]:
 def published(directory: Path, tensors: dict[str, Tensor]) -> Path:
     """A file as rank 0 of the policy publishes it."""
     staging = Staging()
-    staging.take(1, tensors.items(), serve_dtype=torch.float32)
+    staging.copy(1, tensors.items(), serve_dtype=torch.float32)
     return Path(staging.write(1, directory, 1 << 20).chunks[0]["path"])
 
 

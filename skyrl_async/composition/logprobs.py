@@ -32,8 +32,12 @@ from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.runtime.heartbeat import Heartbeat
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import Policy
-from skyrl_async.training.workers.logprob_stage import ComputeLogprobs, LogprobStageWork
-from skyrl_async.training.workers.logprob_workers import ForwardWorkers, LogprobWorkers
+from skyrl_async.training.workers.logprob_workers import (
+    ComputeLogprobs,
+    ForwardWorkers,
+    LogprobStageWork,
+    LogprobWorkers,
+)
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory
 
 if TYPE_CHECKING:

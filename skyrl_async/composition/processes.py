@@ -33,8 +33,7 @@ from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.runtime.heartbeat import Heartbeat
 from skyrl_async.runtime.outages import Outages
 from skyrl_async.runtime.shutdown import ShutdownRequest
-from skyrl_async.training.backends.deepspeed_config import DeepSpeedSettings
-from skyrl_async.training.backends.settings import LoraSettings, TrainingSettings
+from skyrl_async.training.backends.settings import DeepSpeedSettings, LoraSettings, TrainingSettings
 from skyrl_async.training.protocol import SendingPolicy
 from skyrl_async.training.workers.recovering import RecoveringPolicy
 

@@ -17,8 +17,8 @@ from skyrl_async.errors import TrainingError, WorkerDiedError
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.runtime.heartbeat import Heartbeat
 from skyrl_async.training.workers.policy_workers import PolicyWorkers, _as_our_error
+from skyrl_async.training.workers.rank_actor import ProcessAddress, open_if_here
 from skyrl_async.training.workers.recovering import RecoveringPolicy
-from skyrl_async.training.workers.worker_process import ProcessPlace, open_if_here
 from tests.cpu.test_main import FOR_EVER, NO_VLLM, SHARED, SMALL, Command, assert_ledger_is_exact, state
 from tests.cpu.tiny_policies import trajectories, weights
 from tests.cpu.training.test_policy_workers import settings_with_policy, train
@@ -187,12 +187,12 @@ def test_what_new_workers_can_mend_is_told_from_what_they_cannot() -> None:
 
 
 async def test_a_process_of_another_machine_or_one_that_is_gone_is_left_alone() -> None:
-    here = ProcessPlace.of_this_process("node-1")
-    assert open_if_here(ProcessPlace(node_id="node-2", namespace=here.namespace, pid=here.pid), here) is None
-    assert open_if_here(ProcessPlace(node_id="node-1", namespace="pid:[1]", pid=here.pid), here) is None
+    here = ProcessAddress(node_id="node-1", namespace=os.readlink("/proc/self/ns/pid"), pid=os.getpid())
+    assert open_if_here(ProcessAddress(node_id="node-2", namespace=here.namespace, pid=here.pid), here) is None
+    assert open_if_here(ProcessAddress(node_id="node-1", namespace="pid:[1]", pid=here.pid), here) is None
     child = await asyncio.create_subprocess_exec("sleep", "1000")
-    place = ProcessPlace(node_id="node-1", namespace=here.namespace, pid=child.pid)
-    process = open_if_here(place, here)
+    address = ProcessAddress(node_id="node-1", namespace=here.namespace, pid=child.pid)
+    process = open_if_here(address, here)
     assert process is not None
     os.kill(child.pid, signal.SIGSTOP)
     process.kill()
@@ -200,4 +200,4 @@ async def test_a_process_of_another_machine_or_one_that_is_gone_is_left_alone() 
     await child.wait()
     process.kill()
     process.close()
-    assert open_if_here(place, here) is None
+    assert open_if_here(address, here) is None

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from skyrl_async.algorithms.settings import CorrectionSettings
-from skyrl_async.training.backends.deepspeed_config import DeepSpeedSettings
 from skyrl_async.training.backends.packing import row_by_row
-from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.backends.settings import DeepSpeedSettings, TrainingSettings
 from skyrl_async.training.protocol import Policy
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.policy_workers import PolicyWorkers

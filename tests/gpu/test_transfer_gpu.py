@@ -11,7 +11,7 @@ import torch
 from skyrl_async.errors import WeightsTransferError
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.export.weight_sender import WeightSender
+from skyrl_async.training.export.staging import WeightSender
 from skyrl_async.weight_sync.broadcast import WeightBroadcast
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from skyrl_async.weights.transfer_group import NCCL

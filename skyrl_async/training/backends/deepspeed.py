@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from skyrl_async.errors import TrainingError
 from skyrl_async.training.backends import process_group
-from skyrl_async.training.backends.deepspeed_config import DeepSpeedSettings, engine_config
 from skyrl_async.training.backends.deepspeed_state import MOMENTS, ZeroState
 from skyrl_async.training.backends.fsdp import persistent_buffers
+from skyrl_async.training.backends.settings import DeepSpeedSettings
 from skyrl_async.training.backends.state_files import read_scheduler, read_state, write_state
 
 
@@ -256,3 +256,25 @@ def _compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave, always_call=True)
+
+
+def engine_config(settings: DeepSpeedSettings, *, num_ranks: int) -> dict[str, Any]:
+    """What ``deepspeed.initialize`` takes. Sizes of batches are formal: a step alone ends an accumulation."""
+    config = dict(settings.user_config or {})
+    zero: dict[str, Any] = {"overlap_comm": False} | config.get("zero_optimization", {})
+    zero["stage"] = settings.zero_stage
+    if settings.offload_optimizer:
+        zero.setdefault("offload_optimizer", {"device": "cpu", "pin_memory": True})
+    if settings.offload_param:
+        zero.setdefault("offload_param", {"device": "cpu", "pin_memory": True})
+    ours = {
+        "zero_optimization": zero,
+        "train_batch_size": num_ranks,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0,  # whoever steps clips, by what it is told then
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW steps offloaded state too, and nothing has to be compiled
+    }
+    return {"steps_per_print": 2**31 - 1} | config | ours

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from skyrl_async.errors import PolicyError
 from skyrl_async.training.backends.settings import LoraSettings
-from skyrl_async.training.export.adapter_file import AdapterDescription, check_adapter
+from skyrl_async.training.export.manifest import AdapterDescription, check_adapter
 from skyrl_async.training.protocol import TrainingBackend
 from skyrl_async.weights.adapters import tensor_names
 

@@ -3,12 +3,12 @@
 The composition root fills it from the configuration; the training code never sees the configuration tree.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skyrl_async.algorithms.settings import CorrectionSettings, LossConstants
 from skyrl_async.errors import ConfigError
-from skyrl_async.training.backends.deepspeed_config import DeepSpeedSettings
 from skyrl_async.types import Adapter
 
 if TYPE_CHECKING:
@@ -44,6 +44,20 @@ class LoraSettings:
     def adapts_all_linear(self) -> bool:
         """Every linear layer but the output projection has one."""
         return self.target_modules == ("all-linear",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedSettings:
+    """What an engine is made with."""
+
+    zero_stage: int
+    """0 shards nothing; 1 the optimizer's state; 2 gradients too; 3 weights too."""
+    offload_optimizer: bool = False
+    """The optimizer's state and step are in the host's memory; stage 1 and above."""
+    offload_param: bool = False
+    """Weights are in the host's memory until they are used; stage 3."""
+    user_config: Mapping[str, Any] | None = None
+    """Further keys of DeepSpeed's own, none of them below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ neither losses nor how the model is sharded.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from skyrl_async.algorithms.batching import MicroBatch, Row, collate
 from skyrl_async.errors import PolicyError
 from skyrl_async.training.backends.packing import packed_arguments
 
@@ -161,3 +163,29 @@ def _of_logits(logits: Tensor, targets: Tensor, asked: _Asked) -> Tensor:
         return torch.stack([chosen, torch.zeros_like(chosen)], dim=-1)
     of_entropy = logprobs if asked.entropies is Entropies.GRADIENTS else logprobs.detach()
     return torch.stack([chosen, -(of_entropy.exp() * of_entropy).sum(dim=-1)], dim=-1)
+
+
+@torch.no_grad()
+def batch_logprobs(model: TokenLogprobs, batch: MicroBatch, *, temperature: float) -> Tensor:
+    """(N,) float32, nats, one per sampled token."""
+    logprobs, _ = model(
+        batch.input_ids, batch.positions, batch.targets, temperature=temperature, row_lengths=batch.row_lengths
+    )
+    return logprobs
+
+
+def row_logprobs(
+    model: TokenLogprobs,
+    micro_batches: Sequence[Sequence[Row]],
+    *,
+    device: torch.device,
+    temperature: float,
+    is_packed: bool,
+) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    """Per micro-batch and row one value per sampled token, nats. Collective: an empty micro-batch is an idle forward."""
+    found = []
+    for rows in micro_batches:
+        values = batch_logprobs(model, collate(rows, device, is_packed=is_packed), temperature=temperature)
+        per_row = values.split([row.trajectory.num_sampled_tokens for row in rows]) if rows else ()
+        found.append(tuple(tuple(row.tolist()) for row in per_row))
+    return tuple(found)

@@ -1,9 +1,9 @@
-"""A rank's copies of what is published, on its own device: engines that run there too load them without a way over the bus.
+"""Copies of the published weights on a rank's own device, for engines that run there: they load them without a transfer over the bus.
 
-    gathered tensors ──taking──> (also to staging) ... copies ──share──> handles ──> engines load ──> give_back
+    gathered tensors ──copying──> (also to staging)
+                          └─> copies ──share──> handles ──> engines load ──> unshare
 
-Flows in: full tensors under their Hugging Face names, as they are gathered. Flows out: handles of their copies, in the dtype that is
-served. There are two sets at most: the newest, and one that engines may be reading. Knows neither models nor engines.
+There are two sets at most: the newest, and the one that engines may be reading. Tensors are copied in the dtype that engines serve.
 """
 
 import logging
@@ -23,29 +23,30 @@ Copies = dict[str, SharedTensor]
 
 
 class DeviceCopies:
-    """``taking`` and the others may be called from different threads.
+    """The copies of one rank. Its methods may be called from different threads.
 
     Args:
-        device: of the rank.
+        device: the rank's.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._newest: tuple[int, Copies] | None = None
+        self._newest: Copies = {}
+        self._newest_version: int | None = None
         self._shared: Copies = {}
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
-    def taking(
+    def copying(
         self, version: int, parameters: Iterable[tuple[str, Tensor]], *, serve_dtype: torch.dtype
     ) -> Iterator[tuple[str, Tensor]]:
-        """Hand on ``parameters``, each after it was copied; the copies count when the last was handed on.
+        """Copy each of ``parameters`` and yield it. The copies are of use once the last is yielded.
 
-        Where the device has no room for all, none is kept, and a warning says so: engines load the published file then.
+        If the device has no room for all, logs a warning and keeps none: engines then load the published file.
         """
-        with self._turn:
-            self._let_go_of_newest()
+        with self._lock:
+            self._drop_newest()
         copies: Copies = {}
-        has_room, is_whole = True, False
+        has_room, is_complete = True, False
         try:
             for name, tensor in parameters:
                 if has_room:
@@ -53,16 +54,16 @@ class DeviceCopies:
                 yield name, tensor
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            is_whole = has_room
+            is_complete = has_room
         finally:
-            if not is_whole:
+            if not is_complete:
                 _close(copies)
-        if is_whole:
-            with self._turn:
-                self._newest = version, copies
+        if is_complete:
+            with self._lock:
+                self._newest, self._newest_version = copies, version
 
     def _copy(self, version: int, name: str, tensor: Tensor, dtype: torch.dtype, copies: Copies) -> bool:
-        """Into ``copies``; False where there was no room."""
+        """Add a copy to ``copies``; if there is no room, close them all and return False."""
         try:
             copies[name] = SharedTensor(tensor, dtype=dtype, device=self._device)
         except (torch.OutOfMemoryError, OSError) as error:
@@ -79,41 +80,40 @@ class DeviceCopies:
         return True
 
     def share(self, version: int) -> dict[str, dict[str, Any]]:
-        """Name -> handle of every copy of ``version``, which stay as they are until ``give_back``; none where there are no copies of it."""
-        with self._turn:
-            if self._newest is None or self._newest[0] != version:
+        """Name -> handle of every copy of ``version``, valid until ``unshare``; empty if there are no copies of it."""
+        with self._lock:
+            if self._newest_version != version:
                 return {}
             _close(self._shared)
-            (_, self._shared), self._newest = self._newest, None
+            self._shared, self._newest, self._newest_version = self._newest, {}, None
             try:
                 return {name: copy.handle() for name, copy in self._shared.items()}
-            except RuntimeError as error:  # such as of memory that CUDA gives no handle of (expandable segments)
+            except RuntimeError as error:  # CUDA has no handles for some memory, such as expandable segments
                 logger.warning("version %d cannot be shared: %s; engines load it from shared memory", version, error)
                 _close(self._shared)
                 return {}
 
-    def close(self) -> None:
-        """Give everything back."""
-        self.give_back()
-        with self._turn:
-            self._let_go_of_newest()
-
-    def give_back(self) -> None:
-        """Nobody reads what was shared any more. Idempotent."""
-        with self._turn:
+    def unshare(self) -> None:
+        """Free the shared copies, once nobody reads them. Idempotent."""
+        with self._lock:
             _close(self._shared)
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
 
+    def close(self) -> None:
+        """Free all copies."""
+        self.unshare()
+        with self._lock:
+            self._drop_newest()
+
     @property
     def key(self) -> str:
-        """Of the device, for whoever asks whether it has the same."""
+        """Names the device; equal in every process on it."""
         return device_key(self._device)
 
-    def _let_go_of_newest(self) -> None:
-        if self._newest is not None:
-            _close(self._newest[1])
-        self._newest = None
+    def _drop_newest(self) -> None:
+        _close(self._newest)
+        self._newest_version = None
 
 
 def _close(copies: Copies) -> None:

@@ -1,19 +1,24 @@
-"""Full parameters and the source policy directory in, a Hugging Face directory out that vLLM and transformers load.
+"""The policy as directories that vLLM, transformers and peft load: all weights under Hugging Face names, or adapters alone.
 
-Everything but the weights is copied from the source, so that tokenizer, chat template and generation settings stay
-what the policy was trained with.
+Weights are written one safetensors file at a time, so that only one file's tensors are in memory. Each file is complete once its name
+exists, and synced to disk. Everything but the weights is copied from the policy's directory: tokenizer, chat template and generation
+settings stay what the policy was trained with.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from skyrl_async.training.export.bucket_writer import WrittenBuckets, sync_file, write_buckets
+from skyrl_async.errors import WeightsWriteError
+from skyrl_async.types import Adapter, WeightUpdate
+from skyrl_async.weights.adapters import CONFIG_FILE, WEIGHTS_FILE, adapted_layers, peft_config
 
 SHARD_BYTES = 5 * 10**9
 """Largest safetensors file, as transformers writes them."""
@@ -28,15 +33,16 @@ def export_hf_directory(
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write ``parameters`` in ``dtype`` with the other files of ``source`` under ``directory``, synced to disk."""
+    """Write ``parameters`` (consumed once) in ``dtype`` under ``directory``, with the other files of ``source``.
+
+    Raises:
+        WeightsWriteError: a file of weights cannot be written. None of them is left.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and path.name != "config.json":
             shutil.copyfile(path, directory / path.name)
-    written = write_buckets(
-        parameters, dtype=dtype, directory=directory, prefix="model", bucket_bytes=shard_bytes, is_synced=True
-    )
-    _rename_shards(written, directory)
+    _write_shards(parameters, dtype=dtype, directory=directory, shard_bytes=shard_bytes)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
@@ -46,16 +52,106 @@ def export_hf_directory(
     sync_file(directory)
 
 
-def _rename_shards(written: WrittenBuckets, directory: Path) -> None:
-    """Give the files transformers' names, with an index when there are several."""
-    num_files = len(written.paths)
-    if num_files == 1:
-        os.replace(written.paths[0], directory / "model.safetensors")
+def _write_shards(
+    parameters: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, directory: Path, shard_bytes: int
+) -> None:
+    """Write files under transformers' names, with an index if there are several."""
+    for left in directory.glob(".*.safetensors.*.tmp"):  # by a process that was killed while it wrote
+        left.unlink(missing_ok=True)
+    paths: list[Path] = []
+    names: list[list[str]] = []
+    num_bytes = 0
+    try:
+        for shard in _shards(parameters, dtype=dtype, shard_bytes=shard_bytes):
+            paths.append(directory / f"model-{len(paths) + 1:05d}.safetensors")
+            write_file(shard, paths[-1])
+            names.append(list(shard))
+            num_bytes += sum(tensor.nbytes for tensor in shard.values())
+    except WeightsWriteError:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise
+    if len(paths) == 1:
+        os.replace(paths[0], directory / "model.safetensors")
         return
     weight_map: dict[str, str] = {}
-    for index, (path, names) in enumerate(zip(written.paths, written.names, strict=True), start=1):
-        file_name = f"model-{index:05d}-of-{num_files:05d}.safetensors"
+    for path, in_file in zip(paths, names, strict=True):
+        file_name = f"{path.stem}-of-{len(paths):05d}.safetensors"
         os.replace(path, directory / file_name)
-        weight_map |= dict.fromkeys(names, file_name)
-    index_json = {"metadata": {"total_size": written.num_bytes}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2) + "\n")
+        weight_map |= dict.fromkeys(in_file, file_name)
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(
+    parameters: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, shard_bytes: int
+) -> Iterator[dict[str, Tensor]]:
+    """Group tensors into at most ``shard_bytes`` each; a larger one goes alone. Integers keep their dtype."""
+    shard: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, parameter in parameters:
+        kept = dtype if parameter.is_floating_point() else parameter.dtype
+        tensor = parameter.to(device="cpu", dtype=kept).contiguous()
+        if shard and num_bytes + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, num_bytes = {}, 0
+        shard[name] = tensor
+        num_bytes += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def export_peft_directory(
+    adapters: Iterable[tuple[str, Tensor]], adapter: Adapter, *, base: str, directory: Path
+) -> None:
+    """Write A and B in float32, as they train, synced to disk. Raises ``WeightsWriteError`` and ``OSError``."""
+    tensors = {name: tensor.to(device="cpu", dtype=torch.float32).contiguous() for name, tensor in adapters}
+    write_file(tensors, directory / WEIGHTS_FILE)
+    (directory / CONFIG_FILE).write_text(peft_config(adapter, adapted_layers(tensors), base=base))
+    sync_file(directory / CONFIG_FILE)
+    sync_file(directory)
+
+
+def as_peft_directory(update: WeightUpdate, adapter: Adapter, *, base: str) -> WeightUpdate:
+    """Make the directory of the update's one file an adapter over the weights in ``base``. Raises ``WeightsWriteError``."""
+    written = Path(update.chunks[0]["path"])
+    path, config_path = written.with_name(WEIGHTS_FILE), written.with_name(CONFIG_FILE)
+    try:
+        config_path.write_text(peft_config(adapter, adapted_layers(update.manifest), base=base))
+        os.replace(written, path)
+    except OSError as error:
+        for left in (written, config_path):
+            left.unlink(missing_ok=True)
+        raise WeightsWriteError(
+            f"cannot write {config_path}: {error}; make room there or choose another directory"
+        ) from error
+    return replace(update, chunks=({"path": str(path), "config_path": str(config_path)},), adapter=adapter)
+
+
+def write_file(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write one safetensors file, synced to disk; its directory is made if missing.
+
+    Raises:
+        WeightsWriteError: it cannot be written. Nothing is left.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        sync_file(temporary)
+        os.replace(temporary, path)
+    except Exception as error:
+        temporary.unlink(missing_ok=True)
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        raise WeightsWriteError(
+            f"cannot write {num_bytes} bytes of weights to {path}: {error}; make room there or choose another directory"
+        ) from error
+
+
+def sync_file(path: Path) -> None:
+    """Force a file or a directory's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

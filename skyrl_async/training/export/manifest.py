@@ -1,18 +1,20 @@
-"""``policy.json`` of a checkpoint: what model it is of and which files make it whole.
+"""What a policy checkpoint says it is: ``policy.json`` names the model and the files, ``adapter.json`` the adapters and their base.
 
-Written last, so that a checkpoint without it is known to be incomplete. Knows nothing of what the files hold.
+``policy.json`` is written last: a checkpoint without it is incomplete. ``adapter.json`` is there if adapters alone were trained. Knows
+nothing of what the other files hold.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from skyrl_async.errors import CheckpointError
-from skyrl_async.training.export.bucket_writer import sync_file
+from skyrl_async.training.export.hf_export import sync_file
 
 MANIFEST_FILE = "policy.json"
 FORMAT_VERSION = 1
+ADAPTER_FILE = "adapter.json"
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Parameter name -> full shape."""
@@ -39,16 +41,16 @@ def write_manifest(directory: Path, *, model_type: str, shapes: Shapes, num_rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointedModel:
-    """What a policy checkpoint says it is."""
+    """The contents of ``policy.json``."""
 
     model_type: str
     shapes: Shapes
     files: Mapping[str, int]
-    """Name -> bytes."""
+    """File name -> bytes."""
 
 
 def read_model(directory: Path) -> CheckpointedModel:
-    """The contents of ``policy.json``. Raises ``CheckpointError`` when it is missing, damaged or of another format."""
+    """Read ``policy.json``. Raises ``CheckpointError`` when it is missing, damaged or of another format."""
     path = directory / MANIFEST_FILE
     if not path.is_file():
         raise CheckpointError(f"{directory} is not a complete policy checkpoint: it has no {MANIFEST_FILE}")
@@ -63,11 +65,11 @@ def read_model(directory: Path) -> CheckpointedModel:
             files=dict(content["files"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error!r}); resume from another checkpoint") from error
+        raise _damaged(path, error) from error
 
 
 def check_manifest(directory: Path, *, model_type: str, shapes: Shapes) -> None:
-    """Raise ``CheckpointError``, saying what differs, unless ``directory`` is a whole checkpoint of this model."""
+    """Raise ``CheckpointError``, saying what differs, unless ``directory`` is a complete checkpoint of this model."""
     found = read_model(directory)
     check_model(directory, found, model_type=model_type, shapes=shapes)
     for name, num_bytes in found.files.items():
@@ -94,3 +96,68 @@ def check_model(directory: Path, found: CheckpointedModel, *, model_type: str, s
                 f"checkpoint {directory} is of another model: {name} has shape {there} there and {here} in the policy "
                 f"(None: it does not exist); {advice}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterDescription:
+    """The contents of ``adapter.json``. A checkpoint fits a run if all but ``base`` are equal."""
+
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+    """Names of the adapted layers, in the model's order."""
+    base: str
+    """Directory that the base weights were loaded from. For people to read: it may have moved."""
+    base_checksum: str
+    """Checksum of the base weights."""
+
+    def write(self, directory: Path) -> None:
+        """Write ``adapter.json`` under ``directory``."""
+        (directory / ADAPTER_FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def check_adapter(directory: Path, here: AdapterDescription | None) -> None:
+    """Raise ``CheckpointError``, saying what to change, unless ``directory`` holds what is trained ``here`` (None: all weights)."""
+    path = directory / ADAPTER_FILE
+    if here is None:
+        if path.is_file():
+            there = _read_adapter(path)
+            raise CheckpointError(
+                f"checkpoint {directory} holds adapters of rank {there.rank} over {there.base}, and policy.lora.rank is 0; set "
+                f"policy.lora.rank={there.rank}, or trainer.resume_mode=none"
+            )
+        return
+    if not path.is_file():
+        raise CheckpointError(
+            f"checkpoint {directory} holds all weights and no adapters, and policy.lora.rank is {here.rank}; set policy.lora.rank=0, or "
+            "train adapters over an export of it (policy.path) with trainer.resume_mode=none"
+        )
+    there = _read_adapter(path)
+    for key in ("rank", "alpha"):
+        if (found := getattr(there, key)) != (wanted := getattr(here, key)):
+            raise CheckpointError(
+                f"checkpoint {directory} holds adapters with {key} {found}, and policy.lora.{key} is {wanted}; set it to {found}, or "
+                "trainer.resume_mode=none"
+            )
+    if difference := sorted(set(there.modules) ^ set(here.modules)):
+        raise CheckpointError(
+            f"checkpoint {directory} has adapters on other layers ({len(difference)} differ, such as {difference[0]}); set "
+            "policy.lora.target_modules and exclude_modules as they were, or trainer.resume_mode=none"
+        )
+    if there.base_checksum != here.base_checksum:
+        raise CheckpointError(
+            f"checkpoint {directory} holds adapters over {there.base}, and the weights of {here.base} are others; set policy.path to the "
+            "policy they were trained over, or trainer.resume_mode=none"
+        )
+
+
+def _read_adapter(path: Path) -> AdapterDescription:
+    try:
+        content = json.loads(path.read_text())
+        return AdapterDescription(**content | {"modules": tuple(content["modules"])})
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged ({error!r}); resume from another checkpoint")

@@ -11,13 +11,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from skyrl_async.errors import SkyRLAsyncError, TrainingError, WorkerDiedError
 from skyrl_async.runtime.device_leases import DeviceLease
 from skyrl_async.training.workers.recovering import LOST
-from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
+from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -207,3 +208,41 @@ class LogprobWorkers:
 
 def _is_there(update: WeightUpdate) -> bool:
     return all(Path(chunk["path"]).exists() for chunk in update.chunks)
+
+
+ComputeLogprobs = Callable[[Sequence[Trajectory]], Awaitable[RowLogprobs]]
+"""``LogprobWorkers.logprobs_of``, or ``Policy.logprobs_of`` of one model."""
+
+
+class LogprobStageWork:
+    """Fills in what rows lack: a group of a checkpoint comes with some.
+
+    Args:
+        compute: of the reference, or of the policy at its newest version.
+        model: whose log-probs those are: ``ref_logprobs`` of the reference, ``old_logprobs`` with ``old_version`` of the policy.
+    """
+
+    def __init__(self, compute: ComputeLogprobs, model: LogprobModel) -> None:
+        self._compute = compute
+        self._model = model
+
+    async def __call__(self, group: Group) -> Group:
+        """The group with log-probs in every row; those that a row has stay."""
+        lacking = [row for row in group.trajectories if self._known(row) is None]
+        if not lacking:
+            return group
+        found = await self._compute(lacking)
+        values = iter(found.values)
+        rows = [
+            row if self._known(row) is not None else self._filled(row, next(values), found.version)
+            for row in group.trajectories
+        ]
+        return replace(group, trajectories=tuple(rows))
+
+    def _known(self, row: Trajectory) -> tuple[float, ...] | None:
+        return row.ref_logprobs if self._model is LogprobModel.REF else row.old_logprobs
+
+    def _filled(self, row: Trajectory, values: tuple[float, ...], version: int) -> Trajectory:
+        if self._model is LogprobModel.REF:
+            return replace(row, ref_logprobs=values)
+        return replace(row, old_logprobs=values, old_version=version)

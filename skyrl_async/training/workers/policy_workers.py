@@ -28,8 +28,14 @@ from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import SharedWeights
 from skyrl_async.training.rng import REPEATING_ENVIRONMENT
 from skyrl_async.training.workers.dispatch import LogprobDispatch, split_work
-from skyrl_async.training.workers.rank_actor import CONCURRENCY_GROUPS, RankActor, this_place
-from skyrl_async.training.workers.worker_process import ProcessPlace, WorkerProcess, open_if_here
+from skyrl_async.training.workers.rank_actor import (
+    CONCURRENCY_GROUPS,
+    ProcessAddress,
+    RankActor,
+    WorkerProcess,
+    open_if_here,
+    own_address,
+)
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 from skyrl_async.weights.transfer_group import GroupPlace
 
@@ -108,7 +114,7 @@ class PolicyWorkers:
         actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
         names = [f"{worker_name}-{rank}-{run_id}" for rank in range(num_workers)]
         strategies = list(scheduling_strategies or [None] * num_workers)
-        here = this_place().node_id
+        here = own_address().node_id
         num_here = num_workers if loads_published else int(publishes)
         # An actor that asks for no resources Ray puts anywhere, unless it must be on a node. One that asks for more than the node has is
         # put elsewhere and refused below, in words of ours.
@@ -143,8 +149,8 @@ class PolicyWorkers:
 
     async def _boot(self) -> None:
         """Every process is up."""
-        here = this_place()
-        places: list[ProcessPlace] = await self._call("boot", is_up=False)
+        here = own_address()
+        places: list[ProcessAddress] = await self._call("boot", is_up=False)
         self._nodes = [place.node_id for place in places]
         for name, place in zip(self.names, places, strict=True):
             if process := open_if_here(place, here):
@@ -155,7 +161,7 @@ class PolicyWorkers:
         address = None
         if len(self._actors) > 1:
             first = self._actors[:1]
-            (host,) = await self._call("node_address", actors=first)
+            (host,) = await self._call("ip_address", actors=first)
             (port,) = await self._call("open_store", host, actors=first)
             address = (host, port)
         path, num_on = None if policy_path is None else str(policy_path), Counter(self._nodes)

@@ -25,23 +25,20 @@ from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
 from skyrl_async.training.backends import process_group
 from skyrl_async.training.backends.assembly import (
     Reference,
+    load_model,
     load_reference,
     make_backend,
     make_objective,
     make_token_logprobs,
 )
-from skyrl_async.training.backends.forward import batch_logprobs, row_logprobs
 from skyrl_async.training.backends.frozen import FrozenBackend
-from skyrl_async.training.backends.model import load_model
 from skyrl_async.training.backends.optimizer import WarmupSchedule, make_optimizer
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.backends.state_files import save_state
-from skyrl_async.training.backends.token_logprobs import Entropies, TokenLogprobs
-from skyrl_async.training.export.adapter_file import check_adapter
+from skyrl_async.training.backends.token_logprobs import Entropies, TokenLogprobs, batch_logprobs, row_logprobs
 from skyrl_async.training.export.device_copies import DeviceCopies
-from skyrl_async.training.export.hf_export import export_hf_directory
-from skyrl_async.training.export.manifest import check_manifest, write_manifest
-from skyrl_async.training.export.peft_directory import as_peft_directory, export_peft_directory
+from skyrl_async.training.export.hf_export import as_peft_directory, export_hf_directory, export_peft_directory
+from skyrl_async.training.export.manifest import check_adapter, check_manifest, write_manifest
 from skyrl_async.training.export.staging import Staging
 from skyrl_async.training.protocol import TrainingBackend
 from skyrl_async.training.rng import restore_rng_state, rng_state, seed_all, use_repeating_kernels
@@ -286,9 +283,9 @@ class PolicyRank:
         serve_dtype = self._settings.torch_serve_dtype
         with _gathering(published) as parameters:
             if self._copies is not None:
-                parameters = self._copies.taking(version, parameters, serve_dtype=serve_dtype)
+                parameters = self._copies.copying(version, parameters, serve_dtype=serve_dtype)
             if self._rank == 0:
-                return self._staging.take(version, parameters, serve_dtype=serve_dtype)
+                return self._staging.copy(version, parameters, serve_dtype=serve_dtype)
             if self._copies is not None:
                 deque(parameters, maxlen=0)
             return 0
@@ -301,7 +298,7 @@ class PolicyRank:
     def unshare_weights(self) -> None:
         """Engines have loaded what was shared. Not collective."""
         if self._copies is not None:
-            self._copies.give_back()
+            self._copies.unshare()
 
     def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         """Write what was gathered (rank 0 only; not collective). Any thread may call it, beside every other method."""

@@ -1,77 +1,131 @@
-"""A ``PolicyRank`` as a Ray actor: training in its first thread, what goes on beside that in threads of their own.
+"""A ``PolicyRank`` as a Ray actor, and its process as the trainer's machine sees it.
 
-Flows in: calls of ``PolicyWorkers``. Flows out: the rank's answers.
+The actor trains in its first thread. Heartbeats, writing weights and sending them have threads of their own.
+
+The trainer holds a descriptor of each worker's process on its own machine: it ends a frozen one at once and sees when it is gone, and never
+hits another process that got the same number. This takes Linux. Elsewhere, Ray alone ends workers.
 """
 
+import asyncio
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 import torch
 
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.export.weight_sender import WeightSender
+from skyrl_async.training.export.staging import WeightSender
+from skyrl_async.training.protocol import SharedWeights
 from skyrl_async.training.workers.rank import PolicyRank
-from skyrl_async.training.workers.worker_process import ProcessPlace
 from skyrl_async.types import WeightUpdate
 from skyrl_async.weights.transfer_group import GroupPlace
 
-_PULSE = "pulse"
+_HEARTBEAT = "heartbeat"
 """The thread that answers heartbeats."""
-_SENDING = "sending"
-"""The thread in which a rank writes its weights."""
+_WRITING = "writing"
+"""The thread that writes weights to a file."""
 _TRANSFERRING = "transferring"
-"""The thread in which a rank sends what was written to engines."""
-CONCURRENCY_GROUPS = {_PULSE: 1, _SENDING: 1, _TRANSFERRING: 1}
+"""The thread that sends a written file to engines, and shares copies on the device."""
+CONCURRENCY_GROUPS = {_HEARTBEAT: 1, _WRITING: 1, _TRANSFERRING: 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessAddress:
+    """Which process on which machine."""
+
+    node_id: str
+    """The machine, by Ray's name."""
+    namespace: str
+    """The process namespace in which ``pid`` counts; empty where the system has none."""
+    pid: int
+
+
+def own_address() -> ProcessAddress:
+    """The calling process. Ray must be connected."""
+    link = Path("/proc/self/ns/pid")
+    namespace = os.readlink(link) if link.exists() else ""
+    return ProcessAddress(node_id=ray.get_runtime_context().get_node_id(), namespace=namespace, pid=os.getpid())
 
 
 class RankActor(PolicyRank):
-    """See the module."""
+    """The methods that run beside training, and those that need Ray."""
 
     def __init__(self, settings: TrainingSettings, *, rank: int = 0, num_ranks: int = 1) -> None:
         super().__init__(settings, rank=rank, num_ranks=num_ranks)
         self._sender = WeightSender(torch.device(settings.device))
 
-    def node_address(self) -> str:
-        """Where the other ranks reach this one."""
+    def ip_address(self) -> str:
+        """This machine's address, as the other ranks reach it."""
         return str(ray.util.get_node_ip_address())
 
-    @ray.method(concurrency_group=_SENDING)
+    @ray.method(concurrency_group=_WRITING)
     def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-        """In a thread of its own: the other methods run meanwhile."""
+        """As ``PolicyRank.send_weights``; the other methods run meanwhile."""
         return super().send_weights(version, directory, bucket_bytes)
 
     @ray.method(concurrency_group=_TRANSFERRING)
     def open_transfer(self, num_receivers: int, backend: str, timeout_s: float) -> GroupPlace:
-        """See ``WeightSender.open``."""
-        return self._sender.open(
-            str(ray.util.get_node_ip_address()), num_receivers=num_receivers, backend=backend, timeout_s=timeout_s
-        )
+        """As ``WeightSender.open``, at this machine's address."""
+        return self._sender.open(self.ip_address(), num_receivers=num_receivers, backend=backend, timeout_s=timeout_s)
 
     @ray.method(concurrency_group=_TRANSFERRING)
     def broadcast_weights(self, path: Path, bucket_bytes: int) -> None:
-        """See ``WeightSender.send``."""
+        """As ``WeightSender.send``."""
         self._sender.send(path, bucket_bytes)
 
     @ray.method(concurrency_group=_TRANSFERRING)
-    def share_weights(self, version: int) -> dict[str, dict[str, Any]]:
-        """In a thread of its own: the rank may be training."""
+    def share_weights(self, version: int) -> SharedWeights:
+        """As ``PolicyRank.share_weights``; the rank may be training meanwhile."""
         return super().share_weights(version)
 
     @ray.method(concurrency_group=_TRANSFERRING)
     def unshare_weights(self) -> None:
-        """Likewise."""
+        """As ``PolicyRank.unshare_weights``; the rank may be training meanwhile."""
         super().unshare_weights()
 
-    def boot(self) -> ProcessPlace:
-        """The process is up: where it is."""
-        return this_place()
+    def boot(self) -> ProcessAddress:
+        """Return this process's address; the answer shows that the process is up."""
+        return own_address()
 
-    @ray.method(concurrency_group=_PULSE)
+    @ray.method(concurrency_group=_HEARTBEAT)
     def ping(self) -> None:
-        """The process runs, whatever it works on."""
+        """Answer while the process runs, whatever it works on."""
 
 
-def this_place() -> ProcessPlace:
-    """Where the caller is."""
-    return ProcessPlace.of_this_process(ray.get_runtime_context().get_node_id())
+class WorkerProcess:
+    """A worker's process on this machine. Holds a descriptor until ``close``."""
+
+    def __init__(self, pid: int) -> None:
+        self._descriptor = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        """Send SIGKILL; does nothing if the process is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    async def ended(self) -> None:
+        """Wait until the process is gone."""
+        loop = asyncio.get_running_loop()
+        is_gone = asyncio.Event()
+        loop.add_reader(self._descriptor, is_gone.set)
+        try:
+            await is_gone.wait()
+        finally:
+            loop.remove_reader(self._descriptor)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._descriptor)
+
+
+def open_if_here(address: ProcessAddress, here: ProcessAddress) -> WorkerProcess | None:
+    """Open a process of the caller's machine; None if it is elsewhere or gone, and where the system has no process descriptors."""
+    if (address.node_id, address.namespace) != (here.node_id, here.namespace) or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return WorkerProcess(address.pid)
+    except ProcessLookupError:
+        return None

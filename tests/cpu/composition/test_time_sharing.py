@@ -18,8 +18,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
 from skyrl_async.simulator.run import SimulationSettings, build_simulation
 from skyrl_async.training.protocol import export_weights
-from skyrl_async.training.workers.logprob_stage import LogprobStageWork
-from skyrl_async.training.workers.logprob_workers import LogprobWorkers
+from skyrl_async.training.workers.logprob_workers import LogprobStageWork, LogprobWorkers
 from skyrl_async.types import Group, LogprobModel, PauseMode, RowLogprobs, Trajectory, WeightUpdate
 from skyrl_async.weight_sync.publisher import WeightPublisher
 

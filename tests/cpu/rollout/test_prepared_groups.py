@@ -13,7 +13,7 @@ from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
-from skyrl_async.training.workers.logprob_stage import LogprobStageWork
+from skyrl_async.training.workers.logprob_workers import LogprobStageWork
 from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory
 
 SETTINGS = SimulationSettings(

@@ -14,8 +14,8 @@ from skyrl_async.composition.processes import _training_settings
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.deepspeed import DeepSpeedConfig, read_user_config
 from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
-from skyrl_async.training.backends.deepspeed_config import DeepSpeedSettings, engine_config
-from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.backends.deepspeed import engine_config
+from skyrl_async.training.backends.settings import DeepSpeedSettings, TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from tests.cpu.tiny_policies import advantages, assert_close, num_tokens, train, trajectories, weights, write_policy
 

@@ -15,8 +15,7 @@ from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.workers import logprob_workers
 from skyrl_async.training.workers.in_process import InProcessPolicy
-from skyrl_async.training.workers.logprob_stage import LogprobStageWork
-from skyrl_async.training.workers.logprob_workers import LogprobWorkers
+from skyrl_async.training.workers.logprob_workers import LogprobStageWork, LogprobWorkers
 from skyrl_async.training.workers.policy_workers import PolicyWorkers
 from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 from tests.cpu.quick_config import config_of

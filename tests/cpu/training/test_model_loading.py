@@ -16,8 +16,8 @@ from transformers import (
     RoFormerConfig,
 )
 
+from skyrl_async.training.backends.assembly import _draw_nothing, load_model
 from skyrl_async.training.backends.lora import add_adapters
-from skyrl_async.training.backends.model import _draw_nothing, load_model
 from skyrl_async.training.backends.settings import LoraSettings
 
 IDS = torch.arange(24).reshape(2, 12) % 48

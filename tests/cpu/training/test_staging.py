@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from skyrl_async.errors import TrainingError, WeightsWriteError
 from skyrl_async.inference.policy_files import read_manifest
 from skyrl_async.inference.vllm.weight_map import WeightMap
-from skyrl_async.training.export.staging import Staging, aligned_order, buckets_of
+from skyrl_async.training.export.staging import Staging, aligned_order
 
 DTYPES = (
     torch.float32,
@@ -41,18 +41,6 @@ tensors = st.lists(
 ).map(lambda kinds: {f"p{i}": some(shape, dtype, i) for i, (shape, dtype) in enumerate(kinds)})
 
 
-@given(weights=tensors, bucket_bytes=st.integers(1, 3000))
-@settings(max_examples=100, deadline=None)
-def test_buckets_hold_every_byte_once_in_order_and_none_is_larger_than_was_said(
-    weights: dict[str, torch.Tensor], bucket_bytes: int
-) -> None:
-    buckets = list(buckets_of(weights.values(), bucket_bytes))
-    sizes = [sum(map(len, bucket)) for bucket in buckets]
-    assert all(size == bucket_bytes for size in sizes[:-1]) and all(0 < size <= bucket_bytes for size in sizes[-1:])
-    expected = b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in weights.values())
-    assert b"".join(bytes(piece) for bucket in buckets for piece in bucket) == expected
-
-
 @pytest.mark.slow
 @given(weights=tensors, send_bytes=st.integers(1, 3000), load_bytes=st.integers(1, 3000))
 @settings(max_examples=60, deadline=None)
@@ -61,7 +49,7 @@ def test_mixed_dtypes_arrive_as_they_were_whatever_the_buckets(
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
         staging = Staging()
-        num_bytes = staging.take(3, weights.items(), serve_dtype=torch.float32)
+        num_bytes = staging.copy(3, weights.items(), serve_dtype=torch.float32)
         update = staging.write(3, Path(directory), send_bytes)
         (path,) = (Path(chunk["path"]) for chunk in update.chunks)
         assert update.num_bytes == num_bytes == sum(tensor.nbytes for tensor in weights.values())
@@ -84,7 +72,7 @@ def test_mixed_dtypes_arrive_as_they_were_whatever_the_buckets(
 def test_every_dtype_of_safetensors_arrives_as_it_was(dtype: torch.dtype, tmp_path: Path) -> None:
     tensor = (torch.arange(12).view(3, 4) * 2).to(dtype)
     staging = Staging()
-    staging.take(1, [("w", tensor)], serve_dtype=torch.bfloat16)
+    staging.copy(1, [("w", tensor)], serve_dtype=torch.bfloat16)
     update = staging.write(1, tmp_path, 7)
     path = update.chunks[0]["path"]
     assert update.manifest == read_manifest(str(tmp_path))
@@ -93,15 +81,15 @@ def test_every_dtype_of_safetensors_arrives_as_it_was(dtype: torch.dtype, tmp_pa
             assert arrived.dtype == dtype and torch.equal(arrived.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_a_dtype_that_cannot_be_sent_is_refused_when_it_is_taken() -> None:
+def test_a_dtype_that_cannot_be_sent_is_refused_when_it_is_copied() -> None:
     with pytest.raises(TrainingError, match=r"rope.freqs cannot be published: .* got torch.complex64"):
-        Staging().take(1, [("rope.freqs", torch.zeros(2, dtype=torch.complex64))], serve_dtype=torch.bfloat16)
+        Staging().copy(1, [("rope.freqs", torch.zeros(2, dtype=torch.complex64))], serve_dtype=torch.bfloat16)
 
 
 def test_float32_takes_the_dtype_that_is_served_and_everything_else_keeps_its_own(tmp_path: Path) -> None:
     weights = {"f": torch.rand(5), "b": torch.rand(3).bfloat16(), "n": torch.arange(4), "d": torch.rand(2).double()}
     staging = Staging()
-    staging.take(0, weights.items(), serve_dtype=torch.bfloat16)
+    staging.copy(0, weights.items(), serve_dtype=torch.bfloat16)
     found = load_file(staging.write(0, tmp_path, 7).chunks[0]["path"])
     assert {name: tensor.dtype for name, tensor in found.items()} == {
         "f": torch.bfloat16,
@@ -112,13 +100,13 @@ def test_float32_takes_the_dtype_that_is_served_and_everything_else_keeps_its_ow
     assert torch.equal(found["f"], weights["f"].bfloat16()) and torch.equal(found["n"], weights["n"])
 
 
-def test_a_copy_does_not_change_with_what_it_was_taken_of_and_its_memory_is_used_again(tmp_path: Path) -> None:
+def test_a_copy_does_not_change_with_its_source_and_the_next_copy_reuses_its_memory(tmp_path: Path) -> None:
     weight, staging = torch.zeros(1000), Staging()
-    staging.take(1, [("w", weight)], serve_dtype=torch.float32)
+    staging.copy(1, [("w", weight)], serve_dtype=torch.float32)
     weight += 1.0  # as an optimizer step does, in place
     first = load_file(staging.write(1, tmp_path, 100).chunks[0]["path"])
     memory = staging._tensors["w"].data_ptr()
-    staging.take(2, [("w", weight)], serve_dtype=torch.float32)
+    staging.copy(2, [("w", weight)], serve_dtype=torch.float32)
     second = load_file(staging.write(2, tmp_path, 100).chunks[0]["path"])
     assert first["w"].sum() == 0.0 and second["w"].sum() == 1000.0
     assert staging._tensors["w"].data_ptr() == memory
@@ -142,9 +130,9 @@ def small_files() -> Iterator[None]:
 
 def test_where_there_is_no_room_nothing_is_left_and_it_may_be_tried_again(tmp_path: Path, small_files: None) -> None:
     staging = Staging()
-    staging.take(7, [("w", torch.zeros(200_000))], serve_dtype=torch.float32)
+    staging.copy(7, [("w", torch.zeros(200_000))], serve_dtype=torch.float32)
     with pytest.raises(WeightsWriteError, match=r"cannot write 800000 bytes of weights to .*v000007.*make room there"):
         staging.write(7, tmp_path, 100_000)
     assert list(tmp_path.iterdir()) == []
-    staging.take(8, [("w", torch.zeros(100_000))], serve_dtype=torch.float32)
+    staging.copy(8, [("w", torch.zeros(100_000))], serve_dtype=torch.float32)
     assert staging.write(8, tmp_path, 100_000).num_bytes == 400_000

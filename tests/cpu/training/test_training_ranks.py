@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from skyrl_async.algorithms.settings import CorrectionSettings
-from skyrl_async.training.backends.deepspeed_config import DeepSpeedSettings
-from skyrl_async.training.backends.settings import LoraSettings, TrainingSettings
+from skyrl_async.training.backends.settings import DeepSpeedSettings, LoraSettings, TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.rank import PolicyRank
 from skyrl_async.types import LogprobModel

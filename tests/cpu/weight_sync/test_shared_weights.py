@@ -53,9 +53,9 @@ def copies() -> Iterator[DeviceCopies]:
     copies.close()
 
 
-def taken(copies: DeviceCopies, version: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def copied(copies: DeviceCopies, version: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """What is handed on."""
-    return dict(copies.taking(version, tensors.items(), serve_dtype=torch.float32))
+    return dict(copies.copying(version, tensors.items(), serve_dtype=torch.float32))
 
 
 def read(handles: dict[str, Any]) -> dict[str, Tensor]:
@@ -80,20 +80,20 @@ def test_another_process_opens_the_very_values_in_the_dtypes_they_had() -> None:
 
 def test_a_copy_takes_the_dtype_that_is_served_and_stays_when_the_tensor_changes(copies: DeviceCopies) -> None:
     weight, mask = torch.full((3, 2), 1 / 3), torch.tensor([True, False])
-    for _ in copies.taking(1, [("weight", weight), ("mask", mask)], serve_dtype=torch.bfloat16):
+    for _ in copies.copying(1, [("weight", weight), ("mask", mask)], serve_dtype=torch.bfloat16):
         pass
     weight.zero_()
     assert_same(read(copies.share(1)), {"weight": torch.full((3, 2), 1 / 3).bfloat16(), "mask": mask})
 
 
-def test_what_is_shared_stays_until_it_is_given_back_whatever_is_gathered_meanwhile(copies: DeviceCopies) -> None:
+def test_what_is_shared_stays_until_it_is_unshared_whatever_is_gathered_meanwhile(copies: DeviceCopies) -> None:
     versions = [mixed_tensors(seed) for seed in range(4)]
-    taken(copies, 0, versions[0])
+    copied(copies, 0, versions[0])
     handles = copies.share(0)
-    taken(copies, 1, versions[1])
-    taken(copies, 2, versions[2])
+    copied(copies, 1, versions[1])
+    copied(copies, 2, versions[2])
     assert_same(read(handles), versions[0])
-    copies.give_back()
+    copies.unshare()
     with pytest.raises(FileNotFoundError):
         read(handles)
     assert copies.share(0) == copies.share(1) == {}, "neither is there any more"
@@ -113,7 +113,7 @@ def test_without_room_on_the_device_nothing_is_kept_and_everything_is_handed_on(
     tensors = mixed_tensors()
     monkeypatch.setattr(device_copies, "SharedTensor", Full)
     with caplog.at_level(logging.WARNING):
-        assert_same(taken(copies, 1, tensors), tensors)
+        assert_same(copied(copies, 1, tensors), tensors)
     assert copies.share(1) == {}
     assert "version 1 is not shared on the device" in caplog.text and "engine.gpu_memory_utilization" in caplog.text
 
@@ -124,7 +124,7 @@ def test_memory_that_has_no_handle_is_not_shared(
     def refuse(tensor: SharedTensor) -> dict[str, Any]:
         raise RuntimeError("expandable segments have no handle")
 
-    taken(copies, 1, mixed_tensors())
+    copied(copies, 1, mixed_tensors())
     monkeypatch.setattr(SharedTensor, "handle", refuse)
     with caplog.at_level(logging.WARNING):
         assert copies.share(1) == {}
@@ -159,7 +159,7 @@ def test_a_handle_on_cuda_keeps_no_memory_that_nobody_opened_and_brings_no_event
 
 
 def test_a_gathering_that_breaks_off_leaves_nothing_to_share(copies: DeviceCopies) -> None:
-    parameters = copies.taking(1, mixed_tensors().items(), serve_dtype=torch.float32)
+    parameters = copies.copying(1, mixed_tensors().items(), serve_dtype=torch.float32)
     next(parameters)
     parameters.close()
     assert copies.share(1) == {}

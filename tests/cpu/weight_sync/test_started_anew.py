@@ -28,7 +28,7 @@ class Growing(ModelledPolicy):
 
     async def gather_weights(self, version: int) -> int:
         grown = ((name, weight + version) for name, weight in self._weights.items())
-        return self._staging.take(version, grown, serve_dtype=torch.float32)
+        return self._staging.copy(version, grown, serve_dtype=torch.float32)
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         return self._staging.write(version, directory, bucket_bytes)

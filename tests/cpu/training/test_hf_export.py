@@ -1,4 +1,4 @@
-"""Weights as files, and a place that is full."""
+"""An export to a disk that is full."""
 
 import resource
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from skyrl_async.errors import WeightsWriteError
-from skyrl_async.training.export.bucket_writer import write_buckets
+from skyrl_async.training.export.hf_export import export_hf_directory
 
 
 @pytest.fixture
@@ -20,11 +20,19 @@ def small_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_bucket_for_which_there_is_no_room_takes_the_others_with_it(tmp_path: Path, small_files: None) -> None:
+def test_a_file_for_which_there_is_no_room_takes_the_others_with_it(tmp_path: Path, small_files: None) -> None:
     def parameters() -> Iterator[tuple[str, torch.Tensor]]:
         for i, size in enumerate((100_000, 100_000, 200_000, 100_000)):
             yield f"p{i}", torch.zeros(size)
 
-    with pytest.raises(WeightsWriteError, match=r"cannot write 800000 bytes of weights to .*v7-0002.*make room there"):
-        write_buckets(parameters(), dtype=torch.float32, directory=tmp_path, prefix="v7", bucket_bytes=400_000)
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "source").mkdir()
+    exported = tmp_path / "exported"
+    with pytest.raises(WeightsWriteError, match=r"cannot write 800000 bytes of weights to .*model-00003.*make room"):
+        export_hf_directory(
+            parameters(),
+            source=tmp_path / "source",
+            directory=exported,
+            dtype=torch.float32,
+            shard_bytes=400_000,
+        )
+    assert list(exported.iterdir()) == []
