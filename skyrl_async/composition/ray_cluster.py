@@ -229,7 +229,7 @@ def _bundle_sizes(plan: DevicePlan) -> list[int]:
 def _indices_by_group(plan: DevicePlan, nodes: Sequence[str], here: str) -> list[list[int]]:
     """Which of the placement group's bundles belong to each group of the plan.
 
-    ReservedDevices of a size are alike: they are dealt out machine by machine, so that a group lies on as few of them as can be. This machine's
+    Bundles of a size are alike. They are assigned machine by machine, so that a group lies on as few machines as possible. This machine's
     come first. The policy's group chooses first, whose rank 0 publishes weights in the shared memory of the trainer's machine, and then
     that of ``logp``, whose ranks load them from there.
 

@@ -1,14 +1,18 @@
-"""What the policy was asked since its last checkpoint, kept so that it can be asked again.
+"""What a restart of the policy workers begins with: the calls since the last checkpoint, and checkpoints of the policy alone.
 
-Flows in: the calls that change the policy, after they succeeded. Flows out: the same calls, in order. Pickled: some 20 bytes per
-token, a fraction of what the objects take. Does no I/O, and knows neither workers nor checkpoints.
+Calls are kept pickled, after they succeeded: some 20 bytes per token, a fraction of what the objects take. Knows nothing of workers.
 """
 
+import asyncio
 import pickle
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from pathlib import Path
 
+from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.types import Trajectory
 
 
@@ -19,7 +23,7 @@ class GradientsCall:
     pickled: bytes
 
     def arguments(self) -> tuple[Sequence[Trajectory], Sequence[float], int]:
-        """Equal to those of the call, floats to the last bit."""
+        """The call's trajectories, advantages and version; floats are equal to the last bit."""
         trajectories, advantages, version = pickle.loads(self.pickled)
         return trajectories, advantages, version
 
@@ -30,23 +34,24 @@ class StepCall:
 
     denominator: float
     grad_norm: float
-    """As it answered: doing it again must give the same."""
+    """The answer. Repeating the step must give the same."""
 
 
 class CallJournal:
-    """Grows by one entry per call; ``cut`` forgets what a checkpoint holds. Positions count from the first call ever.
+    """The calls since the last checkpoint. Positions count from the first call ever.
 
-    ``max_bytes`` is when it calls itself full; it goes on taking calls then, up to the next step.
+    Args:
+        max_bytes: above this ``is_full``. The journal still takes calls, up to the next step.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._calls: list[GradientsCall | StepCall] = []
-        self._num_forgotten = 0
+        self._num_dropped = 0
         self.num_bytes = 0
 
     def __len__(self) -> int:
-        """Calls held."""
+        """Number of calls held."""
         return len(self._calls)
 
     def __iter__(self) -> Iterator[GradientsCall | StepCall]:
@@ -59,33 +64,64 @@ class CallJournal:
 
     @property
     def is_full(self) -> bool:
-        """Whether a checkpoint should take its place."""
+        """Whether a checkpoint should replace the journal."""
         return self.num_bytes > self._max_bytes
 
     @property
     def last_step(self) -> int:
-        """Position after the last step held: a checkpoint holds everything before it, and no gradients after it."""
+        """Position after the last step held. A checkpoint holds everything before it and no gradients after it."""
         after = (i for i in range(len(self._calls), 0, -1) if isinstance(self._calls[i - 1], StepCall))
-        return self._num_forgotten + next(after, 0)
+        return self._num_dropped + next(after, 0)
 
     def add_gradients(self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int) -> None:
-        """Remember a ``forward_backward``."""
+        """Append a ``forward_backward``."""
         pickled = pickle.dumps((tuple(trajectories), tuple(advantages), version), pickle.HIGHEST_PROTOCOL)
         self._calls.append(GradientsCall(pickled=pickled))
         self.num_bytes += len(pickled)
 
     def add_step(self, denominator: float, grad_norm: float) -> None:
-        """Remember a ``step``."""
+        """Append a ``step``."""
         self._calls.append(StepCall(denominator=denominator, grad_norm=grad_norm))
 
     def cut(self, position: int) -> None:
-        """Forget what is before ``position``; nothing where that was forgotten already."""
-        num_calls = max(0, position - self._num_forgotten)
-        forgotten = islice(self._calls, num_calls)
-        self.num_bytes -= sum(len(call.pickled) for call in forgotten if isinstance(call, GradientsCall))
+        """Drop the calls before ``position``. Idempotent."""
+        num_calls = max(0, position - self._num_dropped)
+        dropped = islice(self._calls, num_calls)
+        self.num_bytes -= sum(len(call.pickled) for call in dropped if isinstance(call, GradientsCall))
         del self._calls[:num_calls]
-        self._num_forgotten += num_calls
+        self._num_dropped += num_calls
 
     def clear(self) -> None:
-        """Forget everything."""
-        self.cut(self._num_forgotten + len(self._calls))
+        """Drop all calls."""
+        self.cut(self._num_dropped + len(self._calls))
+
+
+class RecoveryDirectory:
+    """Checkpoints of the policy alone, written when the journal is full. At most one of them is kept.
+
+    Each is as large as the policy and its optimizer, so that deleting takes long: a thread does it while the loop goes on.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._count = 0
+        self._threads = DaemonThreads("recovery")
+        self.close()
+
+    def next(self) -> Path:
+        """Return a path at which nothing exists."""
+        self._count += 1
+        return self._directory / f"policy-{self._count}"
+
+    def remove(self, *, but: Path | None = None) -> "list[asyncio.Future[None]]":
+        """Begin to delete all checkpoints, ``but`` one."""
+        return [self.delete(path) for path in self._directory.glob("*") if path != but]
+
+    def delete(self, directory: Path) -> "asyncio.Future[None]":
+        """Begin to delete any directory."""
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._threads, partial(shutil.rmtree, directory, ignore_errors=True))
+
+    def close(self) -> None:
+        """Delete everything; blocks until it is gone."""
+        shutil.rmtree(self._directory, ignore_errors=True)

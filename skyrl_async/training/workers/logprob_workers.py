@@ -1,10 +1,10 @@
-"""A model that does not train, on workers of its own: rows in, their log-probs out, whatever becomes of the workers.
+"""Log-probs from workers that do not train: rows in, log-probs out. Workers that die are replaced.
 
     stage ──rows──> LogprobWorkers ──calls──> workers ── die, hang ──> new workers, at the newest version
                           ^
           published versions (of a policy; a reference takes none)
 
-Knows neither Ray nor torch, nor who shares their devices. Workers hold nothing but weights, so that replacing them loses nothing.
+Knows neither Ray nor torch. Workers hold nothing but weights, so that replacing them loses nothing.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from skyrl_async.errors import SkyRLAsyncError, TrainingError, WorkerDiedError
+from skyrl_async.runtime.changes import Changes
 from skyrl_async.runtime.device_leases import DeviceLease
 from skyrl_async.training.workers.recovering import LOST
 from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
@@ -25,17 +26,53 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NEWER_VERSION_TIMEOUT_S = 600.0
+ComputeLogprobs = Callable[[Sequence[Trajectory]], Awaitable[RowLogprobs]]
+"""``LogprobWorkers.logprobs_of``, or ``Policy.logprobs_of`` with one model."""
+
+
+class LogprobStageWork:
+    """The work of the stages ``ref_logp`` and ``logp``: fills in the log-probs that a finished group's rows lack.
+
+    Some rows of a group from a checkpoint have them already.
+
+    Args:
+        compute: computes log-probs under ``model``.
+        model: which field to fill: ``ref_logprobs`` for the reference, ``old_logprobs`` and ``old_version`` for the policy.
+    """
+
+    def __init__(self, compute: ComputeLogprobs, model: LogprobModel) -> None:
+        self._compute = compute
+        self._model = model
+
+    async def __call__(self, group: Group) -> Group:
+        """Return the group with log-probs in every row. Rows that have them keep them."""
+        rows = list(group.trajectories)
+        lacking = [index for index, row in enumerate(rows) if self._logprobs(row) is None]
+        if not lacking:
+            return group
+        found = await self._compute([rows[index] for index in lacking])
+        for index, values in zip(lacking, found.values, strict=True):
+            rows[index] = self._filled(rows[index], values, found.version)
+        return replace(group, trajectories=tuple(rows))
+
+    def _logprobs(self, row: Trajectory) -> tuple[float, ...] | None:
+        return row.ref_logprobs if self._model is LogprobModel.REF else row.old_logprobs
+
+    def _filled(self, row: Trajectory, values: tuple[float, ...], version: int) -> Trajectory:
+        if self._model is LogprobModel.REF:
+            return replace(row, ref_logprobs=values)
+        return replace(row, old_logprobs=values, old_version=version)
 
 
 class ForwardWorkers(Protocol):
-    """One group of ranks that do not train; ``PolicyWorkers`` and ``InProcessPolicy`` with ``trains=False`` are."""
+    """One group of ranks that do not train: ``PolicyWorkers`` or ``InProcessPolicy`` with ``trains=False``."""
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
-        """See ``Policy``."""
+        """As ``Policy.logprobs_of``."""
         ...
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Replace all weights by those of a published version. Raises ``TrainingError``; the version before stays."""
+        """Replace all weights by a published version's. Raises ``TrainingError``; the previous version stays."""
         ...
 
     async def close(self) -> None:
@@ -44,28 +81,28 @@ class ForwardWorkers(Protocol):
 
 
 class LogprobWorkers:
-    """Made by ``start``, ended by ``close``. Calls follow one another.
+    """Made by ``start``, ended by ``close``. Calls run one at a time.
 
-    On devices that they share, workers compute and load in a turn, of a call or of several (``turn``). They are replaced, and wait for a
-    version, in nobody's: engines that share these devices have to load it first.
+    On shared devices, workers compute and load while they hold a lease: of one call, or of several (``lease``). No lease is held while
+    workers are replaced or wait for a version: engines on the same devices have to load that version first.
     """
 
     def __init__(
         self,
-        workers: ForwardWorkers | None,
         start: Callable[[], Awaitable[ForwardWorkers]],
         *,
         max_restarts: int,
         device_lease: DeviceLease,
     ) -> None:
-        self._workers = workers
+        self._workers: ForwardWorkers | None = None
         self._start = start
         self._device_lease = device_lease
-        self._calls = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._caller: asyncio.Task[Any] | None = None
+        """The task that holds ``lease``."""
         self._max_restarts = max_restarts
         self._newest: WeightUpdate | None = None
-        self._arrival = asyncio.Event()
+        self._published = Changes()
         self._is_closed = False
         self.num_restarts = 0
 
@@ -77,25 +114,25 @@ class LogprobWorkers:
         max_restarts: int,
         device_lease: DeviceLease | None = None,
     ) -> "LogprobWorkers":
-        """Start the first workers, again where one dies meanwhile; whatever else keeps these from coming up is raised as it is.
+        """Start the first workers; start them again if one dies meanwhile. Any other failure is raised as it is.
 
         Args:
-            start: starts workers with the weights of version 0. Called again for each restart, when the ones before are closed.
-            max_restarts: >= 0; over all calls.
-            device_lease: held while workers compute or load, by these workers alone; None where they have their devices for themselves.
+            start: starts workers with the weights of version 0. Called again for each restart, after the previous workers are closed.
+            max_restarts: >= 0, over all calls.
+            device_lease: held while workers compute or load, by these workers alone; None if they share their devices with nobody.
         """
-        workers = cls(None, start, max_restarts=max_restarts, device_lease=device_lease or DeviceLease())
+        workers = cls(start, max_restarts=max_restarts, device_lease=device_lease or DeviceLease())
         while workers._workers is None:
             try:
                 workers._workers = await start()
             except WorkerDiedError as error:
-                await workers._bury(error)
+                await workers._close_dead(error)
         return workers
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[None]:
-        """In the block, which begins with it, this task's calls are in one turn; calls of others follow it."""
-        async with self._calls:
+        """Hold the devices for all calls that this task makes in the block. Calls of other tasks wait."""
+        async with self._lock:
             self._caller = asyncio.current_task()
             try:
                 if self._workers is not None:
@@ -119,16 +156,16 @@ class LogprobWorkers:
         return await self._call(compute)
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Go on with a published version; workers that replace dead ones begin with it, even before it is their turn to load it.
+        """Load a published version. Workers that are being replaced begin with it, without waiting for this call to run.
 
-        Where its files are gone by then (without ``weight_sync.double_buffer`` they make room for the next version), the workers stay at
-        the version before, and new ones wait for the next.
+        Without ``weight_sync.double_buffer`` its files may be gone by then, to make room for the next version. Workers then stay at the
+        previous version, and new ones wait for the next.
 
         Raises:
-            TrainingError: it cannot be read or is of another model; the version before stays.
+            TrainingError: it cannot be read or is of another model; the previous version stays.
         """
         self._newest = update
-        self._arrival.set()
+        self._published.notify()
         await self._call(lambda workers: self._load(workers, update))
 
     async def close(self) -> None:
@@ -138,24 +175,22 @@ class LogprobWorkers:
             await workers.close()
 
     async def _call(self, call: Callable[[ForwardWorkers], Awaitable[T]]) -> T:
-        if self._caller is asyncio.current_task():
-            return await self._answered(call)
-        async with self.lease():
-            return await self._answered(call)
-
-    async def _answered(self, call: Callable[[ForwardWorkers], Awaitable[T]]) -> T:
+        """Make a call, with new workers as often as it takes."""
+        if self._caller is not asyncio.current_task():
+            async with self.lease():
+                return await self._call(call)
         while True:
             assert not self._is_closed, "the log-prob workers are closed"
             try:
                 if self._workers is None:
-                    self._workers = await self._start_anew()
+                    self._workers = await self._start_at_newest()
                 return await call(self._workers)
             except LOST as error:
                 self._device_lease.release()
-                await self._bury(error)
+                await self._close_dead(error)
 
-    async def _bury(self, error: SkyRLAsyncError) -> None:
-        """End what is left of dead workers; raises where they may not be replaced."""
+    async def _close_dead(self, error: SkyRLAsyncError) -> None:
+        """Close workers of which one died; raises ``error`` if no restart is left."""
         lost, self._workers = self._workers, None
         if lost is not None:
             await lost.close()
@@ -169,23 +204,24 @@ class LogprobWorkers:
             "%s; restart %d of at most trainer.max_restarts=%d", error, self.num_restarts, self._max_restarts
         )
 
-    async def _start_anew(self) -> ForwardWorkers:
+    async def _start_at_newest(self) -> ForwardWorkers:
+        """Start workers and load the newest version; waits for a newer one if its files are gone."""
         workers = await self._start()
         try:
             while (newest := self._newest) is not None and not await self._load(workers, newest):
                 await self._newer_than(newest)
-        except BaseException:  # cancelled or not, nobody may use what is half way there
+        except BaseException:  # also when cancelled: nobody may use workers in a state between
             await workers.close()
             raise
         return workers
 
     async def _load(self, workers: ForwardWorkers, update: WeightUpdate) -> bool:
-        """Whether its files were still there."""
+        """Load a version; returns False if its files are gone."""
         await self._device_lease.acquire()
         try:
             await workers.load_weights(update)
         except TrainingError as error:
-            if isinstance(error, LOST) or _is_there(update):
+            if isinstance(error, LOST) or _has_files(update):
                 raise
             logger.info("log-prob workers do not load version %d, whose files are gone", update.version)
             return False
@@ -196,9 +232,7 @@ class LogprobWorkers:
     async def _newer_than(self, update: WeightUpdate) -> None:
         try:
             async with asyncio.timeout(_NEWER_VERSION_TIMEOUT_S):
-                while self._newest is update:
-                    self._arrival.clear()
-                    await self._arrival.wait()
+                await self._published.until(lambda: self._newest is not update)
         except TimeoutError as error:
             raise TrainingError(
                 f"new log-prob workers have no weights: the files of version {update.version} are gone, and no newer one came in "
@@ -206,43 +240,5 @@ class LogprobWorkers:
             ) from error
 
 
-def _is_there(update: WeightUpdate) -> bool:
+def _has_files(update: WeightUpdate) -> bool:
     return all(Path(chunk["path"]).exists() for chunk in update.chunks)
-
-
-ComputeLogprobs = Callable[[Sequence[Trajectory]], Awaitable[RowLogprobs]]
-"""``LogprobWorkers.logprobs_of``, or ``Policy.logprobs_of`` of one model."""
-
-
-class LogprobStageWork:
-    """Fills in what rows lack: a group of a checkpoint comes with some.
-
-    Args:
-        compute: of the reference, or of the policy at its newest version.
-        model: whose log-probs those are: ``ref_logprobs`` of the reference, ``old_logprobs`` with ``old_version`` of the policy.
-    """
-
-    def __init__(self, compute: ComputeLogprobs, model: LogprobModel) -> None:
-        self._compute = compute
-        self._model = model
-
-    async def __call__(self, group: Group) -> Group:
-        """The group with log-probs in every row; those that a row has stay."""
-        lacking = [row for row in group.trajectories if self._known(row) is None]
-        if not lacking:
-            return group
-        found = await self._compute(lacking)
-        values = iter(found.values)
-        rows = [
-            row if self._known(row) is not None else self._filled(row, next(values), found.version)
-            for row in group.trajectories
-        ]
-        return replace(group, trajectories=tuple(rows))
-
-    def _known(self, row: Trajectory) -> tuple[float, ...] | None:
-        return row.ref_logprobs if self._model is LogprobModel.REF else row.old_logprobs
-
-    def _filled(self, row: Trajectory, values: tuple[float, ...], version: int) -> Trajectory:
-        if self._model is LogprobModel.REF:
-            return replace(row, ref_logprobs=values)
-        return replace(row, old_logprobs=values, old_version=version)
