@@ -1,4 +1,4 @@
-"""What makes this process repeat itself: its random state (python, numpy, torch, CUDA) in and out of plain values, and CUDA's kernels."""
+"""The random state of this process (python, numpy, torch, CUDA), seeded, saved and restored."""
 
 import random
 from typing import Any
@@ -15,16 +15,11 @@ def seed_all(seed: int) -> None:
 
 
 REPEATING_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""What cuBLAS wants to find when a process of repeating kernels begins."""
-
-
-def use_repeating_kernels() -> None:
-    """Have torch take kernels that give the same bits each time; on CUDA an operation that has none raises."""
-    torch.use_deterministic_algorithms(True)
+"""Environment that cuBLAS needs from the start of a process whose results are to repeat."""
 
 
 def rng_state() -> dict[str, Any]:
-    """All states, as tensors and builtin values only, so that they load without unpickling code."""
+    """All states as tensors and builtin values, so that they load without unpickling code."""
     version, internal, gauss_next = random.getstate()
     algorithm, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -36,7 +31,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Undo everything drawn since ``rng_state``."""
+    """Restore what ``rng_state`` returned."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     algorithm, keys, position, has_gauss, cached = state["numpy"]

@@ -49,9 +49,7 @@ class Group:
         async def start() -> PolicyWorkers:
             assert not any(map(is_running, group.pids)), "the ones before must be gone"
             group.past += group.pids
-            workers = await PolicyWorkers.start(
-                settings, num_workers=2, call_timeout_s=600.0, start_timeout_s=120.0, heartbeat=HEARTBEAT
-            )
+            workers = await PolicyWorkers.start(settings, num_workers=2, call_timeout_s=600.0, heartbeat=HEARTBEAT)
             group.pids = [(await ray.get_actor(name).boot.remote()).pid for name in workers.names]
             return workers
 

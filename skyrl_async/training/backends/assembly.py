@@ -1,6 +1,6 @@
-"""What a rank is put together from: settings in; a backend, a reference and an objective out.
+"""The parts of a rank, made from its settings: model, backend, reference and objective.
 
-Knows every kind of them, and none of what a rank does with them.
+Knows every kind of them, and nothing of what a rank does with them.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from skyrl_async.training.backends.token_logprobs import TokenLogprobs
 from skyrl_async.training.protocol import TrainingBackend
 
 Reference = Callable[[], contextlib.AbstractContextManager[TokenLogprobs]]
-"""While the context lasts, its log-probs are the reference's."""
+"""Opens the reference: its log-probs are the reference's inside the context only."""
 
 
 def make_backend(settings: TrainingSettings, device: torch.device) -> TrainingBackend:
-    """Of the policy; nothing is loaded yet."""
+    """Make the policy's backend. Nothing is loaded yet."""
     if not settings.trains:
         return FrozenBackend(device=device, mixed_precision=settings.mixed_precision)
     backend = _sharded_backend(settings, device)
@@ -64,9 +64,9 @@ def _sharded_backend(settings: TrainingSettings, device: torch.device) -> Traini
 def load_reference(
     settings: TrainingSettings, device: torch.device, backend: TrainingBackend, policy: TokenLogprobs
 ) -> Reference | None:
-    """The frozen model beside the policy, loaded once for as long as the process lives; None where none is asked for.
+    """Load the frozen model beside the policy; None if the settings ask for none.
 
-    With adapters it is the policy itself without them, unless the reference has a path of its own.
+    If adapters train, the reference is the policy without them, unless it has its own path.
     """
     if not settings.has_reference:
         return None
@@ -93,7 +93,7 @@ def _without_adapters(backend: TrainingBackend, policy: TokenLogprobs) -> Refere
 
 
 def make_token_logprobs(model: nn.Module, settings: TrainingSettings) -> TokenLogprobs:
-    """Of a model that a backend has built, on every rank at the same time. Raises ``ConfigError`` where it cannot read packed rows."""
+    """Wrap a model that a backend has built. Collective. Raises ``ConfigError`` if the model cannot read packed rows."""
     if settings.use_sample_packing:
         read_packed_rows(model)
         check_rows_are_apart(model)
@@ -101,7 +101,7 @@ def make_token_logprobs(model: nn.Module, settings: TrainingSettings) -> TokenLo
 
 
 def make_objective(settings: TrainingSettings) -> Objective:
-    """What training minimises. Raises ``ConfigError`` for unknown names, and for weights that the loss has already."""
+    """Make what training minimises. Raises ``ConfigError`` for unknown names, and for corrections that the loss makes already."""
     correction = OffPolicyCorrection(settings=settings.correction, anchor=anchor_of(settings.policy_loss))
     constants = settings.loss_constants
     if settings.correction.weighs:
@@ -116,7 +116,7 @@ def make_objective(settings: TrainingSettings) -> Objective:
 
 
 def load_model(path: Path, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Load the model in ``path`` in float32 on CPU, in train mode, without dropout and jitter.
+    """Load the Hugging Face model in ``path`` in float32 on CPU, in train mode, without dropout and jitter.
 
     Either would make the policy differ from the one that sampled.
 
@@ -154,7 +154,7 @@ def load_model(path: Path, *, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """Its fractions to drop are 0, whatever they are called, and those of its parts."""
+    """Set every dropout fraction to 0, in nested configurations too."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PretrainedConfig):
             _without_dropout(value)
@@ -164,10 +164,9 @@ def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _draw_nothing(model: nn.Module) -> None:
-    """For dropout that is not in the configuration, and for experts' jitter.
+    """Turn off dropout that is not in the configuration, and experts' jitter.
 
-    Jitter is left as it is and its modules out of train mode: that of PhiMoE says too how near to each other experts share a token, also
-    where nothing is drawn.
+    Modules with jitter leave train mode and keep their value: PhiMoE also reads it as the margin within which experts share a token.
     """
     for module in model.modules():
         if isinstance(module, _DropoutNd):

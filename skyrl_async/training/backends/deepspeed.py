@@ -1,7 +1,7 @@
-"""``TrainingBackend`` on DeepSpeed's ZeRO (arXiv 1910.02054), stages 0 to 3: a model in, sums of gradients and optimizer steps out.
+"""``TrainingBackend`` on DeepSpeed's ZeRO (arXiv 1910.02054), stages 0 to 3.
 
-Knows nothing of losses, tokens or trajectories, nor of how DeepSpeed lays its state out: its engine reduces and shards, its optimizer
-divides and clips; torch's AdamW steps. Gradients are reduced in float32, at the step (stages 0 and 1) or after every backward.
+DeepSpeed's engine reduces and shards, its optimizer divides and clips, and torch's AdamW steps. Gradients are reduced in float32: at the step
+in stages 0 and 1, after every backward in 2 and 3. Knows nothing of losses, tokens or trajectories, nor of how DeepSpeed lays out its state.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from skyrl_async.training.backends.state_files import read_scheduler, read_state
 
 
 class DeepSpeedBackend:
-    """ZeRO over all ranks of the default process group, which it leaves on ``close``."""
+    """ZeRO over all ranks of the default process group. ``close`` leaves the group."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class DeepSpeedBackend:
         optimizer_fn: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
         scheduler_fn: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
     ) -> nn.Module:
-        """Make the engine, which is what forwards have to call: it prepares each backward."""
+        """Make the engine. Forwards must call it, not the model: it prepares each backward."""
         model = model_fn()
         if self._activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -72,7 +72,7 @@ class DeepSpeedBackend:
         return self._engine
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Accumulate the gradient of ``loss``, a sum over this rank's tokens; summed over the ranks, of which DeepSpeed takes the mean."""
+        """Accumulate the gradient of ``loss``, a sum over this rank's tokens. Ranks are summed: the factor undoes DeepSpeed's mean."""
         self._engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
         self._has_gradients = True
 
@@ -95,7 +95,7 @@ class DeepSpeedBackend:
         return norm
 
     def _step_zero(self, denominator: float, max_grad_norm: float) -> float:
-        """DeepSpeed divides by its loss scale, and skips a step whose norm is not finite; ours is 1 in every backward."""
+        """Have DeepSpeed divide by ``denominator`` as its loss scale, which is 1 in every backward. It skips a step of infinite norm."""
         optimizer = self._zero_optimizer
         assert optimizer is not None
         optimizer.loss_scale, optimizer.clip_grad = denominator, max_grad_norm
@@ -106,7 +106,7 @@ class DeepSpeedBackend:
         return math.inf if optimizer.overflow else float(self._engine.get_global_grad_norm())
 
     def _step_replicated(self, denominator: float, max_grad_norm: float) -> float:
-        """Between DeepSpeed's reduction and torch's step; parameters without a gradient are not stepped."""
+        """Divide and clip between DeepSpeed's reduction and torch's step. Parameters without a gradient are not stepped."""
         norms = []
 
         def divide_and_clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -128,7 +128,7 @@ class DeepSpeedBackend:
         return norms[0]
 
     def _make_zero_gradients(self) -> None:
-        """A mini-batch without any gradient still moves the parameters by Adam's momentum, as one of zeros does."""
+        """Let a mini-batch without gradients still move the parameters by Adam's momentum, as gradients of zero do."""
         ids = torch.zeros((1, 2), dtype=torch.int64, device=self._device)
         self.backward(self._engine(input_ids=ids, use_cache=False).logits.sum() * 0.0, is_last=True)
 
@@ -139,7 +139,7 @@ class DeepSpeedBackend:
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the weights have seen, those before a checkpoint included."""
+        """Optimizer steps made on the weights, those before a checkpoint included."""
         return int(self._scheduler.last_epoch)
 
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
@@ -148,7 +148,7 @@ class DeepSpeedBackend:
         yield from persistent_buffers(self._engine.module)
 
     def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
-        """The same of the parameters that train, alone."""
+        """Like ``iter_full_params``, for the parameters that train."""
         yield from self._full((n, p) for n, p in self._engine.module.named_parameters() if p.requires_grad)
 
     def _full(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
@@ -166,49 +166,49 @@ class DeepSpeedBackend:
         return gathered
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name to full shape, of every parameter."""
+        """Every parameter's full shape by Hugging Face name."""
         return dict(self._shapes)
 
     def save(self, directory: Path) -> None:
-        """Write model, optimizer and scheduler under ``directory``; not the parameters that never train. Raises as ``write_state``.
+        """Write model, optimizer and scheduler under ``directory``, without frozen parameters. Raises as ``write_state``.
 
-        Each rank copies its share to where the parameters are, and writes that.
+        Each rank writes a copy of its shard, made on the device of the parameters.
         """
         write_state(directory, self._sharded_state(), self._scheduler)
 
     def load(self, directory: Path) -> None:
-        """Restore what ``save`` of either backend wrote, on any number of ranks, at any stage. Hyper-parameters stay those of this run."""
+        """Restore what ``save`` of either backend wrote, on any number of ranks, at any stage. Hyper-parameters stay this run's."""
         state = self._sharded_state()
         read_state(directory, state)
-        held, of_parameter = self._state, state["optimizer"]["state"]
-        held.make_moments(max(float(each["step"]) for each in of_parameter.values()))
-        for name in held.parameters:
-            held.set_weight(name, state["model"][name].full_tensor())
+        zero, optimizer_state = self._state, state["optimizer"]["state"]
+        zero.make_moments(max(float(each["step"]) for each in optimizer_state.values()))
+        for name in zero.parameters:
+            zero.set_weight(name, state["model"][name].full_tensor())
             for key in MOMENTS:
-                held.set_moment(name, key, of_parameter[name][key].full_tensor())
+                zero.set_moment(name, key, optimizer_state[name][key].full_tensor())
         for name, buffer in persistent_buffers(self._engine.module):
             buffer.copy_(state["model"][name])
         read_scheduler(directory, self._scheduler)
         self._has_gradients = False
 
     def _sharded_state(self) -> dict[str, Any]:
-        """Model and optimizer as ``get_optimizer_state_dict`` of torch has them, sharded along their first dimension. Collective."""
+        """Model and optimizer as torch's ``get_optimizer_state_dict`` returns them, sharded along their first dimension. Collective."""
         mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
-        held = self._state
-        of_parameter = {
+        zero = self._state
+        optimizer_state = {
             name: {
-                "step": torch.tensor(held.num_steps(name), dtype=torch.float32),
-                **{key: _shard(held.moment(name, key), mesh) for key in MOMENTS},
+                "step": torch.tensor(zero.num_steps(name), dtype=torch.float32),
+                **{key: _shard(zero.moment(name, key), mesh) for key in MOMENTS},
             }
-            for name in held.parameters
+            for name in zero.parameters
         }
         group = {key: value for key, value in self._optimizer.param_groups[0].items() if key != "params"}
         return {
             "model": {
-                **{name: _shard(held.weight(name), mesh) for name in held.parameters},
+                **{name: _shard(zero.weight(name), mesh) for name in zero.parameters},
                 **dict(persistent_buffers(self._engine.module)),
             },
-            "optimizer": {"state": of_parameter, "param_groups": [{"params": list(held.parameters), **group}]},
+            "optimizer": {"state": optimizer_state, "param_groups": [{"params": list(zero.parameters), **group}]},
         }
 
     def close(self) -> None:
@@ -227,7 +227,7 @@ def _shard(full: Tensor, mesh: DeviceMesh) -> DTensor:
 def _initialize(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], device: torch.device
 ) -> Any:
-    """An engine in the default process group. Nothing is compiled: neither a CPU's shared-memory reductions nor optimizers are needed."""
+    """Make an engine in the default process group. Nothing is compiled: we use neither DeepSpeed's optimizers nor its CPU reductions."""
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # what DeepSpeed's launcher would set
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -244,7 +244,7 @@ def _initialize(
 
 
 def _compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
-    """Forwards, and with them backwards, in bfloat16 where torch's autocast does so; weights and gradients stay float32."""
+    """Run forwards and backwards under torch's autocast to bfloat16. Weights and gradients stay float32."""
     contexts: list[torch.autocast] = []
 
     def enter(*_: Any) -> None:
@@ -259,7 +259,7 @@ def _compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
 
 
 def engine_config(settings: DeepSpeedSettings, *, num_ranks: int) -> dict[str, Any]:
-    """What ``deepspeed.initialize`` takes. Sizes of batches are formal: a step alone ends an accumulation."""
+    """The configuration for ``deepspeed.initialize``. Its batch sizes have no effect: only ``step`` ends an accumulation."""
     config = dict(settings.user_config or {})
     zero: dict[str, Any] = {"overlap_comm": False} | config.get("zero_optimization", {})
     zero["stage"] = settings.zero_stage
@@ -273,8 +273,8 @@ def engine_config(settings: DeepSpeedSettings, *, num_ranks: int) -> dict[str, A
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "gradient_clipping": 0.0,  # whoever steps clips, by what it is told then
+        "gradient_clipping": 0.0,  # each step clips by its own argument
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW steps offloaded state too, and nothing has to be compiled
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW steps offloaded state too, without a compiler
     }
     return {"steps_per_print": 2**31 - 1} | config | ours

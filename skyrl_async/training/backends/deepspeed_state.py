@@ -1,7 +1,6 @@
-"""What ZeRO's ranks hold in parts, one whole tensor at a time: parameters, and Adam's moments of them.
+"""Reads and writes what ZeRO's ranks hold in parts, one full float32 tensor at a time: parameters and Adam's moments.
 
-Flows in: a DeepSpeed engine of any stage, or tensors to put into it. Flows out: full float32 tensors under their parameters' names. The one
-file that knows how ZeRO lays its state out. Every function is collective over the ranks.
+The one file that knows how ZeRO lays out its state. Every method is collective over the ranks.
 """
 
 from typing import Any
@@ -11,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's, by torch's names."""
+"""Torch's names of Adam's moments."""
 
 
 class ZeroState:
     """The state of one engine.
 
     Args:
-        engine: DeepSpeed's.
-        optimizer: torch's, which the engine steps.
+        engine: DeepSpeed's engine.
+        optimizer: torch's optimizer, stepped by the engine.
         zero_stage: 0 to 3.
     """
 
@@ -28,10 +27,10 @@ class ZeroState:
         self._optimizer = optimizer
         self._stage = zero_stage
         self.parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
-        """Those that train."""
+        """Parameters that train, by name."""
 
     def weight(self, name: str) -> Tensor:
-        """A full parameter, float32."""
+        """Return a full parameter, float32."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         parameter = self.parameters[name]
@@ -39,7 +38,7 @@ class ZeroState:
         return full
 
     def moment(self, name: str, key: str) -> Tensor:
-        """One of ``MOMENTS`` of a parameter, full, float32; zeros before the first step."""
+        """Return a parameter's moment ``key`` (one of ``MOMENTS``), full, float32; zeros before the first step."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         parameter = self.parameters[name]
@@ -53,14 +52,14 @@ class ZeroState:
         return full
 
     def num_steps(self, name: str) -> float:
-        """Of Adam's, that a parameter has seen."""
+        """Adam's steps on a parameter so far."""
         if not self._optimizer.state:
             return 0.0
         holder = self.parameters[name] if self._stage == 0 else next(iter(self._optimizer.state))
         return float(self._optimizer.state[holder]["step"])
 
     def set_weight(self, name: str, full: Tensor) -> None:
-        """Replace a parameter, where it is computed with and where it is stepped."""
+        """Replace a parameter: the copy for forwards and the one that the optimizer steps."""
         import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param
 
@@ -76,7 +75,7 @@ class ZeroState:
                 safe_set_full_fp32_param(parameter, full)
 
     def set_moment(self, name: str, key: str, full: Tensor) -> None:
-        """Replace one of ``MOMENTS``; after ``make_moments``."""
+        """Replace a parameter's moment ``key``. Call ``make_moments`` first."""
         from deepspeed.utils import safe_set_full_optimizer_state
 
         parameter = self.parameters[name]
@@ -88,7 +87,7 @@ class ZeroState:
             safe_set_full_optimizer_state(parameter, full, key)
 
     def make_moments(self, num_steps: float) -> None:
-        """Give the optimizer a state, which it would make in its first step, after so many steps; of zeros."""
+        """Make the optimizer's state now rather than in its first step: moments of zero after ``num_steps`` steps."""
         for holder in self._holders():
             state = self._optimizer.state[holder]
             state["step"] = torch.tensor(num_steps, dtype=torch.float32, device=holder.device)
@@ -100,7 +99,7 @@ class ZeroState:
             self._zero._lazy_init_hp_params_optimizer_state()
 
     def _holders(self) -> list[Tensor]:
-        """What torch's optimizer steps: the parameters, or ZeRO's flat parts of them."""
+        """The tensors that torch's optimizer steps: the parameters, or ZeRO's flat parts of them."""
         if self._zero is None:
             return list(self.parameters.values())
         flat: list[Tensor] = (
@@ -109,7 +108,7 @@ class ZeroState:
         return flat
 
     def _set_partition(self, parameter: nn.Parameter, full: Tensor, key: str | None = None) -> None:
-        """This rank's part; the last rank's is filled up with zeros, which DeepSpeed's own function for it does not know."""
+        """Set this rank's part. Zeros fill up the last rank's, which DeepSpeed's own function does not handle."""
         assert self._zero is not None
         size = parameter.partition_numel()
         padding = size * dist.get_world_size() - full.numel()

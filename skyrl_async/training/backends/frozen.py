@@ -1,7 +1,6 @@
-"""``TrainingBackend`` of a model that does not train: a reference, or a policy that others train and publish.
+"""``TrainingBackend`` of a model that does not train: a reference, or a copy of the policy that loads published weights.
 
-Flows in: a model, and published weights. Flows out: the module to call for a forward. Sharded as the trained one is, so that equal
-weights give equal log-probs; holds neither optimizer nor gradients.
+The model is sharded like the trained one, so that equal weights give equal log-probs. There is neither an optimizer nor gradients.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from skyrl_async.types import WeightUpdate
 
 
 class FrozenBackend:
-    """Forward passes only: what would train or save it raises ``TrainingError``."""
+    """Forward passes only. Methods that would train or save the model raise ``TrainingError``."""
 
     def __init__(self, *, device: torch.device, mixed_precision: bool = False) -> None:
         self._device = device
@@ -46,19 +45,19 @@ class FrozenBackend:
 
     @property
     def version(self) -> int:
-        """Of the weights loaded last; 0 before."""
+        """Version of the loaded weights; 0 before any were."""
         return self._version
 
     @property
     def lr(self) -> float:
-        """Nothing is learned."""
+        """Always 0."""
         return 0.0
 
     def load_weights(self, update: WeightUpdate) -> None:
         """Replace all weights by those of a published version.
 
         Raises:
-            TrainingError: a file is gone, or the weights are not of this model; the version before stays.
+            TrainingError: a file is gone, or the weights are not of this model; the previous version stays.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -85,11 +84,11 @@ class FrozenBackend:
     @torch.no_grad()
     def _replace(self, parameter: nn.Parameter, full: Tensor) -> None:
         assert isinstance(parameter, DTensor)
-        whole = full.to(device=self._device, dtype=parameter.dtype)
-        parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+        full = full.to(device=self._device, dtype=parameter.dtype)
+        parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None))
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name to full shape, of every parameter."""
+        """Every parameter's full shape by Hugging Face name."""
         return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
 
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
@@ -99,28 +98,28 @@ class FrozenBackend:
             yield name, parameter.detach().full_tensor()
 
     def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
-        """None does."""
+        """Yield nothing."""
         return iter(())
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """There are no gradients."""
+        """Raise ``TrainingError``."""
         self._refuse("take gradients")
 
     def step(self, *, denominator: float, max_grad_norm: float) -> float:
-        """There is no optimizer."""
+        """Raise ``TrainingError``."""
         self._refuse("step")
 
     def save(self, directory: Path) -> None:
-        """There is nothing to come back to."""
+        """Raise ``TrainingError``."""
         self._refuse("be saved")
 
     def load(self, directory: Path) -> None:
-        """There is nothing to come back to."""
+        """Raise ``TrainingError``."""
         self._refuse("load a checkpoint")
 
     def close(self) -> None:
         """Leave the process group."""
         process_group.leave()
 
-    def _refuse(self, what: str) -> Never:
-        raise TrainingError(f"a model that does not train cannot {what} (rank {dist.get_rank()})")
+    def _refuse(self, action: str) -> Never:
+        raise TrainingError(f"a model that does not train cannot {action} (rank {dist.get_rank()})")

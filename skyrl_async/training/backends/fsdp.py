@@ -1,6 +1,6 @@
-"""``TrainingBackend`` on FSDP2: a model in, sharded gradients and optimizer steps out, checkpoints that reshard.
+"""``TrainingBackend`` on FSDP2: sharded gradients, optimizer steps, and checkpoints that any number of ranks load.
 
-Knows nothing of losses, tokens or trajectories, nor of what a checkpoint's directory holds beside its own files.
+Knows nothing of losses, tokens or trajectories.
 """
 
 import math
@@ -29,10 +29,10 @@ from skyrl_async.training.backends.state_files import read_scheduler, read_state
 
 
 class FSDPBackend:
-    """FSDP2 over all ranks of the default process group, which it leaves on ``close``.
+    """FSDP2 over all ranks of the default process group. ``close`` leaves the group.
 
-    Gradients are reduced in float32 and summed, not averaged. With several ranks they are reduced after every backward,
-    so that each rank only ever accumulates its shard; a single rank, whose shard is the whole, is spared those copies.
+    Gradients are reduced in float32 and summed, not averaged. Several ranks reduce them after every backward, so that each accumulates its
+    shard only. A single rank, whose shard is the full gradient, saves those copies.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class FSDPBackend:
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the weights have seen, those before a checkpoint included."""
+        """Optimizer steps made on the weights, those before a checkpoint included."""
         return int(self._scheduler.last_epoch)
 
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
@@ -123,7 +123,7 @@ class FSDPBackend:
         yield from persistent_buffers(self._model)
 
     def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
-        """The same of the parameters that train, alone."""
+        """Like ``iter_full_params``, for the parameters that train."""
         yield from self._full(self._trained)
 
     def _full(self, parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
@@ -133,15 +133,15 @@ class FSDPBackend:
             yield name, parameter.detach().to(self._device).full_tensor()
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name to full shape, of every parameter."""
+        """Every parameter's full shape by Hugging Face name."""
         return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
 
     def save(self, directory: Path) -> None:
-        """Write model, optimizer and scheduler under ``directory``; not the parameters that never train. Raises as ``write_state``."""
+        """Write model, optimizer and scheduler under ``directory``, without frozen parameters. Raises as ``write_state``."""
         write_state(directory, self._state(), self._scheduler)
 
     def load(self, directory: Path) -> None:
-        """Restore what ``save`` of either backend wrote, on any number of ranks. Hyper-parameters stay those of this run."""
+        """Restore what ``save`` of either backend wrote, on any number of ranks. Hyper-parameters stay this run's."""
         state = self._state()
         read_state(directory, state)
         set_model_state_dict(self._model, state["model"], options=StateDictOptions(strict=False))
@@ -155,30 +155,28 @@ class FSDPBackend:
         process_group.leave()
 
     def _state(self) -> dict[str, Any]:
-        """Once each, under the name that ``named_parameters`` has: torch lists a tied head a second time, frozen or not."""
+        """Each parameter once, under its name in ``named_parameters``: torch lists a tied head a second time, frozen or not."""
         self._reshard()
         kept = {*self._trained, *dict(persistent_buffers(self._model))}
-        of_model = get_model_state_dict(self._model, options=StateDictOptions(ignore_frozen_params=True))
+        model_state = get_model_state_dict(self._model, options=StateDictOptions(ignore_frozen_params=True))
         return {
-            "model": {name: tensor for name, tensor in of_model.items() if name in kept},
+            "model": {name: tensor for name, tensor in model_state.items() if name in kept},
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
         }
 
     def _reshard(self) -> None:
-        """Drop gathered parameters: after a forward without a backward they would outlive the next step, stale."""
+        """Drop gathered parameters. After a forward without a backward they would stay, stale, past the next step."""
         for module in sharded_modules(self._model):
             module.reshard()
 
     def _fill_missing_gradients(self) -> None:
-        """A mini-batch without any gradient still moves the parameters by Adam's momentum, as one of zeros does."""
+        """Let a mini-batch without gradients still move the parameters by Adam's momentum, as gradients of zero do."""
         for parameter in self._trained.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _fill_optimizer_state(self) -> None:
-        """Give every parameter its state now: torch's checkpointing would make it at the first save by a step that
-        counts.
-        """
+        """Make every parameter's state now. Otherwise torch's checkpointing makes it at the first save, by a step that counts."""
         rates = [group["lr"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
@@ -211,8 +209,9 @@ class FSDPBackend:
 
 
 def shard(model: nn.Module, device: torch.device, *, mixed_precision: bool, cpu_offload: bool = False) -> None:
-    """Shard a model per decoder layer over all ranks, in place; with ``cpu_offload`` shards, gradients and what optimizers make of them
-    stay in the host's memory, and a layer is on ``device`` while it is computed.
+    """Shard a model per decoder layer over all ranks, in place.
+
+    With ``cpu_offload``, shards, gradients and optimizer state stay in the host's memory. A layer is on ``device`` only while it computes.
     """
     num_ranks = dist.get_world_size()
     mesh = init_device_mesh(device.type, (num_ranks,))
@@ -229,12 +228,12 @@ def shard(model: nn.Module, device: torch.device, *, mixed_precision: bool, cpu_
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    """The modules whose parameters are gathered together."""
+    """The modules that were sharded. Each gathers its parameters together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint of the model holds beside its parameters; the same on every rank."""
+    """Yield the buffers that a checkpoint holds beside the parameters; equal on every rank."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:

@@ -1,10 +1,9 @@
-"""LoRA (arXiv 2106.09685) on any ``TrainingBackend``: adapters of low rank train beside weights that stay as they are.
+"""LoRA (arXiv 2106.09685) on any ``TrainingBackend``: adapters of low rank train beside frozen weights.
 
     h = W x + (alpha / rank) B A x        W: (out, in), as loaded; A: (rank, in), drawn; B: (out, rank), 0 before the first step
 
-Flows in: a model and another backend. Flows out: the same model with adapters; to engines and exports, one weight
-W + (alpha / rank) B A under the name of W, or A and B alone; to checkpoints, the adapters and which weights they belong to. Knows
-neither how the backend shards nor what is trained.
+Engines and exports get one weight W + (alpha / rank) B A under the name of W, or A and B alone. Checkpoints get the adapters and a checksum
+of the frozen weights. Knows neither how the backend shards nor what is trained.
 """
 
 import contextlib
@@ -36,7 +35,7 @@ _B = f".lora_B.{_ADAPTER}.weight"
 
 
 class LoraBackend:
-    """Gives the model adapters, has ``inner`` train them alone, and merges what it gathers."""
+    """Adds adapters to the model, has ``inner`` train them alone, and merges the weights that it gathers."""
 
     def __init__(self, inner: TrainingBackend, settings: LoraSettings, *, base: str) -> None:
         self._inner = inner
@@ -51,7 +50,7 @@ class LoraBackend:
         optimizer_fn: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
         scheduler_fn: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
     ) -> nn.Module:
-        """See ``TrainingBackend``. Raises ``PolicyError`` where no layer is called what is asked for."""
+        """As ``TrainingBackend``. Raises ``PolicyError`` if no layer has a name that the settings ask for."""
         model = model_fn()
         checksum = weights_checksum(model)
         self._layers = add_adapters(model, self._settings)
@@ -68,7 +67,7 @@ class LoraBackend:
 
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Meanwhile the model is the one that training began with. The adapters run all the same, times zero: ranks stay in step."""
+        """In the block the model is the initial policy. The adapters still run, times zero, so that ranks make the same collective calls."""
         for layer in self._layers.values():
             layer.set_scale(_ADAPTER, 0.0)
         try:
@@ -78,11 +77,11 @@ class LoraBackend:
                 layer.set_scale(_ADAPTER, 1.0)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """See ``TrainingBackend``."""
+        """As ``TrainingBackend``."""
         self._inner.backward(loss, is_last=is_last)
 
     def step(self, *, denominator: float, max_grad_norm: float) -> float:
-        """See ``TrainingBackend``."""
+        """As ``TrainingBackend``."""
         return self._inner.step(denominator=denominator, max_grad_norm=max_grad_norm)
 
     @property
@@ -92,11 +91,11 @@ class LoraBackend:
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the adapters have seen, those before a checkpoint included."""
+        """Optimizer steps made on the adapters, those before a checkpoint included."""
         return self._inner.version
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name to full shape, of every parameter once the adapters are merged."""
+        """Every parameter's full shape by Hugging Face name, with the adapters merged."""
         shapes = self._inner.parameter_shapes()
         return {name.replace(_BASE, "."): s for name, s in shapes.items() if not name.endswith((_A, _B))}
 
@@ -111,13 +110,13 @@ class LoraBackend:
             yield tensor_names(name.removesuffix(_A if is_a else _B))[0 if is_a else 1], tensor
 
     def save(self, directory: Path) -> None:
-        """Write adapters, optimizer and scheduler, and what they are of; the weights beneath are where they were loaded from."""
+        """Write adapters, optimizer and scheduler, and ``adapter.json``. The frozen weights are not written."""
         self._inner.save(directory)
         if dist.get_rank() == 0:
             self._description.write(directory)
 
     def load(self, directory: Path) -> None:
-        """Restore what ``save`` wrote. Raises ``CheckpointError`` when it is of other adapters or other weights."""
+        """Restore what ``save`` wrote. Raises ``CheckpointError`` if it belongs to other adapters or other weights."""
         check_adapter(directory, self._description)
         self._inner.load(directory)
 
@@ -127,9 +126,9 @@ class LoraBackend:
 
 
 def add_adapters(model: nn.Module, settings: LoraSettings) -> dict[str, LoraLayer]:
-    """Put adapters into ``model``, in place; nothing else trains afterwards. Every rank draws the same ones.
+    """Put adapters into ``model``, in place; nothing else trains afterwards. Every rank draws the same values.
 
-    Returns the layers that have one, by the name they had before. Raises ``PolicyError`` where none is called what is asked for.
+    Returns the adapted layers by their previous names. Raises ``PolicyError`` if no layer has a name that the settings ask for.
     """
     names = adapted_layers(model, settings)
     config = LoraConfig(
@@ -140,16 +139,16 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> dict[str, LoraLaye
         init_lora_weights="gaussian" if settings.init_method == "gaussian" else True,
     )
     with torch.random.fork_rng(devices=[]):
-        # The host's alone: dropout on GPUs differs from rank to rank.
+        # The CPU's generator only: dropout on GPUs differs from rank to rank.
         torch.default_generator.manual_seed(settings.seed)
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     if settings.dropout:
-        model.register_forward_pre_hook(_drop_only_where_gradients_are_taken)
+        model.register_forward_pre_hook(_drop_only_with_gradients)
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def adapted_layers(model: nn.Module, settings: LoraSettings) -> list[str]:
-    """Names of the linear layers that get an adapter: never the output projection, whose weight may be the embedding's too."""
+    """Names of the linear layers that get an adapter. Never the output projection: it may share its weight with the embedding."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
     chosen = [
@@ -175,8 +174,8 @@ def _is_called(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
-def _drop_only_where_gradients_are_taken(model: nn.Module, _: tuple[Any, ...]) -> None:
-    """Log-probs are those of the policy that samples, and draw no random numbers."""
+def _drop_only_with_gradients(model: nn.Module, _: tuple[Any, ...]) -> None:
+    """Turn dropout off for forwards without gradients: log-probs are the sampling policy's, and draw no random numbers."""
     for module in model.modules():
         if isinstance(module, LoraLayer):
             module.lora_dropout.train(torch.is_grad_enabled())
@@ -184,9 +183,9 @@ def _drop_only_where_gradients_are_taken(model: nn.Module, _: tuple[Any, ...]) -
 
 @torch.no_grad()
 def merged(parameters: Iterable[tuple[str, Tensor]], *, scaling: float) -> Iterator[tuple[str, Tensor]]:
-    """Full parameters of a model with adapters, to those of a model without them that computes the same.
+    """Turn full parameters of a model with adapters into those of an equal model without.
 
-    Of an adapted layer B comes last, as in peft's layers.
+    Within an adapted layer, B must come last, as in peft's layers.
     """
     weights: dict[str, Tensor] = {}
     downs: dict[str, Tensor] = {}
@@ -204,7 +203,7 @@ def merged(parameters: Iterable[tuple[str, Tensor]], *, scaling: float) -> Itera
 
 @torch.no_grad()
 def weights_checksum(model: nn.Module) -> str:
-    """Names a model's float32 weights: the sums of their bits as integers, which no order of adding changes."""
+    """A checksum of a model's float32 weights, from the sums of their bits as integers: no order of adding changes those."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         bits = parameter.detach().view(torch.int32).sum(dtype=torch.int64).item()

@@ -1,7 +1,7 @@
-"""Parameters in, AdamW and its learning-rate schedule out.
+"""AdamW and its learning-rate schedule.
 
-The schedule is a pure function of the number of completed steps; a checkpoint holds that number only, so that a
-resumed run follows the configuration it is started with.
+The schedule is a pure function of the number of completed steps. A checkpoint holds that number only: a resumed run follows its own
+configuration.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from skyrl_async.training.backends.settings import TrainingSettings
 
 
 def lr_factor(num_completed_steps: int, *, schedule: str, num_warmup_steps: int, num_steps: int | None) -> float:
-    """Learning rate of the next step as a share of the peak, in [0, 1].
+    """Learning rate of the next step as a fraction of the peak, in [0, 1].
 
-    Warm-up rises linearly and reaches the peak at the last warm-up step, so that no step is wasted at zero;
-    ``linear`` and ``cosine`` then fall to 0 at ``num_steps``.
+    Warm-up rises linearly from above 0 and reaches the peak at its last step. ``linear`` and ``cosine`` then fall to 0 at
+    ``num_steps``.
 
     Raises:
         ConfigError: an unknown schedule.
@@ -65,7 +65,7 @@ class WarmupSchedule(torch.optim.lr_scheduler.LambdaLR):
 
 @contextlib.contextmanager
 def keeping_hyper_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Whatever loads the optimizer's state meanwhile, its learning rate, decays and the like are those of this run afterwards."""
+    """Keep learning rate, weight decay and the like while the block loads the optimizer's state."""
     kept = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     yield
     for group, values in zip(optimizer.param_groups, kept, strict=True):

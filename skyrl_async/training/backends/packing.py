@@ -1,7 +1,6 @@
-"""A model that reads rows laid end to end in one sequence, each on its own, and without computing on padding.
+"""Sample packing: a model reads rows laid end to end in one sequence, each row on its own, without computing on padding.
 
-Flows in: a transformers model, made once to do so; then the rows' lengths. Flows out: what to call the model with beside the token
-ids. Knows neither log-probs nor losses.
+Knows neither log-probs nor losses.
 """
 
 from typing import Any
@@ -14,9 +13,9 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from skyrl_async.errors import ConfigError
 
 ROW_BY_ROW = "skyrl_async_row_by_row"
-"""Of the attention below, among those that transformers knows."""
+"""The name of the attention below in transformers' registry."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Of logits that should be equal, relative to the largest."""
+"""Largest difference between logits that should be equal, relative to the largest logit."""
 
 
 def row_by_row(
@@ -29,37 +28,37 @@ def row_by_row(
     row_lengths: tuple[int, ...] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each of the rows that a sequence is made of; of the whole sequence where it is one.
+    """Causal attention within each row of a packed sequence; without ``row_lengths``, over the full sequence.
 
-    A mask over the whole sequence would cost the square of its length, most of it masked.
+    A mask over the full sequence would cost the square of its length, most of it masked.
 
     Args:
         module: the attention layer.
         query: (1, heads, T, head_dim); key and value likewise.
         attention_mask: None.
         row_lengths: sums to T.
-        others: passed to torch's scaled_dot_product_attention by way of transformers.
+        others: passed by transformers to torch's scaled_dot_product_attention.
 
     Returns:
-        (1, T, heads, head_dim), and no weights.
+        (1, T, heads, head_dim), and None for the attention weights.
     """
     lengths = (query.shape[2],) if row_lengths is None else row_lengths
-    if _has_no_kernel_for_groups(query):
+    if _lacks_grouped_kernel(query):
         num_repeats = query.shape[1] // key.shape[1]
         key, value = repeat_kv(key, num_repeats), repeat_kv(value, num_repeats)
-        module = nn.Identity()  # which has no groups of heads
+        module = nn.Identity()  # has no groups of heads, so that transformers repeats nothing
     rows = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
     return torch.cat([sdpa_attention_forward(module, *row, attention_mask, **others)[0] for row in rows], dim=1), None
 
 
-def _has_no_kernel_for_groups(query: Tensor) -> bool:
-    """On CUDA there is one for heads that share keys in 16 bits alone; in float32 torch would keep all weights, a row's length squared."""
+def _lacks_grouped_kernel(query: Tensor) -> bool:
+    """Whether torch would keep all attention weights of heads that share keys: on CUDA its kernel for those takes 16 bits only."""
     device = query.device.type
     return device == "cuda" and query.dtype == torch.float32 and not torch.is_autocast_enabled(device)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Attention row by row is causal without one."""
+    """Row-by-row attention is causal without a mask."""
 
 
 AttentionInterface.register(ROW_BY_ROW, row_by_row)
@@ -67,32 +66,32 @@ AttentionMaskInterface.register(ROW_BY_ROW, _no_mask)
 
 
 def _unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The model itself: what wraps it to prepare its backward passes has it as its ``module``, and may have a ``config`` of its own."""
+    """The transformers model inside an engine, which has it as ``module`` and may have its own ``config``."""
     inner = getattr(model, "module", model)
     assert isinstance(inner, PreTrainedModel)
     return inner
 
 
 def read_packed_rows(model: nn.Module) -> None:
-    """Make ``model`` attend row by row where it attends by torch's scaled_dot_product_attention to everything before a token.
+    """Switch ``model`` to row-by-row attention if it uses torch's scaled_dot_product_attention and attends to all previous tokens.
 
-    FlashAttention finds the rows by their position ids; so does transformers' mask for every other attention, at the cost of the square
-    of all rows' length.
+    FlashAttention finds the rows by their position ids. So does transformers' mask for every other attention, at the cost of the
+    squared length of all rows.
     """
     inner = _unwrapped(model)
     config = inner.config.get_text_config()
-    if config._attn_implementation == "sdpa" and not _is_local(config):
+    if config._attn_implementation == "sdpa" and not _attends_locally(config):
         inner.set_attn_implementation(ROW_BY_ROW)
 
 
-def _is_local(config: PreTrainedConfig) -> bool:
-    """Some layers see the nearest tokens only."""
+def _attends_locally(config: PreTrainedConfig) -> bool:
+    """Whether some layers attend to the nearest tokens only."""
     settings = config.to_dict()
     return any(settings.get(name) is not None for name in ("sliding_window", "attention_chunk_size"))
 
 
 def packed_arguments(model: nn.Module, row_lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:
-    """What the forward of rows of ``row_lengths`` laid end to end takes beside their ids."""
+    """The arguments of a forward over packed rows, beside the token ids."""
     positions = torch.cat([torch.arange(length) for length in row_lengths])
     arguments: dict[str, Any] = {"position_ids": positions.unsqueeze(0).to(device)}
     if _unwrapped(model).config.get_text_config()._attn_implementation == ROW_BY_ROW:
@@ -102,10 +101,10 @@ def packed_arguments(model: nn.Module, row_lengths: tuple[int, ...], device: tor
 
 @torch.no_grad()
 def check_rows_are_apart(model: nn.Module) -> None:
-    """See that the same row laid end to end twice has the same logits twice. Every rank calls it at the same time.
+    """Check that one row, packed twice, gets the same logits twice. Collective.
 
     Raises:
-        ConfigError: what comes before a row changes it.
+        ConfigError: a row changes with the rows before it.
     """
     parameter = next(model.parameters())
     row = torch.arange(1, 5, device=parameter.device)

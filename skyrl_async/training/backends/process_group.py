@@ -1,7 +1,7 @@
 """The ranks' process group: gloo on CPU, NCCL beside it on CUDA.
 
-torch has one default group per process. Several single-rank policies in one process (as in tests) share it, and the
-last to leave takes it down.
+torch has one default group per process. Several single-rank policies in one process, as in tests, share it; the last to leave
+destroys it.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ _destroy: Callable[[], None] = dist.destroy_process_group
 
 
 def join(*, rank: int, num_ranks: int, store: dist.Store | None, device: torch.device, timeout_s: float) -> None:
-    """Enter the default process group, making it where there is none.
+    """Enter the default process group; the first to enter makes it.
 
     Args:
         rank: in [0, num_ranks).
         num_ranks: >= 1.
-        store: where the ranks meet; None for a single rank.
-        device: of this rank's tensors.
+        store: the store where the ranks meet; None for a single rank.
+        device: this rank's device.
         timeout_s: deadline of each collective call.
     """
     global _num_members
@@ -46,13 +46,13 @@ def leave() -> None:
 
 
 def destroy_by(destroy: Callable[[], None]) -> None:
-    """Have ``destroy`` take groups down from now on: that of a library which keeps what it made of a group."""
+    """Destroy groups by ``destroy`` from now on: a library that keeps state of the group brings its own."""
     global _destroy
     _destroy = destroy
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Whether a collective call failed because another rank, or the way to it, is gone or does not answer."""
+    """Whether a collective call failed because another rank, or the connection to it, is gone or does not answer."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("gloo/transport", "NCCL"))
     )

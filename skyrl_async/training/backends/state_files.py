@@ -1,9 +1,8 @@
-"""The state of a model and its optimizer on disk: in parts that any number of ranks read, whichever backend wrote them.
+"""The state of a model and its optimizer on disk, in parts that any number of ranks read, whichever backend wrote them.
 
     directory/{state/ (torch's distributed checkpoint: model, optimizer), scheduler.pt}
 
-Flows in: nested dictionaries of ``DTensor``s and tensors. Flows out: files, or the same tensors filled. ``torch.save`` to a path says
-"unexpected pos" where a disk is full; this says so. Does not know who holds what.
+Nested dictionaries of ``DTensor``s and tensors go to files and back. Knows nothing of which rank holds what.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ _SCHEDULER_FILE = "scheduler.pt"
 
 
 def save_state(value: Any, path: Path) -> None:
-    """Like ``torch.save``. Raises ``OSError`` with the system's reason."""
+    """Like ``torch.save``, but on a full disk raises ``OSError`` with the system's reason, not "unexpected pos"."""
     content = io.BytesIO()
     torch.save(value, content)
     path.write_bytes(content.getvalue())
@@ -35,7 +34,7 @@ def save_state(value: Any, path: Path) -> None:
 def write_state(directory: Path, state: dict[str, Any], scheduler: LRScheduler) -> None:
     """Write ``state`` and the scheduler under ``directory``, synced to disk. Collective.
 
-    Raises ``OSError`` and, on every rank where one fails, torch's ``CheckpointException``, which is no ``Exception``.
+    Raises ``OSError``; or, on every rank if one fails, torch's ``CheckpointException``, which is no ``Exception``.
     """
     writer = dcp.FileSystemWriter(directory / _STATE_DIRECTORY, sync_files=True)
     dcp.save(state, storage_writer=writer)
@@ -44,11 +43,11 @@ def write_state(directory: Path, state: dict[str, Any], scheduler: LRScheduler) 
 
 
 def read_state(directory: Path, state: dict[str, Any]) -> None:
-    """Fill the tensors of ``state`` with what is under the same names. Collective.
+    """Fill the tensors of ``state`` with those saved under the same names. Collective.
 
     Raises:
-        CheckpointError: there is no such state: an older version wrote DeepSpeed's in another form.
-        TrainingError: it cannot be read.
+        CheckpointError: the directory has no such state: an older version wrote DeepSpeed's in another form.
+        TrainingError: the state cannot be read.
     """
     path = directory / _STATE_DIRECTORY
     if not path.is_dir():
@@ -56,23 +55,40 @@ def read_state(directory: Path, state: dict[str, Any]) -> None:
             f"checkpoint {directory} has no {_STATE_DIRECTORY}/: an older version wrote it with training.backend=deepspeed; train on from "
             "an export (policy.path) with trainer.resume_mode=none"
         )
-    with _reading(path):
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path))
-
-
-def read_scheduler(directory: Path, scheduler: LRScheduler) -> None:
-    """Have the scheduler stand where it was saved."""
-    scheduler.load_state_dict(torch.load(directory / _SCHEDULER_FILE, weights_only=True))
-
-
-@contextlib.contextmanager
-def _reading(directory: Path) -> Iterator[None]:
-    """torch tells every rank when one fails, but by what is no ``Exception``."""
     try:
-        yield
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path))
     except CheckpointException as error:
         for failure, _ in error.failures.values():
             if process_group.is_lost_peer(failure):
                 raise failure from error
-        complaints = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
-        raise TrainingError(f"cannot read {directory}: {complaints}") from error
+        reasons = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
+        raise TrainingError(f"cannot read {path}: {reasons}") from error
+
+
+def read_scheduler(directory: Path, scheduler: LRScheduler) -> None:
+    """Restore the scheduler."""
+    scheduler.load_state_dict(torch.load(directory / _SCHEDULER_FILE, weights_only=True))
+
+
+@contextlib.contextmanager
+def failing_together(rank: int, num_ranks: int) -> Iterator[None]:
+    """A failure of the block on one rank becomes a ``CheckpointError`` on all. On return every rank has finished the block. Collective."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        failure = error
+    reasons: list[str | None] = [None] * num_ranks
+    dist.all_gather_object(reasons, None if failure is None else _reason(failure, rank))
+    failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+    if failed or failure is not None:
+        raise CheckpointError(failed[0] if failed else repr(failure)) from failure
+
+
+def _reason(failure: BaseException, rank: int) -> str | None:
+    """The first line of the error beneath torch's, which every rank gets if one fails; None if another rank failed."""
+    if isinstance(failure, CheckpointException):
+        if rank not in failure.failures:
+            return None
+        failure, _ = failure.failures[rank]
+    return f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure).strip() else 'no reason'}"

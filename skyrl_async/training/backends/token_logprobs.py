@@ -1,8 +1,7 @@
-"""A causal language model and chosen positions in, log-probs and entropies of the tokens there out.
+"""Log-probs and entropies of chosen tokens under a causal language model.
 
-Logits exist for some positions at a time: the output projection is applied to the chosen hidden states chunk by chunk, and applied
-again in the backward pass, so that memory is bounded by the chunk times the vocabulary however long the sequences are. Knows
-neither losses nor how the model is sharded.
+The output projection runs on the chosen hidden states chunk by chunk, and again in the backward pass. Memory for logits is therefore
+bounded by the chunk times the vocabulary, however long the sequences are. Knows neither losses nor how the model is sharded.
 """
 
 import logging
@@ -21,22 +20,22 @@ from skyrl_async.training.backends.packing import packed_arguments
 logger = logging.getLogger(__name__)
 
 _PROBE_RANGE = 50.0
-"""Logits between minus and plus this: caps and scales of known architectures change them."""
+"""Probe logits lie between minus and plus this, wide enough for the caps and scales of known architectures to change them."""
 
 
 class Entropies(Enum):
-    """What is asked about entropies."""
+    """Whether entropies are computed and differentiated."""
 
     NONE = "none"
-    """They are 0."""
+    """Not computed; returned as 0."""
     VALUES = "values"
-    """Without gradients."""
+    """Computed without gradients."""
     GRADIENTS = "gradients"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What the forward under way is for."""
+class _Request:
+    """The tokens of the running forward."""
 
     positions: Tensor
     """(N,) int64 into the B * T positions."""
@@ -47,18 +46,19 @@ class _Asked:
 
 
 class TokenLogprobs:
-    """Stands in for the output projection's forward, inside the model's own, so that any architecture and any wrapper that keeps its
-    modules (and gathers their weights around the forward of the whole model or of the projection) works as it is.
+    """Replaces the forward of a model's output projection, inside the model's own forward.
 
-    Where the model hands out the projection's logits unchanged, log-probs and entropies are handed out in their place, made in
-    chunks. Where it scales or caps them after the projection, all chosen positions' logits are made at once, as it makes them.
+    This works for any architecture, and for any wrapper that keeps the modules and gathers weights around the forward of the model or of
+    the projection.
 
-    The model is run once to find out, by every rank at the same time.
+    If the model returns the projection's logits unchanged, the replacement computes log-probs and entropies in chunks and returns these
+    instead. If the model scales or caps the logits, it returns the logits of all chosen positions at once. A forward at construction, by
+    every rank at the same time, tells which.
     """
 
     def __init__(self, model: nn.Module, *, chunk_size: int) -> None:
         """``chunk_size``: positions whose logits exist at once, >= 1."""
-        # By name: what wraps a model to prepare its backward passes has the model's methods, but not its class.
+        # By name: an engine around a model has the model's methods, but not its class.
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if head is None:
             raise PolicyError(
@@ -66,11 +66,11 @@ class TokenLogprobs:
             )
         self._model = model
         self._chunk_size = chunk_size
-        self._asked: _Asked | None = None
+        self._request: _Request | None = None
         self._probe: Tensor | None = None
         self._project = head.forward
-        head.forward = self._in_place_of_projection
-        self._is_chunked = self._hands_out_its_logits()
+        head.forward = self._replace_projection
+        self._is_chunked = self._returns_projection()
         if not self._is_chunked:
             logger.warning(
                 "%s changes the logits of its output projection: log-probs are not made in chunks of "
@@ -96,53 +96,53 @@ class TokenLogprobs:
             positions: (N,) int64 into the B * T positions, each the one before its target.
             targets: (N,) int64.
             temperature: > 0.
-            entropies: whether they are computed, and differentiated.
-            row_lengths: of the rows laid end to end; None where ``input_ids`` has a row per row.
+            entropies: whether they are computed and differentiated.
+            row_lengths: lengths of the rows laid end to end; None if each has a row of ``input_ids``.
 
         Returns:
             (N,) float32 log-probs in nats with gradients, and (N,) float32 entropies in nats.
         """
-        asked = _Asked(positions=positions, targets=targets, temperature=temperature, entropies=entropies)
+        request = _Request(positions=positions, targets=targets, temperature=temperature, entropies=entropies)
         packed = {} if row_lengths is None else packed_arguments(self._model, row_lengths, input_ids.device)
-        self._asked = asked
+        self._request = request
         try:  # (1, N, 2), or (1, N, V) logits
-            found: Tensor = self._model(input_ids=input_ids, use_cache=False, **packed).logits
+            output: Tensor = self._model(input_ids=input_ids, use_cache=False, **packed).logits
         finally:
-            self._asked = None
+            self._request = None
         if not self._is_chunked:
-            found = _of_logits(found, targets.unsqueeze(0), asked)
-        logprobs, entropy = found[0].unbind(-1)
+            output = _from_logits(output, targets.unsqueeze(0), request)
+        logprobs, entropy = output[0].unbind(-1)
         return logprobs, entropy if entropies is Entropies.GRADIENTS else entropy.detach()
 
-    def _in_place_of_projection(self, hidden: Tensor) -> Tensor:
-        """(B, T, H) hidden states to what the model takes for logits."""
-        asked = self._asked
-        if asked is None:
+    def _replace_projection(self, hidden: Tensor) -> Tensor:
+        """Turn (B, T, H) hidden states into what the model takes for logits."""
+        request = self._request
+        if request is None:
             logits: Tensor = self._project(hidden)
             if self._probe is not None:
                 self._probe = logits = (
                     torch.linspace(-_PROBE_RANGE, _PROBE_RANGE, logits.numel()).to(logits).view_as(logits)
                 )
             return logits
-        chosen = hidden.flatten(0, 1)[asked.positions].unsqueeze(0)  # (1, N, H)
-        return self._in_chunks(chosen, asked) if self._is_chunked else self._project(chosen)
+        chosen = hidden.flatten(0, 1)[request.positions].unsqueeze(0)  # (1, N, H)
+        return self._in_chunks(chosen, request) if self._is_chunked else self._project(chosen)
 
-    def _in_chunks(self, chosen: Tensor, asked: _Asked) -> Tensor:
-        """(1, N, H) to (1, N, 2). What fits into one chunk keeps its logits for the backward pass."""
+    def _in_chunks(self, chosen: Tensor, request: _Request) -> Tensor:
+        """(1, N, H) to (1, N, 2). A single chunk keeps its logits for the backward pass."""
 
-        def of_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
-            return _of_logits(self._project(hidden), targets, asked)
+        def run_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
+            return _from_logits(self._project(hidden), targets, request)
 
-        targets = asked.targets.unsqueeze(0)
+        targets = request.targets.unsqueeze(0)
         if targets.shape[1] <= self._chunk_size:
-            return of_chunk(chosen, targets)
+            return run_chunk(chosen, targets)
         chunks = zip(chosen.split(self._chunk_size, dim=1), targets.split(self._chunk_size, dim=1), strict=True)
-        made = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-        return torch.cat(made, dim=1)
+        results = [checkpoint(run_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+        return torch.cat(results, dim=1)
 
     @torch.no_grad()
-    def _hands_out_its_logits(self) -> bool:
-        """Whether what the projection says is what the model says, told by what no projection would say."""
+    def _returns_projection(self) -> bool:
+        """Whether the model returns the projection's output unchanged: it gets probe logits that no projection computes."""
         device = next(self._model.parameters()).device
         self._probe = torch.empty(0)
         try:
@@ -154,20 +154,20 @@ class TokenLogprobs:
             self._probe = None
 
 
-def _of_logits(logits: Tensor, targets: Tensor, asked: _Asked) -> Tensor:
-    """(1, N, V) logits to (1, N, 2) float32 nats: the log-prob of each target, and the entropy as it is ``asked``."""
+def _from_logits(logits: Tensor, targets: Tensor, request: _Request) -> Tensor:
+    """(1, N, V) logits to (1, N, 2) float32 nats: the log-prob of each target, and the entropy as the request says."""
     logits = logits.float()
-    logprobs = (logits if asked.temperature == 1.0 else logits / asked.temperature).log_softmax(dim=-1)
+    logprobs = (logits if request.temperature == 1.0 else logits / request.temperature).log_softmax(dim=-1)
     chosen = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    if asked.entropies is Entropies.NONE:
+    if request.entropies is Entropies.NONE:
         return torch.stack([chosen, torch.zeros_like(chosen)], dim=-1)
-    of_entropy = logprobs if asked.entropies is Entropies.GRADIENTS else logprobs.detach()
-    return torch.stack([chosen, -(of_entropy.exp() * of_entropy).sum(dim=-1)], dim=-1)
+    entropy_logprobs = logprobs if request.entropies is Entropies.GRADIENTS else logprobs.detach()
+    return torch.stack([chosen, -(entropy_logprobs.exp() * entropy_logprobs).sum(dim=-1)], dim=-1)
 
 
 @torch.no_grad()
 def batch_logprobs(model: TokenLogprobs, batch: MicroBatch, *, temperature: float) -> Tensor:
-    """(N,) float32, nats, one per sampled token."""
+    """Log-probs of a micro-batch's sampled tokens: (N,) float32, nats."""
     logprobs, _ = model(
         batch.input_ids, batch.positions, batch.targets, temperature=temperature, row_lengths=batch.row_lengths
     )

@@ -1,7 +1,7 @@
-"""``Policy`` over Ray: one actor per rank, each call sent to all of them and awaited with a deadline.
+"""``Policy`` over Ray: one actor per rank. A call goes to all of them and has a deadline.
 
-Ray restarts no actor: a rank without its optimizer state is of no use. One that dies, is stopped
-or hangs makes the call fail with an error that says so; the whole group is closed then, and ``recovering`` starts another.
+Ray restarts no actor: a rank without its optimizer state is of no use. If one dies, is stopped or hangs, the call fails with an error that
+says so. The whole group is closed then, and ``recovering`` starts another.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import logging
 import os
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,6 +33,7 @@ from skyrl_async.training.workers.rank_actor import (
     ProcessAddress,
     RankActor,
     WorkerProcess,
+    end_processes,
     open_if_here,
     own_address,
 )
@@ -43,16 +44,12 @@ logger = logging.getLogger(__name__)
 
 Strategy: TypeAlias = PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
 
-_LAST_WORDS_S = 10.0
-"""A rank whose peer is gone says so at once; Ray, that the peer is gone, a moment later."""
-_GOODBYE_S = 2.0
-"""A worker that Ray ends is gone in milliseconds, and then Ray does not print that it died unexpectedly; a frozen one stays."""
-_END_TIMEOUT_S = 10.0
-"""The kernel ends a killed process in milliseconds, unless it hangs in a driver or on a dead file system."""
+_CAUSE_TIMEOUT_S = 10.0
+"""A rank fails at once when another one dies; Ray reports that death a moment later, and it explains the failure."""
 
 
 class PolicyWorkers:
-    """Implements ``training.protocol.Policy``. Made by ``start``; ``names`` are its actors' names in Ray, by rank."""
+    """Implements ``training.protocol.SendingPolicy``. Made by ``start``; ``names`` are the actors' names in Ray, by rank."""
 
     def __init__(
         self,
@@ -80,7 +77,6 @@ class PolicyWorkers:
         num_gpus_per_worker: float = 0.0,
         scheduling_strategies: Sequence[Strategy | None] | None = None,
         call_timeout_s: float = 1800.0,
-        start_timeout_s: float | None = None,
         heartbeat: Heartbeat = DEFAULT,
         policy_path: Callable[[], Awaitable[Path]] | None = None,
         worker_name: str = "policy-worker",
@@ -90,22 +86,21 @@ class PolicyWorkers:
         """Start one actor per rank in the connected Ray, and load the policy on all of them.
 
         Args:
-            settings: of every rank.
-            policy_path: instead of ``settings.policy_path``, gives a directory, which it may have to make first; asked once the
-                workers' processes are up, on machines where they may be.
+            settings: for every rank.
             num_workers: ranks, >= 1.
-            num_cpus_per_worker: CPU slots Ray reserves for each.
-            num_gpus_per_worker: GPUs Ray gives to each.
-            scheduling_strategies: where Ray puts each, by rank; None leaves that to Ray, of all or of one.
+            num_cpus_per_worker: CPU slots that Ray reserves for each.
+            num_gpus_per_worker: GPUs that Ray gives to each.
+            scheduling_strategies: where Ray puts each rank; None leaves all, or one, to Ray.
             call_timeout_s: deadline of every call.
-            start_timeout_s: deadline of coming up, ``policy_path`` left out; the same where it is None.
-            heartbeat: one that leaves it unanswered while it has a call to work on counts as dead.
-            worker_name: in messages and in Ray, before the rank.
-            publishes: rank 0 writes weights to this machine's shared memory; without strategies Ray is asked to put it here.
-            loads_published: every rank reads them there; the same for each.
+            heartbeat: a worker that leaves it unanswered during a call counts as dead.
+            policy_path: returns the directory to load instead of ``settings.policy_path``, and may have to make it first; called once
+                the workers' processes are up, on machines where they may run.
+            worker_name: before the rank, in messages and in Ray.
+            publishes: rank 0 writes weights to this machine's shared memory; without strategies, Ray is asked to put it here.
+            loads_published: every rank reads weights there; each is put here likewise.
 
         Raises:
-            ConfigError: ``publishes`` or ``loads_published``, and one of these ranks is on another machine.
+            ConfigError: a rank that ``publishes`` or ``loads_published`` is on another machine.
             PolicyError: the policy directory cannot be used.
             TrainingError: a worker did not come up.
             DeadlineError: the workers took longer than the deadline.
@@ -116,8 +111,8 @@ class PolicyWorkers:
         strategies = list(scheduling_strategies or [None] * num_workers)
         here = own_address().node_id
         num_here = num_workers if loads_published else int(publishes)
-        # An actor that asks for no resources Ray puts anywhere, unless it must be on a node. One that asks for more than the node has is
-        # put elsewhere and refused below, in words of ours.
+        # Ray puts an actor that asks for no resources anywhere, unless it must be on a node. One that asks for more than this node has is
+        # put elsewhere, and refused below with a message that says what to change.
         asks_for_resources = num_cpus_per_worker > 0 or num_gpus_per_worker > 0
         for rank in range(num_here):
             strategies[rank] = strategies[rank] or NodeAffinitySchedulingStrategy(here, soft=asks_for_resources)
@@ -133,37 +128,33 @@ class PolicyWorkers:
             ).remote(settings, rank=rank, num_ranks=num_workers)
             for rank, (name, strategy) in enumerate(zip(names, strategies, strict=True))
         }
-        first_timeout_s = call_timeout_s if start_timeout_s is None else start_timeout_s
-        workers = cls(settings, actors, call_timeout_s=first_timeout_s, heartbeat=heartbeat)
+        workers = cls(settings, actors, call_timeout_s=call_timeout_s, heartbeat=heartbeat)
         try:
             await workers._boot()
-            places = zip(names, workers._nodes, strict=True)
-            if elsewhere := [name for name, node in list(places)[:num_here] if node != here]:
+            nodes = zip(names[:num_here], workers._nodes, strict=False)
+            if elsewhere := [name for name, node in nodes if node != here]:
                 raise ConfigError(_must_be_here(elsewhere, publishes=publishes))
             await workers._rendezvous(await policy_path() if policy_path is not None else None)
         except BaseException:
             await workers.close()
             raise
-        workers._call_timeout_s = call_timeout_s
         return workers
 
     async def _boot(self) -> None:
-        """Every process is up."""
+        """Wait until every process is up."""
         here = own_address()
-        places: list[ProcessAddress] = await self._call("boot", is_up=False)
-        self._nodes = [place.node_id for place in places]
-        for name, place in zip(self.names, places, strict=True):
-            if process := open_if_here(place, here):
+        addresses: list[ProcessAddress] = await self._call("boot", is_up=False)
+        self._nodes = [address.node_id for address in addresses]
+        for name, address in zip(self.names, addresses, strict=True):
+            if process := open_if_here(address, here):
                 self._processes[name] = process
 
     async def _rendezvous(self, policy_path: Path | None) -> None:
-        """Every group meets at a port of its own: what a dead one left listening is never reached."""
+        """Connect the ranks and load the policy. Every group meets at a port of its own, and never reaches what a dead one left open."""
         address = None
         if len(self._actors) > 1:
-            first = self._actors[:1]
-            (host,) = await self._call("ip_address", actors=first)
-            (port,) = await self._call("open_store", host, actors=first)
-            address = (host, port)
+            host = await self._call_first("ip_address")
+            address = (host, await self._call_first("open_store", host))
         path, num_on = None if policy_path is None else str(policy_path), Counter(self._nodes)
         shares = [None if "OMP_NUM_THREADS" in os.environ else num_on[node] for node in self._nodes]
         await self._call_each("start", [(address, path, num_ranks_here) for num_ranks_here in shares])
@@ -171,123 +162,104 @@ class PolicyWorkers:
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
     ) -> dict[str, float]:
-        """See ``Policy``."""
+        """As ``Policy``."""
         works = split_work(trajectories, advantages, version, settings=self._settings, num_ranks=len(self._actors))
         figures = await self._call_each("forward_backward", [(work,) for work in works])
         return {"num_tokens": 0.0} | merge_figures(figures)
 
     async def step(self, denominator: float) -> dict[str, float]:
-        """See ``Policy``."""
+        """As ``Policy``."""
         figures: list[dict[str, float]] = await self._call("step", denominator)
         return figures[0]
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """See ``Policy``."""
+        """As ``Policy``."""
         per_rank: list[list[float]] = await self._call("logprobs", list(token_ids))
         return per_rank[0]
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
-        """See ``Policy``."""
+        """As ``Policy``."""
         num_ranks = len(self._actors)
         dispatch = LogprobDispatch.of(trajectories, model, settings=self._settings, num_ranks=num_ranks)
         return dispatch.join(await self._call_each("logprobs_of", [(work,) for work in dispatch.works]))
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Replace the weights of workers that do not train; see ``FrozenBackend``."""
+        """Replace all weights by a published version's, on workers that do not train."""
         await self._call("load_weights", update)
 
     async def gather_weights(self, version: int) -> int:
-        """See ``Policy``."""
+        """As ``Policy``."""
         num_bytes: list[int] = await self._call("gather_weights", version)
         return num_bytes[0]
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-        """See ``Policy``."""
-        (update,) = await self._call("send_weights", version, directory, bucket_bytes, actors=self._actors[:1])
+        """As ``Policy``."""
+        update = await self._call_first("send_weights", version, directory, bucket_bytes)
         assert isinstance(update, WeightUpdate)
         return update
 
     async def open_transfer(self, num_receivers: int, backend: str, timeout_s: float) -> GroupPlace:
-        """See ``SendingPolicy``."""
-        (place,) = await self._call("open_transfer", num_receivers, backend, timeout_s, actors=self._actors[:1])
+        """As ``SendingPolicy``."""
+        place = await self._call_first("open_transfer", num_receivers, backend, timeout_s)
         assert isinstance(place, GroupPlace)
         return place
 
     async def broadcast_weights(self, path: Path, bucket_bytes: int) -> None:
-        """See ``SendingPolicy``."""
-        await self._call("broadcast_weights", path, bucket_bytes, actors=self._actors[:1])
+        """As ``SendingPolicy``."""
+        await self._call_first("broadcast_weights", path, bucket_bytes)
 
     async def share_weights(self, version: int) -> SharedWeights:
-        """See ``SendingPolicy``."""
+        """As ``SendingPolicy``."""
         of_ranks: list[SharedWeights] = await self._call("share_weights", version)
         return {device: handles for shared in of_ranks for device, handles in shared.items()}
 
     async def unshare_weights(self) -> None:
-        """See ``SendingPolicy``."""
+        """As ``SendingPolicy``."""
         await self._call("unshare_weights")
 
     async def save(self, directory: Path) -> None:
-        """See ``Policy``."""
+        """As ``Policy``."""
         await self._call("save", directory)
 
     async def load(self, directory: Path) -> None:
-        """See ``Policy``."""
+        """As ``Policy``."""
         await self._call("load", directory)
 
     async def export_hf(self, directory: Path) -> None:
-        """See ``Policy``."""
+        """As ``Policy``."""
         await self._call("export_hf", directory)
 
     async def close(self) -> None:
-        """End every worker, a frozen one too; those of this machine are gone on return, their memory and ports free. Idempotent.
+        """End every worker, a frozen one too. Those of this machine are gone on return, their memory and ports free. Idempotent.
 
-        On other machines Ray ends them: at once, or after 5 s where one is frozen.
+        On other machines Ray ends them: at once, or after 5 s if one is frozen.
         """
         for actor in self._actors:
             ray.kill(actor)
         processes, self._processes = self._processes, {}
-        try:
-            try:
-                await _all_ended(processes.values(), _GOODBYE_S)
-            except TimeoutError:
-                for process in processes.values():
-                    process.kill()
-                await _all_ended(processes.values(), _END_TIMEOUT_S)
-        except TimeoutError:
-            logger.warning(
-                "a policy worker of %s has not ended %g s after SIGKILL; what it holds on a GPU is still held",
-                ", ".join(processes),
-                _END_TIMEOUT_S,
-            )
-        finally:
-            for process in processes.values():
-                process.close()
+        await end_processes(processes)
 
-    async def _call(
-        self, method: str, *arguments: Any, actors: Sequence[ActorHandle] | None = None, is_up: bool = True
-    ) -> list[Any]:
-        actors = self._actors if actors is None else actors
-        return await self._call_each(method, [arguments] * len(actors), actors=actors, is_up=is_up)
+    async def _call(self, method: str, *arguments: Any, is_up: bool = True) -> list[Any]:
+        """Call ``method`` on every rank with the same arguments; returns the answers by rank."""
+        return await self._call_each(method, [arguments] * len(self._actors), is_up=is_up)
 
-    async def _call_each(
-        self,
-        method: str,
-        arguments: Sequence[tuple[Any, ...]],
-        *,
-        actors: Sequence[ActorHandle] | None = None,
-        is_up: bool = True,
-    ) -> list[Any]:
-        """Call ``method`` on every actor with its own arguments; the first failure, a worker that is silent, although it ``is_up``, or
-        the deadline ends the wait.
+    async def _call_first(self, method: str, *arguments: Any) -> Any:
+        """Call ``method`` on rank 0."""
+        (answer,) = await self._call_each(method, [arguments])
+        return answer
+
+    async def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, is_up: bool = True) -> list[Any]:
+        """Call ``method`` on the first ranks, one per entry of ``arguments``. The first failure or the deadline ends the wait, and so does
+        a worker that answers no heartbeat, unless it may not be up yet.
         """
-        actors = self._actors if actors is None else actors
+        actors = self._actors[: len(arguments)]
         references = [getattr(actor, method).remote(*own) for actor, own in zip(actors, arguments, strict=True)]
         calls = {asyncio.wrap_future(r.future()): name for name, r in zip(self.names, references, strict=False)}
         try:
             async with self._listening(method, actors) if is_up else contextlib.nullcontext():
                 await asyncio.wait(calls, timeout=self._call_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             if any(_is_lost_peer(error) for error in _failures(calls).values()):
-                await asyncio.wait(calls, timeout=_LAST_WORDS_S)
+                await asyncio.wait(calls, timeout=_CAUSE_TIMEOUT_S)
             if failures := _failures(calls):
                 raise _as_our_error(failures, method)
             if unfinished := [name for call, name in calls.items() if not call.done()]:
@@ -301,7 +273,7 @@ class PolicyWorkers:
                 call.cancel()
 
     def _listening(self, method: str, actors: Sequence[ActorHandle]) -> contextlib.AbstractAsyncContextManager[None]:
-        """While they work on ``method``. Raises ``WorkerDiedError``."""
+        """Ask for heartbeats while ``actors`` work on ``method``. Raises ``WorkerDiedError`` for one that does not answer."""
 
         def death_of(name: str) -> WorkerDiedError:
             return WorkerDiedError(f"{name} answered no heartbeat for {self._heartbeat.timeout_s:g} s in {method}")
@@ -323,7 +295,7 @@ def _must_be_here(names: Sequence[str], *, publishes: bool) -> str:
 
 
 def environment_of(settings: TrainingSettings) -> dict[str, str]:
-    """What a rank's process finds in its environment beside the caller's."""
+    """Environment variables of a rank's process, beside the caller's."""
     if settings.device == "cpu":
         return {"OMP_NUM_THREADS": "1"}
     return dict(REPEATING_ENVIRONMENT) if settings.is_deterministic else {}
@@ -331,21 +303,14 @@ def environment_of(settings: TrainingSettings) -> dict[str, str]:
 
 def _ping_of(actor: ActorHandle) -> Ping:
     async def ping() -> None:
-        with contextlib.suppress(RayError):  # of one that is dead, the call itself says why
+        with contextlib.suppress(RayError):  # the call itself says why a worker is dead
             await actor.ping.remote()
 
     return ping
 
 
-async def _all_ended(processes: Iterable[WorkerProcess], timeout_s: float) -> None:
-    """Raises ``TimeoutError``."""
-    async with asyncio.timeout(timeout_s):
-        for process in processes:
-            await process.ended()
-
-
 def _failures(calls: Mapping["asyncio.Future[Any]", str]) -> dict[str, BaseException]:
-    """What the calls that are over failed with, by worker."""
+    """The errors of the finished calls, by worker."""
     failed = {name: call.exception() for call, name in calls.items() if call.done()}
     return {name: error for name, error in failed.items() if error is not None}
 
@@ -355,7 +320,7 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def _as_our_error(failures: Mapping[str, BaseException], method: str) -> BaseException:
-    """The error that explains the others: one raised on purpose, a death, a lost peer, anything else."""
+    """The error that explains the others: one of ours, a death, a lost peer, anything else, in this order."""
     for error in failures.values():
         if isinstance(error, RayTaskError) and isinstance(error.cause, SkyRLAsyncError):
             return error.cause
@@ -383,6 +348,6 @@ def _caused(error: SkyRLAsyncError, failures: Mapping[str, BaseException]) -> Sk
 
 
 def _cause_of_death(error: BaseException) -> str:
-    """Of Ray's paragraph, the part that says why."""
-    said = [line for line in str(error).splitlines() if " is dead because " in line] or str(error).splitlines()
-    return said[0].partition(" Some common causes include")[0].rstrip(". ")
+    """The part of Ray's paragraph that says why."""
+    reasons = [line for line in str(error).splitlines() if " is dead because " in line] or str(error).splitlines()
+    return reasons[0].partition(" Some common causes include")[0].rstrip(". ")

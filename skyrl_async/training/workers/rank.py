@@ -1,7 +1,7 @@
 """One rank of the policy: micro-batches in, gradients on a ``TrainingBackend``, steps, weights and checkpoints out.
 
-Synchronous, and free of Ray: ``PolicyWorkers`` runs one per actor, ``InProcessPolicy`` one in this process. Every
-method but ``open_store``, ``send_weights`` and those that share weights is collective over the ranks.
+Synchronous, and without Ray: ``PolicyWorkers`` runs one per actor, ``InProcessPolicy`` one in this process. Every method is collective over
+the ranks, except ``open_store``, ``send_weights`` and those that share weights.
 """
 
 import contextlib
@@ -12,13 +12,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from skyrl_async.algorithms.batching import MicroBatch, Row, collate
+from skyrl_async.algorithms.batching import Row, collate
 from skyrl_async.algorithms.losses import merge_figures, token_figures
 from skyrl_async.algorithms.off_policy import sample_size_figures
 from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
@@ -34,14 +33,14 @@ from skyrl_async.training.backends.assembly import (
 from skyrl_async.training.backends.frozen import FrozenBackend
 from skyrl_async.training.backends.optimizer import WarmupSchedule, make_optimizer
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.backends.state_files import save_state
+from skyrl_async.training.backends.state_files import failing_together, save_state
 from skyrl_async.training.backends.token_logprobs import Entropies, TokenLogprobs, batch_logprobs, row_logprobs
 from skyrl_async.training.export.device_copies import DeviceCopies
 from skyrl_async.training.export.hf_export import as_peft_directory, export_hf_directory, export_peft_directory
 from skyrl_async.training.export.manifest import check_adapter, check_manifest, write_manifest
 from skyrl_async.training.export.staging import Staging
-from skyrl_async.training.protocol import TrainingBackend
-from skyrl_async.training.rng import restore_rng_state, rng_state, seed_all, use_repeating_kernels
+from skyrl_async.training.protocol import SharedWeights, TrainingBackend
+from skyrl_async.training.rng import restore_rng_state, rng_state, seed_all
 from skyrl_async.training.workers.bad_step import TrainedRows
 from skyrl_async.training.workers.dispatch import LogprobWork, RankLogprobs, RankWork
 from skyrl_async.types import LogprobModel, WeightUpdate
@@ -50,13 +49,13 @@ logger = logging.getLogger(__name__)
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""Backstop inside a rank; the caller's own deadline is what users set."""
+"""Backstop inside a rank, longer than the caller's own deadline, which users set."""
 _TOTAL = "total"
-"""Among a micro-batch's figures, what is minimised; it leaves no rank."""
+"""Key of the minimised loss among a micro-batch's figures. Only the rank itself reads it."""
 
 
 class PolicyRank:
-    """Made cheaply, then started together with the other ranks."""
+    """One rank. Cheap to make; ``start`` loads the policy, together with the other ranks."""
 
     def __init__(self, settings: TrainingSettings, *, rank: int = 0, num_ranks: int = 1) -> None:
         self._settings = settings
@@ -65,7 +64,7 @@ class PolicyRank:
         self._store: dist.Store | None = None
         self._staging = Staging()
         self._copies = DeviceCopies(torch.device(settings.device)) if settings.shares_weights else None
-        self._trained_rows = TrainedRows()
+        self._trained_rows = TrainedRows(settings.bad_step_dir, rank=rank, num_ranks=num_ranks)
         self._objective = make_objective(settings)
         self._backend: TrainingBackend
         self._token_logprobs: TokenLogprobs
@@ -73,7 +72,7 @@ class PolicyRank:
         self._model_type: str
 
     def open_store(self, host: str) -> int:
-        """Open the store where the ranks meet, in this process (rank 0); return its port."""
+        """Open the store where the ranks meet, in this process (rank 0); returns its port."""
         store = dist.TCPStore(host, 0, self._num_ranks, is_master=True, wait_for_workers=False)
         self._store = store
         return int(store.port)
@@ -84,14 +83,17 @@ class PolicyRank:
         policy_path: str | None = None,
         num_ranks_here: int | None = None,
     ) -> None:
-        """Join the other ranks at ``store_address`` (host, port) and load the policy (of ``policy_path``, where given).
+        """Join the other ranks and load the policy.
 
-        Ray gives an actor one thread. On GPUs, what is computed on the host, such as an offloaded optimizer's steps, takes a part of the
-        machine's cores, which it shares with the other ranks among ``num_ranks_here``; None: as many as ``OMP_NUM_THREADS`` says.
+        Args:
+            store_address: host and port of the store where the ranks meet; None for a single rank.
+            policy_path: overrides the settings' path.
+            num_ranks_here: ranks on this machine. On GPUs they share its cores for work on the host, such as an offloaded optimizer's
+                steps; Ray gives an actor one thread. None: as many threads as ``OMP_NUM_THREADS`` says.
 
         Raises:
             PolicyError: the policy directory cannot be used.
-            ConfigError: CUDA was asked for where there is none.
+            ConfigError: the machine has no CUDA device and the settings ask for one.
         """
         if policy_path is not None:
             self._settings = replace(self._settings, policy_path=policy_path)
@@ -107,7 +109,8 @@ class PolicyRank:
         if num_ranks_here is not None and device.type == "cuda":
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks_here))
         if self._settings.is_deterministic and device.type == "cuda":
-            use_repeating_kernels()  # before there is a group: torch keeps NCCL from sums that do not repeat when it makes one
+            # Before the group is made: torch then has NCCL choose sums that repeat. An operation without a repeating kernel raises.
+            torch.use_deterministic_algorithms(True)
         if store_address is not None and self._store is None:
             self._store = dist.TCPStore(*store_address, self._num_ranks, is_master=False)
         process_group.join(
@@ -148,52 +151,34 @@ class PolicyRank:
         )
 
     def forward_backward(self, work: RankWork) -> dict[str, float]:
-        """Accumulate the gradient of this rank's summed loss; return its figures (see ``losses.token_figures``).
+        """Accumulate the gradient of this rank's summed loss; returns its figures (see ``losses.token_figures``).
 
         Raises:
-            TrainingError: the loss is not finite, on this rank or another: every rank says so, none is left waiting, and none can step any
-                more.
+            TrainingError: the loss is not finite on this rank or another. Every rank raises it, so that none is left waiting.
         """
-        figures = []
-        for index, rows in enumerate(work.micro_batches):
-            is_last = index == len(work.micro_batches) - 1
-            figures.append(self._run_micro_batch(rows, work, is_last=is_last))
-        merged = merge_figures(figures)
+        last = len(work.micro_batches) - 1
+        merged = merge_figures(
+            [self._run_micro_batch(rows, work, is_last=i == last) for i, rows in enumerate(work.micro_batches)]
+        )
         self._refuse_unless_finite(merged.pop(_TOTAL, 0.0), sum(map(len, work.micro_batches)), work.version)
         return merged
 
     def _refuse_unless_finite(self, total: float, num_rows: int, version: int) -> None:
-        """Every rank refuses the loss of any, so that each still can write its rows. Collective."""
+        """Raise on every rank if the loss is not finite on any: each can still write its rows. Collective."""
         of_ranks = torch.zeros(self._num_ranks, 2, dtype=torch.float64)
         of_ranks[self._rank] = torch.tensor([total, num_rows], dtype=torch.float64)
         dist.all_reduce(of_ranks)
         for rank, (loss, num) in enumerate(of_ranks.tolist()):
             if not math.isfinite(loss):
                 raise TrainingError(
-                    f"the loss of {num:.0f} rows at version {version} is {loss} on rank {rank}. {self._save_trained_rows()}"
+                    f"the loss of {num:.0f} rows at version {version} is {loss} on rank {rank}. {self._trained_rows.save()}"
                 )
-
-    def _save_trained_rows(self) -> str:
-        """Where what the ranks trained since the last step can be studied, a sentence. Collective: none goes on before all have written."""
-        if self._settings.bad_step_dir is None:
-            return "Nobody asked for the step's rows"
-        path = failure = None
-        try:
-            path = self._trained_rows.write(Path(self._settings.bad_step_dir), self._rank)
-        except OSError as error:
-            failure = f"those of rank {self._rank} could not be written: {error}"
-        of_ranks: list[tuple[str | None, str | None]] = [(None, None)] * self._num_ranks
-        dist.all_gather_object(of_ranks, (path, failure))
-        paths = [path for path, _ in of_ranks if path is not None]
-        where = f"are in {' and '.join(paths)}" if paths else "are lost"
-        failures = [failure for _, failure in of_ranks if failure is not None]
-        return "; ".join([f"The step's rows, with their log-probs and advantages, {where}", *failures])
 
     def _run_micro_batch(self, rows: Sequence[Row], work: RankWork, *, is_last: bool) -> dict[str, float]:
         batch = collate(rows, self._device, is_packed=self._settings.use_sample_packing)
         ref_logprobs = batch.ref_logprobs
         if work.runs_reference:
-            with self._held_reference() as reference:
+            with self._open_reference() as reference:
                 ref_logprobs = batch_logprobs(reference, batch, temperature=self._settings.temperature)
         with contextlib.nullcontext() if work.has_gradient else torch.no_grad():
             logprobs, entropies = self._token_logprobs(
@@ -210,7 +195,7 @@ class PolicyRank:
         if not rows:
             return {}
         self._trained_rows.add(rows, logprobs, work.version)
-        lags = _token_lags(batch, work.version)
+        lags = (work.version - batch.versions).clamp(min=0)  # (N,) versions between sampling and training
         figures = token_figures(loss.tokens, logprobs.detach(), batch.behavior_logprobs, lags)
         figures |= sample_size_figures(logprobs, batch, lags)
         if loss.corrected is not None:
@@ -219,10 +204,10 @@ class PolicyRank:
         return figures | loss.figures() | {_TOTAL: loss.total.item()}
 
     def step(self, denominator: float) -> dict[str, float]:
-        """Apply what is accumulated, divided by ``denominator``; return ``grad_norm`` and the ``lr`` it was applied with.
+        """Apply the accumulated gradients, divided by ``denominator``; returns ``grad_norm`` and the step's ``lr``.
 
         Raises:
-            TrainingError: there are no tokens, or the gradient is not finite; nothing is applied.
+            TrainingError: there are no tokens, or the gradient is not finite. Nothing is applied.
         """
         if denominator <= 0:
             raise TrainingError(
@@ -233,7 +218,7 @@ class PolicyRank:
         try:
             grad_norm = self._backend.step(denominator=float(denominator), max_grad_norm=self._settings.max_grad_norm)
         except TrainingError as error:
-            raise TrainingError(f"{error}. {self._save_trained_rows()}") from error
+            raise TrainingError(f"{error}. {self._trained_rows.save()}") from error
         finally:
             self._trained_rows.clear()
         return {"grad_norm": grad_norm, "lr": lr}
@@ -249,9 +234,9 @@ class PolicyRank:
         return [float(value) for value in logprobs.tolist()]
 
     def logprobs_of(self, work: LogprobWork) -> RankLogprobs:
-        """This rank's part of ``Policy.logprobs_of``."""
+        """This rank's rows of a ``Policy.logprobs_of``."""
         is_ref = work.model is LogprobModel.REF
-        with self._held_reference() if is_ref else contextlib.nullcontext(self._token_logprobs) as model:
+        with self._open_reference() if is_ref else contextlib.nullcontext(self._token_logprobs) as model:
             values = row_logprobs(
                 model,
                 work.micro_batches,
@@ -261,25 +246,25 @@ class PolicyRank:
             )
         return RankLogprobs(micro_batches=values, version=0 if is_ref else self._backend.version)
 
-    def _held_reference(self) -> contextlib.AbstractContextManager[TokenLogprobs]:
+    def _open_reference(self) -> contextlib.AbstractContextManager[TokenLogprobs]:
         if self._reference is None:
             raise TrainingError("these workers hold no reference model; give them one, or ask workers that have it")
         return self._reference()
 
     def load_weights(self, update: WeightUpdate) -> None:
-        """Replace the weights of a model that does not train. Raises ``TrainingError``; the version before stays."""
+        """Replace the weights of a model that does not train. Raises ``TrainingError``; the previous version stays."""
         if not isinstance(self._backend, FrozenBackend):
             raise TrainingError("workers that train take no weights from elsewhere")
         self._backend.load_weights(update)
 
     def gather_weights(self, version: int) -> int:
-        """Copy what is published to rank 0's staging memory, which ``send_weights`` reads; returns its bytes (0 on other ranks).
+        """Copy all weights, or adapters alone, to rank 0's staging memory for ``send_weights``; returns their bytes (0 on other ranks).
 
-        Tied parameters are copied once, under the name that Hugging Face keeps. Where engines share the ranks' devices, every rank
-        keeps a copy on its own too.
+        Tied parameters are copied once, under the name that Hugging Face keeps. If engines share the ranks' devices, every rank also keeps
+        a copy on its own.
         """
-        is_whole = self._settings.published_adapter is None
-        published = self._backend.iter_full_params() if is_whole else self._backend.iter_trained_params()
+        has_all = self._settings.published_adapter is None
+        published = self._backend.iter_full_params() if has_all else self._backend.iter_trained_params()
         serve_dtype = self._settings.torch_serve_dtype
         with _gathering(published) as parameters:
             if self._copies is not None:
@@ -290,27 +275,27 @@ class PolicyRank:
                 deque(parameters, maxlen=0)
             return 0
 
-    def share_weights(self, version: int) -> dict[str, dict[str, Any]]:
-        """Key of this rank's device -> name -> handle of what was gathered as ``version``; empty where no copy is there. Not collective."""
+    def share_weights(self, version: int) -> SharedWeights:
+        """Handles of the device copies gathered as ``version``; empty if there are none. Not collective."""
         handles = self._copies.share(version) if self._copies is not None else {}
         return {self._copies.key: handles} if self._copies is not None and handles else {}
 
     def unshare_weights(self) -> None:
-        """Engines have loaded what was shared. Not collective."""
+        """Free the device copies, once engines have loaded them. Not collective."""
         if self._copies is not None:
             self._copies.unshare()
 
     def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-        """Write what was gathered (rank 0 only; not collective). Any thread may call it, beside every other method."""
+        """Write the gathered weights (rank 0 only; not collective). Any thread may call it, beside every other method."""
         update = self._staging.write(version, directory, bucket_bytes)
         adapter = self._settings.published_adapter
         return update if adapter is None else as_peft_directory(update, adapter, base=self._settings.policy_path)
 
     def export_hf(self, directory: Path) -> None:
-        """Write a Hugging Face directory (rank 0; the others only gather), with ``adapter`` in it where adapters train."""
+        """Write a Hugging Face directory (rank 0; the others only gather). If adapters train, it has a directory ``adapter``."""
         lora, base = self._settings.lora, self._settings.policy_path
         trained = iter(()) if lora is None else self._backend.iter_trained_params()
-        # The last is gathered first, on every rank.
+        # On leaving, every rank gathers what is left of ``parameters`` first, then of ``adapters``.
         with _gathering(trained) as adapters, _gathering(self._backend.iter_full_params()) as parameters:
             if self._rank != 0:
                 return
@@ -320,17 +305,17 @@ class PolicyRank:
                 export_peft_directory(adapters, lora.adapter, base=base, directory=directory / "adapter")
 
     def save(self, directory: Path) -> None:
-        """Write everything under ``directory``, synced to disk; ``policy.json`` comes last and says it is whole.
+        """Write everything under ``directory``, synced to disk; ``policy.json`` comes last and marks it complete.
 
         Raises:
-            CheckpointError: it could not be written, on this rank or another; then every rank says so and none waits.
+            CheckpointError: this rank or another could not write. Every rank raises it, so that none is left waiting.
         """
-        with self._failing_together():
+        with failing_together(self._rank, self._num_ranks):
             directory.mkdir(parents=True, exist_ok=True)
-        with self._failing_together():
+        with failing_together(self._rank, self._num_ranks):
             self._backend.save(directory)
             save_state(rng_state(), directory / f"rng_{self._rank}.pt")
-        with self._failing_together():
+        with failing_together(self._rank, self._num_ranks):
             if self._rank == 0:
                 write_manifest(
                     directory,
@@ -339,22 +324,8 @@ class PolicyRank:
                     num_ranks=self._num_ranks,
                 )
 
-    @contextlib.contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """What fails on one rank is a ``CheckpointError`` on all; on return every rank is done."""
-        failure: BaseException | None = None
-        try:
-            yield
-        except (Exception, CheckpointException) as error:
-            failure = error
-        reasons: list[str | None] = [None] * self._num_ranks
-        dist.all_gather_object(reasons, None if failure is None else _reason(failure, self._rank))
-        failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
-        if failed or failure is not None:
-            raise CheckpointError(failed[0] if failed else repr(failure)) from failure
-
     def load(self, directory: Path) -> None:
-        """Restore what ``save`` wrote, on any number of ranks where the backend reshards; a rank that had no random state keeps its own.
+        """Restore what ``save`` wrote, on any number of ranks. A rank without a saved random state keeps its own.
 
         Raises:
             CheckpointError: it is incomplete, damaged or of another model.
@@ -378,7 +349,7 @@ class PolicyRank:
             ) from error
 
     def close(self) -> None:
-        """Leave the process group; nothing is shared any more."""
+        """Leave the process group, and free the copies on the device."""
         self._backend.close()
         if self._copies is not None:
             self._copies.close()
@@ -386,23 +357,9 @@ class PolicyRank:
 
 @contextlib.contextmanager
 def _gathering(parameters: NamedTensors) -> Iterator[NamedTensors]:
-    """Full parameters, gathered to the last one even where nothing is done with them, or that fails: the other ranks take part."""
+    """Gather parameters to the last one, even if the block leaves early: the other ranks take part in each."""
     try:
         yield parameters
     finally:
         for _ in parameters:
             pass
-
-
-def _token_lags(batch: MicroBatch, version: int) -> torch.Tensor:
-    """(N,) int64: versions between sampling and training; never negative."""
-    return (version - batch.versions).clamp(min=0)
-
-
-def _reason(failure: BaseException, rank: int) -> str | None:
-    """The first line of the error beneath torch's, which tells every rank when one fails; None where another one did."""
-    if isinstance(failure, CheckpointException):
-        if rank not in failure.failures:
-            return None
-        failure, _ = failure.failures[rank]
-    return f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure).strip() else 'no reason'}"

@@ -8,8 +8,10 @@ hits another process that got the same number. This takes Linux. Elsewhere, Ray 
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,12 @@ from skyrl_async.training.workers.rank import PolicyRank
 from skyrl_async.types import WeightUpdate
 from skyrl_async.weights.transfer_group import GroupPlace
 
+logger = logging.getLogger(__name__)
+
+_RAY_END_TIMEOUT_S = 2.0
+"""A worker that Ray ends is gone in milliseconds; Ray does not report an unexpected death then. A frozen one stays."""
+_KILL_TIMEOUT_S = 10.0
+"""The kernel ends a killed process in milliseconds, unless it hangs in a driver or on a dead file system."""
 _HEARTBEAT = "heartbeat"
 """The thread that answers heartbeats."""
 _WRITING = "writing"
@@ -129,3 +137,29 @@ def open_if_here(address: ProcessAddress, here: ProcessAddress) -> WorkerProcess
         return WorkerProcess(address.pid)
     except ProcessLookupError:
         return None
+
+
+async def end_processes(processes: Mapping[str, WorkerProcess]) -> None:
+    """Wait until processes that Ray is ending are gone; kill those that stay, such as frozen ones. Logs a warning if that fails, too."""
+    try:
+        try:
+            await _all_ended(processes.values(), _RAY_END_TIMEOUT_S)
+        except TimeoutError:
+            for process in processes.values():
+                process.kill()
+            await _all_ended(processes.values(), _KILL_TIMEOUT_S)
+    except TimeoutError:
+        logger.warning(
+            "a policy worker of %s has not ended %g s after SIGKILL; what it holds on a GPU is still held",
+            ", ".join(processes),
+            _KILL_TIMEOUT_S,
+        )
+    finally:
+        for process in processes.values():
+            process.close()
+
+
+async def _all_ended(processes: Iterable[WorkerProcess], timeout_s: float) -> None:
+    async with asyncio.timeout(timeout_s):
+        for process in processes:
+            await process.ended()

@@ -115,7 +115,7 @@ def test_packed_rows_have_the_log_probs_and_gradients_of_padded_ones_to_1e_6(
         return compute(query, key, value, **others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "_has_no_kernel_for_groups", lambda _: is_as_on_cuda)
+        patch.setattr(packing, "_lacks_grouped_kernel", lambda _: is_as_on_cuda)
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
         here = logprobs_of(TokenLogprobs(packed, chunk_size=16), collate(rows, CPU, is_packed=True))
     assert (kind == "qwen3") <= (num_heads == {(2, 2 if is_as_on_cuda else 1)})
