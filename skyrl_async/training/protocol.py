@@ -1,6 +1,6 @@
-"""What training looks like from the outside (``Policy``) and from inside a rank's process (``TrainingBackend``).
+"""The two seams of training: ``Policy`` for the trainer, ``TrainingBackend`` inside a rank's process.
 
-Neither knows groups, staleness or engines: padded rows in, sums of gradients and numbers out.
+Neither knows groups, staleness or engines.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,58 +18,59 @@ if TYPE_CHECKING:
 SharedWeights = dict[str, dict[str, Any]]
 """``shared_tensor.device_key`` -> Hugging Face name -> handle for ``shared_tensor.opened``."""
 WAIT_SECONDS = "wait_seconds"
-"""Key of seconds that a call waited for its turn, before anything was computed."""
+"""Key of the seconds that a call waited for earlier calls."""
 
 
 class Policy(Protocol):
-    """The policy being trained, over all its workers. Calls are made one at a time, but for ``send_weights``."""
+    """The policy being trained, over all its workers. Calls run one at a time, except ``send_weights``."""
 
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
     ) -> dict[str, float]:
-        """Add the gradients of the *sum* over sampled tokens of the policy loss, each by its row's weight, to what is accumulated.
+        """Accumulate the gradient of the *sum* of the policy loss over sampled tokens, each weighted by its row's weight.
 
-        ``advantages`` holds one value per trajectory; ``version`` is the version being trained, for the figures per
-        token lag. Returns sums over tokens (keys end in ``_sum``), ``num_tokens``, and maxima (keys end in ``_max``); and
-        ``WAIT_SECONDS`` where it waited for the workers' other calls.
+        Args:
+            trajectories: rows to train on.
+            advantages: one per trajectory.
+            version: the version being trained, for the figures per token lag.
+
+        Returns:
+            Sums over tokens (keys end in ``_sum``), ``num_tokens``, maxima (keys end in ``_max``), and ``WAIT_SECONDS`` if the call waited.
         """
         ...
 
     async def step(self, denominator: float) -> dict[str, float]:
         """Divide the accumulated gradients by ``denominator`` (> 0, see ``algorithms.aggregation``), clip, step, and clear.
 
-        Returns ``grad_norm`` (before clipping) and ``lr``, and ``WAIT_SECONDS`` as above. Raises ``TrainingError`` when the norm is not
-        finite.
+        Returns ``grad_norm`` (before clipping), ``lr``, and ``WAIT_SECONDS`` if the call waited. Raises ``TrainingError`` if the norm is
+        not finite.
         """
         ...
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-prob in nats of each token after the first given those before it, at temperature 1.
-
-        ``len(token_ids) - 1`` values.
-        """
+        """Log-prob in nats of each token after the first, at temperature 1: ``len(token_ids) - 1`` values."""
         ...
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
         """Log-probs of the trajectories' sampled tokens as ``forward_backward`` takes them, under the policy or its reference.
 
-        Gradients accumulated so far stay. Raises ``TrainingError`` where there is no reference.
+        Accumulated gradients stay. Raises ``TrainingError`` if there is no reference.
         """
         ...
 
     async def gather_weights(self, version: int) -> int:
-        """Copy what is published (the full weights, or adapters alone) as it is now, to be sent as ``version``; returns its bytes.
+        """Copy the current weights (all of them, or adapters alone), to be sent as ``version``; returns their bytes.
 
-        The copy before is forgotten.
-        Waits for a ``send_weights`` under way.
+        Replaces the previous copy. Waits for a running ``send_weights``.
         """
         ...
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-        """Write the copy under ``directory``, at most ``bucket_bytes`` at a time; other calls may be made meanwhile.
+        """Write the copy under ``directory``, at most ``bucket_bytes`` at a time; other calls may run meanwhile.
 
-        Raises ``WeightsWriteError`` where there is no room: nothing is left then, and it may be called again. Raises
-        ``WeightsLostError`` where the copy is gone with the workers that held it.
+        Raises:
+            WeightsWriteError: there is no room. Nothing is left, and the call may be repeated.
+            WeightsLostError: the copy is gone with the workers that held it.
         """
         ...
 
@@ -78,7 +79,7 @@ class Policy(Protocol):
         ...
 
     async def load(self, directory: Path) -> None:
-        """Restore what ``save`` wrote. Raises ``CheckpointError`` when it is incomplete or of another model."""
+        """Restore what ``save`` wrote. Raises ``CheckpointError`` if it is incomplete or of another model."""
         ...
 
     async def export_hf(self, directory: Path) -> None:
@@ -91,40 +92,40 @@ class Policy(Protocol):
 
 
 class SendingPolicy(Policy, Protocol):
-    """A ``Policy`` that brings what is published to engines that are not to map rank 0's file, beside every other call."""
+    """A ``Policy`` that sends or shares published weights with engines that do not map rank 0's file. These calls run beside all others."""
 
     async def open_transfer(self, num_receivers: int, backend: str, timeout_s: float) -> "GroupPlace":
-        """Where the receivers meet rank 0, which leaves the group before. ``backend`` is ``gloo`` or ``nccl``."""
+        """Leave the current group and return where receivers meet rank 0 for the next. ``backend`` is ``gloo`` or ``nccl``."""
         ...
 
     async def broadcast_weights(self, path: Path, bucket_bytes: int) -> None:
-        """Send a published file (any version, whoever wrote it) in the group opened last, at most ``bucket_bytes`` at a time; its receivers
-        take part meanwhile.
+        """Send a published file of any version in the group opened last, at most ``bucket_bytes`` at a time. Its receivers must take part.
 
-        Raises ``WeightsTransferError``: then another group is to be opened.
+        Raises:
+            WeightsTransferError: a receiver is gone or late. Open another group.
         """
         ...
 
     async def share_weights(self, version: int) -> SharedWeights:
-        """Let engines read what was gathered as ``version`` where it lies, on the workers' devices, until ``unshare_weights``.
+        """Let engines read the copies of ``version`` on the workers' devices until ``unshare_weights``.
 
-        Empty where it is not there (any more): then the published file is all there is.
+        Empty if there are none, or none any more: engines then load the published file.
         """
         ...
 
     async def unshare_weights(self) -> None:
-        """Nobody reads what was shared any more. Idempotent."""
+        """Free the shared copies, once nobody reads them. Idempotent."""
         ...
 
 
 async def export_weights(policy: Policy, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-    """Gather the weights as they are now and write them under ``directory``."""
+    """Gather the current weights and write them under ``directory``."""
     await policy.gather_weights(version)
     return await policy.send_weights(version, directory, bucket_bytes)
 
 
 class TrainingBackend(Protocol):
-    """A model and its optimizer in one rank's process; every method is collective over the ranks."""
+    """A model and its optimizer in one rank's process. Every method is collective over the ranks."""
 
     def build(
         self,
@@ -132,7 +133,7 @@ class TrainingBackend(Protocol):
         optimizer_fn: "Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]",
         scheduler_fn: "Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]",
     ) -> "torch.nn.Module":
-        """Make the (sharded) model, optimizer and scheduler; return the module to call for a forward."""
+        """Make the (sharded) model, optimizer and scheduler; returns the module to call for a forward."""
         ...
 
     def backward(self, loss: "torch.Tensor", *, is_last: bool) -> None:
@@ -140,9 +141,9 @@ class TrainingBackend(Protocol):
         ...
 
     def step(self, *, denominator: float, max_grad_norm: float) -> float:
-        """Divide gradients by ``denominator``, clip, step, clear; return the norm before clipping.
+        """Divide gradients by ``denominator``, clip, step, clear; returns the norm before clipping.
 
-        Raises ``TrainingError`` when the norm is not finite; then nothing is applied.
+        Raises ``TrainingError`` if the norm is not finite. Nothing is applied then.
         """
         ...
 
@@ -153,11 +154,11 @@ class TrainingBackend(Protocol):
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the weights have seen, those before a checkpoint included."""
+        """Optimizer steps made on the weights, those before a checkpoint included."""
         ...
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name to full shape, of every parameter."""
+        """Every parameter's full shape by Hugging Face name."""
         ...
 
     def iter_full_params(self) -> "Iterator[tuple[str, torch.Tensor]]":
@@ -165,11 +166,11 @@ class TrainingBackend(Protocol):
         ...
 
     def iter_trained_params(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """The same of the parameters that train, alone: of adapters under peft's names (``skyrl_async.weights.adapters``)."""
+        """Like ``iter_full_params``, for the parameters that train; adapters have peft's names (``skyrl_async.weights.adapters``)."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Write model, optimizer, scheduler and this rank's RNG state."""
+        """Write model, optimizer and scheduler."""
         ...
 
     def load(self, directory: Path) -> None:

@@ -1,7 +1,7 @@
 """``TrainingBackend`` on DeepSpeed's ZeRO (arXiv 1910.02054), stages 0 to 3.
 
-DeepSpeed's engine reduces and shards, its optimizer divides and clips, and torch's AdamW steps. Gradients are reduced in float32: at the step
-in stages 0 and 1, after every backward in 2 and 3. Knows nothing of losses, tokens or trajectories, nor of how DeepSpeed lays out its state.
+DeepSpeed's engine reduces and shards, its optimizer divides and clips, and torch's AdamW steps. Gradients are reduced in float32: at the
+step in stages 0 and 1, after every backward in 2 and 3. Knows nothing of losses, tokens or trajectories.
 """
 
 import contextlib

@@ -67,7 +67,7 @@ class LoraBackend:
 
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """In the block the model is the initial policy. The adapters still run, times zero, so that ranks make the same collective calls."""
+        """In the block, the model is the initial policy. The adapters run, times zero: ranks make the same collective calls."""
         for layer in self._layers.values():
             layer.set_scale(_ADAPTER, 0.0)
         try:

@@ -1,7 +1,6 @@
-"""One call's trajectories in, each rank's micro-batches out, and the ranks' log-probs joined again.
+"""Deals one call's trajectories to ranks as micro-batches, and joins the ranks' log-probs again.
 
-Shared by the Ray workers and the in-process policy, so that both compute the same numbers. A pure function of its
-arguments.
+Pure functions, shared by ``PolicyWorkers`` and ``InProcessPolicy``, so that both compute the same numbers.
 """
 
 from collections.abc import Sequence
@@ -16,18 +15,18 @@ from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWork:
-    """What one rank does in one ``forward_backward``."""
+    """One rank's part of a ``forward_backward``."""
 
     micro_batches: tuple[tuple[Row, ...], ...]
-    """Equally many on every rank; an empty one is an idle forward."""
+    """Every rank has as many; an empty one is an idle forward."""
     version: int
     """Policy version being trained."""
     has_gradient: bool
-    """False when every advantage is 0, no token is marked and nothing else is in the loss: the gradient is exactly zero, only figures are
+    """False if every advantage is 0, no token is marked and the loss has no other term. The gradient is then exactly 0; only figures are
     computed.
     """
     runs_reference: bool = False
-    """Some row of some rank came without reference log-probs: every rank computes those of all its rows."""
+    """Whether every rank computes reference log-probs of all its rows: some row, on any rank, came without."""
 
 
 def split_work(
@@ -42,7 +41,7 @@ def split_work(
 
     Raises:
         ValueError: there is not one advantage per trajectory.
-        TrainingError: the loss needs log-probs that a row lacks, and that the ranks cannot compute.
+        TrainingError: the loss needs log-probs that a row lacks and the ranks cannot compute.
     """
     if len(trajectories) != len(advantages):
         raise ValueError(f"advantages must hold one value per trajectory ({len(trajectories)}), got {len(advantages)}")
@@ -77,7 +76,7 @@ def _plans(rows: Sequence[Row], settings: TrainingSettings, num_ranks: int) -> l
 
 
 def _runs_reference(rows: Sequence[Row], settings: TrainingSettings) -> bool:
-    """Whether the ranks compute reference log-probs themselves. Raises ``TrainingError`` where they would have to and cannot."""
+    """Whether the ranks compute reference log-probs. Raises ``TrainingError`` if a row lacks what they cannot compute."""
     if needs_old_logprobs(settings.policy_loss) and any(row.trajectory.old_logprobs is None for row in rows):
         raise TrainingError(
             f"trainer.algorithm.policy_loss_type={settings.policy_loss} needs trajectories with old_logprobs, recomputed when they "
@@ -99,32 +98,32 @@ def _runs_reference(rows: Sequence[Row], settings: TrainingSettings) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobWork:
-    """What one rank does in one ``logprobs_of``."""
+    """One rank's part of a ``logprobs_of``."""
 
     micro_batches: tuple[tuple[Row, ...], ...]
-    """Equally many on every rank; an empty one is an idle forward."""
+    """Every rank has as many; an empty one is an idle forward."""
     model: LogprobModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLogprobs:
-    """What one rank found."""
+    """One rank's answer to a ``LogprobWork``."""
 
     micro_batches: tuple[tuple[tuple[float, ...], ...], ...]
-    """Per micro-batch and row of its work one value per sampled token, nats."""
+    """Per micro-batch and row, one value per sampled token, nats."""
     version: int
-    """Of the weights."""
+    """Version of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobDispatch:
-    """One ``logprobs_of`` over ranks: what each does, and how their answers join."""
+    """One ``logprobs_of`` over ranks: each rank's part, and how to join the answers."""
 
     trajectories: tuple[Trajectory, ...]
     works: tuple[LogprobWork, ...]
     """One per rank."""
     plans: tuple[tuple[tuple[int, ...], ...], ...]
-    """Per rank and micro-batch the positions of its rows in ``trajectories``."""
+    """Per rank and micro-batch, the positions of its rows in ``trajectories``."""
 
     @classmethod
     def of(
@@ -144,7 +143,7 @@ class LogprobDispatch:
         )
 
     def join(self, answers: Sequence[RankLogprobs]) -> RowLogprobs:
-        """Put the ranks' values where their tokens are. Raises ``TrainingError`` when ranks hold different versions."""
+        """Put the ranks' values at their tokens. Raises ``TrainingError`` if ranks hold different versions."""
         versions = {answer.version for answer in answers}
         if len(versions) != 1:
             raise TrainingError(f"workers hold different versions of the weights: {sorted(versions)}")

@@ -1,8 +1,4 @@
-"""``Policy`` over one rank in this process: for tests, and for runs whose determinism must not depend on other
-processes.
-
-Calls block the event loop while they compute.
-"""
+"""``Policy`` over one rank in this process, for tests and examples. Calls block the event loop while they compute."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,45 +21,45 @@ class InProcessPolicy:
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
     ) -> dict[str, float]:
-        """See ``Policy``."""
+        """As ``Policy``."""
         (work,) = split_work(trajectories, advantages, version, settings=self._settings, num_ranks=1)
         return {"num_tokens": 0.0} | self._rank.forward_backward(work)
 
     async def step(self, denominator: float) -> dict[str, float]:
-        """See ``Policy``."""
+        """As ``Policy``."""
         return self._rank.step(denominator)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """See ``Policy``."""
+        """As ``Policy``."""
         return self._rank.logprobs(token_ids)
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
-        """See ``Policy``."""
+        """As ``Policy``."""
         dispatch = LogprobDispatch.of(trajectories, model, settings=self._settings, num_ranks=1)
         return dispatch.join([self._rank.logprobs_of(dispatch.works[0])])
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Replace the weights of a policy that does not train."""
+        """Replace all weights by a published version's, if the policy does not train."""
         self._rank.load_weights(update)
 
     async def gather_weights(self, version: int) -> int:
-        """See ``Policy``."""
+        """As ``Policy``."""
         return self._rank.gather_weights(version)
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-        """See ``Policy``."""
+        """As ``Policy``."""
         return self._rank.send_weights(version, directory, bucket_bytes)
 
     async def save(self, directory: Path) -> None:
-        """See ``Policy``."""
+        """As ``Policy``."""
         self._rank.save(directory)
 
     async def load(self, directory: Path) -> None:
-        """See ``Policy``."""
+        """As ``Policy``."""
         self._rank.load(directory)
 
     async def export_hf(self, directory: Path) -> None:
-        """See ``Policy``."""
+        """As ``Policy``."""
         self._rank.export_hf(directory)
 
     async def close(self) -> None:
