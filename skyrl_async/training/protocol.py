@@ -3,7 +3,7 @@
 Neither knows groups, staleness or engines.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -127,13 +127,8 @@ async def export_weights(policy: Policy, version: int, directory: Path, bucket_b
 class TrainingBackend(Protocol):
     """A model and its optimizer in one rank's process. Every method is collective over the ranks."""
 
-    def build(
-        self,
-        model_fn: "Callable[[], torch.nn.Module]",
-        optimizer_fn: "Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]",
-        scheduler_fn: "Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]",
-    ) -> "torch.nn.Module":
-        """Make the (sharded) model, optimizer and scheduler; returns the module to call for a forward."""
+    def build(self, model: "torch.nn.Module") -> "torch.nn.Module":
+        """Shard ``model`` (on CPU, float32) and make its optimizer and scheduler; returns the module to call for a forward."""
         ...
 
     def backward(self, loss: "torch.Tensor", *, is_last: bool) -> None:

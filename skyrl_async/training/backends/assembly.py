@@ -34,31 +34,19 @@ Reference = Callable[[], contextlib.AbstractContextManager[TokenLogprobs]]
 def make_backend(settings: TrainingSettings, device: torch.device) -> TrainingBackend:
     """Make the policy's backend. Nothing is loaded yet."""
     if not settings.trains:
-        return FrozenBackend(device=device, mixed_precision=settings.mixed_precision)
-    backend = _sharded_backend(settings, device)
+        return FrozenBackend(settings, device)
+    backend: TrainingBackend
+    if settings.deepspeed is None:
+        backend = FSDPBackend(settings, device)
+    else:
+        from skyrl_async.training.backends.deepspeed import DeepSpeedBackend
+
+        backend = DeepSpeedBackend(settings, settings.deepspeed, device)
     if settings.lora is None:
         return backend
     from skyrl_async.training.backends.lora import LoraBackend
 
     return LoraBackend(backend, settings.lora, base=settings.policy_path)
-
-
-def _sharded_backend(settings: TrainingSettings, device: torch.device) -> TrainingBackend:
-    if settings.deepspeed is None:
-        return FSDPBackend(
-            device=device,
-            mixed_precision=settings.mixed_precision,
-            activation_checkpointing=settings.activation_checkpointing,
-            cpu_offload=settings.cpu_offload,
-        )
-    from skyrl_async.training.backends.deepspeed import DeepSpeedBackend
-
-    return DeepSpeedBackend(
-        settings.deepspeed,
-        device=device,
-        mixed_precision=settings.mixed_precision,
-        activation_checkpointing=settings.activation_checkpointing,
-    )
 
 
 def load_reference(
@@ -73,9 +61,8 @@ def load_reference(
     if settings.lora is not None and settings.reference_path is None:
         return _without_adapters(backend, policy)
     path = Path(settings.policy_path if settings.reference_path is None else settings.reference_path)
-    frozen = FrozenBackend(device=device, mixed_precision=settings.mixed_precision)
-    model = frozen.build(lambda: load_model(path, trust_remote_code=settings.trust_remote_code))
-    reference = make_token_logprobs(model, settings)
+    model = load_model(path, trust_remote_code=settings.trust_remote_code)
+    reference = make_token_logprobs(FrozenBackend(settings, device).build(model), settings)
     return lambda: contextlib.nullcontext(reference)
 
 

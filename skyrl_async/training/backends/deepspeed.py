@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +23,18 @@ from skyrl_async.errors import TrainingError
 from skyrl_async.training.backends import process_group
 from skyrl_async.training.backends.deepspeed_state import MOMENTS, ZeroState
 from skyrl_async.training.backends.fsdp import persistent_buffers
-from skyrl_async.training.backends.settings import DeepSpeedSettings
+from skyrl_async.training.backends.optimizer import WarmupSchedule, make_optimizer
+from skyrl_async.training.backends.settings import DeepSpeedSettings, TrainingSettings
 from skyrl_async.training.backends.state_files import read_scheduler, read_state, write_state
 
 
 class DeepSpeedBackend:
     """ZeRO over all ranks of the default process group. ``close`` leaves the group."""
 
-    def __init__(
-        self,
-        settings: DeepSpeedSettings,
-        *,
-        device: torch.device,
-        mixed_precision: bool = False,
-        activation_checkpointing: bool = False,
-    ) -> None:
+    def __init__(self, settings: TrainingSettings, deepspeed: DeepSpeedSettings, device: torch.device) -> None:
         self._settings = settings
+        self._deepspeed = deepspeed
         self._device = device
-        self._mixed_precision = mixed_precision
-        self._activation_checkpointing = activation_checkpointing
         self._engine: Any
         self._optimizer: torch.optim.Optimizer
         self._scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -49,26 +42,20 @@ class DeepSpeedBackend:
         self._shapes: dict[str, tuple[int, ...]]
         self._has_gradients = False
 
-    def build(
-        self,
-        model_fn: Callable[[], nn.Module],
-        optimizer_fn: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
-        scheduler_fn: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
-    ) -> nn.Module:
+    def build(self, model: nn.Module) -> nn.Module:
         """Make the engine. Forwards must call it, not the model: it prepares each backward."""
-        model = model_fn()
-        if self._activation_checkpointing:
+        if self._settings.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        if self._mixed_precision:
+        if self._settings.mixed_precision:
             _compute_in_bfloat16(model, self._device)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         model.to(self._device)
-        self._optimizer = optimizer_fn([p for p in model.parameters() if p.requires_grad])
-        self._scheduler = scheduler_fn(self._optimizer)
-        config = engine_config(self._settings, num_ranks=dist.get_world_size())
+        self._optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], self._settings)
+        self._scheduler = WarmupSchedule(self._optimizer, self._settings)
+        config = engine_config(self._deepspeed, num_ranks=dist.get_world_size())
         self._engine = _initialize(model, self._optimizer, config, self._device)
-        self._zero_optimizer = self._engine.optimizer if self._settings.zero_stage else None
-        self._state = ZeroState(self._engine, self._optimizer, self._settings.zero_stage)
+        self._zero_optimizer = self._engine.optimizer if self._deepspeed.zero_stage else None
+        self._state = ZeroState(self._engine, self._optimizer, self._deepspeed.zero_stage)
         return self._engine
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -158,7 +145,7 @@ class DeepSpeedBackend:
             yield name, full
 
     def _gathered(self, parameter: nn.Parameter) -> contextlib.AbstractContextManager[None]:
-        if self._settings.zero_stage < 3:
+        if self._deepspeed.zero_stage < 3:
             return contextlib.nullcontext()
         import deepspeed
 

@@ -4,7 +4,7 @@ The model is sharded like the trained one, so that equal weights give equal log-
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Never
 
@@ -17,28 +17,24 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from skyrl_async.errors import TrainingError
 from skyrl_async.training.backends import process_group
 from skyrl_async.training.backends.fsdp import shard, sharded_modules
+from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.types import WeightUpdate
 
 
 class FrozenBackend:
     """Forward passes only. Methods that would train or save the model raise ``TrainingError``."""
 
-    def __init__(self, *, device: torch.device, mixed_precision: bool = False) -> None:
+    def __init__(self, settings: TrainingSettings, device: torch.device) -> None:
+        self._settings = settings
         self._device = device
-        self._mixed_precision = mixed_precision
         self._model: nn.Module
         self._parameters: dict[str, nn.Parameter]
         self._version = 0
 
-    def build(
-        self,
-        model_fn: Callable[[], nn.Module],
-        optimizer_fn: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None = None,
-        scheduler_fn: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
-    ) -> nn.Module:
+    def build(self, model: nn.Module) -> nn.Module:
         """Shard the model; no optimizer is made."""
-        model = model_fn().requires_grad_(False)
-        shard(model, self._device, mixed_precision=self._mixed_precision)
+        model.requires_grad_(False)
+        shard(model, self._device, mixed_precision=self._settings.mixed_precision)
         self._model = model
         self._parameters = dict(model.named_parameters())
         return model

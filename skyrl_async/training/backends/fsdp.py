@@ -4,7 +4,7 @@ Knows nothing of losses, tokens or trajectories.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from skyrl_async.errors import TrainingError
 from skyrl_async.training.backends import process_group
-from skyrl_async.training.backends.optimizer import keeping_hyper_parameters
+from skyrl_async.training.backends.optimizer import WarmupSchedule, keeping_hyper_parameters, make_optimizer
+from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.backends.state_files import read_scheduler, read_state, write_state
 
 
@@ -35,35 +36,21 @@ class FSDPBackend:
     shard only. A single rank, whose shard is the full gradient, saves those copies.
     """
 
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        mixed_precision: bool = False,
-        activation_checkpointing: bool = False,
-        cpu_offload: bool = False,
-    ) -> None:
+    def __init__(self, settings: TrainingSettings, device: torch.device) -> None:
+        self._settings = settings
         self._device = device
-        self._mixed_precision = mixed_precision
-        self._activation_checkpointing = activation_checkpointing
-        self._cpu_offload = cpu_offload
         self._model: nn.Module
         self._parameters: dict[str, nn.Parameter]
         self._trained: dict[str, nn.Parameter]
         self._optimizer: torch.optim.Optimizer
         self._scheduler: torch.optim.lr_scheduler.LRScheduler
 
-    def build(
-        self,
-        model_fn: Callable[[], nn.Module],
-        optimizer_fn: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
-        scheduler_fn: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
-    ) -> nn.Module:
+    def build(self, model: nn.Module) -> nn.Module:
         """Shard the model per decoder layer, and make its optimizer and scheduler."""
-        model = model_fn()
-        if self._activation_checkpointing:
+        settings = self._settings
+        if settings.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        shard(model, self._device, mixed_precision=self._mixed_precision, cpu_offload=self._cpu_offload)
+        shard(model, self._device, mixed_precision=settings.mixed_precision, cpu_offload=settings.cpu_offload)
         if dist.get_world_size() > 1:
             for module in sharded_modules(model):
                 module.set_force_sum_reduction_for_comms(True)
@@ -71,9 +58,9 @@ class FSDPBackend:
         self._model = model
         self._parameters = dict(model.named_parameters())
         self._trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        self._optimizer = optimizer_fn(list(self._trained.values()))
+        self._optimizer = make_optimizer(list(self._trained.values()), settings)
         self._fill_optimizer_state()
-        self._scheduler = scheduler_fn(self._optimizer)
+        self._scheduler = WarmupSchedule(self._optimizer, settings)
         return model
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:

@@ -9,7 +9,7 @@ of the frozen weights. Knows neither how the backend shards nor what is trained.
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,8 @@ class LoraBackend:
         self._layers: dict[str, LoraLayer] = {}
         self._description: AdapterDescription
 
-    def build(
-        self,
-        model_fn: Callable[[], nn.Module],
-        optimizer_fn: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
-        scheduler_fn: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
-    ) -> nn.Module:
+    def build(self, model: nn.Module) -> nn.Module:
         """As ``TrainingBackend``. Raises ``PolicyError`` if no layer has a name that the settings ask for."""
-        model = model_fn()
         checksum = weights_checksum(model)
         self._layers = add_adapters(model, self._settings)
         self._description = AdapterDescription(
@@ -63,7 +57,7 @@ class LoraBackend:
         )
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         logger.info("adapters of rank %d on %d layers: %d parameters", self._settings.rank, len(self._layers), trained)
-        return self._inner.build(lambda: model, optimizer_fn, scheduler_fn)
+        return self._inner.build(model)
 
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:

@@ -181,11 +181,11 @@ def row_logprobs(
     device: torch.device,
     temperature: float,
     is_packed: bool,
-) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    """Per micro-batch and row one value per sampled token, nats. Collective: an empty micro-batch is an idle forward."""
-    found = []
+) -> tuple[tuple[float, ...], ...]:
+    """Per row of all micro-batches, one value per sampled token, nats. Collective: an empty micro-batch is an idle forward."""
+    found: list[tuple[float, ...]] = []
     for rows in micro_batches:
         values = batch_logprobs(model, collate(rows, device, is_packed=is_packed), temperature=temperature)
-        per_row = values.split([row.trajectory.num_sampled_tokens for row in rows]) if rows else ()
-        found.append(tuple(tuple(row.tolist()) for row in per_row))
+        if rows:
+            found += [tuple(row.tolist()) for row in values.split([r.trajectory.num_sampled_tokens for r in rows])]
     return tuple(found)

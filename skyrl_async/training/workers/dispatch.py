@@ -56,13 +56,17 @@ def split_work(
     )
     return [
         RankWork(
-            micro_batches=tuple(tuple(rows[index] for index in indices) for indices in plan),
+            micro_batches=_picked(rows, plan),
             version=version,
             has_gradient=has_gradient,
             runs_reference=runs_reference,
         )
         for plan in _plans(rows, settings, num_ranks)
     ]
+
+
+def _picked(rows: Sequence[Row], plan: Sequence[Sequence[int]]) -> tuple[tuple[Row, ...], ...]:
+    return tuple(tuple(rows[index] for index in indices) for indices in plan)
 
 
 def _plans(rows: Sequence[Row], settings: TrainingSettings, num_ranks: int) -> list[list[list[int]]]:
@@ -106,24 +110,14 @@ class LogprobWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankLogprobs:
-    """One rank's answer to a ``LogprobWork``."""
-
-    micro_batches: tuple[tuple[tuple[float, ...], ...], ...]
-    """Per micro-batch and row, one value per sampled token, nats."""
-    version: int
-    """Version of the weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobDispatch:
     """One ``logprobs_of`` over ranks: each rank's part, and how to join the answers."""
 
     trajectories: tuple[Trajectory, ...]
     works: tuple[LogprobWork, ...]
     """One per rank."""
-    plans: tuple[tuple[tuple[int, ...], ...], ...]
-    """Per rank and micro-batch, the positions of its rows in ``trajectories``."""
+    positions: tuple[tuple[int, ...], ...]
+    """Per rank, the positions of its rows in ``trajectories``, in the order of its micro-batches."""
 
     @classmethod
     def of(
@@ -135,23 +129,22 @@ class LogprobDispatch:
         plans = _plans(rows, settings, num_ranks)
         return cls(
             trajectories=tuple(trajectories),
-            works=tuple(
-                LogprobWork(micro_batches=tuple(tuple(rows[i] for i in indices) for indices in plan), model=model)
-                for plan in plans
-            ),
-            plans=tuple(tuple(tuple(positions[i] for i in indices) for indices in plan) for plan in plans),
+            works=tuple(LogprobWork(micro_batches=_picked(rows, plan), model=model) for plan in plans),
+            positions=tuple(tuple(positions[i] for indices in plan for i in indices) for plan in plans),
         )
 
-    def join(self, answers: Sequence[RankLogprobs]) -> RowLogprobs:
-        """Put the ranks' values at their tokens. Raises ``TrainingError`` if ranks hold different versions."""
+    def join(self, answers: Sequence[RowLogprobs]) -> RowLogprobs:
+        """Put the ranks' values (per row, one per sampled token) at their tokens, zeros elsewhere.
+
+        Raises ``TrainingError`` if ranks hold different versions.
+        """
         versions = {answer.version for answer in answers}
         if len(versions) != 1:
             raise TrainingError(f"workers hold different versions of the weights: {sorted(versions)}")
-        values = [[0.0] * len(trajectory.response_token_ids) for trajectory in self.trajectories]
-        for plan, answer in zip(self.plans, answers, strict=True):
-            for positions, rows in zip(plan, answer.micro_batches, strict=True):
-                for position, sampled in zip(positions, rows, strict=True):
-                    where = [i for i, is_sampled in enumerate(self.trajectories[position].loss_mask) if is_sampled]
-                    for offset, value in zip(where, sampled, strict=True):
-                        values[position][offset] = value
-        return RowLogprobs(values=tuple(tuple(row) for row in values), version=versions.pop())
+        values: list[tuple[float, ...]] = [(0.0,) * len(row.response_token_ids) for row in self.trajectories]
+        for positions, answer in zip(self.positions, answers, strict=True):
+            for position, sampled in zip(positions, answer.values, strict=True):
+                found = iter(sampled)
+                mask = self.trajectories[position].loss_mask
+                values[position] = tuple(next(found) if is_sampled else 0.0 for is_sampled in mask)
+        return RowLogprobs(values=tuple(values), version=versions.pop())

@@ -31,7 +31,6 @@ from skyrl_async.training.backends.assembly import (
     make_token_logprobs,
 )
 from skyrl_async.training.backends.frozen import FrozenBackend
-from skyrl_async.training.backends.optimizer import WarmupSchedule, make_optimizer
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.backends.state_files import failing_together, save_state
 from skyrl_async.training.backends.token_logprobs import Entropies, TokenLogprobs, batch_logprobs, row_logprobs
@@ -42,8 +41,8 @@ from skyrl_async.training.export.staging import Staging
 from skyrl_async.training.protocol import SharedWeights, TrainingBackend
 from skyrl_async.training.rng import restore_rng_state, rng_state, seed_all
 from skyrl_async.training.workers.bad_step import TrainedRows
-from skyrl_async.training.workers.dispatch import LogprobWork, RankLogprobs, RankWork
-from skyrl_async.types import LogprobModel, WeightUpdate
+from skyrl_async.training.workers.dispatch import LogprobWork, RankWork
+from skyrl_async.types import LogprobModel, RowLogprobs, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -133,12 +132,7 @@ class PolicyRank:
         self._model_type = str(model.config.model_type)
         self._device = device
         self._backend = make_backend(settings, device)
-        module = self._backend.build(
-            lambda: model,
-            lambda parameters: make_optimizer(parameters, settings),
-            lambda optimizer: WarmupSchedule(optimizer, settings),
-        )
-        self._token_logprobs = make_token_logprobs(module, settings)
+        self._token_logprobs = make_token_logprobs(self._backend.build(model), settings)
         self._reference = load_reference(settings, device, self._backend, self._token_logprobs)
         num_parameters = sum(math.prod(shape) for shape in self._backend.parameter_shapes().values())
         logger.info(
@@ -233,7 +227,7 @@ class PolicyRank:
         logprobs, _ = self._token_logprobs(ids.unsqueeze(0), positions, ids[1:], temperature=1.0)
         return [float(value) for value in logprobs.tolist()]
 
-    def logprobs_of(self, work: LogprobWork) -> RankLogprobs:
+    def logprobs_of(self, work: LogprobWork) -> RowLogprobs:
         """This rank's rows of a ``Policy.logprobs_of``."""
         is_ref = work.model is LogprobModel.REF
         with self._open_reference() if is_ref else contextlib.nullcontext(self._token_logprobs) as model:
@@ -244,7 +238,7 @@ class PolicyRank:
                 temperature=self._settings.temperature,
                 is_packed=self._settings.use_sample_packing,
             )
-        return RankLogprobs(micro_batches=values, version=0 if is_ref else self._backend.version)
+        return RowLogprobs(values=values, version=0 if is_ref else self._backend.version)
 
     def _open_reference(self) -> contextlib.AbstractContextManager[TokenLogprobs]:
         if self._reference is None:
