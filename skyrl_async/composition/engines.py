@@ -8,7 +8,7 @@ from pathlib import Path
 
 from skyrl_async.composition.ray_cluster import ReservedDevices, engine_resources
 from skyrl_async.config.rules.devices import engine_device
-from skyrl_async.config.schema.run import Config, EngineBackend
+from skyrl_async.config.schema.run import Config, Device, EngineBackend
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engine_life import EngineLife, LifeSettings
 from skyrl_async.inference.fleet import Fleet, FleetSettings
@@ -78,18 +78,19 @@ class Engines:
 
         config, engine = self._config, self._config.engine
         resources = engine_resources(config, self._bundles, names)
+        device = engine_device(engine)
         configs = [
             VLLMEngineConfig(
                 name=name,
                 policy_dir=str(self._policy_dir),
                 dtype=config.policy.dtype.name,
-                device=engine_device(engine).name,
+                device=device.name,
                 tensor_parallel_size=engine.tensor_parallel_size,
                 max_model_len=engine.max_model_len,
                 max_num_seqs=engine.max_num_seqs,
                 gpu_memory_utilization=engine.gpu_memory_utilization,
                 cpu_kv_cache_gb=engine.cpu_kv_cache_gb,
-                enforce_eager=engine.enforce_eager,
+                enforce_eager=device is Device.cpu if engine.enforce_eager is None else engine.enforce_eager,
                 enable_prefix_caching=engine.enable_prefix_caching,
                 stream_interval=engine.stream_interval,
                 trust_remote_code=config.policy.trust_remote_code,

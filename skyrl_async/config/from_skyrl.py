@@ -113,9 +113,9 @@ def translated(command: Command) -> tuple[Translation, DictConfig]:
 
 
 def _starting_point() -> DictConfig:
-    tree = OmegaConf.structured(Config)
-    for group, option in _CHOICES.items():
-        tree[group] = OmegaConf.merge(tree[group], GROUPS[group][option].values)
+    chosen = [GROUPS[group][option].values for group, option in _CHOICES.items()]
+    tree = OmegaConf.merge(OmegaConf.structured(Config), *chosen)
+    assert isinstance(tree, DictConfig)
     return tree
 
 

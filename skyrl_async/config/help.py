@@ -23,11 +23,11 @@ _EXAMPLES = (
     ("environments played over /chat/completions", "generator.kind=gym_http"),
     (
         "your own model and data",
-        "policy=hf policy.path=DIR training.lr=1e-6 task=dataset 'task.train_files=[train.jsonl]'",
+        "policy=hf policy.path=DIR task=dataset 'task.train_files=[train.jsonl]'",
     ),
     (
         "two GPUs: one samples, one trains",
-        "policy=hf policy.path=DIR training.lr=1e-6 engine.device=cuda training.device=cuda",
+        "policy=hf policy.path=DIR engine.device=cuda training.device=cuda",
     ),
     (
         "continue a run",
@@ -133,7 +133,8 @@ def _section_lines(section: str, width: int) -> list[str]:
     about = sections().get(section, "")
     lines = [f"{section or 'other keys'}{': ' + about if about else ''}"]
     for key in _keys_of(section):
-        lines.append(f"  {key.name}={key.default}  ({key.type_text})")
+        toy = _toy_values().get(key.name)
+        lines.append(f"  {key.name}={key.default}  ({key.type_text}{f'; policy=tiny sets {toy}' if toy else ''})")
         lines += textwrap.wrap(key.text, width, initial_indent="      ", subsequent_indent="      ")
     return lines
 
@@ -170,10 +171,17 @@ def markdown() -> str:
         lines += ["", f"## {section or 'Other keys'}", "", *([about, ""] if about else [])]
         lines += ["| key | values | default | what it does |", "|---|---|---|---|"]
         for key in _keys_of(section):
-            lines.append(
-                f"| `{key.name}` | {key.type_text} | `{key.default}` | {key.text.replace('|', chr(92) + '|')} |"
-            )
+            toy = _toy_values().get(key.name)
+            default = f"`{key.default}`" + (f", `{toy}` with policy=tiny" if toy else "")
+            lines.append(f"| `{key.name}` | {key.type_text} | {default} | {key.text.replace('|', chr(92) + '|')} |")
     return "\n".join(lines) + "\n"
+
+
+@cache
+def _toy_values() -> dict[str, str]:
+    """What the default policy sets to something else than the schema's default, as one would write it."""
+    values = {key: value_text(value) for key, value in _flat(GROUPS["policy"]["tiny"].values)}
+    return {key: value for key, value in values.items() if value != all_keys()[key].default}
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -111,7 +111,7 @@ def register() -> None:
     store.store(name="skyrl_async_schema", node=Config)
     for group, options in GROUPS.items():
         for name, option in options.items():
-            store.store(group=group, name=name, node=option.values)
+            store.store(group=group, name=name, package="_global_", node=option.values)
     groups = [{group: default_option(group)} for group in GROUPS]
     store.store(name="skyrl_async", node={"defaults": ["skyrl_async_schema", *groups, "_self_"]})
 

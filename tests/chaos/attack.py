@@ -232,9 +232,7 @@ def write_workplace(directory: Path) -> set[str]:
 def overrides_of(directory: Path, generator: str) -> list[str]:
     """A run small enough to boot and step in seconds, with every part in a process of its own, that finds out about faults soon."""
     return [
-        "policy=hf",
         f"policy.path={directory / 'policy'}",
-        "policy.dtype=float32",
         "task=dataset",
         f"task.train_files=[{directory / 'prompts.jsonl'}]",
         "task.env_class=tests.chaos.environment:ChildEnv",

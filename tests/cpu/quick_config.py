@@ -4,13 +4,16 @@ from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
 
+from skyrl_async.config.groups import GROUPS
 from skyrl_async.config.rules.all import check
 from skyrl_async.config.schema.run import Config
 
 
 @cache
 def _schema() -> DictConfig:
-    return OmegaConf.structured(Config)
+    tree = OmegaConf.merge(OmegaConf.structured(Config), GROUPS["policy"]["tiny"].values)
+    assert isinstance(tree, DictConfig)
+    return tree
 
 
 def config_of(*overrides: str) -> Config:

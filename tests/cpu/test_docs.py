@@ -20,8 +20,8 @@ from skyrl_async.config.load import compose_config, run_cli
 from skyrl_async.config.rules import all as rules
 from skyrl_async.config.rules import devices
 from skyrl_async.config.rules.idle import idle_settings
-from skyrl_async.config.schema.run import Config
 from skyrl_async.metrics.names import METRICS
+from tests.cpu.quick_config import config_of
 from tests.cpu.tiny_run import served_run, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -170,7 +170,7 @@ def test_every_file_and_metric_named_exists(page: Path) -> None:
 
 
 def test_the_first_tutorial_names_the_defaults() -> None:
-    config = Config()
+    config = config_of()
     trainer, num_samples = config.trainer, config.generator.n_samples_per_prompt
     text = " ".join((ROOT / "docs/tutorials/01_first_run.md").read_text().split())
     groups = (

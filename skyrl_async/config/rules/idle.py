@@ -10,6 +10,9 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from skyrl_async.config.groups import GROUPS
 from skyrl_async.config.rules.devices import training_device
 from skyrl_async.config.schema.algorithm import AlgorithmConfig, LossReduction
 from skyrl_async.config.schema.corrections import SequenceMaskMetric, TisRatioType
@@ -26,7 +29,7 @@ _Needs = tuple[str, tuple[str, ...], bool, str]
 
 
 def idle_settings(config: Config) -> list[str]:
-    """Of all keys that differ from their defaults."""
+    """Of all keys that differ from their defaults, and from what a group sets."""
     algorithm = config.trainer.algorithm
     of_algorithm = (*_of_algorithm(config), *_of_losses(algorithm), *_of_corrections(algorithm))
     needs = (*of_algorithm, *_of_policy(config), *_of_processes(config))
@@ -132,8 +135,14 @@ def _unread(config: Config, path: str, names: tuple[str, ...], is_read: bool, wi
     section: Any = attrgetter(path)(config)
     defaults = type(section)()
     for name in names if names != (_OF_ALL,) else [field.name for field in fields(section)]:
-        if (value := getattr(section, name)) != getattr(defaults, name):
+        value = getattr(section, name)
+        if value != getattr(defaults, name) and value not in _values_of_groups(f"{path}.{name}"):
             yield f"{path}.{name}={_shown(value)} does nothing without {without}"
+
+
+def _values_of_groups(key: str) -> list[Any]:
+    trees = (OmegaConf.create(option.values) for options in GROUPS.values() for option in options.values())
+    return [value for tree in trees if (value := OmegaConf.select(tree, key)) is not None]
 
 
 def _shown(value: object) -> str:

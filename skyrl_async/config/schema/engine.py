@@ -28,10 +28,12 @@ class EngineConfig:
     tensor_parallel_size: int = doc(1, "Devices per engine.")
     device: Device = doc(Device.auto, "auto takes cuda where there is one.")
     max_model_len: int | None = doc(None, "Longest prompt plus answer in tokens; null takes the model's own.")
-    max_num_seqs: int = doc(64, "Requests running at once in an engine.")
+    max_num_seqs: int = doc(
+        256, "Requests running at once in an engine. Default: vLLM's for most GPUs; SkyRL takes 1024."
+    )
     gpu_memory_utilization: float = doc(0.85, "Share of a GPU's memory an engine takes.")
     cpu_kv_cache_gb: int = doc(1, "KV cache on CPU, GiB.")
-    enforce_eager: bool = doc(True, "Skip compilation and CUDA graphs; set false for long GPU runs.")
+    enforce_eager: bool | None = doc(None, "Skip compilation and CUDA graphs; null: on CPUs only.")
     enable_prefix_caching: bool = doc(True, "Share prompt prefixes; dropped at each weight update.")
     oldest_request_weight: float | None = doc(
         None,
@@ -39,7 +41,10 @@ class EngineConfig:
         "which training waits for share an engine with few others. 1 treats all alike; null: 1.5 (trainer.max_staleness_steps + 1) with "
         "trainer.staleness_policy=wait, otherwise 2.",
     )
-    start_timeout_s: float = doc(300.0, "An engine that is not up by then stops the run, with its last log lines.")
+    start_timeout_s: float = doc(
+        600.0,
+        "An engine that is not up by then stops the run, with its last log lines. Compilation and CUDA graphs take minutes.",
+    )
     call_timeout_s: float = doc(
         60.0, "Deadline of a control call (pause, load, resume, checksum); an engine that misses it counts as dead."
     )

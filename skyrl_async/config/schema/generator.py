@@ -20,7 +20,7 @@ class GeneratorKind(Enum):
 
 @dataclass
 class SamplingConfig:
-    max_tokens: int = doc(320, "Most new tokens per generation call.")
+    max_tokens: int = doc(1024, "Most new tokens per generation call. Default: SkyRL's and verl's for GSM8K.")
     temperature: float = doc(1.0, "Softmax temperature, > 0; that of held-out prompts may be 0, which is greedy.")
     top_p: float = doc(1.0, "Nucleus mass, in (0, 1].")
     top_k: int = doc(0, "0 keeps all.")
@@ -55,7 +55,7 @@ class GeneratorConfig:
         None, "module:function that rewards an agent's episode, for kind=agent; null asks the prompt's environment."
     )
     agent_timeout_s: float = doc(
-        300.0,
+        1800.0,
         "An agent that takes longer is ended, with all its processes, and fails. It stands still while there is no engine, or no "
         "endpoint to reach one.",
     )
@@ -65,7 +65,7 @@ class GeneratorConfig:
     working_dir: str | None = doc(
         None, "Where agents' working directories are made, one each; null: temporary ones, deleted after use."
     )
-    n_samples_per_prompt: int = doc(8, "Group size.")
+    n_samples_per_prompt: int = doc(8, "Group size. SkyRL's and verl's GSM8K scripts take 5, verl's DAPO scripts 16.")
     apply_overlong_filtering: bool = doc(
         False,
         "Answers that a length limit cut are masked from the loss and left out of their group's baseline (DAPO, section 3.4): what they "
@@ -100,9 +100,9 @@ class GeneratorConfig:
         "samples counts by their share.",
     )
     rollout_timeout_s: float = doc(
-        600.0,
+        3600.0,
         "Deadline of one try of a group: samples that are not finished by then are lost, by name; the others are kept. It stands "
-        "still while there is no engine, or no endpoint to reach one.",
+        "still while there is no engine, or no endpoint to reach one. Default: AReaL's request_timeout.",
     )
 
     def __post_init__(self) -> None:

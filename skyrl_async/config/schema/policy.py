@@ -10,7 +10,7 @@ from skyrl_async.config.schema.lora import LoraConfig
 @dataclass
 class WarmStartConfig:
     enabled: bool = doc(
-        True, "Teach the tiny policy the task's format by supervised learning first (cached under cache_dir)."
+        False, "Teach the tiny policy the task's format by supervised learning first (cached under cache_dir)."
     )
     target_accuracy: float = doc(0.95, "Greedy accuracy on clean worked answers at which the first phase ends.")
     min_tokens: int = doc(60_000, "Least tokens of the first phase: at its first success a policy still slips.")
@@ -38,7 +38,7 @@ class PolicyConfig:
         None,
         "Local Hugging Face directory (config, safetensors, tokenizer). Null builds the tiny policy for the built-in task.",
     )
-    dtype: DType = doc(DType.float32, "Of the weights the engines serve; training keeps float32 master weights.")
+    dtype: DType = doc(DType.bfloat16, "Of the weights the engines serve; training keeps float32 master weights.")
     trust_remote_code: bool = doc(False, "Passed to transformers and vLLM.")
     hidden_size: int = doc(128, "Of the tiny policy.")
     num_layers: int = doc(2, "Of the tiny policy.")

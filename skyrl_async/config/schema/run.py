@@ -116,8 +116,8 @@ class WeightSyncConfig:
 
 @dataclass
 class EvaluationConfig:
-    num_prompts: int = doc(256, "Held-out prompts used before and after training.")
-    num_prompts_while_training: int = doc(96, "Held-out prompts used between; 0: no evaluation then.")
+    num_prompts: int = doc(1024, "Held-out prompts used before and after training.")
+    num_prompts_while_training: int = doc(256, "Held-out prompts used between; 0: no evaluation then.")
     n_samples_per_prompt: int = doc(1, "Answers per held-out prompt.")
     max_concurrent: int | None = doc(
         None, "Held-out prompts played at once, beside training's groups; null: as many as the engines run."

@@ -37,15 +37,20 @@ class TrainingConfig:
         "weights they hold.",
     )
     device: Device = doc(Device.auto, "auto takes cuda where there is one.")
-    lr: float = doc(8e-4, "Peak learning rate of AdamW.")
+    lr: float = doc(1e-6, "Peak learning rate of AdamW. Default: SkyRL's and verl's.")
     adam_beta1: float = doc(0.9, "Decay of AdamW's first moment.")
-    adam_beta2: float = doc(0.95, "Decay of AdamW's second moment.")
-    weight_decay: float = doc(0.0, "Decoupled weight decay of AdamW.")
-    lr_schedule: LrSchedule = doc(LrSchedule.linear, "After warm-up, over trainer.num_steps.")
-    num_warmup_steps: int = doc(3, "Steps of linear warm-up.")
+    adam_beta2: float = doc(0.999, "Decay of AdamW's second moment. Default: SkyRL's and verl's.")
+    weight_decay: float = doc(0.01, "Decoupled weight decay of AdamW. Default: SkyRL's and verl's.")
+    lr_schedule: LrSchedule = doc(
+        LrSchedule.constant,
+        "After warm-up: constant (SkyRL's and verl's default), or down to 0 over the run's steps, linear or cosine.",
+    )
+    num_warmup_steps: int = doc(0, "Steps of linear warm-up; verl's DAPO scripts take 10.")
     max_grad_norm: float = doc(1.0, "Gradient clipping; 0 does not clip.")
     micro_batch_tokens: int = doc(
-        4096, "Most tokens, padding included, of one forward on one rank; a longer single sequence goes alone."
+        16384,
+        "Most tokens, padding included, of one forward on one rank; a longer single sequence goes alone. Default: verl's "
+        "ppo_max_token_len_per_gpu.",
     )
     use_sample_packing: bool = doc(
         True,
@@ -57,8 +62,10 @@ class TrainingConfig:
         "Sampled tokens whose logits exist at once: a micro-batch with more of them computes its logits chunk by chunk, and again in the "
         "backward pass, so that memory does not grow with its length times the vocabulary.",
     )
-    mixed_precision: bool = doc(False, "bfloat16 forward and backward over float32 weights.")
-    activation_checkpointing: bool = doc(False, "Recompute activations in the backward pass.")
+    mixed_precision: bool = doc(True, "bfloat16 forward and backward over float32 weights.")
+    activation_checkpointing: bool = doc(
+        True, "Recompute activations in the backward pass: less memory, about a third more computation."
+    )
     cpu_offload: bool = doc(
         False,
         "Keep parameters, gradients and the optimizer in the host's memory and step there; a layer is on the GPU while it is computed. Of "

@@ -229,7 +229,7 @@ def test_a_contradictory_divergence_or_penalty_is_refused_with_what_to_change(
         config_of(*overrides)
 
 
-def test_divergence_in_the_reward_asks_for_the_reference_and_is_credited_when_a_group_is_trained() -> None:
+def test_divergence_in_the_reward_asks_for_the_reference_and_is_applied_when_a_group_is_trained() -> None:
     config = config_of(KL, ADAPTIVE, "trainer.algorithm.kl_loss_coef=0.02", "training.num_ref_workers=1")
     assert config.trainer.algorithm.uses_reference
     assert idle_settings(config) == []

@@ -4,6 +4,7 @@ import json
 import re
 import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from skyrl_async.config.rules.devices import num_gpus
 from skyrl_async.config.schema.run import (
     Config,
     Device,
+    DType,
     EngineBackend,
     PauseModeName,
     StalenessPolicy,
@@ -72,10 +74,18 @@ def test_a_run_leaves_nothing_in_the_working_directory(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_defaults_are_those_of_the_schema() -> None:
-    config = from_overrides()
-    assert config.trainer.staleness_bound == 4
-    assert config == Config()
+def test_a_policy_of_ones_own_has_the_defaults_of_a_real_model_and_the_tiny_one_a_toys() -> None:
+    config = OmegaConf.to_object(compose_config(["policy=hf", "policy.path=DIR"]))
+    assert config == replace(Config(), policy=replace(Config().policy, path="DIR"))
+    assert (config.policy.dtype, config.training.lr, config.trainer.policy_mini_batch_size) == (
+        DType.bfloat16,
+        1e-6,
+        64,
+    )
+    toy = from_overrides()
+    assert (toy.trainer.staleness_bound, toy.trainer.num_steps, toy.trainer.policy_mini_batch_size) == (4, 100, 8)
+    assert (toy.policy.dtype, toy.training.lr, toy.generator.sampling.max_tokens) == (DType.float32, 8e-4, 320)
+    assert toy.policy.warm_start.enabled and toy.engine.enforce_eager and not toy.training.mixed_precision
 
 
 @pytest.mark.parametrize(("group", "option"), [(group, option) for group in GROUPS for option in GROUPS[group]])
@@ -131,7 +141,7 @@ def test_a_dictionary_sets_several_keys_of_a_section() -> None:
         ("trainer.num_steps=many", "trainer.num_steps must be integer or null, got 'many'"),
         ("trainer.num_steps=3.5", "trainer.num_steps must be integer or null, got 3.5"),
         ("training.lr=fast", "training.lr must be number, got 'fast'"),
-        ("engine.enforce_eager=perhaps", "engine.enforce_eager must be true or false, got 'perhaps'"),
+        ("engine.enforce_eager=perhaps", "engine.enforce_eager must be true or false or null, got 'perhaps'"),
         ("trainer.staleness_policy=Wait", "must be wait or mask or resample or allow, got 'Wait'; did you mean wait?"),
         (
             "task=relya",
