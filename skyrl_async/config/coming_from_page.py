@@ -1,13 +1,10 @@
-"""docs/coming_from.md: the keys of other systems beside ours, from the table in ``coming_from``.
-
-Flows in: the table, our keys. Flows out: the page, which ``python -m skyrl_async.config.coming_from_page`` writes to standard output.
-"""
+"""docs/coming_from.md: the keys of other systems beside ours. ``python -m skyrl_async.config.coming_from_page`` prints it."""
 
 import sys
 from collections.abc import Iterator
 from itertools import groupby
 
-from skyrl_async.config.coming_from import SYSTEMS, Foreign, foreign_keys, yaml_value
+from skyrl_async.config.coming_from import Foreign, foreign_keys, sources, yaml_value
 from skyrl_async.config.help import all_keys
 
 _BEGIN = """# Coming from SkyRL, verl or AReaL
@@ -65,21 +62,16 @@ Empty: no key with a default ends in this name.
 
 def markdown() -> str:
     """The page."""
-    lines = [f"- {system.name}: {system.source}" for system in SYSTEMS]
-    page = _BEGIN + "\n".join(lines) + "\n" + _MIDDLE + "\n".join(_differing_defaults()) + "\n"
-    for system in SYSTEMS:
-        page += f"\n## {system.name}'s keys\n\n"
-        page += (
-            "\n".join(
-                [f"| {system.name} | default | here | what differs |", "|---|---|---|---|", *_lines_of(system.name)]
-            )
-            + "\n"
-        )
-    return page
+    lines = [_BEGIN + "\n".join(f"- {name}: {source}" for name, source in sources().items())]
+    lines += [_MIDDLE + "\n".join(_differing_defaults())]
+    for name in sources():
+        lines += ["", f"## {name}'s keys", "", f"| {name} | default | here | what differs |", "|---|---|---|---|"]
+        lines += _lines_of(name)
+    return "\n".join(lines) + "\n"
 
 
 def _differing_defaults() -> Iterator[str]:
-    names = [system.name for system in SYSTEMS]
+    names = list(sources())
     yield f"| key | here | {' | '.join(names)} |"
     yield "|---|---|" + "---|" * len(names)
     for key, ours in all_keys().items():

@@ -31,10 +31,10 @@ from hydra.grammar.gen.OverrideParser import OverrideParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
+from skyrl_async.config.coming_from import hint_for, hint_for_value
 from skyrl_async.config.from_skyrl import command_for
 from skyrl_async.config.groups import GROUPS, default_option
 from skyrl_async.config.help import all_keys, help_text
-from skyrl_async.config.key_hints import hint_for, hint_for_value
 from skyrl_async.config.rules import all as rules
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
