@@ -150,7 +150,7 @@ async def measure(config: Config, bound: int, parts: Parts) -> dict[str, Any]:
         "staleness_max": totals.staleness_max,
         "ess": mean("policy/ess"),
         "masked": mean("policy/correction_masked"),
-        "clipped": mean("policy/clipped"),
+        "clipped": mean("policy/clip_frac"),
         "all_masked_steps": totals.all_masked_steps,
         "curve": [[step, values["reward/eval"]] for step, values in logged if "reward/eval" in values],
     }

@@ -158,7 +158,7 @@ def measure(case: Case) -> dict[str, Any]:
         "share_of_limit": limit / step_seconds,
         "over_share": totals.groups_over_bound / totals.trained_groups,
         "wasted_share": (sampled - used) / sampled,
-        "masked_share": totals.masked_tokens / used,
+        "masked_frac": totals.masked_tokens / used,
         "length_ratio": totals.trained_tokens / totals.trained_trajectories / generator.mean_length,
         "step_s": step_seconds,
         "cpu_s": time.process_time() - started,

@@ -83,7 +83,7 @@ def policy_tables(rows: Sequence[Row]) -> dict[str, str]:
                         for policy, key in (
                             ("allow", "over_share"),
                             ("areal", "over_share"),
-                            ("mask", "masked_share"),
+                            ("mask", "masked_frac"),
                             ("resample", "wasted_share"),
                             ("prime_rl", "wasted_share"),
                         )
@@ -97,7 +97,7 @@ def policy_tables(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _line(bound: str, policy: str, row: Row) -> tuple[str, ...]:
-    shares = (_percent(key)(row) for key in ("over_share", "wasted_share", "masked_share"))
+    shares = (_percent(key)(row) for key in ("over_share", "wasted_share", "masked_frac"))
     return (bound, policy, f"{row['utilisation']:.2f}", _share(row), *shares, _length(row))
 
 

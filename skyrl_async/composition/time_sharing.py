@@ -54,9 +54,9 @@ def lease_values(groups: Mapping[str, DeviceGroup]) -> dict[str, float]:
     values = {}
     for member, group in groups.items():
         turns = group.statistics()
-        values[f"devices/{member}/turns"] = float(turns.num_leases[member])
-        values[f"devices/{member}/held_seconds"] = turns.seconds_held[member]
-        values[f"devices/{member}/waited_seconds"] = turns.seconds_waited[member]
+        values[f"devices/{member}/leases"] = float(turns.num_leases[member])
+        values[f"timing/devices/{member}/held"] = turns.seconds_held[member]
+        values[f"timing/devices/{member}/waited"] = turns.seconds_waited[member]
     return values
 
 

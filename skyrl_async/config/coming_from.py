@@ -1,7 +1,7 @@
 """The keys of SkyRL, verl and AReaL and ours for the same thing, and what an unknown key may have meant.
 
-The table is ``coming_from.txt``, which says how it is written. A key is guessed only where little else can be meant: no guess is better than
-a wrong one.
+The table is ``coming_from.txt``, which says how it is written. A key is guessed only where little else can be meant: no guess is better
+than a wrong one.
 """
 
 import difflib

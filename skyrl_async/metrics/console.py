@@ -219,12 +219,12 @@ def cells(values: Mapping[str, float]) -> dict[str, str]:
         "buffered/running": text("{:.0f}/{:.0f}", "async/buffer_groups", "async/running_groups"),
         "tokens/s": text("{:,.0f}", "generate/tokens_per_second"),
         **(
-            {"filtered": text("{:.0%} ({:,.0f})", "generate/filtered_share", "generate/filtered_groups")}
+            {"filtered": text("{:.0%} ({:,.0f})", "generate/filtered_frac", "generate/filtered_groups")}
             if values.get("generate/filtered_groups")
             else {}
         ),
         **({"engines": text("{:.0f}", "engines/serving")} if "engines/serving" in values else {}),
-        "trainer idle": text("{:.0%}", "trainer/idle_share"),
+        "trainer idle": text("{:.0%}", "trainer/idle_frac"),
     }
 
 

@@ -152,6 +152,6 @@ def _length(axes: Axes, rows: Rows) -> None:
 
 
 def _idle(axes: Axes, rows: Rows) -> None:
-    _noisy_line(axes, rows, "trainer/idle_share", "idle", _RED)
+    _noisy_line(axes, rows, "trainer/idle_frac", "idle", _RED)
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))

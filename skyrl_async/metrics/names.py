@@ -13,7 +13,7 @@ class Metric:
     """What one name means."""
 
     unit: str
-    """Of its values; ``share`` is in [0, 1]."""
+    """Of its values; ``fraction`` is in [0, 1]."""
     text: str
 
 
@@ -24,33 +24,30 @@ METRICS: dict[str, Metric] = {
     "reward/shaped_mean": Metric(
         "reward", "The same of the trajectories trained, with what shapes rewards: what advantages are computed of."
     ),
-    "reward/zero_variance_share": Metric(
-        "share", "Groups whose trajectories all have the same reward, hence no advantage."
+    "reward/zero_variance_frac": Metric(
+        "fraction", "Groups whose trajectories all have the same reward, hence no advantage."
     ),
     "reward/eval": Metric("reward", "Mean reward on held-out prompts, at the step's policy version."),
     "reward/eval_standard_error": Metric("reward", "Of reward/eval, over prompts."),
     "eval/response_tokens_mean": Metric("tokens", "Mean response length on held-out prompts."),
-    "eval/truncated_share": Metric("share", "Of those responses, ended by the token budget."),
+    "eval/truncated_frac": Metric("fraction", "Of those responses, ended by the token budget."),
     "eval/failed_prompts": Metric("prompts", "Left out of reward/eval because their rollouts failed, after retries."),
     "eval/version_min": Metric("steps", "Policy version that the oldest token of the evaluation was sampled under."),
     "eval/version_max": Metric("steps", "The newest; the same where evaluation.pin_version holds it."),
     "async/staleness_mean": Metric("steps", "Policy version trained at minus version scheduled at, mean over groups."),
     "async/staleness_max": Metric("steps", "The same, largest of the step."),
-    "async/over_bound_share": Metric(
-        "share", "Groups trained past trainer.max_staleness_steps (with mask: without their tokens that are past it)."
+    "async/over_bound_frac": Metric(
+        "fraction",
+        "Groups trained past trainer.max_staleness_steps (with mask: without their tokens that are past it).",
     ),
-    "async/masked_share": Metric("share", "Tokens of the step's groups that the policy mask left out of the loss."),
+    "async/masked_frac": Metric("fraction", "Tokens of the step's groups that the policy mask left out of the loss."),
     "async/token_lag_mean": Metric("steps", "Policy version trained at minus version sampled under, mean over tokens."),
     "async/token_lag_max": Metric("steps", "The same, largest of the step."),
-    "async/staleness_wait_seconds": Metric(
-        "s", "Waited in the step for groups that the next version would push past the bound."
-    ),
     "async/requeued_groups": Metric(
         "groups", "Given up by the policy resample since the run began, their prompts drawn again."
     ),
     "async/buffer_groups": Metric("groups", "Finished and waiting to be trained, at the step's end."),
     "async/running_groups": Metric("groups", "Being generated, at the step's end."),
-    "async/oldest_rollout_seconds": Metric("s", "Since the oldest group in flight began, its earlier tries included."),
     "async/stuck_rollouts": Metric(
         "groups", "In flight with a sample that has done the same thing for longer than trainer.stall_warning_s."
     ),
@@ -98,6 +95,17 @@ METRICS: dict[str, Metric] = {
     ),
     "timing/checkpoint": Metric("s", "Writing a checkpoint; in a record of its own, once it is written."),
     "timing/eval": Metric("s", "Evaluation on held-out prompts."),
+    "timing/wait_for_staleness": Metric(
+        "s", "Waited in the step for groups that the next version would push past the bound."
+    ),
+    "timing/generate_group_max": Metric("s", "Longest generation of a trained group."),
+    "timing/oldest_rollout": Metric("s", "Since the oldest group in flight began, its earlier tries included."),
+    "timing/agent": Metric("s", "Mean duration of a harness's run."),
+    "timing/weight_sync_lag_max": Metric(
+        "s", "Since the first step that an engine does not serve yet: the largest of any engine since the last line."
+    ),
+    "timing/devices/<stage>/held": Metric("s", "Leases of a stage on devices that it shares, held so far."),
+    "timing/devices/<stage>/waited": Metric("s", "Waited so far for those leases."),
     "policy/loss": Metric("loss", "Policy loss, as trainer.algorithm.loss_reduction makes one of the tokens' losses."),
     "policy/reward_kl": Metric(
         "nats",
@@ -106,9 +114,9 @@ METRICS: dict[str, Metric] = {
     "policy/reward_kl_coef": Metric("1", "Of that divergence in the reward, in this step."),
     "policy/grad_norm": Metric("norm", "Of the gradient, before clipping."),
     "policy/lr": Metric("1", "Learning rate."),
-    "policy/ratio": Metric("ratio", "New over behavior probability, mean over trained tokens."),
-    "policy/ratio_max": Metric("ratio", "The same, largest of the step."),
-    "policy/clipped": Metric("share", "Tokens whose ratio was clipped or capped."),
+    "policy/is_ratio_mean": Metric("ratio", "New over behavior probability, mean over trained tokens."),
+    "policy/is_ratio_max": Metric("ratio", "The same, largest of the step."),
+    "policy/clip_frac": Metric("fraction", "Tokens whose ratio was clipped or capped."),
     "policy/behavior_kl": Metric("nats", "Behavior against new policy, per token."),
     "policy/ref_kl": Metric(
         "nats",
@@ -124,32 +132,37 @@ METRICS: dict[str, Metric] = {
     ),
     "policy/token_lag": Metric("steps", "Versions between sampling and training, mean over trained tokens."),
     "policy/token_lag_max": Metric("steps", "The same, largest of the step."),
-    "policy/lag<n>_tokens": Metric("share", "Trained tokens that were sampled n versions before."),
-    "policy/lag<n>_clipped": Metric(
-        "share",
-        "policy/clipped of the tokens that were sampled n versions before, among themselves; absent where there are none.",
+    "policy/lag<n>_tokens": Metric("fraction", "Trained tokens that were sampled n versions before."),
+    "policy/lag<n>_clip_frac": Metric(
+        "fraction",
+        "policy/clip_frac of the tokens that were sampled n versions before, among themselves; absent where there are none.",
     ),
     "policy/lag<n>_behavior_kl": Metric("nats", "policy/behavior_kl of these tokens, per token of them."),
     "policy/ess": Metric(
-        "share",
+        "fraction",
         "Effective sample size of the trained tokens, over their number: (sum w)^2 / (n sum w^2) with w = policy / behavior probability.",
     ),
-    "policy/sequence_ess": Metric("share", "The same of whole rows, each with the product of its tokens' w."),
+    "policy/sequence_ess": Metric("fraction", "The same of whole rows, each with the product of its tokens' w."),
     "policy/lag<n>_ess": Metric(
-        "share", "policy/ess of the tokens that were sampled n versions before, among themselves."
+        "fraction", "policy/ess of the tokens that were sampled n versions before, among themselves."
     ),
     "policy/correction_weight": Metric(
         "ratio", "Factor of a token's policy loss by trainer.algorithm.off_policy_correction, weight times mask, mean."
     ),
-    "policy/correction_clipped": Metric("share", "Tokens whose importance weight (token or sequence TIS) was cut."),
-    "policy/correction_masked": Metric("share", "Tokens that off-policy corrections left out of the policy loss."),
+    "policy/correction_clip_frac": Metric(
+        "fraction", "Tokens whose importance weight (token or sequence TIS) was cut."
+    ),
+    "policy/correction_masked": Metric("fraction", "Tokens that off-policy corrections left out of the policy loss."),
     "policy/correction_masked_<kind>": Metric(
-        "share", "Tokens that one of the masks would leave out alone: token, product, geometric, outlier, opsm or m2."
+        "fraction",
+        "Tokens that one of the masks would leave out alone: token, product, geometric, outlier, opsm or m2.",
     ),
-    "policy/lag<n>_correction_clipped": Metric(
-        "share", "policy/correction_clipped of the tokens that were sampled n versions before, among themselves."
+    "policy/lag<n>_correction_clip_frac": Metric(
+        "fraction", "policy/correction_clip_frac of the tokens that were sampled n versions before, among themselves."
     ),
-    "policy/lag<n>_correction_masked": Metric("share", "policy/correction_masked of these tokens, among themselves."),
+    "policy/lag<n>_correction_masked": Metric(
+        "fraction", "policy/correction_masked of these tokens, among themselves."
+    ),
     "policy/all_masked_steps": Metric(
         "steps",
         "Without a policy gradient: off-policy corrections, length limits or age left no token of them; since the run began.",
@@ -160,23 +173,23 @@ METRICS: dict[str, Metric] = {
     "generate/response_tokens_mean": Metric("tokens", "Mean response length of the trajectories trained."),
     "generate/response_tokens_max": Metric("tokens", "The longest of them."),
     "generate/turns_mean": Metric("turns", "Mean turns of them."),
-    "generate/group_seconds_max": Metric("s", "Longest generation of a trained group."),
-    "generate/abandoned_share": Metric(
-        "share", "Of the step's samples, abandoned by their harness: masked, without a reward."
+    "generate/abandoned_frac": Metric(
+        "fraction", "Of the step's samples, abandoned by their harness: masked, without a reward."
     ),
     "generate/rows_mean": Metric(
         "rows", "Training rows per sample; more than 1 where harnesses rewrote their history."
     ),
-    "generate/truncated_share": Metric("share", "Of the step's trajectories, ended by the token budget."),
-    "generate/overlong_share": Metric(
-        "share", "Of the step's samples, cut at a length limit and masked for it (generator.apply_overlong_filtering)."
+    "generate/truncated_frac": Metric("fraction", "Of the step's trajectories, ended by the token budget."),
+    "generate/overlong_frac": Metric(
+        "fraction",
+        "Of the step's samples, cut at a length limit and masked for it (generator.apply_overlong_filtering).",
     ),
     "generate/failed_groups": Metric("groups", "Failed since the run began, after retries."),
     "generate/filtered_groups": Metric(
         "groups",
         "Left out by trainer.fully_async.sample_full_batch since the run began: their rewards did not differ. Others took their places.",
     ),
-    "generate/filtered_share": Metric("share", "Of the groups finished since the last step, so left out."),
+    "generate/filtered_frac": Metric("fraction", "Of the groups finished since the last step, so left out."),
     "generate/filtered_all_zero": Metric("groups", "Of generate/filtered_groups, those whose rewards were all 0."),
     "generate/filtered_all_one": Metric("groups", "The same, all 1."),
     "generate/filtered_constant": Metric("groups", "The same, all equal to something else."),
@@ -188,10 +201,12 @@ METRICS: dict[str, Metric] = {
     "env/<name>": Metric(
         "the environment's", "A figure of the environment's or the reward function's own, mean over samples."
     ),
-    "agent/failed": Metric("share", "Of the step's samples, those whose harness failed, timed out or sampled nothing."),
-    "agent/timeouts": Metric("share", "Of them, those whose harness took longer than generator.agent_timeout_s."),
+    "agent/failed": Metric(
+        "fraction", "Of the step's samples, those whose harness failed, timed out or sampled nothing."
+    ),
+    "agent/timeouts": Metric("fraction", "Of them, those whose harness took longer than generator.agent_timeout_s."),
     "agent/interruptible": Metric(
-        "share",
+        "fraction",
         "Of the step's samples, those whose harness failed when a cap of its session, the model's context or a cut answer let it go no "
         "further: rewarded for what it did, and truncated.",
     ),
@@ -199,7 +214,6 @@ METRICS: dict[str, Metric] = {
         "requests", "Of a sample, asked beside its task and left out of training (server.train_side_requests), mean."
     ),
     "agent/side_tokens": Metric("tokens", "Sampled in them, mean over samples."),
-    "agent/seconds": Metric("s", "Mean duration of a harness's run."),
     "checkpoint/failures": Metric(
         "checkpoints", "Not written because of the disk, since this process began the run or took it up."
     ),
@@ -222,29 +236,26 @@ METRICS: dict[str, Metric] = {
         "Gone through it since the last step, each counted once: prompts drawn for `dataloader`; for `generate` to `train` groups, without "
         "those that failed, `train` having added their gradients; versions for `param_update` and `validation`.",
     ),
-    "stage/<name>/processing_share": Metric("share", "Of the time since the last step, spent processing."),
-    "stage/<name>/waiting_for_input_share": Metric(
-        "share", "The same, waiting for an item, or with one for devices that others use."
+    "stage/<name>/processing_frac": Metric("fraction", "Of the time since the last step, spent processing."),
+    "stage/<name>/waiting_for_input_frac": Metric(
+        "fraction", "The same, waiting for an item, or with one for devices that others use."
     ),
-    "stage/<name>/waiting_for_output_share": Metric(
-        "share", "The same, waiting for the next stage: back-pressure; for `dataloader`, the staleness credits."
+    "stage/<name>/waiting_for_output_frac": Metric(
+        "fraction", "The same, waiting for the next stage: back-pressure; for `dataloader`, the staleness credits."
     ),
-    "devices/<stage>/turns": Metric(
+    "devices/<stage>/leases": Metric(
         "turns", "On devices that it shares with others, since this process began the run or took it up."
     ),
-    "devices/<stage>/held_seconds": Metric("s", "Of those turns."),
-    "devices/<stage>/waited_seconds": Metric("s", "Waited for them."),
-    "engines/lag_steps_max": Metric(
+    "weight_sync/lag_steps_max": Metric(
         "steps", "Completed by the trainer and not yet served by an engine: the largest lag of any since the last line."
     ),
-    "engines/lag_seconds_max": Metric("s", "The same, since the first of those steps was completed."),
     "trainer/step": Metric("steps", "Optimizer steps completed."),
     "trainer/epoch": Metric("epochs", "Passes over the training prompts completed."),
     "trainer/restarts": Metric(
         "times",
         "Policy and log-prob workers replaced since this process began the run or took it up, attempts that failed included.",
     ),
-    "trainer/idle_share": Metric("share", "Of the step, spent waiting for generation."),
+    "trainer/idle_frac": Metric("fraction", "Of the step, spent waiting for generation."),
 }
 
 

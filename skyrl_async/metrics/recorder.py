@@ -67,7 +67,7 @@ class Recorder:
         return {
             "generate/tokens": float(new["tokens"]),
             "generate/tokens_per_second": new["tokens"] / seconds,
-            "generate/filtered_share": new["filtered_groups"] / max(1, new["groups"]),
+            "generate/filtered_frac": new["filtered_groups"] / max(1, new["groups"]),
         }
 
     def log_step(self, figures: StepFigures, policy: Mapping[str, float], more: Mapping[str, float]) -> None:

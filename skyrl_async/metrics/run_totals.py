@@ -210,11 +210,11 @@ class RunTotals:
             "tokens_generated": self.generated_tokens + self.evaluation_tokens + self.side_tokens,
             "tokens_trained": self.trained_tokens,
             "staleness_mean": self.staleness_sum / max(1, self.trained_groups),
-            "over_bound_share": self.groups_over_bound / max(1, self.trained_groups),
+            "over_bound_frac": self.groups_over_bound / max(1, self.trained_groups),
             "staleness_bound": self._bound_in_words(),
-            "masked_share": self.masked_tokens / max(1, self.trained_tokens + self.masked_tokens),
+            "masked_frac": self.masked_tokens / max(1, self.trained_tokens + self.masked_tokens),
             "pause_seconds_median": median(self.pauses) if self.pauses else None,
-            "trainer_idle_share": self.idle_seconds / self.training_seconds if self.training_seconds else None,
+            "trainer_idle_frac": self.idle_seconds / self.training_seconds if self.training_seconds else None,
             **{name: getattr(self, name) for name in _IN_SUMMARY},
         }
 

@@ -13,7 +13,8 @@ from skyrl_async.samples import Sample, live_samples_of, rewarded_samples_of, sa
 from skyrl_async.types import Group
 
 _OF_LAG = re.compile(r"(lag\d+)_(?!tokens_sum$)")
-"""Sums over the tokens sampled at one lag; their mean is over these tokens. ``lag<k>_tokens_sum`` itself is a share of all tokens."""
+"""Sums over the tokens sampled at one lag; their mean is over these tokens. ``lag<k>_tokens_sum`` itself is a fraction of all tokens."""
+_RATIOS = {"ratio": "is_ratio_mean", "ratio_max": "is_ratio_max"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,23 +128,23 @@ class StepFigures:
         values = {
             "reward/mean": sum(s.reward for s in rewarded) / max(1, len(rewarded)),
             "reward/shaped_mean": sum(s.shaped_reward for s in live) / max(1, len(live)),
-            "reward/zero_variance_share": sum(_is_uniform(g) for g in self.groups) / len(self.groups),
+            "reward/zero_variance_frac": sum(_is_uniform(g) for g in self.groups) / len(self.groups),
             "async/staleness_mean": sum(staleness) / len(staleness),
             "async/staleness_max": float(max(staleness)),
-            "async/over_bound_share": over / len(staleness),
-            "async/staleness_wait_seconds": self.staleness_wait_seconds,
-            "async/masked_share": self.num_masked_tokens / max(1, self.num_tokens + self.num_masked_tokens),
+            "async/over_bound_frac": over / len(staleness),
+            "timing/wait_for_staleness": self.staleness_wait_seconds,
+            "async/masked_frac": self.num_masked_tokens / max(1, self.num_tokens + self.num_masked_tokens),
             "async/token_lag_mean": sum(lag * num for lag, num in lags.items()) / max(1, lags.total()),
             "async/token_lag_max": float(max(lags, default=0)),
             "async/num_aborts": float(sum(t.num_aborts for t in rows)),
             "generate/response_tokens_mean": sum(s.num_sampled_tokens for s in live) / max(1, len(live)),
             "generate/response_tokens_max": float(max((s.num_sampled_tokens for s in live), default=0)),
-            "generate/truncated_share": sum(s.is_truncated for s in rewarded) / max(1, len(rewarded)),
-            "generate/overlong_share": sum(s.is_overlong for s in rewarded) / max(1, len(rewarded)),
+            "generate/truncated_frac": sum(s.is_truncated for s in rewarded) / max(1, len(rewarded)),
+            "generate/overlong_frac": sum(s.is_overlong for s in rewarded) / max(1, len(rewarded)),
             "generate/turns_mean": sum(s.num_turns for s in live) / max(1, len(live)),
-            "generate/abandoned_share": 1 - len(rewarded) / num_samples,
+            "generate/abandoned_frac": 1 - len(rewarded) / num_samples,
             "generate/rows_mean": len(rows) / num_samples,
-            "generate/group_seconds_max": max(g.generation_seconds for g in self.groups),
+            "timing/generate_group_max": max(g.generation_seconds for g in self.groups),
             "policy/num_tokens": float(self.num_tokens),
         }
         values |= _own_figures([sample for group in self.groups for sample in samples_of(group.trajectories)])
@@ -151,9 +152,9 @@ class StepFigures:
             if name == "loss_sum":
                 values["policy/loss"] = value / (self.loss_denominator or 1.0)
             elif name.endswith("_sum"):
-                values[f"policy/{name.removesuffix('_sum')}"] = value / self._num_tokens_of(name)
+                values[_policy_metric(name.removesuffix("_sum"))] = value / self._num_tokens_of(name)
             elif name.endswith("_max"):
-                values[f"policy/{name}"] = value
+                values[_policy_metric(name)] = value
         values |= effective_shares(self.sums)
         return values | {f"timing/{name}": seconds for name, seconds in self.seconds.items()}
 
@@ -163,12 +164,17 @@ class StepFigures:
         return max(1, self.num_tokens) if of_lag is None else self.sums[f"{of_lag[1]}_tokens_sum"]
 
 
+def _policy_metric(name: str) -> str:
+    """The metric of a sum, without its suffix, or of a largest value that the policy workers report."""
+    return "policy/" + _RATIOS.get(name, name).replace("clipped", "clip_frac")
+
+
 def _own_figures(samples: Sequence[Sample]) -> dict[str, float]:
     """Average each figure of environments and harnesses over the samples that have it."""
     found: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.rows[0].metrics.items():
-            found.setdefault(name if name.startswith("agent/") else f"env/{name}", []).append(value)
+            found.setdefault(name if name.startswith(("agent/", "timing/")) else f"env/{name}", []).append(value)
     return {name: sum(values) / len(values) for name, values in found.items()}
 
 

@@ -25,9 +25,9 @@ _LABELS = {
     "staleness_max": ("staleness, largest", "{:.0f} steps"),
     "staleness_wait_seconds": ("waited to hold the staleness bound", "{:.1f} s"),
     "groups_over_bound": ("groups past the staleness bound", "{:,.0f}"),
-    "over_bound_share": ("  as a share", "{:.1%}"),
+    "over_bound_frac": ("  as a share", "{:.1%}"),
     "staleness_bound": ("  in words", "{}"),
-    "masked_share": ("tokens masked for their age", "{:.1%}"),
+    "masked_frac": ("tokens masked for their age", "{:.1%}"),
     "requeued_groups": ("groups given up and drawn again", "{:,.0f}"),
     "filtered_groups": ("groups left out, all rewards equal", "{:,.0f}"),
     "all_masked_steps": ("steps without a token to train on", "{:,.0f}"),
@@ -43,7 +43,7 @@ _LABELS = {
     "restarted_trajectories": ("  begun anew instead", "{:,.0f}"),
     "pause_seconds_median": ("generation paused per publish, median", "{:.3f} s"),
     "throughput_beside_validation": ("training throughput during validation / without", "{:.2f}"),
-    "trainer_idle_share": ("trainer idle", "{:.0%}"),
+    "trainer_idle_frac": ("trainer idle", "{:.0%}"),
 }
 
 

@@ -63,7 +63,7 @@ class Watchdog:
         """The figures of this moment, by metric name."""
         rollouts = [statuses for statuses in self._rollouts() if statuses]
         return {
-            "async/oldest_rollout_seconds": max((statuses[0].total_seconds for statuses in rollouts), default=0.0),
+            "timing/oldest_rollout": max((statuses[0].total_seconds for statuses in rollouts), default=0.0),
             "async/stuck_rollouts": float(sum(statuses[0].seconds >= self._threshold_s for statuses in rollouts)),
         }
 

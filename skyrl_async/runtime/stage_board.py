@@ -56,6 +56,6 @@ class StageBoard:
                 f"stage/{name}/items": now["items"] - before["items"],
             }
             values |= {
-                f"stage/{name}/{state.name.lower()}_share": spent[state] / total if total else 0.0 for state in _SHARES
+                f"stage/{name}/{state.name.lower()}_frac": spent[state] / total if total else 0.0 for state in _SHARES
             }
         return values

@@ -30,7 +30,7 @@ class EvaluationResult:
     """Of ``reward``, over prompts."""
     response_tokens: float
     """Mean sampled tokens per trajectory."""
-    truncated_share: float
+    truncated_frac: float
     num_tokens: int
     """Sampled in all."""
     num_prompts: int
@@ -45,7 +45,7 @@ class EvaluationResult:
             "reward/eval": self.reward,
             "reward/eval_standard_error": self.standard_error,
             "eval/response_tokens_mean": self.response_tokens,
-            "eval/truncated_share": self.truncated_share,
+            "eval/truncated_frac": self.truncated_frac,
             "eval/failed_prompts": float(self.num_failed),
             "eval/version_min": float(self.versions[0]),
             "eval/version_max": float(self.versions[1]),
@@ -148,7 +148,7 @@ def _averaged(groups: Sequence[tuple[Trajectory, ...]], num_failed: int) -> Eval
         reward=mean,
         standard_error=(variance / len(rewards)) ** 0.5,
         response_tokens=num_tokens / len(played),
-        truncated_share=sum(sample.is_truncated for sample in played) / len(played),
+        truncated_frac=sum(sample.is_truncated for sample in played) / len(played),
         num_tokens=num_tokens,
         num_prompts=len(groups),
         num_failed=num_failed,

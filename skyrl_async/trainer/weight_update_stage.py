@@ -180,7 +180,7 @@ class WeightUpdateStage:
             "trainer/epoch": float(run.dataloader.epoch),
             **(run.watchdog.values() if run.watchdog else {}),
             **run.board.values(),
-            "trainer/idle_share": figures.seconds.get("wait_for_groups", 0.0) / max(figures.seconds["step"], 1e-9),
+            "trainer/idle_frac": figures.seconds.get("wait_for_groups", 0.0) / max(figures.seconds["step"], 1e-9),
         }
 
     def log_the_rest(self) -> None:

@@ -55,7 +55,7 @@ class LagMonitor:
         self._note(now)
         largest, self._largest = self._largest, Lag(steps=0, seconds=0.0)
         self._note(now)
-        return {"engines/lag_steps_max": float(largest.steps), "engines/lag_seconds_max": largest.seconds}
+        return {"weight_sync/lag_steps_max": float(largest.steps), "timing/weight_sync_lag_max": largest.seconds}
 
     def _lag(self, version: int, now: float) -> Lag:
         missing = [trained for trained in self._trained_at if trained > version]

@@ -113,7 +113,7 @@ def test_the_staleness_benchmark_measures_a_policy_in_the_real_loop(policy: str)
     case = Case(policy=policy, streamed=True, sigma=0.5, staleness=1, seed=0, num_steps=12, mini_batch_size=8)
     row = measure_policy(case)
     assert 0 < row["share_of_limit"] and 0 < row["utilisation"] <= 1
-    assert row["over_share"] == row["masked_share"] == 0
+    assert row["over_share"] == row["masked_frac"] == 0
     if policy == "wait":
         assert row["wasted_share"] == 0 and row["length_ratio"] == pytest.approx(1.0) and row["share_of_limit"] <= 1
     else:

@@ -64,7 +64,7 @@ SUMMARY_KEYS = {
     "staleness_max",
     "staleness_wait_seconds",
     "pause_seconds_median",
-    "trainer_idle_share",
+    "trainer_idle_frac",
 }
 
 
@@ -454,7 +454,7 @@ def test_an_engine_and_a_policy_on_one_device_take_turns_on_it(
     assert not any(a < end and begin < b for a, b in paused for begin, end in times["load"]), "loaded in others' turn"
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "reward/mean" in row and row["step"] > first]
     assert len(rows) == NUM_LAST_STEPS and sum(row["generate/tokens"] for row in rows) > 0
-    assert NUM_LAST_STEPS <= rows[-1]["devices/policy/turns"] <= rows[-1]["devices/generate/turns"] + 1
+    assert NUM_LAST_STEPS <= rows[-1]["devices/policy/leases"] <= rows[-1]["devices/generate/leases"] + 1
 
 
 @pytest.mark.slow

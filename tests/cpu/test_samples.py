@@ -83,7 +83,7 @@ def test_figures_count_samples() -> None:
     assert values["reward/mean"] == 0.5
     assert values["generate/response_tokens_mean"] == 6
     assert values["generate/response_tokens_max"] == 10
-    assert values["generate/abandoned_share"] == pytest.approx(1 / 3)
+    assert values["generate/abandoned_frac"] == pytest.approx(1 / 3)
     assert values["generate/rows_mean"] == pytest.approx(4 / 3)
 
 

@@ -175,7 +175,7 @@ class AgentGenerator:
         report("in its agent")
         task = _task(session, request, index, working_dir)
         outcome = await self._run_harness(task)
-        metrics = {"agent/seconds": asyncio.get_running_loop().time() - started}
+        metrics = {"timing/agent": asyncio.get_running_loop().time() - started}
         result, failure = (AgentResult(), outcome) if isinstance(outcome, _Failure) else (outcome, None)
         report("rewarding")
         status = await session.status()

@@ -409,8 +409,8 @@ def test_a_lags_figures_are_those_of_its_tokens_and_per_token_of_them() -> None:
         expected |= {
             f"policy/lag{lag}_tokens": len(places) / 7,
             f"policy/lag{lag}_behavior_kl": sum(kls) / len(places),
-            f"policy/lag{lag}_clipped": sum(is_clipped[place] for place in places) / len(places),
+            f"policy/lag{lag}_clip_frac": sum(is_clipped[place] for place in places) / len(places),
         }
     found = {name: value for name, value in figures.values().items() if name.startswith("policy/lag")}
     assert found == pytest.approx(expected, abs=1e-12)
-    assert figures.values()["policy/clipped"] == pytest.approx(3 / 7)
+    assert figures.values()["policy/clip_frac"] == pytest.approx(3 / 7)

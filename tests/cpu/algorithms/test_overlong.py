@@ -202,7 +202,7 @@ def test_cut_answers_are_not_trained_and_the_figures_say_so() -> None:
     assert all(bool(row.num_sampled_tokens) != row.is_truncated for row in rows)
     totals, share = simulation.trainer.totals, sum(row.is_truncated for row in rows) / len(rows)
     assert 0.2 < share < 0.8
-    assert sum(logged(simulation, "generate/overlong_share")) / 6 == pytest.approx(share)
+    assert sum(logged(simulation, "generate/overlong_frac")) / 6 == pytest.approx(share)
     assert totals.trained_tokens == sum(row.num_sampled_tokens for row in rows) < totals.generated_tokens
     assert totals.length_ratio < 1, "long answers are lost"
 
@@ -218,7 +218,7 @@ def test_with_dynamic_sampling_every_group_has_a_signal_in_what_is_left_of_it() 
 def test_a_step_of_which_every_answer_was_cut_is_a_step_without_a_gradient() -> None:
     simulation = simulate(replace(CUT_OFTEN, num_steps=2), max_tokens=1)
     assert simulation.trainer.totals.steps == 2 and simulation.trainer.totals.trained_tokens == 0
-    assert logged(simulation, "generate/overlong_share") == [1.0, 1.0]
+    assert logged(simulation, "generate/overlong_frac") == [1.0, 1.0]
 
 
 def one_more(samples: Sequence[Sample]) -> list[float]:

@@ -200,7 +200,7 @@ async def test_a_program_with_the_openai_package_alone_becomes_training_rows(tmp
     assert set(rows) == {0, 1}
     for row in rows.values():
         assert (row.reward, row.num_turns, row.num_sampled_tokens) == (1.0, 2, len("hello!" * 2))
-        assert row.metrics["length"] == 6.0 and row.metrics["agent/failed"] == 0.0 and row.metrics["agent/seconds"] > 0
+        assert row.metrics["length"] == 6.0 and row.metrics["agent/failed"] == 0.0 and row.metrics["timing/agent"] > 0
     kept = sorted((tmp_path / "runs").iterdir())
     assert [directory.name[:6] for directory in kept] == ["p_1-0-", "p_1-1-"]
     assert all((directory / "trace.json").exists() for directory in kept)

@@ -26,7 +26,7 @@ VALUES = {
     "async/buffer_groups": 3.0,
     "async/running_groups": 16.0,
     "generate/tokens_per_second": 4210.0,
-    "trainer/idle_share": 0.12,
+    "trainer/idle_frac": 0.12,
 }
 
 

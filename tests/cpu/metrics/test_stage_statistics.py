@@ -87,7 +87,7 @@ def test_what_validation_costs_training_is_told_though_it_takes_a_part_of_every_
         return simulation
 
     simulation = run_in_virtual_time(main())
-    shares = [values["stage/validation/processing_share"] for _, values in simulation.logged if "policy/lr" in values]
+    shares = [values["stage/validation/processing_frac"] for _, values in simulation.logged if "policy/lr" in values]
     assert all(0.15 < share < 0.4 for share in shares[1:]), "a part of each step"
     assert simulation.trainer.throughput_beside_validation == pytest.approx(1 / slowdown, rel=0.1)
 

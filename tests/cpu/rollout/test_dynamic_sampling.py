@@ -123,7 +123,7 @@ def test_every_mini_batch_is_full_of_groups_with_a_signal_whatever_the_policy_an
         assert totals.groups_over_bound == 0
     if policy == "mask":
         assert max(logged(simulation, "async/token_lag_max")) <= job.max_staleness_steps
-    assert max(logged(simulation, "reward/zero_variance_share")) == 0
+    assert max(logged(simulation, "reward/zero_variance_frac")) == 0
 
 
 @pytest.mark.slow
@@ -329,9 +329,9 @@ def test_what_is_filtered_is_logged_by_what_it_had_and_shown() -> None:
     by_reason = [last[f"generate/filtered_{reason}"] for reason in reasons]
     assert sum(by_reason) == last["generate/filtered_groups"] == simulation.trainer.totals.filtered_groups > 0
     assert min(by_reason[:3]) > 0 and by_reason[3] == 0
-    assert 0 < max(logged(simulation, "generate/filtered_share")) <= 1
+    assert 0 < max(logged(simulation, "generate/filtered_frac")) <= 1
     assert simulation.trainer.totals.summary()["filtered_groups"] == sum(by_reason)
-    assert cells({"generate/filtered_share": 0.25, "generate/filtered_groups": 1200.0})["filtered"] == "25% (1,200)"
+    assert cells({"generate/filtered_frac": 0.25, "generate/filtered_groups": 1200.0})["filtered"] == "25% (1,200)"
     assert "filtered" not in cells(simulate(replace(FILTERING, sample_full_batch=False), 0.4).logged[-1][1])
 
 

@@ -221,7 +221,7 @@ def test_a_step_whose_tokens_are_all_masked_counts_a_version_and_divides_by_no_z
     figures.add_group(part, {"num_tokens": 0.0}, whole.num_sampled_tokens - part.num_sampled_tokens)
     assert (figures.num_tokens, figures.num_masked_tokens, figures.loss_denominator) == (0, 3, 1.0)
     figures.add_seconds("step", 1.0)
-    assert figures.values()["async/masked_share"] == 1.0
+    assert figures.values()["async/masked_frac"] == 1.0
     totals = RunTotals()
     totals.add_step(figures)
     assert totals.trained_groups == 1
@@ -277,7 +277,7 @@ def test_a_step_that_waited_for_the_bound_names_whom_it_waited_for_in_the_log(ca
     with caplog.at_level("INFO", logger="skyrl_async.metrics.recorder"):
         simulation = simulate(replace(LONG_TAILED, max_staleness_steps=1))
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == sum(seconds > 0 for seconds in logged(simulation, "async/staleness_wait_seconds"))
+    assert len(lines) == sum(seconds > 0 for seconds in logged(simulation, "timing/wait_for_staleness"))
     worst, _ = simulation.trainer.totals.bound_cost.costliest(1)[0]
     assert any(f"s to hold the staleness bound, longest for {worst} (" in line for line in lines)
 

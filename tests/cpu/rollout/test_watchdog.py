@@ -71,9 +71,9 @@ def test_contract_8_a_hung_rollout_is_named_in_the_log_less_often_the_longer_it_
 
 def test_contract_8_what_is_stuck_is_in_the_metrics_although_no_step_ends() -> None:
     simulation = simulate(RUN, Hanging)
-    names = ("async/stuck_rollouts", "async/oldest_rollout_seconds")
+    names = ("async/stuck_rollouts", "timing/oldest_rollout")
     between = [values for _, values in simulation.logged if set(values) == set(names)]
-    assert {"async/stuck_rollouts": 1.0, "async/oldest_rollout_seconds": 480.0} in between
+    assert {"async/stuck_rollouts": 1.0, "timing/oldest_rollout": 480.0} in between
     steps = [values for _, values in simulation.logged if "timing/step" in values]
     assert all(set(names) <= set(values) for values in steps) and set(names) <= set(METRICS)
     assert steps[-1]["async/stuck_rollouts"] == 0.0
@@ -161,7 +161,7 @@ def test_the_log_names_five_and_counts_the_rest_while_the_console_gets_all(caplo
     (line,) = warnings(caplog)
     assert line.endswith("p4 (generating for 96 s); and 3 more") and "p0 (generating for 100 s)" in line
     assert len(watched.shown[0]) == 8 and watched.logged == [
-        {"async/oldest_rollout_seconds": 100.0, "async/stuck_rollouts": 8.0}
+        {"timing/oldest_rollout": 100.0, "async/stuck_rollouts": 8.0}
     ]
 
 

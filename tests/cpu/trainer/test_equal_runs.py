@@ -35,9 +35,9 @@ def by_letters(answer, extras):
     return sum(map(ord, answer)) % 7 / 7
 """
 IS_TIME = re.compile(
-    r"time_s|timing/.*|.*seconds.*|generate/tokens_per_second|trainer/idle_share|stage/\w+/\w+_share|"
+    r"time_s|timing/.*|.*seconds.*|generate/tokens_per_second|trainer/idle_frac|stage/\w+/\w+_frac|"
     # Where engines and rollouts are at the moment of writing, beside what is trained.
-    r"stages|stage/\w+/(state|items)|engines|engines/lag_steps_max|async/(buffer|running)_groups|async/length_ratio|generate/tokens"
+    r"stages|stage/\w+/(state|items)|engines|weight_sync/lag_steps_max|async/(buffer|running)_groups|async/length_ratio|generate/tokens"
 )
 
 

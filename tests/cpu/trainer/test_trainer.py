@@ -62,7 +62,7 @@ def test_contract_2_allow_exceeds_the_bound_under_a_long_tail_and_counts_it() ->
     simulation = simulate(replace(LONG_TAILED, staleness_policy="allow", max_staleness_steps=1))
     assert simulation.trainer.totals.groups_over_bound > 0
     assert max(step_values(simulation, "async/staleness_max")) > 1
-    assert any(share > 0 for share in step_values(simulation, "async/over_bound_share"))
+    assert any(share > 0 for share in step_values(simulation, "async/over_bound_frac"))
 
 
 def test_the_wait_for_the_bound_is_counted_in_seconds() -> None:

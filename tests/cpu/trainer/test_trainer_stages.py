@@ -202,7 +202,7 @@ def test_groups_are_prepared_while_others_train_and_in_time() -> None:
     plain, _ = run(SLOW_PUBLISH)
     extra = simulation.trainer.totals.training_seconds - plain.trainer.totals.training_seconds
     assert len(prepared) == 48 and extra < 0.5 * inline
-    shares = [values["stage/ref_logp/processing_share"] for _, values in simulation.logged if "trainer/epoch" in values]
+    shares = [values["stage/ref_logp/processing_frac"] for _, values in simulation.logged if "trainer/epoch" in values]
     assert max(shares) > 0.2 and all(0 <= share <= 1 for share in shares)
 
 
@@ -310,10 +310,10 @@ def test_every_step_says_where_each_stage_is_and_how_it_spent_its_time() -> None
     assert len(steps) == SLOW_PUBLISH.num_steps
     for values in steps:
         for name in ("dataloader", "generate", "rollout", "reward", "train", "param_update", "validation"):
-            shares = [v for key, v in values.items() if key.startswith(f"stage/{name}/") and key.endswith("_share")]
+            shares = [v for key, v in values.items() if key.startswith(f"stage/{name}/") and key.endswith("_frac")]
             assert len(shares) == 3 and sum(shares) <= 1 + 1e-9
     assert sum(values["stage/validation/items"] for values in steps) == 3, "before training, and of versions 4 and 8"
-    assert {"stage/<name>/state", "stage/<name>/processing_share"} <= set(METRICS)
+    assert {"stage/<name>/state", "stage/<name>/processing_frac"} <= set(METRICS)
 
 
 def test_the_step_whose_publish_fails_is_in_the_metrics_all_the_same() -> None:
@@ -502,7 +502,7 @@ def test_held_out_prompts_are_played_under_one_version_while_training_goes_on() 
     assert [step for step, _, _ in found] == [0, 3, 6, 9, 12]
     assert all(step == oldest == newest for step, oldest, newest in found)
     beside = [
-        values["stage/validation/processing_share"] for _, values in simulation.logged if "trainer/epoch" in values
+        values["stage/validation/processing_frac"] for _, values in simulation.logged if "trainer/epoch" in values
     ]
     assert max(beside) > 0.3 and len([what for what, *_ in events if what == "step"]) == VALIDATING.num_steps
     assert simulation.trainer.throughput_beside_validation is not None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from skyrl_async.composition.publishing import check_shared_memory
-from skyrl_async.config.schema.run import Config, PolicyConfig
+from skyrl_async.config.schema.run import Config, DType, PolicyConfig
 from skyrl_async.errors import ConfigError, PublishError
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
@@ -112,10 +112,10 @@ def test_an_engine_lags_by_the_steps_it_does_not_serve_since_the_first_of_them_w
     monitor.serves(["a"], 1, 16.0)
     monitor.joined("c", 2)
     assert monitor.lags(16.0) == {"a": Lag(steps=1, seconds=2.0), "c": Lag(steps=0, seconds=0.0)}
-    assert monitor.values(17.0) == {"engines/lag_steps_max": 2.0, "engines/lag_seconds_max": 6.0}
+    assert monitor.values(17.0) == {"weight_sync/lag_steps_max": 2.0, "timing/weight_sync_lag_max": 6.0}
     monitor.left("a")
     monitor.values(17.0)
-    assert monitor.values(18.0) == {"engines/lag_steps_max": 0.0, "engines/lag_seconds_max": 0.0}
+    assert monitor.values(18.0) == {"weight_sync/lag_steps_max": 0.0, "timing/weight_sync_lag_max": 0.0}
 
 
 @given(served=st.integers(0, 5), trained=st.lists(st.integers(0, 9), max_size=9), now=st.floats(100, 200))
@@ -230,6 +230,6 @@ def test_a_policy_that_does_not_fit_into_shared_memory_is_refused_before_anythin
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + (4 << 40))
-    config = Config(policy=PolicyConfig(path=str(tmp_path)))
+    config = Config(policy=PolicyConfig(path=str(tmp_path), dtype=DType.float32))
     with pytest.raises(ConfigError, match=r"2 versions of the weights do not fit \(8,388,608 MiB are needed in"):
         check_shared_memory(config, tmp_path)
