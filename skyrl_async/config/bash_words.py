@@ -1,19 +1,22 @@
 """The commands of a bash script with their variables filled in, read without running any of it.
 
-Flows in: the text of a script, and an environment. Flows out: commands as lists of words. Knows quoting, continued lines, comments, here
-documents, arrays, ``${VAR:-default}`` and arithmetic. What only running tells (``$(date)``, an argument, a variable set in a branch) stays
-as it is written, with the reason.
+Knows quoting, continued lines, comments, here documents, arrays, ``${VAR:-default}`` and arithmetic. What only a run tells (``$(date)``, an
+argument, a variable set in a branch) stays as it is written, with the reason.
 """
 
 import ast
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_PARAMETER = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]")
+_PARAMETER = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _HERE_DOCUMENT = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
+_BLANKS = re.compile(r"(?:[ \t]|\\\n|#[^\n]*)+")
+"""Between words; a comment begins where a word might."""
+_PLAIN = re.compile(r"[^\s;&|()<>$\"'`\\]+")
 _OPENS, _CLOSES = (
     frozenset({"if", "for", "while", "until", "case", "select", "{"}),
     frozenset({"fi", "done", "esac", "}"}),
@@ -23,6 +26,15 @@ _BETWEEN = frozenset(
 )
 _ENDS = frozenset(" \t\n;&|()<>")
 _LARGEST_EXPONENT = 64
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
+    ast.Mod: lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
+    ast.Pow: operator.pow,
+}
+"""As in bash, where division is towards 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +79,9 @@ class _Reader:
         line = 1
         while self._at < len(self._text):
             char = self._text[self._at]
-            if char in " \t":
-                self._at += 1
-            elif self._text.startswith("\\\n", self._at):
-                self._at += 2
-            elif char == "#":
-                self._skip_line()
-            elif char in "<>":
+            if self._take(_BLANKS):
+                continue
+            if char in "<>":
                 self._skip_redirection(words)
             elif char in "\n;&|()":
                 self._at += 1
@@ -82,17 +90,20 @@ class _Reader:
                 if words:
                     yield Command(tuple(words), line)
                     words = []
-            elif not words and self._read_keyword_or_assignment():
-                pass
-            else:
-                line = line if words else 1 + self._text.count("\n", 0, self._at)
+            elif words or not self._read_keyword_or_assignment():
+                line = line if words else self._line()
                 words += self._word()
         if words:
             yield Command(tuple(words), line)
 
-    def _skip_line(self) -> None:
-        end = self._text.find("\n", self._at)
-        self._at = len(self._text) if end < 0 else end
+    def _take(self, pattern: str | re.Pattern[str]) -> re.Match[str] | None:
+        """Go past what matches here."""
+        found = re.compile(pattern).match(self._text, self._at)
+        self._at = found.end() if found else self._at
+        return found
+
+    def _line(self) -> int:
+        return 1 + self._text.count("\n", 0, self._at)
 
     def _skip_here_documents(self) -> None:
         for mark in self._here_documents:
@@ -103,183 +114,132 @@ class _Reader:
     def _skip_redirection(self, words: list[Text]) -> None:
         if words and words[-1].text.isdigit() and self._text[self._at - 1].isdigit():
             words.pop()  # the descriptor of 2>file
-        if document := _HERE_DOCUMENT.match(self._text, self._at):
+        if document := self._take(_HERE_DOCUMENT):
             self._here_documents.append(document[2])
-            self._at = document.end()
             return
-        while self._at < len(self._text) and self._text[self._at] in "<>&|":
-            self._at += 1
+        self._take(r"[<>&|]+")
         if self._text.startswith("(", self._at):
-            self._at = self._end_of_parentheses(self._at)
-            return
-        while self._at < len(self._text) and self._text[self._at] in " \t":
-            self._at += 1
-        self._word()
+            self._bracketed()
+        else:
+            self._take(r"[ \t]*")
+            self._word()
 
     def _read_keyword_or_assignment(self) -> bool:
         """Whether the word that begins here is no program: a keyword, or an assignment, which is made."""
-        if found := _ASSIGNMENT.match(self._text, self._at):
-            line, start = 1 + self._text.count("\n", 0, self._at), self._at
-            self._at = found.end()
-            if self._text.startswith("(", self._at):
-                value = self._array()
-            else:
-                value = (self._value(),)
+        line, start = self._line(), self._at
+        if found := self._take(_ASSIGNMENT):
+            name, is_more = found.groups()
+            value = self._array() if self._text.startswith("(", self._at) else (self._value(),)
             if self._depth:
-                why = f"{found[1]} is set in a branch, a loop or a function (line {line})"
-                value = (Text(self._text[start + len(found[0]) : self._at], (why,)),)
-            elif found[2]:
-                old = self._variables.get(found[1], ())
+                why = f"{name} is set in a branch, a loop or a function (line {line})"
+                value = (Text(self._text[found.end() : self._at], (why,)),)
+            elif is_more:
+                old = self._variables.get(name, ())
                 value = (*old, *value) if len(value) != 1 or len(old) > 1 else ((*old, Text(""))[0] + value[0],)
-            self._variables[found[1]] = value
+            self._variables[name] = value
             return True
-        found = re.compile(r"[^\s;&|()<>$\"'`\\]+").match(self._text, self._at)
+        found = self._take(_PLAIN)
         word = found[0] if found else ""
         if word not in _OPENS | _CLOSES | _BETWEEN:
+            self._at = start
             return False
-        self._at += len(word)
         self._depth += (word in _OPENS) - (word in _CLOSES)
-        if word in ("for", "select") and (name := re.compile(r"\s*([A-Za-z_]\w*)").match(self._text, self._at)):
-            self._variables[name[1]] = (Text(f"${name[1]}", (f"{name[1]} is the variable of a loop",)),)
+        if word in ("for", "select") and (loop := re.compile(r"\s*([A-Za-z_]\w*)").match(self._text, self._at)):
+            self._variables[loop[1]] = (Text(f"${loop[1]}", (f"{loop[1]} is the variable of a loop",)),)
         return True
 
     def _array(self) -> tuple[Text, ...]:
         self._at += 1
         values: list[Text] = []
-        while self._at < len(self._text) and self._text[self._at] != ")":
-            if self._text[self._at] == "#":
-                self._skip_line()
-            elif self._text.startswith("\\\n", self._at):
-                self._at += 2
-            elif self._text[self._at] in _ENDS:
-                self._at += 1
-            else:
+        while self._at < len(self._text) and not self._take(r"\)"):
+            if not self._take(_BLANKS) and not self._take(r"[\n;&|(<>]"):
                 values += self._word()
-        self._at += 1
         return tuple(values)
 
     def _value(self) -> Text:
         """A word that bash does not split."""
-        fields = self._word(splits=False)
-        return fields[0] if fields else Text("")
+        return (*self._word(splits=False), Text(""))[0]
 
     def _word(self, *, splits: bool = True, ends: frozenset[str] = _ENDS) -> list[Text]:
         """The fields that the word here becomes: one, or several or none where a variable is not in quotes."""
         fields: list[Text] = []
-        here: Text | None = None
         start = self._at
         while self._at < len(self._text) and self._text[self._at] not in ends:
             char = self._text[self._at]
-            if char == "$":
-                values = self._expansion()
-                if splits:
-                    values = [
-                        Text(part, v.unknown) for v in values for part in ([v.text] if v.unknown else v.text.split())
-                    ]
-                else:
-                    values = [_joined(values)]
-                for i, value in enumerate(values):
-                    if i and here is not None:
-                        fields.append(here)
-                        here = None
-                    here = value if here is None else here + value
-            elif char == '"':
+            if char == '"':
                 pieces = self._double_quoted()
-                for i, piece in enumerate(pieces):
-                    if i and here is not None:
-                        fields.append(here)
-                        here = None
-                    here = piece if here is None else here + piece
+            elif char != "$":
+                pieces = [self._literal(is_first=self._at == start)]
+            elif splits:
+                found = self._expansion()
+                pieces = [Text(part, v.unknown) for v in found for part in ([v.text] if v.unknown else v.text.split())]
             else:
-                here = (here or Text("")) + self._literal(is_first=self._at == start)
-        return fields if here is None else [*fields, here]
+                pieces = [_joined(self._expansion())]
+            if fields and pieces:
+                fields[-1] += pieces.pop(0)
+            fields += pieces
+        return fields
 
     def _literal(self, *, is_first: bool) -> Text:
-        char = self._text[self._at]
-        if char == "'":
-            end = self._text.find("'", self._at + 1)
-            end = len(self._text) if end < 0 else end
-            text = self._text[self._at + 1 : end]
-            self._at = end + 1
-            return Text(text)
-        if char == "\\":
-            self._at += 2
-            return (
-                Text("") if self._text[self._at - 1 : self._at] == "\n" else Text(self._text[self._at - 1 : self._at])
-            )
-        if char == "`":
+        if self._text[self._at] == "`":
             return self._backticks()
-        self._at += 1
-        if char == "~" and is_first and self._text[self._at : self._at + 1] in ("", "/", *_ENDS):
+        if quoted := self._take(r"'([^']*)'?"):
+            return Text(quoted[1])
+        if escaped := self._take(r"(?s)\\(.?)"):
+            return Text(escaped[1].strip("\n"))
+        if is_first and self._take(r"~(?=[/\s;&|()<>]|$)"):
             return self._variable("HOME")
-        return Text(char)
+        self._at += 1
+        return Text(self._text[self._at - 1])
 
     def _double_quoted(self) -> list[Text]:
         """One field, or those of ``"${array[@]}"``."""
         self._at += 1
         fields = [Text("")]
-        while self._at < len(self._text) and self._text[self._at] != '"':
+        while self._at < len(self._text) and not self._take('"'):
             char = self._text[self._at]
             if char == "$":
-                is_list = bool(re.compile(r"\$(@|\{(@|\w+\[@\])\})").match(self._text, self._at))
+                is_list = re.compile(r"\$(@|\{(@|\w+\[@\])\})").match(self._text, self._at)
                 values = self._expansion()
-                if is_list and not values and self._text[self._at : self._at + 1] == '"' and fields == [Text("")]:
-                    self._at += 1
+                if is_list and not values and fields == [Text("")] and self._take('"'):
                     return []
                 first, *others = values if is_list and values else [_joined(values)]
                 fields[-1] += first
                 fields += others
-            elif char == "\\":
-                after = self._text[self._at + 1 : self._at + 2]
-                fields[-1] += Text({"\n": ""}.get(after, after) if after in '$`"\\\n' else char + after)
-                self._at += 2
+            elif escaped := self._take(r"(?s)\\(.?)"):
+                fields[-1] += Text(escaped[1].strip("\n") if escaped[1] in '$`"\\\n' else escaped[0])
             elif char == "`":
                 fields[-1] += self._backticks()
-            else:
-                fields[-1] += Text(char)
-                self._at += 1
-        self._at += 1
+            elif plain := self._take(r'[^"$\\`]+'):
+                fields[-1] += Text(plain[0])
         return fields
 
     def _backticks(self) -> Text:
-        end = self._text.find("`", self._at + 1)
-        end = len(self._text) - 1 if end < 0 else end
-        text = self._text[self._at : end + 1]
-        self._at = end + 1
-        return Text(text, (f"{text} is not run",))
+        found = self._take("`[^`]*`?")
+        assert found is not None
+        return Text(found[0], (f"{found[0]} is not run",))
 
     def _expansion(self) -> list[Text]:
         """What stands for the ``$...`` here."""
-        start = self._at
-        after = self._text[start + 1 : start + 2]
-        if self._text.startswith("$((", start):
-            end = self._end_of_parentheses(start + 1)
-            self._at = end
-            return [self._arithmetic(self._text[start:end])]
+        self._at += 1
+        after = self._text[self._at : self._at + 1]
+        if self._text.startswith("((", self._at):
+            return [self._arithmetic("$" + self._bracketed())]
         if after == "(":
-            self._at = self._end_of_parentheses(start + 1)
-            text = self._text[start : self._at]
+            text = "$" + self._bracketed()
             return [Text(text, (f"{text} is not run",))]
         if after == "{":
-            self._at = self._end_of_braces(start + 1)
-            return self._braces(self._text[start : self._at])
+            return self._braces("$" + self._bracketed())
         if after == "'":
-            self._at += 1
             return [self._literal(is_first=False)]
-        found = _PARAMETER.match(self._text, start + 1)
-        if not found:
-            self._at += 1
-            return [Text("$")]
-        name = found[0][0] if found[0].isdigit() else found[0]
-        self._at = start + 1 + len(name)
-        return self._values(name)
+        found = self._take(_PARAMETER)
+        return self._values(found[0]) if found else [Text("$")]
 
     def _values(self, name: str) -> list[Text]:
         return [] if name in ("@", "*") else [self._variable(name)]
 
     def _variable(self, name: str) -> Text:
-        value = self._known(name)
-        if value is not None:
+        if (value := self._known(name)) is not None:
             return value
         if _NAME.fullmatch(name):
             return Text(f"${name}", (f"{name} is set neither in the script nor in the environment",))
@@ -292,39 +252,36 @@ class _Reader:
 
     def _braces(self, written: str) -> list[Text]:
         """``${NAME}`` and what can be said after the name."""
-        inside = written[2:-1]
-        found = _PARAMETER.match(inside)
-        name, rest = (found[0], inside[found.end() :]) if found else ("", inside)
-        if rest in ("[@]", "[*]"):
+        found = re.fullmatch(rf"(?s)\$\{{({_PARAMETER.pattern})(\[[@*]\]|:?[-=+?])?(.*)\}}", written)
+        name, kind, other = found.groups() if found else ("", None, written)
+        if kind in ("[@]", "[*]") and not other:
             return list(self._variables.get(name, ()))
-        if rest == "":
-            return self._values(name) if name else [Text(written)]
-        operator = re.compile(r":?[-=+?]").match(rest)
-        if not found or operator is None:
+        if kind is None and not other:
+            return self._values(name)
+        if kind is None or kind.startswith("["):
             return [Text(written, (f"{written} is known only when the script runs",))]
-        other, value = rest[operator.end() :], self._known(name)
-        is_set = value is not None and not (operator[0].startswith(":") and value == Text(""))
-        kind = operator[0][-1]
-        if kind == "+":
-            return [self._evaluated(other) if is_set or name in ("@", "*") else Text("")]
-        if is_set and value is not None:
+        value = self._known(name)
+        if value is not None and kind.startswith(":") and value == Text(""):
+            value = None
+        if kind.endswith("+"):
+            return [self._evaluated(other) if value is not None or name in ("@", "*") else Text("")]
+        if value is not None:
             return [value]
-        if kind == "?":
+        if kind.endswith("?"):
             return [Text(written, (f"{name} must be set in the environment",))]
         default = self._evaluated(other)
-        if kind == "=":
+        if kind.endswith("="):
             self._variables[name] = (default,)
         return [default]
 
     def _evaluated(self, written: str) -> Text:
         """A default, in which quotes count and blanks do not."""
         fields = _Reader(written, self._environment, self._variables)._word(splits=False, ends=frozenset())
-        return fields[0] if fields else Text("")
+        return (*fields, Text(""))[0]
 
     def _arithmetic(self, written: str) -> Text:
-        inside = written[3:-2]
         # Names are variables with or without a dollar; what stands for them is a number, or not known.
-        filled = _joined([_Reader(f'"{inside}"', self._environment, self._variables)._value()])
+        filled = _Reader(f'"{written[3:-2]}"', self._environment, self._variables)._value()
         reasons = list(filled.unknown)
 
         def number(name: str) -> int:
@@ -338,33 +295,22 @@ class _Reader:
             return Text(written, (*reasons, f"{written} is known only when the script runs")[:1])
         return Text(str(result), tuple(reasons))
 
-    def _end_of_parentheses(self, at: int) -> int:
-        return self._end_of(at, "(", ")")
-
-    def _end_of_braces(self, at: int) -> int:
-        return self._end_of(at, "{", "}")
-
-    def _end_of(self, at: int, opens: str, closes: str) -> int:
-        """Behind the bracket that closes the one at ``at``; those in quotes do not count."""
-        depth, quote = 0, ""
-        while at < len(self._text):
-            char = self._text[at]
-            if char == "\\" and quote != "'":
-                at += 1
-            elif quote == "'":
-                quote = "" if char == "'" else quote
-            elif char == "'" and not quote:
-                quote = "'"
+    def _bracketed(self) -> str:
+        """Go past the bracket that closes the one here, and return all of it; brackets in quotes do not count."""
+        start, depth, quote = self._at, 0, ""
+        opens, closes = ("(", ")") if self._text[start] == "(" else ("{", "}")
+        while self._at < len(self._text):
+            char = self._text[self._at]
+            self._at += 2 if char == "\\" and quote != "'" else 1
+            if quote == "'" or (char == "'" and not quote):
+                quote = "" if char == quote else "'"
             elif char == '"' and opens == "(":
                 quote = "" if quote else '"'
-            elif char == opens and not quote:
-                depth += 1
-            elif char == closes and not quote:
-                depth -= 1
+            elif char in (opens, closes) and not quote:
+                depth += 1 if char == opens else -1
                 if not depth:
-                    return at + 1
-            at += 1
-        return len(self._text)
+                    break
+        return self._text[start : self._at]
 
 
 def _joined(values: list[Text]) -> Text:
@@ -375,7 +321,7 @@ def _joined(values: list[Text]) -> Text:
 
 
 def _calculated(node: ast.expr, number: Callable[[str], int]) -> int:
-    """The value of an arithmetic expression; division is towards 0, as in bash. Raises ``ValueError`` for what is none of ours."""
+    """The value of an arithmetic expression. Raises ``ValueError`` for what is none of ours."""
     match node:
         case ast.Constant(value=int() as value):
             return value
@@ -383,19 +329,8 @@ def _calculated(node: ast.expr, number: Callable[[str], int]) -> int:
             return number(name)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_calculated(operand, number)
-        case ast.BinOp(left=left, op=operator, right=right):
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             a, b = _calculated(left, number), _calculated(right, number)
-            match operator:
-                case ast.Add():
-                    return a + b
-                case ast.Sub():
-                    return a - b
-                case ast.Mult():
-                    return a * b
-                case ast.FloorDiv():
-                    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-                case ast.Mod():
-                    return abs(a) % abs(b) * (-1 if a < 0 else 1)
-                case ast.Pow() if 0 <= b <= _LARGEST_EXPONENT:
-                    return int(a**b)
+            if not isinstance(op, ast.Pow) or 0 <= b <= _LARGEST_EXPONENT:
+                return _OPERATORS[type(op)](a, b)
     raise ValueError("no arithmetic on whole numbers")
