@@ -4,9 +4,9 @@
                                            manifest.json}
     <run>/checkpoints/latest_ckpt_global_step.txt        written last
 
-Flows in: the policy and the trainer's state as JSON. Flows out: directories that appear by one rename, after everything in them
-was synced to disk. Does not know what the state means. A kill at any moment leaves every checkpoint that was there: one that is
-written again is moved aside until its successor is in place, and moved back by who looks for it first.
+A directory appears by one rename, after everything in it was synced to disk. A kill at any moment leaves every checkpoint that was
+there: a checkpoint that is written again is moved aside until its successor is in place, and moved back by the next reader otherwise.
+Does not know what the state means.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from skyrl_async.checkpoint.files import attest, read_json, sync, verify, write_json
+from skyrl_async.checkpoint.files import read_json, sync, verify, write_json, write_manifest
 from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.group_state import RunningGroup, from_json, group_to_json, running_to_json
@@ -38,7 +38,7 @@ T = TypeVar("T")
 FORMAT = 3
 LATEST = "latest_ckpt_global_step.txt"
 _FILES = ("groups", "running")
-"""Fields of the state with a file of their own."""
+"""Fields of the state that have their own file."""
 _PREFIX = "global_step_"
 _PARTIAL = ".partial-"
 _REPLACED = ".replaced-"
@@ -46,7 +46,7 @@ _REPLACED = ".replaced-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """What the trainer needs to go on."""
+    """What the trainer needs to continue."""
 
     step: int
     """Completed optimizer steps."""
@@ -55,15 +55,15 @@ class TrainerState:
     dataloader: dict[str, Any]
     """State of the dataloader and its ledger."""
     totals: dict[str, Any]
-    """Running totals that the summary reports over the whole run."""
+    """Totals that the summary reports over the whole run."""
     groups: tuple[Group, ...]
     """Finished groups that are not trained yet, oldest admitted first."""
     running: tuple[RunningGroup, ...] = ()
     """Admitted groups that are not finished, oldest first."""
     kl_coef: float | None = None
-    """Of the divergence in the reward, in the next step; None without one."""
+    """Coefficient of the KL penalty in the reward at the next step; None without a penalty."""
     filtered_in_a_row: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Groups without a difference in reward since the last one with one, by what they had."""
+    """Consecutive groups filtered for equal rewards, by reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Usable:
     path: Path
     state: TrainerState
     refused: tuple[str, ...]
-    """Of those that should have been used instead: what is wrong with each."""
+    """What is wrong with each newer checkpoint that was passed over."""
 
 
 class Checkpointer:
@@ -81,9 +81,9 @@ class Checkpointer:
 
     Args:
         directory: ``<run>/checkpoints``.
-        max_to_keep: older ones are deleted; 0 keeps all.
-        on_written: told where each is, when it is in place and those before it still are.
-        threads: work on the files; None: threads for which no exit waits, because a disk may hang.
+        max_to_keep: older checkpoints are deleted; 0 keeps all.
+        on_written: called with the path of each new checkpoint, before older ones are deleted.
+        threads: work on the files; None: daemon threads, because a disk may hang and the exit must not wait for it.
     """
 
     def __init__(
@@ -101,35 +101,35 @@ class Checkpointer:
         self._files_lock = threading.Lock()
         """Held by the thread that works on the files: one that a cancellation has left behind ends first."""
         self._begun: set[Path] = set()
-        """Partial ones that a policy may be writing into, whether or not anybody waits for it."""
+        """Partial checkpoints that a policy may still be writing into, also after a cancellation."""
         self.num_failures = 0
         self.failure: CheckpointError | None = None
-        """Of the last one; None when it was written."""
+        """Why the last checkpoint was not written; None when it was."""
 
     async def try_write(self, policy: Policy, state: TrainerState) -> Path | None:
-        """``write``; where the disk cannot take it, say so, count it and return None: a run goes on without it."""
+        """Call ``write``; when it fails, log and count the failure and return None: the run continues without the checkpoint."""
         try:
             path = await self.write(policy, state)
         except CheckpointError as error:
             self.num_failures += 1
             self.failure = error
-            logger.warning("%s; those before it stay", error)
+            logger.warning("%s; earlier checkpoints stay", error)
             return None
         self.failure = None
         return path
 
     async def write(self, policy: Policy, state: TrainerState) -> Path:
-        """Write a checkpoint, move it into place, point ``latest`` at it, and delete what is too old.
+        """Write a checkpoint, move it into place, point ``latest`` at it, and delete older ones.
 
-        Files are written and synced in a thread: the loop goes on. Raises ``CheckpointError`` when they cannot be (a full disk,
-        say): nothing is left of them, and what was there before stays.
+        Files are written and synced in a thread. Raises ``CheckpointError`` when that fails (a full disk, say): no part of the
+        checkpoint is left, and earlier ones stay.
         """
         partial = self._directory / f"{_PARTIAL}{_PREFIX}{state.step}-{uuid.uuid4().hex[:8]}"
-        is_given_up = threading.Event()
+        is_abandoned = threading.Event()
         try:
             await self._in_thread(lambda: self._begin(partial))
             await policy.save(partial / "policy")
-            final = await self._in_thread(lambda: self._complete(partial, state, is_given_up))
+            final = await self._in_thread(lambda: self._complete(partial, state, is_abandoned))
         except (OSError, CheckpointError) as error:
             await self._in_thread(lambda: self._discard(partial))
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
@@ -137,7 +137,7 @@ class Checkpointer:
                 f"the checkpoint of step {state.step} could not be written to {self._directory}: {reason}"
             ) from error
         except asyncio.CancelledError:
-            is_given_up.set()  # neither a thread nor a policy ends by that: the next write, or run, removes what they leave
+            is_abandoned.set()  # threads and the policy continue: the next write, or run, removes their files
             raise
         self._on_written(final)
         await self._in_thread(lambda: self._delete_old(state.step))
@@ -158,31 +158,31 @@ class Checkpointer:
         partial.mkdir()
 
     def _remove_cut_off(self, partial: Path) -> None:
-        """A policy makes one call after the other: with ``partial`` saved, it writes into none that was begun before."""
+        """Remove earlier partial checkpoints. A policy saves one at a time: now that it has saved ``partial``, it writes into no other."""
         for left in self._begun - {partial}:
             shutil.rmtree(left, ignore_errors=True)
         self._begun = {partial}
 
-    def _complete(self, partial: Path, state: TrainerState, is_given_up: threading.Event) -> Path:
+    def _complete(self, partial: Path, state: TrainerState, is_abandoned: threading.Event) -> Path:
         def check() -> None:
-            if is_given_up.is_set():
-                raise CheckpointError("it was given up")
+            if is_abandoned.is_set():
+                raise CheckpointError("it was abandoned")
 
         self._remove_cut_off(partial)
         fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in _FILES}
         write_json(partial / "trainer_state.json", {"format": FORMAT, **fields})
         write_json(partial / "groups.json", [group_to_json(group) for group in state.groups])
         write_json(partial / "running_groups.json", [running_to_json(group) for group in state.running])
-        attest(partial, check=check)
+        write_manifest(partial, check=check)
         check()
-        pointer = self._prepare_pointer(state.step)  # all that needs room on the disk comes before the renames
+        pointer = self._prepare_pointer(state.step)  # everything that needs disk space comes before the renames
         final = self._move_into_place(partial, self._path(state.step))
         os.replace(pointer, self._directory / LATEST)
         sync(self._directory)
         return final
 
     def _discard(self, partial: Path) -> None:
-        """Of one that failed: leave nothing, and give the one it was to replace its name back."""
+        """Remove a failed checkpoint, and restore the one that it was to replace."""
         self._begun.discard(partial)
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -190,9 +190,9 @@ class Checkpointer:
             self._restore_replaced()
 
     def usable(self) -> Usable | None:
-        """The newest checkpoint that is whole, None where there is none at all.
+        """Return the newest undamaged checkpoint, None where there are no checkpoints.
 
-        One that is damaged is passed over for the one before it. Raises ``CheckpointError``, naming all, when none can be used.
+        A damaged checkpoint is passed over for an older one. Raises ``CheckpointError``, naming all, when every one is damaged.
         """
         self._restore_replaced()
         refused = []
@@ -216,9 +216,9 @@ class Checkpointer:
         return any(other > step for other in self._steps())
 
     def go_back(self, step: int, aside: str) -> list[Path]:
-        """Make ``step`` the newest checkpoint: move later ones below the folder ``aside``, and return where they are.
+        """Make ``step`` the newest checkpoint: move later ones into the folder ``aside``, and return their new paths.
 
-        A kill on the way leaves a run that goes on from one of them, or from ``step``.
+        After a kill on the way, the run resumes from one of them or from ``step``.
         """
         self.tidy()
         folder = self._directory / aside
@@ -230,7 +230,7 @@ class Checkpointer:
         return moved
 
     def _candidates(self) -> list[Path]:
-        """In the order in which to try them: the one pointed at, then the others, newest first."""
+        """Return the paths to try in order: the one that ``latest`` names, then the others, newest first."""
         paths = [self._path(step) for step in reversed(self._steps())]
         pointer = self._directory / LATEST
         if not pointer.exists():
@@ -242,12 +242,12 @@ class Checkpointer:
         return self._directory / f"{_PREFIX}{step}"
 
     def _steps(self) -> list[int]:
-        """Of the checkpoints there are, ascending."""
+        """Steps of the existing checkpoints, ascending."""
         names = [p.name.removeprefix(_PREFIX) for p in self._directory.glob(f"{_PREFIX}*")]
         return sorted(int(name) for name in names if name.isdigit())
 
     def _move_into_place(self, partial: Path, final: Path) -> Path:
-        """Rename to the final name; one of that name is kept aside until then."""
+        """Rename to the final name; an existing checkpoint of that name is moved aside first and deleted after."""
         replaced = self._directory / f"{_REPLACED}{final.name}"
         if final.exists():
             final.rename(replaced)
@@ -258,14 +258,14 @@ class Checkpointer:
         return final
 
     def _restore_replaced(self) -> None:
-        """Give back its name to a checkpoint whose successor did not come into place."""
+        """Move back checkpoints whose successor was not moved into place."""
         for replaced in self._directory.glob(f"{_REPLACED}*"):
             final = self._directory / replaced.name.removeprefix(_REPLACED)
             if not final.exists():
                 replaced.rename(final)
 
     def tidy(self) -> None:
-        """Remove what a killed run left half done; not what may still be written."""
+        """Remove partial checkpoints of a killed run; not those that are still being written."""
         self._restore_replaced()
         self._pointer_in_work.unlink(missing_ok=True)
         for pattern in (f"{_PARTIAL}{_PREFIX}*", f"{_REPLACED}*"):
@@ -294,9 +294,9 @@ class Checkpointer:
 
 
 def read_state(path: Path) -> TrainerState:
-    """Read a checkpoint's trainer state, after checking that every file is there as it was written.
+    """Read a checkpoint's trainer state, after verifying every file.
 
-    Raises ``CheckpointError`` naming what is missing, unknown or differs, or the format when it is not this one.
+    Raises ``CheckpointError`` naming what is missing, unknown or different, or a format other than this one.
     """
     fields = _fields_of_this_format(path)
     verify(path)

@@ -1,8 +1,8 @@
-"""The files of one checkpoint: listed with their sizes and checksums, synced to disk, and checked before they are believed.
+"""The files of one checkpoint: listed with sizes and checksums, synced to disk, and verified before they are read.
 
     manifest.json    {"policy/policy.json": {"bytes": 812, "crc32": "7a01c2f4"}, ...}
 
-Flows in: a directory. Flows out: the same directory, attested; or what is wrong with it. Does not know what the files hold.
+Does not know what the files hold.
 """
 
 import json
@@ -16,14 +16,14 @@ from skyrl_async.weights.crc32 import crc32_of_file
 
 MANIFEST = "manifest.json"
 _VALUES_AT_A_TIME = 1024
-"""Of a list: numbers whose JSON takes a millisecond. json holds the interpreter for a whole call, and nothing else runs meanwhile."""
+"""List items per call of ``json.dumps``, about a millisecond: it holds the interpreter, and nothing else runs meanwhile."""
 
 
-def attest(directory: Path, *, check: Callable[[], None] = lambda: None) -> None:
+def write_manifest(directory: Path, *, check: Callable[[], None] = lambda: None) -> None:
     """List every file below ``directory`` in its manifest and sync all of it to disk.
 
     Args:
-        check: called between pieces of work; what it raises ends it.
+        check: called between pieces of work; may raise to end it.
     """
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     entries = {}
@@ -37,7 +37,7 @@ def attest(directory: Path, *, check: Callable[[], None] = lambda: None) -> None
 
 
 def verify(directory: Path) -> None:
-    """Raise ``CheckpointError``, saying what is wrong, unless every file is there as it was written."""
+    """Raise ``CheckpointError``, saying what is wrong, unless every file has its size and checksum."""
     entries = read_json(directory, MANIFEST)
     try:
         expected = {str(name): (int(entry["bytes"]), str(entry["crc32"])) for name, entry in entries.items()}
@@ -63,7 +63,7 @@ def verify(directory: Path) -> None:
 
 
 def read_json(directory: Path, name: str) -> Any:
-    """The contents of one file. Raises ``CheckpointError`` when it is missing or no JSON."""
+    """Read one file. Raises ``CheckpointError`` when it is missing or not JSON."""
     try:
         return json.loads((directory / name).read_text())
     except FileNotFoundError as error:
@@ -85,7 +85,7 @@ def _unreadable(directory: Path, name: str, error: OSError) -> CheckpointError:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write without syncing, as ``json.dumps`` has it; other threads run meanwhile, however long ``value`` is."""
+    """Write what ``json.dumps`` would, without syncing; other threads run meanwhile, however long ``value`` is."""
     with path.open("w", encoding="ascii") as file:
         file.writelines(_json_pieces(value))
 

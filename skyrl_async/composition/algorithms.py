@@ -1,7 +1,4 @@
-"""The algorithm's parts as the configuration names them.
-
-Flows in: the configuration. Flows out: values and functions that training and the trainer are made with.
-"""
+"""The parts of the algorithm that the configuration names: advantages, losses, corrections, reward shaping."""
 
 import functools
 import math
@@ -25,21 +22,21 @@ from skyrl_async.registries import POLICY_LOSSES, import_function
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """Who computes them."""
+    """Where advantages are computed."""
 
     of_stage: ComputeAdvantages | None
-    """In the reward stage, as soon as a group is finished; None: nobody there."""
+    """Computes them in the reward stage, as soon as a group is finished; None: not there."""
     of_step: StepAdvantages
-    """When the group is trained."""
+    """Computes them when a group is trained."""
     need_mini_batch: bool
-    """All groups of a step at once."""
+    """Whether they are computed for all groups of a step at once."""
 
 
 def check_algorithm(algorithm: AlgorithmConfig, *, has_lone_samples: bool = False) -> None:
-    """Try the estimator and the policy loss on a few numbers. Raises ``ConfigError`` for one that cannot be trained with.
+    """Try the estimator and the policy loss on a few numbers. Raises ``ConfigError`` when one cannot be used.
 
     Args:
-        algorithm: names them.
+        algorithm: names both.
         has_lone_samples: the estimator may get groups of one sample.
     """
     name = algorithm.advantage_estimator
@@ -50,7 +47,7 @@ def check_algorithm(algorithm: AlgorithmConfig, *, has_lone_samples: bool = Fals
 
 
 def make_advantages(algorithm: AlgorithmConfig) -> Advantages:
-    """In the reward stage where a group's rewards are all there is to know, else when it is trained."""
+    """Compute advantages in the reward stage if they depend on the group's rewards alone, else when the group is trained."""
     estimator = make_advantage_estimator(algorithm.advantage_estimator, grpo_norm_by_std=algorithm.grpo_norm_by_std)
     mark = _mark(algorithm)
     need_mini_batch = estimator.of_mini_batch is not None or mark is not None
@@ -63,7 +60,7 @@ def make_advantages(algorithm: AlgorithmConfig) -> Advantages:
 
 
 def _mark(algorithm: AlgorithmConfig) -> Mark | None:
-    """What marks tokens for the policy loss; None where it asks for none."""
+    """Return what marks tokens for the policy loss; None where the loss needs no marks."""
     path = POLICY_LOSSES.entry(algorithm.policy_loss_type).marker
     if path is None:
         return None
@@ -83,7 +80,7 @@ def _penalty(algorithm: AlgorithmConfig) -> KlPenalty:
 
 
 def loss_constants(algorithm: AlgorithmConfig) -> LossConstants:
-    """Of every policy loss."""
+    """Collect the constants of all policy losses."""
     return LossConstants(
         eps_clip_low=algorithm.eps_clip_low,
         eps_clip_high=algorithm.eps_clip_high,
@@ -105,7 +102,7 @@ def loss_constants(algorithm: AlgorithmConfig) -> LossConstants:
 
 
 def correction_settings(config: OffPolicyCorrectionConfig) -> CorrectionSettings:
-    """The same under the names of the algorithms."""
+    """Translate ``trainer.algorithm.off_policy_correction`` for the training workers."""
     kind, metric = config.tis_ratio_type, config.sequence_mask_metric
     return CorrectionSettings(
         token_tis=config.token_tis_ratio_clip_high if kind is TisRatioType.token else None,
@@ -122,21 +119,21 @@ def correction_settings(config: OffPolicyCorrectionConfig) -> CorrectionSettings
 
 
 def _bounds(low: float | None, high: float | None) -> Bounds | None:
-    """With a side left open where it is null; None where both are."""
+    """Return bounds that are open where a side is None; None where both are."""
     if low is None and high is None:
         return None
     return (0.0 if low is None else low, math.inf if high is None else high)
 
 
 def check_reward_shaping(config: Config) -> None:
-    """Try one's own shape on a few numbers. Raises ``ConfigError`` for a function that is not there, or does not shape rewards."""
+    """Try the user's reward shaping on a few numbers. Raises ``ConfigError`` when it cannot be imported or does not shape rewards."""
     name = config.trainer.algorithm.reward_shaping
     if name is not None:
         try_shape(name, reward_shapes(config)[0])
 
 
 def reward_shapes(config: Config) -> list[RewardShape]:
-    """One's own first, then the length penalty. Raises ``ConfigError`` for a function that is not there."""
+    """Return the user's shaping, then the length penalty. Raises ``ConfigError`` when the function cannot be imported."""
     algorithm, shapes = config.trainer.algorithm, []
     if algorithm.reward_shaping is not None:
         shapes.append(cast(RewardShape, import_function("trainer.algorithm.reward_shaping", algorithm.reward_shaping)))

@@ -1,20 +1,17 @@
-"""Ends the parts of a run, each within a deadline: what hangs or fails is named and keeps nothing else from being ended.
-
-Flows in: what ends a part. Flows out: the names of those that did not end. Does not know what the parts are.
-"""
+"""Ends the parts of a run, each within a deadline: a part that hangs or fails is reported and does not keep others from ending."""
 
 import asyncio
 import contextlib
 import logging
 import os
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Collection
 from types import TracebackType
 from typing import Any
 
 import psutil
 
+from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.tasks import first_failure
 
 logger = logging.getLogger(__name__)
@@ -23,23 +20,23 @@ CLOSE_TIMEOUT_S = 15.0
 
 
 class ClosingStack(contextlib.AsyncExitStack):
-    """An exit stack that cannot hide what ended the run: errors and hangs of its callbacks are collected, not raised, and so are errors of
-    its contexts where the run has failed before.
+    """An exit stack that cannot hide what ended the run: errors and hangs of its callbacks are collected instead of raised, and so are
+    errors of its contexts after a failure of the run.
 
     Args:
-        timeout_s: for each asynchronous callback.
+        timeout_s: deadline of each asynchronous callback.
     """
 
     def __init__(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         super().__init__()
         self._timeout_s = timeout_s
         self.failures: list[str] = []
-        self._threads: list[threading.Thread] = []
+        self._threads = DaemonThreads("end")
 
     @property
     def has_unfinished_thread(self) -> bool:
-        """Whether a call has not come back from a thread."""
-        return any(thread.is_alive() for thread in self._threads)
+        """Whether a call in a thread has not returned."""
+        return self._threads.is_busy
 
     def push_async_callback(  # type: ignore[override]
         self, callback: Callable[..., Awaitable[Any]], /, *arguments: Any, **named: Any
@@ -48,13 +45,13 @@ class ClosingStack(contextlib.AsyncExitStack):
         self._push(callback.__qualname__, lambda: callback(*arguments, **named))
 
     def callback_in_thread(self, name: str, callback: Callable[[], None]) -> None:
-        """The same for a call that blocks; one that hangs stays behind in a thread that ends with the process."""
-        self._push(name, lambda: self._in_daemon_thread(name, callback))
+        """Run a blocking callback in a thread at the end, within the deadline; a call that hangs ends with the process."""
+        self._push(name, lambda: asyncio.wrap_future(self._threads.submit(callback)))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        """What ended the block is raised, unless it is the cancellation by which a context's failure ended it."""
+        """Raise what ended the block, unless a failing context ended it by cancellation: then raise that failure."""
         try:
             return await super().__aexit__(kind, error, trace)
         except Exception as later:
@@ -80,39 +77,12 @@ class ClosingStack(contextlib.AsyncExitStack):
         logger.error("while the run was ended: %s", failure)
         self.failures.append(failure)
 
-    async def _in_daemon_thread(self, name: str, function: Callable[[], None]) -> None:
-        """Wait for a call in a thread for which nobody waits when the process exits, unlike asyncio's own."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-
-        def tell(error: Exception | None) -> None:
-            if ended.done():
-                return
-            if error is None:
-                ended.set_result(None)
-            else:
-                ended.set_exception(error)
-
-        def run() -> None:
-            error: Exception | None = None
-            try:
-                function()
-            except Exception as raised:
-                error = raised
-            with contextlib.suppress(RuntimeError):  # nobody waits any more, and the loop is closed
-                loop.call_soon_threadsafe(tell, error)
-
-        thread = threading.Thread(target=run, name=f"end-{name}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-        await ended
-
 
 def leave_process(code: int) -> None:
-    """The last resort, for a process with a thread that is stuck in foreign code: it ends, and what descends from it before.
+    """Kill all descendants and end this process at once: the last resort while a thread hangs in foreign code.
 
-    An interpreter that ends under such a thread crashes (Ray's, waiting for a frozen process: exit code 139 instead of the run's), and
-    agents of a Ray that was left to itself outlive it by minutes.
+    An interpreter that ends normally under such a thread crashes (Ray's, waiting for a frozen process: exit code 139 instead of the
+    run's), and processes of an abandoned Ray outlive it by minutes.
     """
     kill_descendants()
     sys.stdout.flush()
@@ -121,12 +91,12 @@ def leave_process(code: int) -> None:
 
 
 def descendants() -> frozenset[psutil.Process]:
-    """Every process that this one started, and what these started."""
+    """Return the processes that this process started, directly or indirectly."""
     return frozenset(psutil.Process().children(recursive=True))
 
 
 def kill_descendants(but: Collection[psutil.Process] = ()) -> None:
-    """Kill them all, ``but`` for these; one that is gone already is no error."""
+    """Kill all descendants, except ``but``; ignores those that have ended."""
     for process in descendants().difference(but):
         with contextlib.suppress(psutil.Error):
             process.kill()

@@ -1,6 +1,6 @@
-"""What a run learns from and with: its prompts, and the files of its policy.
+"""What a run learns from and with: its prompts and their environments, and the files of its policy.
 
-Flows in: the configuration. Flows out: prompts whose environments exist, and directories. Knows neither engines nor training.
+Knows neither engines nor training.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from skyrl_async.tasks.warm_start import WarmStartPlan, WarmStartProgress
 
 _TIED_HEAD = "lm_head.weight"
-"""In files though it is no parameter of its own, where embeddings are tied."""
+"""Stored in files although tied embeddings make it no parameter of its own."""
 
 ProgressFn = Callable[[str], None]
-"""Takes one line about what is going on."""
+"""Takes one line about the current phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +50,11 @@ class Prompts:
     train: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
     rotations: tuple[Rotation, ...] = ()
-    """What of ``train`` an epoch takes a share of; everything else is in every epoch."""
+    """Prompts of ``train`` of which an epoch takes only a share; all other prompts are in every epoch."""
 
 
 def prepare_prompts(config: Config) -> Prompts:
-    """Make or load the prompts, and see that their environments take them. Raises ``DatasetError`` and ``ConfigError``."""
+    """Make or load the prompts, and check them with their environments. Raises ``DatasetError`` and ``ConfigError``."""
     task = config.task
     environment_factory(config)
     if task.name == REASONING_GYM_TASK:
@@ -66,7 +66,7 @@ def prepare_prompts(config: Config) -> Prompts:
     if task.name != DATASET_TASK:
         train, held_out = get_task(task.name).make_prompts(task.num_train_prompts, task.num_eval_prompts, task.seed)
         return Prompts(train=train, held_out=held_out)
-    # Where a function judges, of an agent's episode or of every answer, rows need no environment.
+    # Rows need no environment where a function judges agents' episodes or all answers.
     needs_environment = config.generator.reward is None and task.reward is None
     load = functools.partial(
         load_sources,
@@ -87,7 +87,7 @@ def prepare_prompts(config: Config) -> Prompts:
 
 
 def environment_factory(config: Config) -> EnvironmentFactory:
-    """Return what makes environments. Raises ``ConfigError`` where ``task.reward`` cannot be imported."""
+    """Return what makes environments. Raises ``ConfigError`` when ``task.reward`` cannot be imported."""
     if config.task.reward is None:
         return make_environment
     return functools.partial(_rewarded_by, import_function("task.reward", config.task.reward))
@@ -100,12 +100,12 @@ def _rewarded_by(function: Callable[..., Any], env_class: str, extras: dict[str,
 
 
 def epoch_plan(config: Config, prompts: Prompts) -> EpochPlan:
-    """Which of the training prompts each epoch has."""
+    """Return which of the training prompts each epoch has."""
     return EpochPlan([prompt.uid for prompt in prompts.train], prompts.rotations, seed=config.task.seed)
 
 
 def _refuse_shared_uids(prompts: Sequence[Prompt]) -> None:
-    """Rows have uids of their own when they are loaded; a second copy's may be another row's."""
+    """Raise ``DatasetError`` when the uid of a copy is also that of a row; loading has checked the rows."""
     (uid, count), *_ = Counter(prompt.uid for prompt in prompts).most_common(1)
     if count > 1:
         raise DatasetError(
@@ -118,11 +118,11 @@ def _check_environment(prompt: Prompt) -> None:
 
 
 def _check_nothing(prompt: Prompt) -> None:
-    """Rows that only a function of the user's sees."""
+    """Rows that only the user's function reads."""
 
 
 def _task_to_learn(config: Config, held_out: Sequence[Prompt]) -> BuiltInTask:
-    """What the tiny policy and its tokenizer are made for. Raises ``DatasetError``."""
+    """Return the task that the tiny policy and its tokenizer are made for. Raises ``DatasetError``."""
     if config.task.name in BUILT_IN_TASKS:
         return get_task(config.task.name)
     files = [Path(name).expanduser() for name in config.policy.warm_start.files]
@@ -130,7 +130,7 @@ def _task_to_learn(config: Config, held_out: Sequence[Prompt]) -> BuiltInTask:
 
 
 class PolicyFiles:
-    """Where the policy's files are: at once for engines to boot from, and trained for the policy workers to load."""
+    """Directories of the policy: one at once for engines to boot from, and one with trained weights for the policy workers."""
 
     def __init__(self, config: Config, prompts: Prompts, say: ProgressFn) -> None:
         self._config = config
@@ -140,7 +140,7 @@ class PolicyFiles:
         self._task = None if config.policy.path is not None else _task_to_learn(config, prompts.held_out)
 
     def initial(self) -> Path:
-        """The architecture and the tokenizer, with weights that the first publish replaces."""
+        """Return a directory with architecture and tokenizer; the first publish replaces its weights."""
         if self._config.policy.path is not None:
             return Path(self._config.policy.path).expanduser()
         from skyrl_async.tasks.policy_cache import prepare_initial_policy
@@ -149,11 +149,11 @@ class PolicyFiles:
             return prepare_initial_policy(**self._cache_arguments())
 
     async def served(self) -> Path:
-        """The policy that engines boot from: with adapters published alone, what these are trained over, for no publish brings it."""
+        """Return the policy that engines boot from; its trained weights where only adapters are published, since no publish brings them."""
         return await self.trained() if self._config.policy.lora.served_rank else self.initial()
 
     async def trained(self) -> Path:
-        """The policy that training begins with; makes it, in a thread, where it is not cached."""
+        """Return the policy that training begins with; makes it in a thread where it is not cached."""
         policy = self._config.policy
         if policy.path is not None or not policy.warm_start.enabled:
             return self.initial()
@@ -222,7 +222,7 @@ class PolicyFiles:
 
 
 def num_planned_steps(config: Config, prompts: Prompts) -> int:
-    """Optimizer steps of the run: those asked for, unless its epochs hold fewer (the last one may be a partial mini-batch)."""
+    """Optimizer steps of the run: ``trainer.num_steps``, or fewer where the epochs end before (the last mini-batch may be partial)."""
     trainer = config.trainer
     num_prompts = trainer.num_epochs * len(epoch_plan(config, prompts))
     in_epochs = math.ceil(num_prompts / trainer.policy_mini_batch_size)
@@ -231,14 +231,14 @@ def num_planned_steps(config: Config, prompts: Prompts) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """A policy's tokenizer, and what renders messages with it."""
+    """A policy's tokenizer, and a renderer of messages with it."""
 
     tokenizer: Any
     renderer: ChatRenderer
 
 
 def load_chat(directory: Path, trust_remote_code: bool) -> Chat:
-    """The Hugging Face tokenizer of a policy directory. Raises ``ConfigError`` when it has no chat template."""
+    """Load the Hugging Face tokenizer of a policy directory. Raises ``ConfigError`` when it has no chat template."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
@@ -246,7 +246,7 @@ def load_chat(directory: Path, trust_remote_code: bool) -> Chat:
 
 
 def known_context(config: Config, policy_dir: Path) -> int:
-    """Longest prompt plus answer as far as the files tell; engines may have less, and say so once they are up."""
+    """Longest prompt plus answer according to the files; engines may allow less, which is known once they are up."""
     if config.engine.max_model_len is not None:
         return config.engine.max_model_len
     declared = text_config(read_config(str(policy_dir))).get("max_position_embeddings")
@@ -254,19 +254,19 @@ def known_context(config: Config, policy_dir: Path) -> int:
 
 
 def check_checkpoint_is_of(checkpoint: Path, policy_dir: Path) -> None:
-    """Raise ``CheckpointError`` when a checkpoint is of another model, as far as headers tell; its loading checks the rest."""
+    """Raise ``CheckpointError`` when file headers show that a checkpoint is of another model; loading it checks the rest."""
     there = read_model(checkpoint / "policy")
     model_type = str(read_config(str(policy_dir)).get("model_type", there.model_type))
     shapes = {name: shape for name, (_, shape) in read_manifest(str(policy_dir)).items()}
     if there.shapes.keys() - shapes.keys() == there.shapes.keys():
-        shapes = dict(there.shapes)  # no safetensors, or files that name parameters otherwise than the model does
+        shapes = dict(there.shapes)  # no safetensors, or files whose parameter names differ from the model's
     elif _TIED_HEAD not in there.shapes:
         shapes.pop(_TIED_HEAD, None)
     check_model(checkpoint / "policy", there, model_type=model_type, shapes=shapes)
 
 
 def fitting_prompts(prompts: Prompts, renderer: ChatRenderer, max_model_len: int, say: ProgressFn) -> Prompts:
-    """Leave out prompts that fill the context; says which. Raises ``DatasetError`` when none is left."""
+    """Leave out prompts that fill the context, and say which. Raises ``DatasetError`` when none is left."""
 
     def num_tokens(prompt: Prompt) -> int:
         return len(renderer.render(list(prompt.messages)))

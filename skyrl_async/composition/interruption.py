@@ -1,11 +1,11 @@
 """What Ctrl-C and SIGTERM do to a run.
 
-    once, while it trains     the stop request: the step is finished or left, a checkpoint written
+    once, while it trains     a shutdown is requested: the step is finished or left, a checkpoint written
     once, at another time     what boots is cancelled; what finishes has the time that is left
     twice, or out of time     cancelled at once
     while it is cleaned up    nothing more: cleaning up has deadlines of its own
 
-Flows in: signals. Flows out: a stop request, a cancellation, an exit code. Knows phases of a run, and nothing of what they do.
+Knows the phases of a run, not what they do.
 """
 
 import asyncio
@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PATIENCE_SHARE = 0.5
+"""Part of the shutdown timeout after which the step is left."""
 _SAVED_SHARE = 0.75
-"""Of the shutdown timeout: until the step is left, and until nothing is waited for any more. The rest is for cleaning up."""
+"""Part of the shutdown timeout after which the run is cancelled; the rest is for cleaning up."""
 
 
 class Phase(Enum):
@@ -37,27 +38,27 @@ class Phase(Enum):
 
 
 class Interruption:
-    """The handler of both signals while inside; ``attach`` tells it what it interrupts.
+    """Handles both signals in its block; ``attached`` sets the task to interrupt.
 
     Args:
-        timeout_s: from the first signal until nothing is waited for, cleaning up included.
+        timeout_s: seconds from the first signal to the end of the run, cleaning up included.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.shutdown = ShutdownRequest()
         self.signal: signal.Signals | None = None
-        """The first one that came."""
+        """The first signal; None before."""
         self._timeout_s = timeout_s
         self._phase = Phase.STARTING
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_on_its_way = False
-        self._has_asked = False
+        self._is_scheduled = False
+        self._has_requested = False
         self._previous: dict[int, object] = {}
 
     @property
     def exit_code(self) -> int:
-        """As shells say it: 130 for SIGINT, 143 for SIGTERM."""
+        """Exit code as shells define it: 130 for SIGINT, 143 for SIGTERM."""
         return 128 + (self.signal or signal.SIGINT)
 
     def __enter__(self) -> Self:
@@ -71,7 +72,7 @@ class Interruption:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Interrupt the current task while inside."""
+        """Interrupt the current task while the block runs."""
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         try:
             yield
@@ -80,36 +81,36 @@ class Interruption:
 
     @contextmanager
     def ending_afterwards(self) -> Iterator[None]:
-        """What comes after what is inside, however that ends, is the run's end."""
+        """Enter the phase ``ENDING`` after the block, however it ends."""
         try:
             yield
         finally:
             self._phase = Phase.ENDING
 
     def enter(self, phase: Phase) -> None:
-        """Say what the run does from now on."""
+        """Note the phase that the run begins."""
         self._phase = phase
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        """Between any two instructions of the main thread: hand it to the loop, unless that is stuck or not there."""
+        """Runs between any two instructions of the main thread: hand the signal to the loop, unless the loop hangs or is not running."""
         if self.signal is None:
             self.signal = signal.Signals(number)
-        if self._loop is None or self._is_on_its_way:
+        if self._loop is None or self._is_scheduled:
             raise KeyboardInterrupt
-        self._is_on_its_way = True
+        self._is_scheduled = True
         self._loop.call_soon_threadsafe(self._interrupt)
 
     def _interrupt(self) -> None:
-        self._is_on_its_way = False
+        self._is_scheduled = False
         if self._loop is None or self.signal is None:
             return
         name = self.signal.name
         if self._phase is Phase.ENDING:
             logger.warning("%s: the run is being ended; it takes some seconds", name)
-        elif self._phase is Phase.STARTING or self._has_asked:
+        elif self._phase is Phase.STARTING or self._has_requested:
             self._end(f"{name}: the run ends at once")
         else:
-            self._has_asked = True
+            self._has_requested = True
             self._loop.call_later(self._timeout_s * _SAVED_SHARE, self._end, f"{name}: time is up")
             patience_s = self._timeout_s * _PATIENCE_SHARE
             self.shutdown.request(patience_s)

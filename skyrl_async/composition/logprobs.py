@@ -1,11 +1,8 @@
-"""Log-probs under other models than the engine's: the workers that compute them, and the work of the stages that ask.
+"""Log-probs under other models than the engine's: the workers that compute them, and the work of the stages that need them.
 
-    finished group ──> ref_logp ──> logp ──> the buffer            reference: workers of its own, or the policy's
-                                     ^                             recomputed: workers of their own, or the policy's
-             published versions ─────┘
-
-Flows in: the configuration, the policy's files and the policy. Flows out: workers that run and end with the stack, and callables from
-group to group. Does not know who calls them.
+finished group ──> ref_logp ──> logp ──> the buffer            reference: workers of its own, or the policy's
+                                 ^                             recomputed: workers of their own, or the policy's
+         published versions ─────┘
 """
 
 import asyncio
@@ -48,20 +45,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobParts:
-    """Workers of their own; None where the policy workers compute instead, or nothing is asked for."""
+    """Separate workers for log-probs; None where the policy workers compute them, or none are needed."""
 
     ref: LogprobWorkers | None = None
     old: LogprobWorkers | None = None
-    """Of the policy; whoever publishes has them load each version."""
+    """Workers for the policy's log-probs; the publisher makes them load each version."""
 
     @property
     def num_restarts(self) -> int:
-        """Times that dead workers were replaced."""
+        """Number of times that dead workers were replaced."""
         return sum(workers.num_restarts for workers in (self.ref, self.old) if workers is not None)
 
 
 def check_logprobs(config: Config, policy_dir: Path) -> None:
-    """Warn of settings that do nothing, or are hardly meant. Raises ``PolicyError`` when the reference has other tokens than the policy."""
+    """Warn of settings without effect or of doubtful use. Raises ``PolicyError`` when the reference has another vocabulary."""
     for sentence in (*idle_settings(config), *advice(config)):
         logger.warning("%s", sentence)
     reference = reference_path(config)
@@ -76,7 +73,7 @@ def check_logprobs(config: Config, policy_dir: Path) -> None:
 
 
 def reference_path(config: Config) -> str | None:
-    """The directory of the reference; None: the policy as training begins with it."""
+    """Return the directory of the reference; None: the policy that training begins with."""
     path = config.trainer.ref.path
     return None if path is None else str(Path(path).expanduser())
 
@@ -91,7 +88,7 @@ async def start_logprob_workers(
 ) -> LogprobParts:
     """Start what ``training.num_ref_workers`` and ``training.num_logp_workers`` ask for, side by side; ended with ``stack``.
 
-    What they share with others, by ``device_groups``, they use in turns.
+    They lease devices that they share, by ``device_groups``.
     """
 
     async def started(name: str, num_workers: int, path: str | None) -> LogprobWorkers | None:
@@ -140,7 +137,7 @@ async def start_workers(
 
 
 def forward_settings(config: Config, path: str) -> TrainingSettings:
-    """Of workers that compute log-probs under the model at ``path`` as the policy workers compute theirs."""
+    """Return settings of workers that compute log-probs like the policy workers, under the model at ``path``."""
     training = config.training
     return TrainingSettings(
         policy_path=path,
@@ -159,13 +156,13 @@ def forward_settings(config: Config, path: str) -> TrainingSettings:
 def stage_works(
     config: Config, policy: Policy, parts: LogprobParts, device_groups: Mapping[str, DeviceGroup] | None = None
 ) -> dict[str, Prepare]:
-    """What each of the stages ``ref_logp`` and ``logp`` does with a finished group; without those that nothing asks for.
+    """Return the work of the stages ``ref_logp`` and ``logp`` on a finished group, as far as the run needs them.
 
     Args:
         config: checked.
-        policy: computes where there are no workers of their own; in its turns.
-        parts: those workers.
-        device_groups: who shares devices.
+        policy: computes where there are no separate workers; leases its devices itself.
+        parts: the separate workers.
+        device_groups: stage -> devices that it shares.
     """
 
     def work_of(model: LogprobModel, member: str, workers: LogprobWorkers | None) -> Prepare:

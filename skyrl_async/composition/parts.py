@@ -1,7 +1,6 @@
-"""The parts of a run that live in the driver: generator, publisher, evaluator, trainer.
+"""The parts of a run that live in the driver: generator, evaluator, trainer.
 
-Flows in: the configuration, and processes that run. Flows out: a trainer. Which value of the configuration goes where is decided
-here; no part gets the configuration itself, but for a user's own generator.
+This file decides which value of the configuration each part gets. No part gets the whole configuration, except a user's own generator.
 """
 
 import contextlib
@@ -47,7 +46,7 @@ from skyrl_async.weight_sync.publisher import WeightPublisher
 
 
 def sampling_params(sampling: SamplingConfig) -> SamplingParams:
-    """The configuration's sampling section as a value."""
+    """Convert a sampling section of the configuration."""
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
@@ -59,7 +58,7 @@ def sampling_params(sampling: SamplingConfig) -> SamplingParams:
 
 
 def check_generator(config: Config) -> None:
-    """See that what the generator needs can be found, and that what shapes rewards does. Raises ``ConfigError``."""
+    """Raise ``ConfigError`` when the generator or the reward shaping names something that cannot be used."""
     check_reward_shaping(config)
     generator = config.generator
     if generator.kind is GeneratorKind.agent:
@@ -81,7 +80,7 @@ def make_generator(
     run_dir: Path,
     stack: contextlib.AsyncExitStack,
 ) -> Generator:
-    """The generator of the configuration; what it holds is released with ``stack``."""
+    """Make the configured generator; it is closed with ``stack``."""
     generator = config.generator
     if generator.kind is GeneratorKind.agent:
         assert endpoint is not None
@@ -136,7 +135,7 @@ def _user_generator(
 
 
 def placement(config: Config) -> PlacementSettings | None:
-    """How the client is to spread requests over engines; None: alike."""
+    """Return how the client weighs old requests when it picks an engine; None: all requests alike."""
     max_staleness_steps = config.trainer.staleness_bound
     weight = config.engine.oldest_request_weight
     if weight is None:

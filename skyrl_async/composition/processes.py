@@ -1,7 +1,6 @@
-"""The processes of a run: Ray, the engines, the policy workers, the endpoint.
+"""The processes of a run: engines, policy workers, endpoint.
 
-Flows in: the configuration and the policy's files. Flows out: engines, a policy and an endpoint that run. Knows not what they
-are used for.
+Does not know what they are used for.
 """
 
 import asyncio
@@ -96,7 +95,7 @@ async def _start_policy(
     run_dir: Path,
     reserved: ReservedDevices | None,
 ) -> RecoveringPolicy:
-    """Policy workers, and what replaces them when they die."""
+    """Start policy workers that are replaced when they die."""
 
     async def start() -> SendingPolicy:
         resources, num_workers = worker_resources(config, reserved), config.training.num_workers
@@ -180,17 +179,17 @@ def _lora_settings(config: Config) -> LoraSettings | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where the endpoint is, and what opens it."""
+    """Addresses and keys of the endpoint."""
 
     urls: tuple[str, ...]
-    """Roots of its front ends, without ``/v1``."""
+    """URLs of its front ends, without ``/v1``."""
     api_key: str
     controller_key: str
     front_ends: Sequence[FrontEndPool]
 
     @property
     def base_url(self) -> str:
-        """For clients outside of sessions."""
+        """URL for clients outside of sessions."""
         return f"{self.urls[0]}/v1"
 
 
@@ -202,12 +201,12 @@ async def serving_endpoint(
     max_model_len: int,
     run_dir: Path,
     outages: Outages,
-    stop: ShutdownRequest | None = None,
+    shutdown: ShutdownRequest | None = None,
 ) -> AsyncIterator[Endpoint]:
-    """The endpoint's processes; their address and keys are in ``endpoint.json``, readable by its owner only, while they run.
+    """Run the endpoint's processes; their address and keys are in ``endpoint.json`` meanwhile, readable by its owner only.
 
-    ``outages`` are told when one of them is gone, where rollouts need the endpoint; ``stop`` when it stays gone, which without it is
-    raised here.
+    Where rollouts need the endpoint, ``outages`` learn of a process that is gone. One that stays gone fails the run through
+    ``shutdown``, or raises here where that is None.
     """
     from skyrl_async.endpoint.server.front_ends import endpoint_processes
 
@@ -219,7 +218,7 @@ async def serving_endpoint(
         engines,
         num_front_ends=config.server.num_front_ends,
         outages=outages if config.generator.needs_endpoint else None,
-        on_given_up=stop.fail if stop is not None else None,
+        on_given_up=shutdown.fail if shutdown is not None else None,
     )
     async with processes as front_ends:
         endpoint = Endpoint(

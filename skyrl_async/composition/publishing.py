@@ -1,7 +1,8 @@
-"""What brings weights to engines, and the shared memory that it puts them in.
+"""The publisher of weights, and the shared memory that it writes them to.
 
-Flows in: the configuration, a client, a policy. Flows out: a publisher whose files are gone with the stack, or ``ConfigError`` where they
-would not fit.
+Raises ``ConfigError`` where the weights would not fit. A directory in shared memory is gone with its process, however that ends: while the
+process lives, the kernel holds a lock (flock) on it, which processes in other containers see too. A directory without a lock was left by a
+killed process, and the next run removes it.
 """
 
 import contextlib
@@ -34,13 +35,13 @@ _PREFIX = "skyrl_async-"
 
 
 def shared_memory() -> Path:
-    """Where files are in memory; a temporary directory where a machine has no such place."""
+    """Return the directory whose files are in memory; a temporary directory where a machine has none."""
     return Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
 
 @contextlib.contextmanager
 def directory_in_memory(root: Path) -> Iterator[Path]:
-    """A directory below ``root``, named after this process and deleted at the end. Removes what killed processes left."""
+    """Make a directory below ``root`` for this process, deleted at the end. Removes directories of killed processes."""
     for left in root.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), _locked(left, wait=False):
             shutil.rmtree(left, ignore_errors=True)
@@ -51,7 +52,7 @@ def directory_in_memory(root: Path) -> Iterator[Path]:
 
 
 def _locked_directory(root: Path, stack: contextlib.ExitStack) -> Path:
-    """Another process may take one that is not locked yet for left over, and remove it: then another is made."""
+    """Make and lock a directory; again where another process removed it before it was locked."""
     while True:
         directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
         try:
@@ -66,7 +67,7 @@ def _locked_directory(root: Path, stack: contextlib.ExitStack) -> Path:
 
 @contextlib.contextmanager
 def _locked(directory: Path, *, wait: bool) -> Iterator[None]:
-    """Raises ``OSError`` where it is held by another process and ``wait`` is false, and where there are no locks."""
+    """Lock the directory. Raises ``OSError`` without locks, or when another process holds it and ``wait`` is false."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -87,10 +88,10 @@ def make_publisher(
     hold_engines: HoldEngines = contextlib.nullcontext,
     followers: Sequence[Follower] = (),
 ) -> WeightPublisher:
-    """A publisher; its buckets are deleted with ``stack``.
+    """Make a publisher; its buckets are deleted with ``stack``.
 
-    ``sender`` is the policy too, but takes no turn on devices that it shares: it is waited for by engines that may have theirs.
-    Raises ``ConfigError`` where an engine cannot get at what is published.
+    ``sender`` is the policy without a lease on devices that it shares: engines that may hold them wait for it. Raises ``ConfigError``
+    when an engine cannot read what is published.
     """
     directory = stack.enter_context(directory_in_memory(shared_memory()))
     publisher = WeightPublisher(
@@ -116,7 +117,7 @@ def make_publisher(
 
 
 def _verifies_checksums(config: Config) -> bool | None:
-    """False rather than None where no engine comes up later, or where publishes are smaller than the weights."""
+    """Return ``weight_sync.verify_checksums``; False instead of None where no engine starts later, or only adapters are published."""
     is_wanted = config.weight_sync.verify_checksums
     if is_wanted is None and (not is_supervised(config) or config.policy.lora.served_rank):
         return False
@@ -124,7 +125,7 @@ def _verifies_checksums(config: Config) -> bool | None:
 
 
 def make_broadcast(config: Config, client: InferenceEngineClient, sender: SendingPolicy) -> WeightBroadcast | None:
-    """What reaches engines that cannot map the trainer's files, or are not to; None where all do."""
+    """Make what sends weights to engines that cannot or should not map the trainer's files; None where all map them."""
     from skyrl_async.inference.engines.ray import is_on_this_machine
 
     transfer = config.weight_sync.transfer
@@ -145,9 +146,9 @@ def make_broadcast(config: Config, client: InferenceEngineClient, sender: Sendin
 
 
 def check_shared_memory(config: Config, policy_dir: Path) -> None:
-    """See that published weights fit into shared memory, before anything starts. Raises ``ConfigError``.
+    """Raise ``ConfigError`` when published weights would not fit into shared memory.
 
-    Adapters alone are small; the first publish looks at what they take.
+    Adapters alone are small; the first publish checks them.
     """
     if config.policy.lora.served_rank:
         return

@@ -26,7 +26,7 @@ _MAX_STARTS = 2
 
 
 async def start_ray(config: PlacementConfig, stack: ClosingStack) -> None:
-    """A Ray of the run's own, or the one it joins; left with ``stack``.
+    """Start a Ray of the run's own, or join one; it is left with ``stack``.
 
     Raises:
         ConfigError: the one to join is not there.
@@ -48,7 +48,7 @@ async def start_ray(config: PlacementConfig, stack: ClosingStack) -> None:
 
 
 def end_ray() -> None:
-    """Blocks for ever where Ray's own processes hang; they end with this process all the same, which must not wait again."""
+    """End Ray. Blocks for ever where Ray's processes hang; they end with this process, so its exit must not wait for them again."""
     import ray
 
     atexit.unregister(ray.shutdown)
@@ -69,7 +69,7 @@ def _init_ray(config: PlacementConfig) -> None:
         try:
             _start_local_ray(num_cpu_slots(config))
             return
-        # A bare one, where Ray's processes take longer than the 30 seconds that it gives them.
+        # Ray raises a bare Exception when its processes take longer than its 30 seconds.
         except Exception as error:
             kill_descendants(but=before)
             if num_starts == _MAX_STARTS:
@@ -83,7 +83,7 @@ def _init_ray(config: PlacementConfig) -> None:
 def _start_local_ray(num_cpus: int | None) -> None:
     import ray
 
-    # A notice that a Ray of one's own is protected by a token.
+    # Silences a notice that a local Ray is protected by a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     ray.init(
         address="local",
@@ -102,7 +102,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESERVE_TIMEOUT_S = 60.0
-"""Ray takes milliseconds where devices are free; a cluster that has to start machines for it, longer than anybody should wait blindly."""
+"""Ray takes milliseconds where devices are free. A cluster that starts machines takes minutes: fail with a message instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class ActorResources:
 
 
 class ReservedDevices:
-    """A plan whose devices are reserved; made by ``reserve``."""
+    """The reserved devices of a plan; made by ``reserve``."""
 
     def __init__(self, plan: DevicePlan, group: "PlacementGroup", nodes: Sequence[str], here: str) -> None:
         self.plan = plan
@@ -130,7 +130,7 @@ class ReservedDevices:
     ) -> "ReservedDevices":
         """Reserve all devices of the plan until ``stack`` ends; then Ray ends what still runs on them, too.
 
-        Raises ``ConfigError`` when Ray does not come by them in ``timeout_s``.
+        Raises ``ConfigError`` when Ray does not get them within ``timeout_s``.
         """
         import ray
         from ray.util import placement_group, placement_group_table, remove_placement_group
@@ -189,7 +189,7 @@ async def reserve_devices(config: Config, stack: ClosingStack) -> ReservedDevice
 def engine_resources(config: Config, bundles: ReservedDevices | None, names: Sequence[str]) -> ActorResources:
     """Resources of the engines of these names: ``engine-2`` has the third bundle, and so has its successor ``engine-2.1``.
 
-    Raises ``EngineStartError`` when there is none for one of them.
+    Raises ``EngineStartError`` when there are fewer bundles.
     """
     if bundles is not None:
         resources = bundles.resources("generate")
@@ -222,16 +222,16 @@ def worker_resources(config: Config, bundles: ReservedDevices | None) -> ActorRe
 
 
 def _bundle_sizes(plan: DevicePlan) -> list[int]:
-    """In devices, those of one group after those of another."""
+    """Devices per bundle, group after group."""
     return [group.bundle_size for group in plan.groups for _ in range(group.num_bundles)]
 
 
 def _indices_by_group(plan: DevicePlan, nodes: Sequence[str], here: str) -> list[list[int]]:
     """Which of the placement group's bundles belong to each group of the plan.
 
-    Bundles of a size are alike. They are assigned machine by machine, so that a group lies on as few machines as possible. This machine's
-    come first. The policy's group chooses first, whose rank 0 publishes weights in the shared memory of the trainer's machine, and then
-    that of ``logp``, whose ranks load them from there.
+    Bundles of a size are alike: they are dealt out machine by machine, so that a group lies on as few machines as possible. This machine's
+    bundles come first. The policy's group chooses first: its rank 0 publishes weights in the shared memory of the trainer's machine.
+    The group of ``logp`` follows: its ranks load them from there.
 
     Args:
         nodes: where each bundle is.

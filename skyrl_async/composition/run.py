@@ -1,8 +1,6 @@
 """Puts a run together from its configuration: the one place that knows every class.
 
-    task, policy files ──> Ray ──> engines, policy workers, endpoint ──> client, generator, publisher ──> FullyAsyncTrainer
-
-Flows in: a checked ``Config`` and a run directory. Flows out: parts that run and end with the context, and trainers over them.
+task, policy files ──> Ray ──> engines, policy workers, endpoint ──> client, generator, publisher ──> make_trainer
 """
 
 import contextlib
@@ -58,17 +56,17 @@ async def started_parts(
     stack: ClosingStack | None = None,
     shutdown: ShutdownRequest | None = None,
 ) -> AsyncIterator[Parts]:
-    """Start everything a run needs, engines and warm start side by side; on exit everything is gone again.
+    """Start everything that a run needs, engines and warm start side by side; end it all on exit.
 
     Args:
         config: checked.
         run_dir: logs of the engines and the endpoint's address go there.
-        trace: of the stages.
+        trace: gets the spans of the publisher and of time-sharing.
         say: takes one line about the phase.
         announce: takes one line about an event that people should see, such as the death of the last engine.
-        checkpoint: what will be resumed; one of another model is refused before anything boots.
-        stack: ends the parts; it knows afterwards what did not end.
-        shutdown: told what the run cannot go on without, and the trainer should save after; None: that ends the block at once.
+        checkpoint: will be resumed; a checkpoint of another model is refused before anything boots.
+        stack: ends the parts, and lists afterwards which did not end.
+        shutdown: gets failures after which the trainer should save and end; None: they end the block at once.
     """
     seed_all(config.trainer.seed)
     plan = _planned(config, checkpoint, say)
@@ -98,9 +96,8 @@ async def started_parts(
             groups,
             client,
             shortest_s=config.placement.min_generation_slice_s,
-            is_busy=lambda: (
-                endpoint is not None or client.pool.is_busy
-            ),  # who comes by the endpoint is not in this pool
+            # Requests to the endpoint are not in this pool.
+            is_busy=lambda: endpoint is not None or client.pool.is_busy,
             trace=trace,
             clock=time.monotonic,
         )
@@ -140,17 +137,17 @@ async def started_parts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What is known and checked before anything boots."""
+    """What is checked before anything boots."""
 
     prompts: Prompts
     files: PolicyFiles
     initial: Path
-    """The policy's directory as training begins with it."""
+    """Directory of the policy that training begins with."""
     chat: Chat | None
 
 
 def _planned(config: Config, checkpoint: Path | None, say: ProgressFn) -> _Plan:
-    """Refuse what can be refused without a process. Raises ``ConfigError`` and ``PolicyError``."""
+    """Make every check that needs no process. Raises ``ConfigError`` and ``PolicyError``."""
     check_generator(config)
     generator = config.generator
     has_lone_samples = generator.apply_overlong_filtering or generator.n_samples_per_prompt == 1
@@ -164,7 +161,7 @@ def _planned(config: Config, checkpoint: Path | None, say: ProgressFn) -> _Plan:
         check_checkpoint_is_of(checkpoint, initial)
     chat: Chat | None = None
     if config.task.name not in BUILT_IN_TASKS:
-        # Somebody's own prompts may not fit: say so before anything boots. Built-in ones do, and loading takes seconds.
+        # A user's prompts may not fit: say so before anything boots. Built-in prompts fit, and loading takes seconds.
         chat = load_chat(initial, config.policy.trust_remote_code)
         prompts = fitting_prompts(prompts, chat.renderer, known_context(config, initial), say)
     return _Plan(prompts=prompts, files=files, initial=initial, chat=chat)

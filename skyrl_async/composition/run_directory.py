@@ -1,10 +1,11 @@
-"""What a run goes on from, and what becomes of the record of another one in its directory.
+"""What a run finds and keeps in its directory: a lock, its configuration, the checkpoint to resume, the record of an earlier run.
 
-    <run>/set_aside_1/{metrics.jsonl, trained_groups.jsonl, ...}    of what was begun again, or went back to an earlier step
-    <run>/checkpoints/set_aside_1/global_step_40                    of what went back
+    <run>/run.lock, config.yaml
+    <run>/set_aside_1/{metrics.jsonl, trained_groups.jsonl, ...}    record of a run that began again, or went back to an earlier step
+    <run>/checkpoints/set_aside_1/global_step_40                    a checkpoint after the step that a run went back to
 
-Flows in: the configuration, and a run's directory. Flows out: the checkpoint to resume, or a refusal. No record of a run is lost by
-it, whatever is asked for. Does not know what a checkpoint holds.
+No record of a run is lost, whatever is configured. The lock is the kernel's (flock) and lives as long as its process; the text in the
+file is for people, and stays behind. Does not know what a checkpoint holds.
 """
 
 import contextlib
@@ -64,7 +65,7 @@ def only_run_in(directory: Path) -> Iterator[None]:
 
 
 def _write(handle: int, text: str) -> None:
-    """A full disk keeps no run from its directory."""
+    """Write the lock's text; a full disk is ignored."""
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
         os.write(handle, text.encode())
@@ -78,7 +79,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 _UNSAID = {"trainer.resume_mode", "trainer.resume_path", "trainer.output_dir", "server.api_key"}
-"""How a run is continued, not what it is; and a secret."""
+"""Keys that say how a run is continued rather than what it is, and a secret."""
 
 
 class RunConfigFile:
@@ -87,20 +88,20 @@ class RunConfigFile:
     Args:
         run_dir: exists.
         config: checked.
-        step: of the checkpoint that the run goes on from, None for a new run: its configuration is written at once.
+        step: step of the checkpoint to resume, None for a new run: its configuration is written at once.
     """
 
     def __init__(self, run_dir: Path, config: Config, step: int | None) -> None:
         self._path = run_dir / "config.yaml"
-        # As a remark: a bound that nobody set must not stand against another schedule, which has its own.
+        # As a comment: a derived bound must not contradict another schedule, which derives its own.
         self._text = f"# the staleness bound is {config.trainer.staleness_bound}\n{to_yaml(config)}"
-        self._is_of_the_run = not config.trainer.eval_only
+        self._trains = not config.trainer.eval_only
         self._step = step
         if step is None or not self._path.exists():
             write_private(self._path, self._text)
 
     def changes(self) -> list[str]:
-        """What differs from the run so far, as ``training.lr=0.0008 (was 0.0003)``; nothing where its configuration cannot be read."""
+        """Return what differs from the run so far, as ``training.lr=0.0008 (was 0.0003)``; nothing where its file cannot be read."""
         try:
             before = dict(_values(yaml.safe_load(self._path.read_text())))
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -113,14 +114,14 @@ class RunConfigFile:
         ]
 
     def replace(self) -> None:
-        """The run was taken up: from now on this is its configuration. The one before stays, named by the step up to which it held."""
-        if self._step is None or not self._is_of_the_run:
+        """Replace the file after the run was resumed. The earlier configuration is kept, named after the step up to which it held."""
+        if self._step is None or not self._trains:
             return
         if self.changes():
             write_private(self._path.with_name(f"config_to_step_{self._step}.yaml"), self._path.read_text())
         arriving = self._path.with_name("config.yaml.new")
         write_private(arriving, self._text)
-        arriving.replace(self._path)  # at no moment there is none
+        arriving.replace(self._path)  # the file exists at every moment
 
 
 def _values(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -133,13 +134,13 @@ def _values(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 _LOGS = ("metrics.jsonl", "trained_groups.jsonl")
 _RECORD = (*_LOGS, "config.yaml", "tensorboard")
-"""What a run leaves before its end, beside checkpoints."""
+"""Files that a run writes before its end, beside checkpoints."""
 
 
 def checkpoint_to_resume(config: Config, run_dir: Path) -> Usable | None:
-    """Return what the run goes on from, None for one that begins.
+    """Return the checkpoint to resume, None for a run that begins.
 
-    Raises ``ConfigError`` when a run is in the directory that is not to be continued so, ``CheckpointError`` for damage.
+    Raises ``ConfigError`` when the directory holds a run that must not be continued this way, ``CheckpointError`` for damage.
     """
     trainer = config.trainer
     if trainer.resume_mode is ResumeMode.none:
@@ -165,9 +166,9 @@ def checkpoint_to_resume(config: Config, run_dir: Path) -> Usable | None:
 
 
 def set_aside_records(config: Config, run_dir: Path, start: Usable | None) -> str | None:
-    """Set aside what does not belong to the run that begins at ``start``; returns a sentence about it, None where there is nothing.
+    """Set aside records that do not belong to the run that begins at ``start``; returns a sentence about it, None where there are none.
 
-    Raises ``CheckpointError`` where files cannot be moved.
+    Raises ``CheckpointError`` when files cannot be moved.
     """
     mode = config.trainer.resume_mode
     if config.trainer.eval_only or mode is ResumeMode.none:
@@ -181,7 +182,7 @@ def set_aside_records(config: Config, run_dir: Path, start: Usable | None) -> st
 
 
 def _check_that_it_may_begin(config: Config, run_dir: Path) -> None:
-    """There is no checkpoint."""
+    """Raise ``ConfigError`` when a run without a checkpoint must not begin here."""
     missing = f"trainer.resume_mode=latest finds no checkpoint in {run_dir / 'checkpoints'}"
     export = run_dir / "policy"
     policy = f" and policy.path to {export}" if export.is_dir() else ""
@@ -197,7 +198,7 @@ def _check_that_it_may_begin(config: Config, run_dir: Path) -> None:
 
 
 def _check_that_no_run_is_in(run_dir: Path, given: Usable, *, is_evaluation: bool) -> None:
-    """A checkpoint of another run is resumed; one that was begun with it and wrote none of its own may be begun again."""
+    """Raise ``ConfigError`` when another run is in the directory; one that began with this checkpoint and wrote none may begin again."""
     if _has_checkpoints(run_dir) or _has_finished(run_dir) or (is_evaluation and _has_steps(run_dir)):
         raise ConfigError(
             f"trainer.output_dir={run_dir} already holds a run, and trainer.resume_path={given.path} is none of its checkpoints; choose "
@@ -206,7 +207,7 @@ def _check_that_no_run_is_in(run_dir: Path, given: Usable, *, is_evaluation: boo
 
 
 def _begin_again(run_dir: Path) -> str | None:
-    """Move the record of a run that was ended before its first checkpoint."""
+    """Move the record of a run that ended before its first checkpoint."""
     if not _has_steps(run_dir):
         return None
     aside = run_dir / _free_name(run_dir)
@@ -218,7 +219,7 @@ def _begin_again(run_dir: Path) -> str | None:
 
 
 def _go_back(run_dir: Path, step: int) -> str | None:
-    """Keep what comes after ``step``, where that is not the newest checkpoint."""
+    """Set aside checkpoints and records after ``step``; None where ``step`` is the newest."""
     checkpointer, name = _checkpointer(run_dir), _free_name(run_dir)
     if not checkpointer.has_newer(step):
         return None
@@ -235,7 +236,7 @@ def _go_back(run_dir: Path, step: int) -> str | None:
 
 
 def _is_own(checkpoint: Usable, run_dir: Path) -> bool:
-    """Whether it is one of the run's in the directory; what was set aside there is of another course of it."""
+    """Whether it is a checkpoint of the run in the directory, and was not set aside."""
     own = run_dir / "checkpoints" / f"global_step_{checkpoint.state.step}"
     return checkpoint.path.resolve() == own.resolve()
 
@@ -248,7 +249,7 @@ def _has_steps(run_dir: Path) -> bool:
     try:
         return any(row["step"] > 0 for row in read_rows(run_dir / "metrics.jsonl"))
     except CheckpointError:
-        return True  # damaged; it is kept all the same
+        return True  # damaged; kept all the same
 
 
 def _has_finished(run_dir: Path) -> bool:

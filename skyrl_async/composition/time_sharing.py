@@ -1,8 +1,8 @@
-"""Stages that share devices take turns on them.
+"""Leases for stages that share devices.
 
-    placement.groups ──> a line per group ──> policy, ref, logp, engines: one at a time, first come first served
+    placement.groups ──> a queue per group ──> policy, ref, logp, engines: one at a time, first come first served
 
-Flows in: a device plan, a policy, engines. Flows out: the same, each in its turn. Knows nothing of what is done in a turn.
+Does not know what is computed under a lease.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ _WITH_WORKERS = ("policy", "ref", "logp")
 
 
 def device_groups(plan: DevicePlan | None) -> Mapping[str, DeviceGroup]:
-    """The stages that take turns, and on which devices; a stage that has its devices for itself is left out."""
+    """Map each stage that shares its devices to their group."""
     if plan is None:
         return {}
     shared = [members for group in plan.groups if len(members := members_of(group)) > 1]
@@ -29,7 +29,7 @@ def device_groups(plan: DevicePlan | None) -> Mapping[str, DeviceGroup]:
 
 
 def members_of(group: PlannedGroup) -> list[str]:
-    """Who computes on its devices: stages with workers of their own, and engines, wherever they run."""
+    """Return the members of a group: stages with their own workers, and the engines."""
     members = [stage for stage in _WITH_WORKERS if stage in group.sizes]
     return members + [GENERATE] * (GENERATE in group.stages)
 
@@ -43,38 +43,38 @@ def engine_time_sharing(
     trace: Trace,
     clock: Callable[[], float],
 ) -> EngineTimeSharing | None:
-    """Generation's turns; None where engines have their devices for themselves. For the arguments see ``EngineTimeSharing``."""
+    """Make the engines' time-sharing; None where they have their devices for themselves. See ``EngineTimeSharing`` for arguments."""
     if GENERATE not in groups:
         return None
     return EngineTimeSharing(client, groups[GENERATE], shortest_s=shortest_s, is_busy=is_busy, trace=trace, clock=clock)
 
 
 def lease_values(groups: Mapping[str, DeviceGroup]) -> dict[str, float]:
-    """What the turns of each stage came to so far, as metrics."""
+    """Return leases and seconds of each stage so far, by metric name."""
     values = {}
     for member, group in groups.items():
-        turns = group.statistics()
-        values[f"devices/{member}/leases"] = float(turns.num_leases[member])
-        values[f"timing/devices/{member}/held"] = turns.seconds_held[member]
-        values[f"timing/devices/{member}/waited"] = turns.seconds_waited[member]
+        leases = group.statistics()
+        values[f"devices/{member}/leases"] = float(leases.num_leases[member])
+        values[f"timing/devices/{member}/held"] = leases.seconds_held[member]
+        values[f"timing/devices/{member}/waited"] = leases.seconds_waited[member]
     return values
 
 
 def lease_of(member: str, groups: Mapping[str, DeviceGroup]) -> DeviceLease:
-    """A turn over several calls of ``policy``, ``ref`` or ``logp``; nothing is waited for where it has its devices for itself."""
+    """Make a lease for ``policy``, ``ref`` or ``logp``; it never waits where the member has its devices for itself."""
     return DeviceLease(groups.get(member), member)
 
 
 def on_leased_devices(
     work: Prepare, member: str, groups: Mapping[str, DeviceGroup], lease_devices: LeaseDevices | None = None
 ) -> Prepare:
-    """A stage's work that takes one turn for all groups that wait; as it is where the member has its devices for itself.
+    """Let a stage's work take one lease for all groups that wait; unchanged where the member has its devices for itself.
 
     Args:
         work: computes on the member's devices.
-        member: whose workers compute: ``policy``, ``ref`` or ``logp``.
+        member: owner of the workers: ``policy``, ``ref`` or ``logp``.
         groups: member -> its devices.
-        lease_devices: the workers' own; None where their calls are parts of any turn that the task holds.
+        lease_devices: leases the devices for these workers; None: a lease that the task holds covers their calls.
     """
     if member not in groups:
         return work
@@ -82,12 +82,12 @@ def on_leased_devices(
 
 
 def leasing_policy(policy: Policy, groups: Mapping[str, DeviceGroup]) -> Policy:
-    """The policy, which computes in its turns; as it is where it has its devices for itself."""
+    """Let the policy lease its devices while it computes; unchanged where it has them for itself."""
     return cast(Policy, LeasingPolicy(policy, groups["policy"])) if "policy" in groups else policy
 
 
 class LeasingPolicy:
-    """A policy that holds a lease on its devices while it computes; what only reads or writes files goes on beside others' leases."""
+    """A policy that leases its devices for calls that compute; calls that only read or write files need no lease."""
 
     _COMPUTES = frozenset({"forward_backward", "step", "logprobs", "logprobs_of", "gather_weights"})
 

@@ -1,11 +1,11 @@
-"""Waiting until a state is true, without a lock: states change synchronously, and each change wakes whoever waits."""
+"""Waiting for a condition without a lock: state changes synchronously, and each change wakes all waiting tasks."""
 
 import asyncio
 from collections.abc import Callable
 
 
 class Changes:
-    """Wakes tasks that wait for a state.
+    """Wakes tasks that wait for a condition.
 
     changes = Changes()
     await changes.until(lambda: not self._queue)      # one task
@@ -16,7 +16,7 @@ class Changes:
         self._next = asyncio.Event()
 
     def notify(self) -> None:
-        """The state may be another one now."""
+        """Wake the waiting tasks: the state may have changed."""
         changed, self._next = self._next, asyncio.Event()
         changed.set()
 
@@ -25,6 +25,6 @@ class Changes:
         await self._next.wait()
 
     async def until(self, is_true: Callable[[], bool]) -> None:
-        """Wait until ``is_true``; returns at once where it is. Nobody comes first: for an order use ``Channel``."""
+        """Wait until ``is_true()``; returns at once where it is. Tasks are not woken in order: for an order use ``Channel``."""
         while not is_true():
             await self.next()

@@ -1,7 +1,6 @@
-"""Threads for calls that may never return: one such call holds up neither other calls nor the end of the process.
+"""Threads for calls that may never return: such a call blocks neither other calls nor the end of the process.
 
-Flows in: calls. Flows out: futures. Sets no limit: how many calls run at once is the business of whoever makes them, who also knows
-when to give one up.
+Sets no limit on the number of calls; callers do.
 """
 
 import threading
@@ -18,10 +17,10 @@ _IDLE_S = 10.0
 
 
 class DaemonThreads(Executor):
-    """An executor with a thread for every call that runs, used again where one is free.
+    """An executor with a thread per running call; idle threads are used again.
 
     Args:
-        name: of the threads.
+        name: name of the threads.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,11 +31,11 @@ class DaemonThreads(Executor):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call has not come back."""
+        """Whether a call has not returned."""
         return any(not future.done() for future in tuple(self._unfinished))
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run ``fn`` now."""
+        """Run ``fn`` at once."""
         future: Future[T] = Future()
         self._unfinished.add(future)
         future.add_done_callback(self._unfinished.discard)
@@ -52,9 +51,9 @@ class DaemonThreads(Executor):
             except Empty:
                 if self._free.acquire(blocking=False):
                     return
-                continue  # a call that counts on this thread is on its way
+                continue  # a call that reserved this thread is about to arrive
             call()
-            del call  # or it would keep an environment alive until the next one comes
+            del call  # or it would keep its arguments alive until the next call
             self._free.release()
 
 

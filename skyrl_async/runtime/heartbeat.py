@@ -1,10 +1,9 @@
 """Asks processes for signs of life, and knows when silence means death.
 
     ask ──answer──> ask again after an interval
-     └──silence for longer than the timeout──> dead: killed, wedged or stopped (SIGSTOP) makes no difference
+     └──silence for longer than the timeout──> dead: killed, hung or stopped (SIGSTOP) makes no difference
 
-Flows in: a way to ping, a clock. Flows out: whether there was an answer. Does not know who is asked, nor what follows. A ping must be
-answered beside whatever the process works on: it says that the process runs, not that it gets on.
+A process must answer a ping beside its other work: the answer says that the process runs, not that its work progresses.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from skyrl_async.runtime.tasks import task_group
 
 Ping = Callable[[], Awaitable[None]]
-"""Returns when who is asked has answered."""
+"""Returns when the process has answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +22,9 @@ class Heartbeat:
     """How often to ask, and how long to wait for an answer."""
 
     interval_s: float
-    """Between an answer and the next ping; > 0."""
+    """Seconds between an answer and the next ping; > 0."""
     timeout_s: float
-    """Silence that means death; > 0. It is noticed at the end of an interval."""
+    """Seconds of silence that mean death; > 0. Checked at the end of each interval."""
 
 
 DEFAULT = Heartbeat(interval_s=5.0, timeout_s=60.0)
@@ -45,9 +44,9 @@ class Silence:
         self._last_tick = now
 
     def tick(self, now: float) -> bool:
-        """There is still no answer; True when that means death.
+        """Note that there is still no answer; True when that means death.
 
-        However late the call comes, it counts for one interval at most: what stopped may have been this process.
+        A call counts for one interval at most, however late it comes: this process may have been stopped instead.
         """
         self._seconds += min(now - self._last_tick, self._heartbeat.interval_s)
         self._last_tick = now
@@ -55,8 +54,9 @@ class Silence:
 
 
 async def is_answered(ping: Ping, interval_s: float, tick: Callable[[float], bool]) -> bool:
-    """Ping once and wait for the answer; False when ``tick``, called with the time after each interval of silence, says that it is
-    too late. Raises what ``ping`` raises.
+    """Ping once and wait for the answer. Raises what ``ping`` raises.
+
+    Returns False once ``tick``, called with the time after each interval of silence, returns True.
     """
     clock = asyncio.get_running_loop().time
 
@@ -73,7 +73,7 @@ async def is_answered(ping: Ping, interval_s: float, tick: Callable[[float], boo
 
 
 async def until_silent(ping: Ping, heartbeat: Heartbeat) -> None:
-    """Ping again and again; returns when there was no answer in time. Raises what ``ping`` raises."""
+    """Ping repeatedly; returns when there was no answer in time. Raises what ``ping`` raises."""
     clock = asyncio.get_running_loop().time
     while True:
         await asyncio.sleep(heartbeat.interval_s)
@@ -85,9 +85,9 @@ async def until_silent(ping: Ping, heartbeat: Heartbeat) -> None:
 async def listening(
     pings: Mapping[str, Ping], heartbeat: Heartbeat, death_of: Callable[[str], Exception]
 ) -> AsyncIterator[None]:
-    """Ping everybody while the block runs.
+    """Ping every process while the block runs.
 
-    One who does not answer in time ends the block: ``death_of`` its name is raised then, and so is what a ping raises.
+    A process that does not answer in time ends the block with ``death_of(name)``. Raises what a ping raises.
     """
 
     async def listen(name: str, ping: Ping) -> None:

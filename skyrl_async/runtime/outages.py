@@ -1,7 +1,8 @@
-"""Times in which nothing can be sampled, whatever a rollout does: no engine is left, or the endpoint's process is gone.
+"""Outages: times in which nothing can be sampled, because no engine is left or the endpoint's process is gone.
 
-Flows in: what is gone and what is back, from those who look after it. Flows out: whether a rollout met an outage, its end to those who
-wait for it. Knows neither engines nor endpoints.
+    outage begins ──> deadlines are suspended ──> outage ends ──> deadlines resume, unanswered calls are sent again after a backoff
+
+Knows neither engines nor endpoints.
 """
 
 import asyncio
@@ -19,15 +20,15 @@ from skyrl_async.runtime.changes import Changes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """How long to wait before a failed rollout is tried again: twice as long each time, jittered so that not all come at once."""
+    """Wait before the next attempt: twice as long each time, jittered so that not all attempts come at once."""
 
     base_s: float
-    """Before the first retry; 0 never waits."""
+    """Seconds before the first retry; 0 never waits."""
     max_s: float
-    """Never more than this."""
+    """Longest wait, in seconds."""
 
     def seconds(self, num_retries: int, seed: int) -> float:
-        """Before the retry after ``num_retries`` others: between half of the wait and all of it, by the seed."""
+        """Return the wait before the retry after ``num_retries`` others: between half of the doubled wait and all of it, by the seed."""
         longest = min(self.max_s, self.base_s * 2.0 ** min(num_retries, 64))
         return longest * random.Random(f"{seed}-{num_retries}").uniform(0.5, 1.0)
 
@@ -40,15 +41,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PAUSES = Backoff(base_s=0.5, max_s=5.0)
-"""Before something is sent again of which nobody knows yet why it was not answered."""
+"""Wait before a request is sent again: an outage may be known only a moment after the request fails."""
 
 
 class Outages:
-    """Those of one run.
+    """The outages of one run.
 
     Args:
-        on_begun: called with the name of each.
-        on_over: called with its name when it is over, or given up.
+        on_begun: called with the name of each outage.
+        on_over: called with its name when it is over or given up.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class Outages:
         self.num_over = 0
 
     def met_since(self, num_over: int) -> bool:
-        """Whether one was on at any time since ``num_over`` was what it is now."""
+        """Whether there was an outage at any time since ``num_over`` had this value."""
         return self._num_begun > num_over
 
     def begin(self, what: str) -> None:
-        """``what`` is gone, and will come back. Idempotent."""
+        """Note that ``what`` is gone, and will come back. Idempotent."""
         self._verdicts.pop(what, None)
         if what not in self._on:
             self._on.add(what)
@@ -75,17 +76,17 @@ class Outages:
             self._on_begun(what)
 
     def end(self, what: str) -> None:
-        """``what`` is there. Idempotent."""
+        """Note that ``what`` is back. Idempotent."""
         self._verdicts.pop(what, None)
         self._leave(what)
 
     def give_up(self, what: str, reason: str) -> None:
-        """``what`` will not come back, because of ``reason``: let everybody who waits for it fail."""
+        """Note that ``what`` will not come back, because of ``reason``: everything that waits for it fails."""
         self._verdicts[what] = reason
         self._leave(what)
 
     async def wait_until_over(self) -> None:
-        """Return once none is on. Raises ``NoEngineError`` when one was given up."""
+        """Wait for the end of all outages. Raises ``NoEngineError`` when one was given up."""
         while True:
             for reason in self._verdicts.values():
                 raise NoEngineError(reason)
@@ -102,11 +103,11 @@ class Outages:
 
 
 class Resending:
-    """Sends again what an outage kept from being answered.
+    """Sends requests again that failed in an outage.
 
     Args:
-        outages: waited for before it is sent again.
-        timeout_s: seconds after the first failure in which it is sent again; 0 never does.
+        outages: their end is waited for before a request is sent again.
+        timeout_s: seconds after the first failure in which a request is sent again; 0 never does.
     """
 
     def __init__(self, outages: Outages, timeout_s: float) -> None:
@@ -115,7 +116,7 @@ class Resending:
         self._seeds = itertools.count()
 
     async def until_answered(self, send: Callable[[], Awaitable[T]]) -> T:
-        """Return what ``send`` returns. Raises what it raises, ``OutageError`` only once the time is up, and ``NoEngineError``."""
+        """Return what ``send`` returns. Raises what it raises (``OutageError`` only once the time is up), and ``NoEngineError``."""
         clock, seed = asyncio.get_running_loop().time, next(self._seeds)
         num_failures, deadline = 0, 0.0
         while True:
@@ -133,19 +134,19 @@ class Resending:
 
 
 class Deadlines:
-    """Of everything that waits for the same engines."""
+    """The deadlines of everything that waits for the same engines; they are suspended in outages."""
 
     def __init__(self) -> None:
         self._open: dict[asyncio.Timeout, float] = {}
-        """Deadline -> seconds that it had left when they stood still last."""
+        """Deadline -> seconds left when it was suspended last."""
         self._reasons: set[str] = set()
-        """Why they stand still; none: time passes."""
+        """Why deadlines are suspended; empty while time counts."""
         self.outages = Outages(on_begun=self.suspend, on_over=self.resume)
-        """They stand still in these."""
+        """Outages that suspend the deadlines."""
 
     @asynccontextmanager
     async def within(self, timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
-        """Like ``asyncio.timeout``, of the time in which the deadlines do not stand still. Raises ``TimeoutError``."""
+        """Like ``asyncio.timeout``, without the time in which deadlines are suspended. Raises ``TimeoutError``."""
         async with asyncio.timeout(None if self._reasons else timeout_s) as deadline:
             self._open[deadline] = timeout_s
             try:
@@ -154,9 +155,9 @@ class Deadlines:
                 del self._open[deadline]
 
     def suspend(self, why: str = "no engine") -> None:
-        """No time passes from now on, until ``resume`` was called for every reason. Idempotent."""
-        was_still, self._reasons = bool(self._reasons), self._reasons | {why}
-        if was_still:
+        """Stop counting time until ``resume`` was called for every reason. Idempotent."""
+        was_suspended, self._reasons = bool(self._reasons), self._reasons | {why}
+        if was_suspended:
             return
         for deadline in self._running():
             when = deadline.when()
@@ -165,13 +166,13 @@ class Deadlines:
             deadline.reschedule(None)
 
     def resume(self, why: str = "no engine") -> None:
-        """Time passes again, unless another reason is left. Idempotent."""
-        was_still, self._reasons = bool(self._reasons), self._reasons - {why}
-        if self._reasons or not was_still:
+        """Count time again, unless another reason is left. Idempotent."""
+        was_suspended, self._reasons = bool(self._reasons), self._reasons - {why}
+        if self._reasons or not was_suspended:
             return
         for deadline in self._running():
             deadline.reschedule(asyncio.get_running_loop().time() + self._open[deadline])
 
     def _running(self) -> list[asyncio.Timeout]:
-        """Those that have not passed."""
+        """Deadlines that have not passed."""
         return [deadline for deadline in self._open if not deadline.expired()]

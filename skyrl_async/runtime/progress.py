@@ -1,7 +1,6 @@
-"""What a rollout is doing, said by whoever plays it: for people who wonder why it takes so long.
+"""What each rollout is doing, reported by its generator, for people who wonder why it takes so long.
 
-Flows in: phases ("generating", "in environment step"), engines' names. Flows out: a status per rollout. Everything is optional: a
-generator that says nothing is "generating".
+Everything is optional: a generator that reports nothing is "generating".
 """
 
 import asyncio
@@ -10,25 +9,25 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-_PLAYING: ContextVar["SampleProgress | None"] = ContextVar("sample_being_played", default=None)
+_CURRENT_SAMPLE: ContextVar["SampleProgress | None"] = ContextVar("current_sample", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStatus:
-    """What the slowest part of a rollout is doing."""
+    """What a rollout, or one sample of it, is doing."""
 
     uid: str
     phase: str
     seconds: float
-    """In this phase."""
+    """Seconds in this phase."""
     total_seconds: float
-    """Since the rollout began, its earlier tries included."""
+    """Seconds since the rollout began, earlier attempts included."""
     sample_index: int | None = None
-    """None where the generator does not tell samples apart."""
+    """None where the generator does not distinguish samples."""
     turn: int | None = None
-    """1 for the first."""
+    """1 for the first turn."""
     engine: str | None = None
-    """Where it samples, where that is known: not over HTTP."""
+    """Engine that samples it; None where unknown, such as over HTTP."""
 
     def __str__(self) -> str:
         return f"{self.uid}{self.where} ({self.doing})"
@@ -55,7 +54,7 @@ class SampleProgress:
         self.enter("generating")
 
     def enter(self, phase: str, *, turn: int | None = None) -> None:
-        """A new phase begins now; the turn stays what it was unless it is given."""
+        """Begin a phase; the turn stays the same unless it is given."""
         self.phase = phase
         self.since = asyncio.get_running_loop().time()
         self.turn = self.turn if turn is None else turn
@@ -63,7 +62,7 @@ class SampleProgress:
 
 
 class GroupProgress:
-    """What one group's samples do while they are played. Not safe to use from other threads."""
+    """What the samples of one group are doing. Not thread-safe."""
 
     def __init__(self) -> None:
         self._phase = "generating"
@@ -72,13 +71,13 @@ class GroupProgress:
 
     @contextmanager
     def playing(self, sample_index: int) -> Iterator[SampleProgress]:
-        """One sample is played inside, by this task and those it starts.
+        """Report one sample from inside, by this task and tasks that it starts.
 
-        What it was doing when it was cancelled stays known until the group does something else.
+        A cancelled sample keeps its last phase until the group begins another one.
         """
         sample = SampleProgress(sample_index)
         self._samples[sample_index] = sample
-        token = _PLAYING.set(sample)
+        token = _CURRENT_SAMPLE.set(sample)
         try:
             yield sample
         except asyncio.CancelledError:
@@ -89,18 +88,18 @@ class GroupProgress:
         else:
             self._samples.pop(sample_index, None)
         finally:
-            _PLAYING.reset(token)
+            _CURRENT_SAMPLE.reset(token)
 
     def enter(self, phase: str) -> None:
-        """The group as a whole begins a phase now: what its samples did is over."""
+        """Begin a phase of the whole group, and forget its samples."""
         self._phase, self._since = phase, asyncio.get_running_loop().time()
         self._samples.clear()
 
     def statuses(self, uid: str, started: float) -> list[RolloutStatus]:
-        """What is going on now, the longest first: a status per sample that is played, or one of the group.
+        """Return a status per sample, the longest phase first, or one status of the group.
 
         Args:
-            uid: of the prompt.
+            uid: uid of the prompt.
             started: when the rollout began, in seconds on the loop's clock.
         """
         now = asyncio.get_running_loop().time()
@@ -123,12 +122,12 @@ class GroupProgress:
 
 
 def report(phase: str, *, turn: int | None = None) -> None:
-    """The sample that is played here begins a phase; nothing happens where none is."""
-    if (sample := _PLAYING.get()) is not None:
+    """Begin a phase of the current sample; no-op outside of one."""
+    if (sample := _CURRENT_SAMPLE.get()) is not None:
         sample.enter(phase, turn=turn)
 
 
 def report_engine(name: str) -> None:
-    """The sample that is played here is sampled on this engine from now on, while its phase lasts."""
-    if (sample := _PLAYING.get()) is not None:
+    """Note the engine of the current sample, until its phase ends; no-op outside of one."""
+    if (sample := _CURRENT_SAMPLE.get()) is not None:
         sample.engine = name

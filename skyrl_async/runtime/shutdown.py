@@ -1,11 +1,10 @@
-"""Ending a run early and well: the wish to stop, and the waits that it cuts short.
+"""Ending a run early and well: the request, and the waits that it cuts short.
 
-    ask ──at once──> evaluations end
+    request ──at once──> evaluations end
      ├──after a grace──> engines that have not answered are no longer waited for
-     └──after the patience──> waits for groups end: the step that lacks them is left
+     └──after the patience──> waits for groups end: a step that lacks them is left
 
-Flows in: the request, or an error after which the run cannot go on. Flows out: ``ShutdownRequested`` in whoever waits. Knows neither
-signals nor what is waited for.
+Knows neither signals nor what is waited for.
 """
 
 import asyncio
@@ -18,23 +17,23 @@ from skyrl_async.errors import SkyRLAsyncError
 logger = logging.getLogger(__name__)
 
 GRACE_S = 3.0
-"""What an engine has to answer what is asked of it at the end of a run."""
+"""Seconds that an engine has to answer a call at the end of a run."""
 
 
 class ShutdownRequested(Exception):
-    """What was inside ``ShutdownRequest.interruptible`` was cut short: the run is to end."""
+    """The block of ``ShutdownRequest.interruptible`` was cut short, because the run is to end."""
 
 
 class ShutdownRequest:
-    """Asked for once, from the loop that the run is in."""
+    """Requests a shutdown, once, from the run's event loop."""
 
     def __init__(self) -> None:
         self._requested_at: float | None = None
         self._patience_s = 0.0
         self._waits: dict[asyncio.Timeout, Callable[[], float | None]] = {}
-        """When each ends, in seconds on the loop's clock; None: not before a stop is asked for."""
+        """Wait -> when it ends, in seconds on the loop's clock; None before a shutdown is requested."""
         self.failure: Exception | None = None
-        """What the run failed of first; whatever fails later does not replace it."""
+        """The first failure of the run; later ones do not replace it."""
 
     @property
     def is_requested(self) -> bool:
@@ -42,7 +41,7 @@ class ShutdownRequest:
         return self._requested_at is not None
 
     def request(self, patience_s: float) -> None:
-        """End what is cut short now, and what is patient in so many seconds. The first call counts."""
+        """Interrupt waits now, and waits for the step after ``patience_s`` seconds. The first call counts."""
         if self.is_requested:
             return
         self._requested_at, self._patience_s = asyncio.get_running_loop().time(), patience_s
@@ -50,29 +49,29 @@ class ShutdownRequest:
             wait.reschedule(end())
 
     def remember(self, error: Exception) -> None:
-        """The run fails of ``error``. Ignored where it has failed before, or where that comes of a stop or of a cancellation."""
+        """Note a failure of the run. Ignored after another failure, in a shutdown, and in a cancelled task."""
         task = asyncio.current_task()
         is_cancelled = task is not None and task.cancelling() > 0
         if self.failure is None and not self.is_requested and not is_cancelled:
             self.failure = error
 
     def fail(self, error: SkyRLAsyncError) -> None:
-        """The run cannot go on, and nothing that it waits for is to be waited for; what there is can be saved.
+        """End a run that cannot continue: interrupt every wait at once, and let the trainer save.
 
-        Ignored once a stop was asked for.
+        Ignored once a shutdown is requested.
         """
         if self.is_requested:
-            logger.warning("while the run was being stopped: %s", error)
+            logger.warning("during the shutdown: %s", error)
             return
-        logger.error("the run is to be saved and to end: %s", error)
+        logger.error("the run will be saved and end: %s", error)
         self.remember(error)
         self.request(0.0)
 
     @asynccontextmanager
     async def interruptible(self, *, wait_for_step: bool = False, grace_s: float = 0.0) -> AsyncIterator[None]:
-        """End what is inside with ``ShutdownRequested`` once a stop was asked for; with ``wait_for_step``, once its patience is over.
+        """End the block with ``ShutdownRequested`` once a shutdown is requested; with ``wait_for_step``, once its patience is over.
 
-        What is inside then has ``grace_s`` more, also where it begins after that.
+        The block has ``grace_s`` more seconds then, also where it begins later.
         """
         begun = asyncio.get_running_loop().time()
 

@@ -1,6 +1,6 @@
 """All stages of a run at a glance, for the metrics, the console and the trace.
 
-Flows in: stages as they are made. Flows out: where each is, and how it spent its time. Does not know what they do.
+Does not know what the stages do.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ class StageBoard:
     """Makes stages, and shows them.
 
     Args:
-        clock: seconds; that of the event loop in which the first stage is made where it is None.
-        on_left: see ``Stage``.
+        clock: seconds; None: the clock of the event loop in which the first stage is made.
+        on_left: called when a stage leaves a state or an item.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None, on_left: OnLeft = lambda *_: None) -> None:
@@ -29,7 +29,7 @@ class StageBoard:
         self._seen: dict[str, Mapping[str, float]] = {}
 
     def stage(self, name: str) -> Stage:
-        """The stage of this name (one of ``STAGES``), made when it is asked for first."""
+        """Return the stage of this name (one of ``STAGES``); makes it on the first call."""
         assert name in STAGES, name
         if name not in self._stages:
             self._clock = self._clock or asyncio.get_running_loop().time
@@ -38,11 +38,11 @@ class StageBoard:
         return self._stages[name]
 
     def statuses(self) -> list[StageStatus]:
-        """Where each stage is, in the order of the data's flow; from any thread."""
+        """Return the status of each stage, in the order of the data's flow; from any thread."""
         return [self._stages[name].status() for name in STAGES if name in self._stages]
 
     def values(self) -> dict[str, float]:
-        """By metric name: where each stage is, for how long, and how it spent the time since the last call."""
+        """Return by metric name the state of each stage, for how long, and how it spent the time since the last call."""
         values: dict[str, float] = {}
         for status in self.statuses():
             name = status.name

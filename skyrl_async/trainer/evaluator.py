@@ -1,7 +1,6 @@
-"""Plays held-out prompts with the policy that the engines serve, and averages what comes of it.
+"""Runs held-out prompts on the policy that the engines serve, and averages the results.
 
-Flows in: prompts and a generator. Flows out: numbers. Does not know training; may run beside it, and then says so by the versions
-its tokens were sampled under.
+May run beside training: the result then names the versions that its tokens were sampled under.
 """
 
 import asyncio
@@ -23,24 +22,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Means over all trajectories of all prompts that could be played."""
+    """Means over all trajectories of all prompts whose rollouts succeeded."""
 
     reward: float
     standard_error: float
-    """Of ``reward``, over prompts."""
+    """Standard error of ``reward``, over prompts."""
     response_tokens: float
     """Mean sampled tokens per trajectory."""
     truncated_frac: float
     num_tokens: int
-    """Sampled in all."""
+    """Sampled tokens."""
     num_prompts: int
     num_failed: int
     """Prompts left out because their rollouts failed."""
     versions: tuple[int, int]
-    """Policy versions that the oldest and the newest token were sampled under."""
+    """Oldest and newest policy version that a token was sampled under."""
 
     def values(self) -> dict[str, float]:
-        """By metric name."""
+        """Return the values by metric name."""
         return {
             "reward/eval": self.reward,
             "reward/eval_standard_error": self.standard_error,
@@ -56,15 +55,15 @@ class Evaluator:
     """Evaluates on the first prompts of a held-out set.
 
     Args:
-        generator: plays a prompt.
+        generator: generates the trajectories of a prompt.
         prompts: held out of training.
         num_samples: trajectories per prompt.
         sampling: how to sample.
-        max_concurrent: prompts played at once.
-        max_retries: times a failed rollout is tried again.
-        timeout_s: deadline of one try.
-        backoff: between tries.
-        deadlines: of the tries, see ``RolloutRetrier``.
+        max_concurrent: prompts in flight at once.
+        max_retries: retries of a failed rollout.
+        timeout_s: deadline of one attempt.
+        backoff: wait between attempts.
+        deadlines: suspends deadlines in an outage.
     """
 
     def __init__(
@@ -89,9 +88,9 @@ class Evaluator:
         self._max_concurrent = max_concurrent
 
     async def evaluate(self, num_prompts: int, *, priority: int = 0) -> EvaluationResult | None:
-        """Play the first ``num_prompts`` prompts; None when there are none.
+        """Run the first ``num_prompts`` prompts; None when there are none.
 
-        ``priority`` is of the requests: that of a group admitted now keeps both them and training from waiting for ever.
+        ``priority`` is the priority of the requests: with that of a group admitted now, neither they nor training starve.
 
         A prompt whose rollouts fail is counted and left out. Raises ``GenerationError`` when all of them fail, and
         ``NoEngineError``.
@@ -99,11 +98,11 @@ class Evaluator:
         prompts = self._prompts[:num_prompts]
         if not prompts:
             return None
-        places = asyncio.Semaphore(self._max_concurrent)
+        slots = asyncio.Semaphore(self._max_concurrent)
         failures: list[tuple[Prompt, Exception]] = []
 
-        async def play(index: int, prompt: Prompt) -> tuple[Trajectory, ...]:
-            async with places:
+        async def run_rollout(index: int, prompt: Prompt) -> tuple[Trajectory, ...]:
+            async with slots:
                 try:
                     return await self._retrier.generate(self._request(index, prompt, priority))
                 except NoEngineError:
@@ -113,16 +112,16 @@ class Evaluator:
                     failures.append((prompt, error))
                     return ()
 
-        played = await run_together({f"evaluate-{p.uid}": play(i, p) for i, p in enumerate(prompts)})
+        groups = await run_together({f"evaluate-{p.uid}": run_rollout(i, p) for i, p in enumerate(prompts)})
         if len(failures) == len(prompts):
             prompt, error = failures[-1]
             raise GenerationError(
                 f"all {len(prompts)} evaluation rollouts failed; the last one ({prompt.uid}): {type(error).__name__}: {error}"
             ) from error
-        return _averaged([group for group in played if group], len(failures))
+        return _averaged([group for group in groups if group], len(failures))
 
     def statuses(self) -> list[list[RolloutStatus]]:
-        """What each prompt being played is doing, the oldest first."""
+        """Return what each prompt in flight is doing, the oldest first."""
         return self._retrier.statuses()
 
     def _request(self, index: int, prompt: Prompt, priority: int) -> GroupRequest:
@@ -139,16 +138,16 @@ class Evaluator:
 def _averaged(groups: Sequence[tuple[Trajectory, ...]], num_failed: int) -> EvaluationResult:
     by_prompt = [samples_of(group) for group in groups]
     rewards = [sum(s.reward for s in samples) / len(samples) for samples in by_prompt]
-    played = [sample for samples in by_prompt for sample in samples]
+    every = [sample for samples in by_prompt for sample in samples]
     mean = sum(rewards) / len(rewards)
     variance = sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)
-    num_tokens = sum(sample.num_sampled_tokens for sample in played)
+    num_tokens = sum(sample.num_sampled_tokens for sample in every)
     versions = {version for group in groups for row in group for version in row.versions} - {ENVIRONMENT_VERSION}
     return EvaluationResult(
         reward=mean,
         standard_error=(variance / len(rewards)) ** 0.5,
-        response_tokens=num_tokens / len(played),
-        truncated_frac=sum(sample.is_truncated for sample in played) / len(played),
+        response_tokens=num_tokens / len(every),
+        truncated_frac=sum(sample.is_truncated for sample in every) / len(every),
         num_tokens=num_tokens,
         num_prompts=len(groups),
         num_failed=num_failed,

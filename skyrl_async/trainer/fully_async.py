@@ -4,8 +4,7 @@
         ^                         (GenerationWorkers)   (Preparation)    group by     │ new policy version
         └─────── _AsyncStalenessManager <───────────────────────────────  group ──────┘
 
-Each of them is a stage in one task group. Flows in: finished groups. Flows out: versions, metrics, checkpoints, evaluations. Knows
-how they hang together and how a run ends, and nothing of what each does.
+Every stage is a task in one task group. This file knows how the stages are connected and how a run ends, not what each does.
 """
 
 import asyncio
@@ -34,23 +33,23 @@ from skyrl_async.training.protocol import Policy
 
 logger = logging.getLogger(__name__)
 
-_NOT_OF_TRAINING = (GenerationError, InferenceError, PublishError)
-"""Failures that leave what is trained as it is."""
+_LEAVES_POLICY_INTACT = (GenerationError, InferenceError, PublishError)
+"""Failures of engines and rollouts: what is trained can still be saved."""
 
 
 class FullyAsyncTrainer:
-    """Trains while generation goes on.
+    """Trains while generation continues.
 
     Args:
-        run: settings, generation's side, and what records and ends the run.
-        policy: is trained.
-        publisher: brings its weights to the engines.
+        run: the parts that the stages share.
+        policy: the model to train.
+        publisher: brings the weights to the engines.
         prepare: stages between a finished group and training: name -> work, in order; the first one is the reward.
-        evaluator: plays held-out prompts; None evaluates nothing.
-        checkpointer: None writes none.
-        step_advantages: computes advantages as groups are trained: of one group at a time, or without streaming of all groups of a
-            step. The default leaves the advantages of the reward stage as they are.
-        lease: on the devices of training, where others share them.
+        evaluator: runs held-out prompts; None evaluates nothing.
+        checkpointer: writes checkpoints; None writes none.
+        step_advantages: computes advantages when groups are trained: group by group, or all groups of a step at once where
+            mini-batches are not streamed. The default keeps the advantages of the reward stage.
+        lease: a lease on the training devices, where other stages share them.
     """
 
     def __init__(
@@ -78,25 +77,25 @@ class FullyAsyncTrainer:
             run, policy=policy, weight_update=self._weight_update, lease=lease, step_advantages=step_advantages
         )
         self.first_evaluation: EvaluationResult | None = None
-        """Of this process, before it trains."""
+        """Evaluation of this process before it trains."""
         self.reward_after: float | None = None
         self.is_complete = False
-        """Whether training has come to its end, and only the last evaluation may follow."""
+        """Whether training is complete; only the last evaluation may follow."""
         self.evaluation_failure: Exception | None = None
-        """Of the last evaluation; it leaves the run complete."""
+        """Why the last evaluation failed; the run is complete all the same."""
 
     @property
     def totals(self) -> RunTotals:
-        """Of the run, over its resumptions."""
+        """Totals of the run, over all its resumptions."""
         return self._run.recorder.totals
 
     def stages(self) -> list[StageStatus]:
-        """Where each stage is now, in the order of the data's flow."""
+        """Return what each stage does now, in the order of the data's flow."""
         return self._run.board.statuses()
 
     @property
     def throughput_beside_validation(self) -> float | None:
-        """Tokens trained per second while held-out prompts were played, over those per second without; None where unknown."""
+        """Training throughput during validation, relative to the throughput without; None where unknown."""
         return self._train_stage.throughput_beside_validation
 
     @property
@@ -106,7 +105,7 @@ class FullyAsyncTrainer:
 
     @property
     def newest_checkpoint(self) -> Path | None:
-        """The one written or taken up last."""
+        """The checkpoint written or restored last."""
         return self._saver.newest
 
     @property
@@ -120,10 +119,12 @@ class FullyAsyncTrainer:
         return self._run.staleness.trained_version
 
     async def resume(self, checkpoint: Path, *, evaluated_versions: Collection[int] = ()) -> None:
-        """Take up a checkpoint, before ``run``. Raises ``CheckpointError``; see ``RunSaver.restore``.
+        """Restore a checkpoint, before ``run``. Raises ``CheckpointError``.
 
-        ``evaluated_versions`` are those whose evaluations are on record, perhaps since the checkpoint was written: one that was due
-        and is on none is made up for.
+        Args:
+            checkpoint: its directory.
+            evaluated_versions: versions whose evaluations are on record, also later ones than the checkpoint's. An evaluation that
+                was due and is not on record is done next.
         """
         await self._saver.restore(checkpoint)
         known = (version for version in evaluated_versions if version <= self.trained_version)
@@ -132,12 +133,12 @@ class FullyAsyncTrainer:
     async def run(self) -> None:
         """Publish, evaluate, train to the end, evaluate again.
 
-        Consumes finished groups; produces versions; waits for groups; unblocked by the workers. Whatever fails first ends the run
-        with that error, every task with it; what fails after that is logged.
+        Consumes finished groups; produces versions; waits for groups; unblocked by the workers. The first failure cancels every task
+        and is raised; later failures are logged.
 
-        Once ``stop`` is asked for, the step in progress is finished if its groups come in time, a checkpoint is written, and
-        nothing new begins; a step that is left keeps its groups, finished and untrained, in the checkpoint. What it was asked for
-        because of is raised then.
+        Once a shutdown is requested, nothing new begins. The step in progress is finished if its groups arrive in time, and a
+        checkpoint is written; a step that lacks groups leaves those it has in the checkpoint, finished and untrained. A failure that
+        requested the shutdown is raised then.
         """
         try:
             async with self._run.watchdog.watching() if self._run.watchdog else nullcontext():
@@ -148,7 +149,7 @@ class FullyAsyncTrainer:
             self._run.shutdown.remember(error)
             if self._run.shutdown.failure in (None, error):
                 raise
-            logger.warning("after that: %r", error)
+            logger.warning("a later failure: %r", error)
         if self._run.shutdown.failure is not None:
             if not self.is_complete:
                 raise self._run.shutdown.failure
@@ -184,8 +185,8 @@ class FullyAsyncTrainer:
             last = first_failure(failures)
             failure = self._run.shutdown.failure or last
             if last is not failure:
-                logger.warning("after that: %r", last)
-            if isinstance(failure, _NOT_OF_TRAINING):
+                logger.warning("a later failure: %r", last)
+            if isinstance(failure, _LEAVES_POLICY_INTACT):
                 await self._save_what_is_trained()
             raise failure from failure.__cause__
         finally:
@@ -198,13 +199,13 @@ class FullyAsyncTrainer:
         try:
             if after := await self._validation.at_the_end():
                 self.reward_after = after.reward
-        except _NOT_OF_TRAINING as error:
+        except _LEAVES_POLICY_INTACT as error:
             logger.exception("the last evaluation failed; training is complete")
             self.evaluation_failure = error
 
     async def _failing_between_steps(self, running: Coroutine[Any, Any, None]) -> None:
-        """What fails is remembered at once. What fails elsewhere waits then for an optimizer step in progress: one that is cut off would
-        leave nothing to save.
+        """Remember a failure at once. Raise it after the optimizer step in progress, unless training itself failed: a step that is cut
+        off leaves nothing to save.
         """
         try:
             await running
@@ -212,13 +213,13 @@ class FullyAsyncTrainer:
             root = first_failure(failure) if isinstance(failure, BaseExceptionGroup) else failure
             assert isinstance(root, Exception)
             self._run.shutdown.remember(root)
-            if isinstance(root, _NOT_OF_TRAINING):
+            if isinstance(root, _LEAVES_POLICY_INTACT):
                 await self._saver.collect_open_tokens()
                 await self._run.gate.close()
             raise
 
     async def _save_at_the_end(self) -> None:
-        """Write a last checkpoint with what is still being generated; of a run that is stopped, whatever the interval."""
+        """Write a last checkpoint where one is due, and always in a shutdown; it includes groups that are being generated."""
         step = self.trained_version
         is_due = self._settings.checkpoint_interval_steps and self._saver.step != step
         if self._run.shutdown.is_requested or is_due:
@@ -226,9 +227,9 @@ class FullyAsyncTrainer:
                 await self._saver.write(unless_known=self._run.shutdown.is_requested)
 
     async def _save_what_is_trained(self) -> None:
-        """Write a checkpoint where engines or rollouts failed and not the training, unless an optimizer step was cut off by that.
+        """Write a checkpoint after a failure of engines or rollouts, unless it cut off an optimizer step.
 
-        It holds what is in flight, where engines left it. What fails here is logged: the run ends with what it failed of before.
+        Groups in flight are saved with the tokens sampled so far. A failure in here is only logged: the run ends with the first one.
         """
         step = self.trained_version
         try:

@@ -26,15 +26,15 @@ from skyrl_async.types import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationSettings:
-    """When held-out prompts are played, and how many; ``config.schema.run.EvaluationConfig`` says what each value means."""
+    """When held-out prompts are evaluated, and how many; ``config.schema.run.EvaluationConfig`` documents the keys."""
 
     interval_steps: int = 0
-    """Between evaluations while training; 0: none."""
+    """Optimizer steps between evaluations while training; 0: none."""
     num_prompts: int = 0
-    """Before and after training."""
+    """Prompts of an evaluation before or after training."""
     num_prompts_while_training: int = 0
     pins_version: bool = True
-    """No other version is published while one is evaluated."""
+    """Publish no other version during an evaluation."""
     before_training: bool = True
     at_the_end: bool = True
 
@@ -51,7 +51,7 @@ class AdmissionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """The schedule; ``config.schema.trainer.TrainerConfig`` says what each value means."""
+    """The schedule of a run; ``config.schema.trainer.TrainerConfig`` documents the keys."""
 
     admission: AdmissionSettings
     rollout: RolloutSettings
@@ -64,22 +64,22 @@ class TrainerSettings:
     validation: ValidationSettings
     checkpoint_interval_steps: int
     check_interval_steps: int
-    """Steps between proofs that engines hold the trained weights."""
+    """Steps between comparisons of the engines with the trained weights; 0: none."""
     publish_every_steps: int = 1
     """Optimizer steps between publishes; at most ``max_staleness_steps + 1``, or training would wait for ever."""
     publishes_between_batches: bool = False
-    """Weights change only when no group is being generated and none may be admitted: which version samples which token then
-    depends on nothing that is measured in seconds."""
+    """Weights change only when no group is being generated and none may be admitted: which version samples which token then does
+    not depend on timing."""
     stall_warning_s: float | None = None
-    """Seconds after which what still does the same is named; None: never."""
+    """Seconds after which the watchdog reports a rollout or stage without progress; None: never."""
     validates_only: bool = False
-    """Nothing is trained."""
+    """Evaluate once and train nothing."""
     aggregation: Aggregation = field(default_factory=Aggregation)
-    """How the losses of tokens become one."""
+    """Reduces token losses to one loss."""
 
 
 def is_due(interval: int, version: int) -> bool:
-    """Whether what is done every ``interval`` steps is done after step ``version``; 0 is never."""
+    """Whether something done every ``interval`` steps is due after step ``version``; an interval of 0 never is."""
     return bool(interval) and version % interval == 0
 
 
@@ -91,12 +91,12 @@ LogGroups = Callable[[int, Sequence[Group]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerCallbacks:
-    """Who is told what a trainer does."""
+    """Functions that receive what a trainer reports."""
 
     log: Log
     log_groups: LogGroups = lambda version, groups: None
     show_stalls: Callable[[Sequence[str]], None] = lambda lines: None
-    """Takes a line for each thing that takes too long."""
+    """Takes one line per rollout or stage without progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class Run:
     shutdown: ShutdownRequest = field(default_factory=ShutdownRequest)
     """Ends the run early."""
     watchdog: Watchdog | None = None
-    """Names what takes too long; None: nobody does."""
+    """Reports rollouts and stages without progress; None: nothing is reported."""
 
 
 def make_run(
@@ -137,14 +137,14 @@ def make_run(
 
     Args:
         settings: the schedule.
-        dataloader: gives prompts.
-        client: knows which engines are there, and what was sampled for groups that were aborted.
-        generator: plays a group over it.
-        evaluator: the watchdog looks at its rollouts too.
-        callbacks: take metrics, trained groups, and what takes too long.
-        trace: one span per stage, group and timed part of a step.
+        dataloader: yields prompts.
+        client: sends requests to the engines, and keeps the tokens of aborted groups.
+        generator: generates a group over the client.
+        evaluator: its rollouts are watched too.
+        callbacks: take metrics, trained groups and stalls.
+        trace: gets one span per stage, group and timed part of a step.
         shutdown: ends the run early; None makes one.
-        make_buffer: takes the most groups held at a time.
+        make_buffer: takes the most groups to hold at a time.
     """
     admission, mini_batch_size = settings.admission, settings.mini_batch_size
     staleness = _AsyncStalenessManager(

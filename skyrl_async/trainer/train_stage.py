@@ -3,8 +3,7 @@
     MiniBatches ──group by group──> gradients ──> optimizer step, gather ──TrainedStep──> WeightUpdateStage
                       └ the devices are this stage's, until it waits for groups or engines
 
-Flows in: groups that may be trained. Flows out: optimizer steps whose weights are copied. Does not know how groups come about, nor how
-weights reach the engines.
+Knows neither how groups are generated nor how weights reach the engines.
 """
 
 import asyncio
@@ -26,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class MiniBatches:
-    """Takes groups out of the buffer.
+    """Takes the groups of each step out of the buffer.
 
     Args:
-        run: size of a mini-batch, staleness policy, streaming and order are its settings; the groups come from its buffer.
-        lease: on the devices of training; released while a group is waited for.
-        step_advantages: computed for each group alone with streaming, else for all groups of a step.
+        run: its settings say how many groups, under which staleness policy, and whether they are streamed.
+        lease: a lease on the training devices; released while waiting for a group.
+        step_advantages: computed per group with streaming, else for all groups of a step.
     """
 
     def __init__(self, run: Run, *, lease: DeviceLease, step_advantages: StepAdvantages) -> None:
@@ -40,7 +39,7 @@ class MiniBatches:
         self._step_advantages = step_advantages
 
     async def groups(self, figures: StepFigures) -> AsyncIterator[Group]:
-        """The groups of the step, each as soon as it may be trained (all at once without streaming). Raises ``ShutdownRequested``."""
+        """Yield the groups of the step, each as soon as it may be trained (all at once without streaming). Raises ``ShutdownRequested``."""
         collected: list[Group] = []
         for num_taken in range(self._run.settings.mini_batch_size):
             with self._run.recorder.timed(figures, "wait_for_groups", track="waiting"):
@@ -67,7 +66,7 @@ class MiniBatches:
         return self._step_advantages(groups, masked_group)
 
     async def _next_group(self, num_free: int, figures: StepFigures) -> Group | None:
-        """The oldest finished group that the staleness policy lets be trained."""
+        """Return the oldest finished group that may be trained; requeue groups that the staleness policy drops."""
         policy, staleness = self._run.settings.staleness_policy, self._run.staleness
         while (group := await self._next_finished(num_free, figures)) and policy.is_dropped(
             group.scheduled_version, staleness
@@ -76,7 +75,7 @@ class MiniBatches:
         return group
 
     async def _next_finished(self, num_free: int, figures: StepFigures) -> Group | None:
-        """The oldest finished group that the staleness policy lets go."""
+        """Return the oldest finished group that the staleness policy does not hold back."""
 
         def is_allowed(group: Group) -> bool:
             if self._run.settings.deterministic:
@@ -101,9 +100,9 @@ class TrainStage:
 
     Args:
         run: its settings say how many steps, and what is saved when; its shutdown request ends the stage.
-        policy: is trained.
-        weight_update: gathers each step.
-        lease: on the devices of training.
+        policy: the model to train.
+        weight_update: copies the weights of each step.
+        lease: a lease on the training devices.
         step_advantages: computes advantages; notified after each optimizer step.
     """
 
@@ -127,15 +126,15 @@ class TrainStage:
             lambda: run.board.stage("validation").statistics()["processing_seconds"]
         )
         self.is_torn = False
-        """Whether the policy was left in the midst of an optimizer step: it holds no version."""
+        """Whether an optimizer step was cut off: the policy holds no version then."""
 
     @property
     def throughput_beside_validation(self) -> float | None:
-        """See ``FullyAsyncTrainer.throughput_beside_validation``."""
+        """Training throughput during validation, relative to the throughput without; None where unknown."""
         return self._beside_validation.ratio
 
     async def run(self, steps: Channel[TrainedStep]) -> None:
-        """Consumes prepared groups; produces trained steps, gathered; waits for groups, and until the copy of the step before is sent."""
+        """Consumes prepared groups; produces trained steps with copied weights; waits for groups and for the gate; unblocked by both."""
         stage = self._run.board.stage("train")
         with stage.lane() as lane:
             lane.wait_for_input()
@@ -160,7 +159,7 @@ class TrainStage:
         return self._settings.num_steps is not None and self._run.staleness.trained_version >= self._settings.num_steps
 
     def _next_figures(self) -> StepFigures:
-        """Of the step that begins now."""
+        """Begin the figures of the next step."""
         return StepFigures(
             version=self._run.staleness.trained_version,
             max_staleness_steps=self._run.staleness.max_staleness_steps,
@@ -168,7 +167,7 @@ class TrainStage:
         )
 
     async def _hand_on(self, steps: Channel[TrainedStep], trained: TrainedStep, upcoming: StepFigures) -> None:
-        """Hand a step on and wait until the next one may begin; that is a part of the ``upcoming`` step, but for the checkpoint."""
+        """Hand a step on and wait until the next one may begin. The wait counts for the ``upcoming`` step, without the checkpoint."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         self._run.gate.handed_on()
@@ -182,7 +181,7 @@ class TrainStage:
         self._beside_validation.lap(left_out_s=checkpoint_seconds)
 
     async def _train_step(self, lane: Lane, figures: StepFigures) -> TrainedStep | None:
-        """One optimizer step from the next mini-batch; None when no group is left, or the run is to end."""
+        """Take one optimizer step on the next mini-batch; None when no group is left, or on a shutdown."""
         version = figures.version + 1
         try:
             async for group in self._mini_batches.groups(figures):
@@ -192,7 +191,7 @@ class TrainStage:
             if figures.groups:
                 await self._wait_for_publish(lane, figures)
         except ShutdownRequested:
-            logger.warning("step %d is left: %d of its groups were there", version, len(self._run.groups_in_step))
+            logger.warning("step %d is left: %d of its groups had arrived", version, len(self._run.groups_in_step))
             return None
         if not figures.groups:
             return None
@@ -209,7 +208,7 @@ class TrainStage:
         return trained
 
     async def _step(self, figures: StepFigures) -> dict[str, float]:
-        """The optimizer step, with its gradients all in; returns what the policy says of it."""
+        """Take the optimizer step after all gradients are added; returns the policy's values, by metric name."""
         version = figures.version + 1
         self.is_torn = True
         with self._run.recorder.timed(figures, "optimizer_step", track="training"):
@@ -236,13 +235,13 @@ class TrainStage:
         figures.add_group(masked, sums, num_masked_tokens, reduced.denominator)
 
     async def _lease_devices(self, figures: StepFigures) -> None:
-        """Have the devices, until groups or engines are waited for, or the step is made."""
+        """Hold the devices until the stage waits for groups or engines, or has taken the step."""
         if not self._lease.is_held:
             with self._run.recorder.timed(figures, "wait_for_devices", track="waiting"):
                 await self._lease.acquire()
 
     async def _wait_for_publish(self, lane: Lane, figures: StepFigures) -> None:
-        """Keep the weights until the gate lets the step begin. Raises ``ShutdownRequested`` where a stop has cut the publish short."""
+        """Wait until the gate lets the step begin. Raises ``ShutdownRequested`` where a shutdown has cut the publish short."""
         if self._run.gate.may_step:
             figures.add_seconds("wait_for_publish", 0.0)
         else:
@@ -258,7 +257,7 @@ class TrainStage:
 
 
 def _set_wait_apart(figures: StepFigures, name: str, answer: dict[str, float]) -> None:
-    """Seconds that a call of the policy, timed under ``name``, waited for other calls are no computing; they leave the answer."""
+    """Count the seconds that a policy call, timed under ``name``, waited for other calls as waiting; remove them from the answer."""
     if waited := answer.pop(WAIT_SECONDS, 0.0):
         figures.add_seconds(name, -waited)
         figures.add_seconds("wait_for_devices", waited)

@@ -1,10 +1,10 @@
-"""Validation as a stage of its own: held-out prompts at one version, while training goes on.
+"""Validation as a stage of its own: held-out prompts at one version, while training continues.
 
     param_update ──version──> Validation ──figures, at that version──> log
          ^                        │
-         └── with ``pins_version`` the next publish waits until it is through
+         └── with ``pins_version`` the next publish waits for its end
 
-Flows in: versions that engines serve. Flows out: evaluations. Does not know what is trained, nor how engines get a version.
+Knows neither what is trained nor how engines get a version.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class Validation:
-    """Evaluates versions.
+    """Evaluates versions that the engines serve.
 
     Args:
         run: its settings say when, its recorder logs.
-        evaluator: plays held-out prompts; None evaluates nothing.
+        evaluator: runs held-out prompts; None evaluates nothing.
     """
 
     def __init__(self, run: Run, evaluator: Evaluator | None) -> None:
@@ -41,14 +41,14 @@ class Validation:
         return self._settings.at_the_end
 
     def is_due(self, version: int) -> bool:
-        """Whether ``version`` is to be evaluated while training goes on."""
+        """Whether ``version`` is to be evaluated while training continues."""
         interval = self._settings.interval_steps
         return self._evaluator is not None and bool(interval) and version % interval == 0
 
     def is_owed(self, version: int) -> bool:
-        """Whether ``version``, which is served, or one before it that was due is neither evaluated nor requested.
+        """Whether an evaluation due at ``version`` or before it is neither done nor requested.
 
-        A version that was due may have been lost on its way to the engines, or a stop may have cut its evaluation short.
+        A version that was due may have been lost on its way to the engines, or a shutdown may have cut its evaluation short.
         """
         interval = self._settings.interval_steps
         if self._evaluator is None or not interval:
@@ -57,15 +57,15 @@ class Validation:
         return version - version % interval > newest
 
     async def before_training(self) -> EvaluationResult | None:
-        """Evaluate the version that training begins with, where that is asked for."""
+        """Evaluate the version that training begins with, if configured."""
         return await self._evaluate_alone() if self._settings.before_training else None
 
     async def at_the_end(self) -> EvaluationResult | None:
-        """Evaluate the last version, where that is asked for."""
+        """Evaluate the last version, if configured."""
         return await self._evaluate_alone() if self._settings.at_the_end else None
 
     async def run(self) -> None:
-        """Consumes versions; produces evaluations; waits for neither training nor publishing. Another may follow at the end."""
+        """Consumes versions; produces evaluations; waits for neither training nor publishing; unblocked by ``request`` and ``close``."""
 
         async def evaluate(requested_version: int) -> None:
             is_another = self._run.staleness.served_version != requested_version
@@ -86,7 +86,7 @@ class Validation:
         )
 
     def request(self, version: int) -> None:
-        """Engines serve ``version`` now, and it is to be evaluated; where another evaluation is under way, what they serve after that."""
+        """Evaluate ``version``, which the engines serve; after an evaluation in progress, the version served by then."""
         self._requested_version = version
         if len(self._versions):
             logger.warning(
@@ -96,7 +96,7 @@ class Validation:
         self._versions.put_nowait(version)
 
     async def release_version(self) -> None:
-        """Wait until another version may be published."""
+        """Wait until another version may be loaded. Unblocked by the end of an evaluation that pins its version."""
         if self._settings.pins_version:
             await self._versions.join()
 
@@ -110,14 +110,14 @@ class Validation:
         return f"version {self._run.staleness.served_version}"
 
     async def _evaluate_alone(self) -> EvaluationResult | None:
-        """As an item of the stage, while nothing is trained."""
+        """Evaluate while nothing is trained."""
         if self._evaluator is None:
             return None
         with self._run.board.stage("validation").lane() as lane, lane.processing(self._item):
             return await self._evaluate(self._settings.num_prompts)
 
     async def _evaluate(self, num_prompts: int) -> EvaluationResult | None:
-        """Evaluate what is served now; None where there is nothing to evaluate, or a stop was asked for."""
+        """Evaluate the version served now; None where there is nothing to evaluate, or on a shutdown."""
         if self._evaluator is None:
             return None
         loop = asyncio.get_running_loop()

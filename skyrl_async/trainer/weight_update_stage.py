@@ -3,8 +3,7 @@
     train: step, gather ──TrainedStep──> WeightUpdateStage: send, load, checkpoint, new version, log ──version──> validation
              ^  the next step waits ──────────────────┘
 
-Flows in: trained steps. Flows out: policy versions that every engine serves, checkpoints, the record of each step. Knows when each is due,
-and nothing of how. Loading overlaps all of the next step, sending all but its optimizer step.
+Knows when each of these is due, not how it is done. Loading overlaps all of the next step; sending overlaps all but its optimizer step.
 """
 
 import asyncio
@@ -33,11 +32,11 @@ class Publisher(Protocol):
 
     @property
     def keeps_version_before(self) -> bool:
-        """Whether the version served is there for an engine that comes up while the next one is sent."""
+        """Whether the served version stays loadable for a new engine while the next version is sent."""
         ...
 
     def trained(self, version: int) -> None:
-        """The policy holds ``version`` from now on, whether or not it will be published."""
+        """Note that the policy holds ``version`` now, whether or not it will be published."""
         ...
 
     async def gather(self, version: int) -> None:
@@ -45,34 +44,34 @@ class Publisher(Protocol):
         ...
 
     async def send(self, version: int) -> bool:
-        """Bring the copy to where engines load it; False where it is lost and a newer one has to follow."""
+        """Send the copy to where engines load it; False where it is lost and a newer version has to follow."""
         ...
 
     async def load(self) -> PublishTimes | None:
-        """Make every engine serve what was sent; None where they do already."""
+        """Make every engine serve the version sent; None where they do already."""
         ...
 
     async def publish(self, version: int) -> PublishTimes:
-        """All of that at once."""
+        """Gather, send and load."""
         ...
 
     async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
-        """Prove that engines hold what is trained; figures for the metrics."""
+        """Compare the engines with the trained weights; returns values by metric name."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainedStep:
-    """What the train stage hands to the next one."""
+    """An optimizer step on its way to the engines."""
 
     version: int
     figures: StepFigures
     policy_values: dict[str, float]
-    """What the policy said of its optimizer step."""
+    """The policy's values of the step, by metric name."""
     gathered_at: float | None = None
-    """When its weights began to be copied, to be published; None where they are not. Seconds of the loop."""
+    """When copying its weights began, in seconds of the loop; None where it is not published."""
     is_published: bool = False
-    """Every engine serves it."""
+    """Whether every engine serves it."""
 
 
 class WeightUpdateStage:
@@ -80,7 +79,7 @@ class WeightUpdateStage:
 
     Args:
         run: its settings say when what is due; its staleness manager and workers learn of each served version.
-        publisher: brings them to the engines.
+        publisher: brings the weights to the engines.
         validation: evaluates served versions.
         saver: writes checkpoints.
     """
@@ -99,14 +98,14 @@ class WeightUpdateStage:
         self._validation = validation
         self._saver = saver
         self._unlogged: list[TrainedStep] = []
-        """In their order, which is that of the log."""
+        """Steps on their way, oldest first: they are logged in this order."""
         self._owes_version = False
-        """Whether a version was lost on its way, and the next one has to be published."""
+        """Whether a version was lost on its way: the next one is published whatever the interval."""
         self.is_cut = False
-        """Whether a stop has cut a publish short."""
+        """Whether a shutdown has cut a publish short."""
 
     async def gather(self, trained: TrainedStep) -> None:
-        """Copy a step's weights where they are to be published; on return they may change."""
+        """Copy a step's weights if they are to be published; on return they may change."""
         self._unlogged.append(trained)
         version = trained.version
         self._publisher.trained(version)
@@ -119,7 +118,9 @@ class WeightUpdateStage:
 
     async def run(self, steps: Channel[TrainedStep]) -> None:
         """Consumes trained steps; produces policy versions; waits for engines. The work of later steps overlaps it."""
-        await self._request_validation(self._run.staleness.served_version)  # owed by the run that this one goes on with
+        await self._request_validation(
+            self._run.staleness.served_version
+        )  # an evaluation that the resumed run did not finish
         await run_stage(
             self._run.board.stage("param_update"),
             steps,
@@ -130,7 +131,7 @@ class WeightUpdateStage:
         self._validation.close()
 
     async def _bring_to_engines(self, trained: TrainedStep) -> TrainedStep:
-        """Publish a step that was gathered, log it, and save it where that is due."""
+        """Publish a step, log it, and save it where that is due."""
         version, figures = trained.version, trained.figures
         values: dict[str, float] = {}
 
@@ -184,12 +185,12 @@ class WeightUpdateStage:
         }
 
     def log_the_rest(self) -> None:
-        """Log the steps on their way, of a run that ends: they will not be published, and a checkpoint holds them."""
+        """Log the steps that will not be published because the run ends; a checkpoint holds them."""
         for trained in tuple(self._unlogged):
             self._log(trained)
 
     async def _send_and_load(self, version: int, gathered_at: float, figures: StepFigures) -> bool:
-        """Have every engine serve a gathered version; False where its copy was lost."""
+        """Make every engine serve a copied version; False where the copy was lost."""
         if not await self._send(version):
             self._owes_version = True
             return False
@@ -202,29 +203,29 @@ class WeightUpdateStage:
         return True
 
     async def _send(self, version: int) -> bool:
-        """Send a gathered version; False where its copy was lost."""
+        """Send a copied version; False where the copy was lost."""
         if not self._publisher.keeps_version_before:
-            await self._until_version_may_go()  # after that no engine could come up for those who are waited for
+            await self._until_version_may_change()  # after that no engine could start with the version that they need
         return await self._publisher.send(version)
 
     async def _load(self) -> PublishTimes:
-        """Have every engine serve what was sent."""
+        """Make every engine serve the version sent."""
         if self._publisher.keeps_version_before:
-            await self._until_version_may_go()
+            await self._until_version_may_change()
         times = await self._publisher.load()
         assert times is not None, "it was sent"
         self._owes_version = False
         self._run.recorder.totals.pauses.append(times.pause)
         return times
 
-    async def _until_version_may_go(self) -> None:
-        """Wait for those who are to end under the version that is served now; unblocked by engines that serve it."""
+    async def _until_version_may_change(self) -> None:
+        """Wait for evaluations and groups that must end under the version served now; unblocked by the engines that serve it."""
         await self._validation.release_version()
         if self._settings.publishes_between_batches:
             await self._run.staleness.drained()
 
     async def publish_the_rest(self) -> None:
-        """Where the data ended between two publishes, or the last version was lost; not in a run that is stopped."""
+        """Publish the last version where the data ended between two publishes, or its copy was lost; not in a shutdown."""
         version = self._run.staleness.trained_version
         if self._run.staleness.served_version == version or self._run.shutdown.is_requested:
             return
@@ -246,7 +247,7 @@ class WeightUpdateStage:
             self._validation.request(version)
 
     def _is_to_be_published(self, version: int) -> bool:
-        """Also before an evaluation, a check or a checkpoint, and at the end: those are of what engines serve."""
+        """Whether a publish is due: at its interval, at the end, and before an evaluation, check or checkpoint of the version."""
         return (
             self._owes_version
             or is_due(self._settings.publish_every_steps, version)
@@ -257,7 +258,7 @@ class WeightUpdateStage:
         )
 
     async def _log_and_save(self, version: int, figures: StepFigures, log: Callable[[], None]) -> None:
-        """Log before anything is saved: a run that is killed in between trains the step again, one killed later has its record."""
+        """Log before saving: a run killed in between trains the step again, a run killed later has its record."""
         if not is_due(self._settings.checkpoint_interval_steps, version):
             log()
             return
@@ -272,7 +273,7 @@ class WeightUpdateStage:
         )
 
     async def publish_first(self, version: int) -> None:
-        """Make every engine serve what training begins with, and prove it."""
+        """Make every engine serve the version that training begins with, and check it."""
         times = await self._publisher.publish(version)
         self._run.recorder.totals.pauses.append(times.pause)
         with self._run.recorder.trace.span("check", track="publish", version=version):
@@ -282,7 +283,7 @@ class WeightUpdateStage:
         return self._settings.staleness_policy.is_dropped(admission.scheduled_version, self._run.staleness)
 
     async def _check_if_due(self, version: int) -> dict[str, float]:
-        """Compare engines with the policy, which holds the same version until then."""
+        """Compare the engines with the policy, which still holds the same version."""
         if not is_due(self._settings.check_interval_steps, version):
             return {}
         with self._run.recorder.trace.span("check", track="publish", version=version):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from skyrl_async.checkpoint import checkpointer as checkpoint_module
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state
-from skyrl_async.checkpoint.files import attest, write_json
+from skyrl_async.checkpoint.files import write_json, write_manifest
 from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.group_state import RunningGroup
@@ -273,7 +273,7 @@ def rewritten(path: Path, name: str, content: str) -> None:
     """As if it had been written so."""
     (path / name).write_text(content)
     (path / "manifest.json").unlink()
-    attest(path)
+    write_manifest(path)
 
 
 @pytest.mark.slow
@@ -479,7 +479,7 @@ async def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_of_the_new_one(
     assert writer.num_failures == 1 and "No space left on device" in str(writer.failure)
     (warning,) = caplog.records
     assert f"the checkpoint of step {step} could not be written" in warning.getMessage()
-    assert "No space left on device; those before it stay" in warning.getMessage()
+    assert "No space left on device; earlier checkpoints stay" in warning.getMessage()
 
     assert await writer.try_write(FilesPolicy("new"), state(step)) == tmp_path / f"global_step_{step}"
     assert writer.failure is None and writer.num_failures == 1
@@ -547,15 +547,15 @@ async def test_a_checkpoint_that_is_given_up_leaves_no_name_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     syncing, cancelled = asyncio.Event(), threading.Event()
-    loop, attest = asyncio.get_running_loop(), checkpoint_module.attest
+    loop, write_manifest = asyncio.get_running_loop(), checkpoint_module.write_manifest
 
     def slow(directory: Path, *, check: Callable[[], None]) -> None:
         loop.call_soon_threadsafe(syncing.set)
         assert cancelled.wait(timeout=PATIENCE_S)
-        attest(directory, check=check)
+        write_manifest(directory, check=check)
 
     await write(tmp_path, 1, "old")
-    monkeypatch.setattr(checkpoint_module, "attest", slow)
+    monkeypatch.setattr(checkpoint_module, "write_manifest", slow)
     threads = ThreadPoolExecutor()
     writer = Checkpointer(tmp_path, max_to_keep=0, threads=threads)
     writing = asyncio.ensure_future(writer.write(FilesPolicy("new"), state(2)))

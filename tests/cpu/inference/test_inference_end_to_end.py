@@ -381,7 +381,7 @@ async def test_after_a_publish_an_engine_cannot_be_told_from_a_fresh_one_with_th
         await changing.publish_step(1)
         changed = await served.greedy()
         assert changed.token_ids != served.fresh.token_ids
-        assert await changing.publisher.attest(1) != served.fresh_checksum
+        assert await changing.publisher.verify_checksums(1) != served.fresh_checksum
         reference = changing.reference(1, [*served.prompt, *changed.token_ids])[len(served.prompt) - 1 :]
         assert reference.argmax(-1).tolist() == list(changed.token_ids)
         await changing.policy.load(tmp_path / "first")
@@ -389,7 +389,7 @@ async def test_after_a_publish_an_engine_cannot_be_told_from_a_fresh_one_with_th
         again = await served.greedy()
         assert (again.token_ids, again.text) == (served.fresh.token_ids, served.fresh.text)
         assert again.logprobs == served.fresh.logprobs
-        assert await changing.publisher.attest(2) == served.fresh_checksum
+        assert await changing.publisher.verify_checksums(2) == served.fresh_checksum
 
 
 @EITHER

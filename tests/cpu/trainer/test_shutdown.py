@@ -61,7 +61,7 @@ def stopped_after(
     async def main() -> tuple[Simulation, float]:
         stop = ShutdownRequest()
         simulation = build_simulation(settings, checkpoint_dir=directory, shutdown=stop, **parts)
-        asyncio.get_running_loop().call_later(seconds, stop.ask, patience_s)
+        asyncio.get_running_loop().call_later(seconds, stop.request, patience_s)
         await simulation.trainer.run()
         assert len(asyncio.all_tasks()) == 1
         return simulation, asyncio.get_running_loop().time()
@@ -314,7 +314,7 @@ def test_a_checkpoint_that_fails_is_one_warning_and_a_figure_and_the_next_one_is
     failures = {step: values["checkpoint/failures"] for step, values in simulation.logged}
     assert failures == {1: 0, 2: 0, 3: 0, 4: 1, 5: 1, 6: 1}
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
-        f"the checkpoint of step 4 could not be written to {tmp_path}: No space left on device; those before it stay"
+        f"the checkpoint of step 4 could not be written to {tmp_path}: No space left on device; earlier checkpoints stay"
     ]
     assert {p.name for p in tmp_path.glob("global_step_*")} == {"global_step_2", "global_step_6"}
     assert simulation.trainer.checkpoint_failure is None
@@ -340,8 +340,8 @@ def test_a_wait_ends_when_its_patience_does_and_a_timeout_of_its_own_stays_one()
 
     async def main() -> None:
         stop, loop = ShutdownRequest(), asyncio.get_running_loop()
-        loop.call_later(5.0, stop.ask, 10.0)
-        loop.call_later(7.0, stop.ask, 100.0)
+        loop.call_later(5.0, stop.request, 10.0)
+        loop.call_later(7.0, stop.request, 100.0)
         waits = (
             ended(stop, wait_for_step=False, timeout_s=1.0),
             ended(stop, wait_for_step=False),
@@ -370,7 +370,7 @@ def test_what_is_begun_after_a_stop_has_its_grace_and_what_was_begun_before_has_
                     await asyncio.Event().wait()
             return loop.time()
 
-        loop.call_later(5.0, stop.ask, 10.0)
+        loop.call_later(5.0, stop.request, 10.0)
         assert await ended() == 5.0 + GRACE_S
         await asyncio.sleep(100.0)
         assert await ended() == 105.0 + 2 * GRACE_S
@@ -541,7 +541,7 @@ def test_a_stop_while_no_engine_can_take_a_trained_step_saves_it(tmp_path: Path)
 
         async def no_engine_is_there():
             if simulation.trainer.served_version == 2:
-                loop.call_later(50.0, stop.ask, 10.0)
+                loop.call_later(50.0, stop.request, 10.0)
                 await asyncio.Event().wait()
             return await load()
 

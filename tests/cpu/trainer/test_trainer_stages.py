@@ -567,7 +567,7 @@ def test_a_stop_cuts_the_last_publish_short_and_saves_in_time(tmp_path: Path) ->
 
         async def hanging(version: int) -> bool:
             if version == 5:
-                loop.call_later(3.0, stop.ask, 5.0)
+                loop.call_later(3.0, stop.request, 5.0)
                 ends.append(loop.time() + 3.0 + 5.0)
                 await asyncio.sleep(1000.0)
             return await send(version)
@@ -690,7 +690,7 @@ def interrupted_while_evaluating(directory: Path) -> int:
         def requested(version: int) -> None:
             request(version)
             if version == 4:
-                loop.call_later(0.5, stop.ask, 1.0)
+                loop.call_later(0.5, stop.request, 1.0)
 
         simulation.trainer._validation.request = requested
         await simulation.trainer.run()
