@@ -92,7 +92,7 @@ async def started_parts(
             outages = client.pool.deadlines.outages
             serving = serving_endpoint(config, plan.initial, engines, client.max_model_len, run_dir, outages, shutdown)
             endpoint = await stack.enter_async_context(serving)
-        turns = engine_time_sharing(
+        time_sharing = engine_time_sharing(
             groups,
             client,
             shortest_s=config.placement.min_generation_slice_s,
@@ -102,7 +102,7 @@ async def started_parts(
             clock=time.monotonic,
         )
         leasing = leasing_policy(policy, groups)
-        hold_engines = turns.holding if turns else contextlib.nullcontext
+        hold_engines = time_sharing.holding if time_sharing else contextlib.nullcontext
         generator = make_generator(config, client, chat.renderer, endpoint, run_dir, stack)
         publisher = make_publisher(
             config,
@@ -120,8 +120,8 @@ async def started_parts(
         if is_supervised(config):
             fleet = starter.fleet(client, front_ends=endpoint.front_ends if endpoint else (), say=announce)
             await stack.enter_async_context(fleet.supervising())
-        if turns is not None:
-            await stack.enter_async_context(turns.running())
+        if time_sharing is not None:
+            await stack.enter_async_context(time_sharing.running())
         yield Parts(
             prompts=fitting_prompts(plan.prompts, chat.renderer, client.max_model_len, say),
             client=client,

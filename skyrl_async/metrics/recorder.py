@@ -49,7 +49,7 @@ class Recorder:
         """Trace a part of a step, and add its seconds to the step's."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        with self.trace.span(name, track=track, step=figures.version + 1):
+        with self.trace.span(name, track=track, step=figures.trained_version + 1):
             yield
         figures.add_seconds(name, loop.time() - started)
 
@@ -82,7 +82,7 @@ class Recorder:
             longest = max(figures.waits, key=lambda wait: wait.seconds)
             logger.info(
                 "step %d waited %.1f s to hold the staleness bound, longest for %s (%.1f s)",
-                figures.version + 1,
+                figures.trained_version + 1,
                 figures.staleness_wait_seconds,
                 longest.uid,
                 longest.seconds,
@@ -92,7 +92,7 @@ class Recorder:
             logger.warning(
                 "step %d trains nothing: of its %d answers a length limit cut %d (raise generator.sampling.max_tokens, or set "
                 "generator.apply_overlong_filtering=false), and %d tokens are older than trainer.max_staleness_steps allows",
-                figures.version + 1,
+                figures.trained_version + 1,
                 len(rows),
                 sum(row.is_overlong for row in rows),
                 figures.num_masked_tokens,
@@ -101,12 +101,12 @@ class Recorder:
             logger.warning(
                 "step %d has no policy gradient: off-policy corrections masked all of its %d tokens; widen the bounds of "
                 "trainer.algorithm.off_policy_correction or lower trainer.max_staleness_steps",
-                figures.version + 1,
+                figures.trained_version + 1,
                 figures.num_tokens,
             )
         values = figures.values() | {f"policy/{name}": value for name, value in policy.items()}
         self.count_generation()
-        self.log(figures.version + 1, {**values, **self._generation_values(), **self.totals.values(), **more})
+        self.log(figures.trained_version + 1, {**values, **self._generation_values(), **self.totals.values(), **more})
 
 
 def _since(before: Mapping[str, int], now: Mapping[str, int]) -> Counter[str]:

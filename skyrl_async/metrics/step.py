@@ -34,8 +34,8 @@ class BoundWait:
 class StepFigures:
     """The figures of one optimizer step, added while it is put together."""
 
-    version: int
-    """Policy version that the step trains."""
+    trained_version: int
+    """Policy version as the step begins: completed optimizer steps."""
     max_staleness_steps: int
     groups: list[Group] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class StepFigures:
         wait = BoundWait(
             uid=group.uid,
             seconds=seconds,
-            staleness=self.version - group.scheduled_version,
+            staleness=self.trained_version - group.scheduled_version,
             held_seconds=self.staleness_wait_seconds,
         )
         self.waits.append(wait)
@@ -82,7 +82,7 @@ class StepFigures:
     @property
     def staleness(self) -> list[int]:
         """Staleness of each group."""
-        return [self.version - group.scheduled_version for group in self.groups]
+        return [self.trained_version - group.scheduled_version for group in self.groups]
 
     @property
     def num_tokens(self) -> int:
@@ -115,7 +115,7 @@ class StepFigures:
         of_version: Counter[int] = Counter()
         for row in rows:
             of_version.update(compress(row.versions, row.loss_mask))
-        return Counter({self.version - version: num for version, num in of_version.items()})
+        return Counter({self.trained_version - version: num for version, num in of_version.items()})
 
     def values(self) -> dict[str, float]:
         """Return all figures of the step by metric name."""

@@ -1,12 +1,11 @@
-"""The one mechanism of everything that runs by itself: a stage that says where it is, and the bounded channels between stages.
+"""Stages that show what they are doing, and bounded channels between them.
 
     Channel ──get──> waiting for input ──> processing an item ──> waiting for output ──put──> Channel
                             │ closed                 │ raises
                             v                        v
                           done ──closes──>         error, with its cause
 
-Flows in: items, and what a stage does with one. Flows out: items, and for each stage its state, its item and since when. Knows nothing
-of what items are. A stage that works on several items at once has a lane for each; it is where its busiest lane is.
+A stage that works on several items at once has a lane for each, and shows the state of its busiest lane. Knows nothing about the items.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ B = TypeVar("B")
 
 
 class StageState(Enum):
-    """Where a stage, or one lane of it, is."""
+    """State of a stage, or of one lane of it."""
 
     IDLE = "idle"
     WAITING_FOR_INPUT = "waiting for input"
@@ -46,19 +45,19 @@ _NEXT = {
     _S.DONE: set(),
     _S.ERROR: set(),
 }
-"""Besides, a lane that is not done can fail, and is done when it is cut off."""
+"""State -> legal next states. Besides, a lane that is not done can fail, and is done when it is cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStatus:
-    """Where a stage is now."""
+    """What a stage is doing now."""
 
     name: str
     state: StageState
     item: str
-    """Of the lane that has been in this state for the longest; empty where there is none."""
+    """Item of the lane that has been in this state for the longest; empty where there is none."""
     seconds: float
-    """In this state with this item."""
+    """Seconds in this state with this item."""
     num_items: int
     """Lanes in this state."""
 
@@ -81,9 +80,9 @@ class Stage:
     """One stage of a run.
 
     Args:
-        name: of the stage.
-        clock: seconds.
-        on_left: told of each span of time that a stage spent in one state with one item.
+        name: name of the stage.
+        clock: returns seconds.
+        on_left: called after each span of time in one state with one item.
     """
 
     def __init__(self, name: str, clock: Callable[[], float], on_left: OnLeft = lambda *_: None) -> None:
@@ -97,16 +96,16 @@ class Stage:
         self._num_processed = 0
         self._seconds = dict.fromkeys(StageState, 0.0)
         self.cause: BaseException | None = None
-        """Of the error."""
+        """What the stage failed of."""
 
     @property
     def state(self) -> StageState:
-        """Where it is: where its busiest lane is; between items it waits for input."""
+        """State of the busiest lane; waiting for input between items."""
         return self._shown[0]
 
     @contextmanager
     def lane(self) -> Iterator["Lane"]:
-        """Work on items one after another inside; an error that leaves the block is the stage's.
+        """Work on items one after another in the block; an error that leaves the block fails the stage.
 
         Raises ``StageError`` when the stage is done or failed.
         """
@@ -121,7 +120,7 @@ class Stage:
             lane.leave()
 
     def finish(self) -> None:
-        """No item will follow. Raises ``StageError`` while one is in it; nothing to do after an error."""
+        """Note that no item will follow. Raises ``StageError`` while an item is in the stage; no-op after an error."""
         if self._end is not None:
             return
         is_busy = self._lanes[StageState.PROCESSING] or self._lanes[StageState.WAITING_FOR_OUTPUT]
@@ -131,13 +130,13 @@ class Stage:
         self._show()
 
     def fail(self, cause: BaseException, lane: "Lane | None" = None) -> None:
-        """It ends with an error; the first cause counts. Its other lanes may go on until they are cut off."""
+        """End the stage with an error; the first cause counts. Other lanes may continue until they are cancelled."""
         if self._end is None:
             self.cause, self._end = cause, StageState.ERROR
             self._show(item="" if lane is None else lane.item)
 
     def status(self) -> StageStatus:
-        """Where it is now."""
+        """Return what the stage is doing now."""
         state, item = self._shown
         return StageStatus(
             name=self.name,
@@ -148,7 +147,7 @@ class Stage:
         )
 
     def statistics(self) -> dict[str, float]:
-        """Items that are through, each counted once, and seconds spent in each state, the present one included."""
+        """Return the number of finished items, and the seconds spent in each state, including the current one."""
         seconds = dict(self._seconds)
         seconds[self.state] += self._clock() - self._since
         return {"items": float(self._num_processed)} | {
@@ -167,7 +166,7 @@ class Stage:
             self._show()
 
     def _show(self, item: str = "") -> None:
-        """Account for the time in the state and with the item shown so far, where they change."""
+        """Show the busiest lane; when state or item change, count the time spent with the ones before."""
         state = self._end
         if state is None:
             state = next((s for s in _BY_PRECEDENCE if self._lanes[s]), StageState.WAITING_FOR_INPUT)
@@ -182,28 +181,28 @@ class Stage:
 
 
 class Lane:
-    """One item after another through a stage; made by ``Stage.lane``. Illegal moves, and all once it is done, raise ``StageError``."""
+    """Passes items through a stage one by one; made by ``Stage.lane``. An illegal move, or one after the end, raises ``StageError``."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._state = StageState.IDLE
         self._is_counted = False
         self.item = ""
-        """What is being worked on."""
+        """Item in the lane."""
 
     @property
     def state(self) -> StageState:
-        """Where it is."""
+        """State of the lane."""
         return self._state
 
     def wait_for_input(self, item: str = "") -> None:
-        """The item is through, and the next one is waited for; or ``item`` is there, and waits for devices that others use."""
+        """Wait for the next item; or, with ``item``, let that item wait for devices that others use."""
         self._move(StageState.WAITING_FOR_INPUT, item)
         self._stage._num_processed += self._is_counted
         self._is_counted = False
 
     def process(self, item: str, *, is_counted: bool = True) -> None:
-        """An item is being worked on, or the same one under another name; ``is_counted``: among those that are through, once it is."""
+        """Work on an item, or on the same item under another name; ``is_counted``: it counts as a finished item afterwards."""
         self._move(StageState.PROCESSING, item)
         self._is_counted = is_counted
 
@@ -217,11 +216,11 @@ class Lane:
         self.wait_for_input()
 
     def wait_for_output(self) -> None:
-        """What came of the item waits to be taken."""
+        """Wait until the result of the item is taken."""
         self._move(StageState.WAITING_FOR_OUTPUT, self.item)
 
     def leave(self) -> None:
-        """The lane ends, wherever it is. Idempotent."""
+        """End the lane in any state. Idempotent."""
         before, self._state = self._state, StageState.DONE
         if before is not StageState.DONE:
             self._stage._moved(self, before, StageState.DONE)
@@ -236,10 +235,10 @@ class Lane:
 
 
 class Channel(Generic[T]):
-    """A bounded queue between stages: who puts into a full one waits; end of data is closing.
+    """A bounded queue between stages: putting into a full channel waits; the end of the data is closing it.
 
     Args:
-        max_items: held at once, >= 1.
+        max_items: most items held at once, >= 1.
     """
 
     def __init__(self, max_items: int) -> None:
@@ -254,12 +253,12 @@ class Channel(Generic[T]):
         self._changes = Changes()
 
     async def put(self, item: T) -> None:
-        """Add an item, first come first served. Waits for room. Raises ``ChannelClosedError``; cancelled, nothing was added."""
-        await self._turn(self._putters, self._has_room)
+        """Add an item, first come first served. Waits for space. Raises ``ChannelClosedError``; adds nothing when cancelled."""
+        await self._wait_in_order(self._putters, self._has_space)
         self.put_nowait(item)
 
     def put_nowait(self, item: T) -> None:
-        """Add an item. Raises ``ChannelClosedError``, and ``StageError`` where there is no room."""
+        """Add an item. Raises ``ChannelClosedError``, and ``StageError`` when the channel is full."""
         if self._is_closed:
             raise ChannelClosedError("an item came after the channel was closed")
         if len(self._items) >= self._max_items:
@@ -269,8 +268,8 @@ class Channel(Generic[T]):
         self._wake()
 
     async def get(self) -> T:
-        """Take the item put first. Waits for one; raises ``ChannelClosedError`` when closed and empty."""
-        await self._turn(self._getters, self._has_item)
+        """Take the oldest item. Waits for one; raises ``ChannelClosedError`` when closed and empty."""
+        await self._wait_in_order(self._getters, self._has_item)
         if not self._items:
             raise ChannelClosedError("the channel is closed and empty")
         item = self._items.popleft()
@@ -278,16 +277,16 @@ class Channel(Generic[T]):
         return item
 
     def item_done(self) -> None:
-        """An item that was taken is through."""
+        """Note that an item that was taken is finished."""
         self._num_open -= 1
         self._changes.notify()
 
     async def join(self) -> None:
-        """Wait until every item that was put is through."""
+        """Wait until every item that was put is finished."""
         await self._changes.until(lambda: not self._num_open)
 
     def close(self) -> None:
-        """No item will follow; those held can still be taken. Idempotent."""
+        """Note that no item will follow; held items can still be taken. Idempotent."""
         self._is_closed = True
         self._wake()
 
@@ -303,39 +302,39 @@ class Channel(Generic[T]):
         return len(self._items)
 
     def statistics(self) -> dict[str, float]:
-        """Items held, producers and consumers waiting."""
+        """Return the number of held items, and of waiting producers and consumers."""
         return {
             "items": float(len(self._items)),
             "putters": float(len(self._putters)),
             "getters": float(len(self._getters)),
         }
 
-    def _has_room(self) -> bool:
+    def _has_space(self) -> bool:
         return self._is_closed or len(self._items) < self._max_items
 
     def _has_item(self) -> bool:
         return self._is_closed or bool(self._items)
 
-    async def _turn(self, line: "deque[asyncio.Future[None]]", is_ready: Callable[[], bool]) -> None:
-        """Wait, first come first served, until ``is_ready``; cancelled, the next in line has its chance."""
-        if not line and is_ready():
+    async def _wait_in_order(self, queue: "deque[asyncio.Future[None]]", is_ready: Callable[[], bool]) -> None:
+        """Wait, first come first served, until ``is_ready()``; after a cancellation the next in the queue is woken."""
+        if not queue and is_ready():
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line.append(waiter)
+        queue.append(waiter)
         try:
             await waiter
             while not is_ready():
-                line[line.index(waiter)] = waiter = asyncio.get_running_loop().create_future()
+                queue[queue.index(waiter)] = waiter = asyncio.get_running_loop().create_future()
                 await waiter
         finally:
-            line.remove(waiter)
+            queue.remove(waiter)
             self._wake()
 
     def _wake(self) -> None:
-        """Let the first in each line look, if there is what it waits for. It stays there until it runs: nobody overtakes it."""
+        """Wake the first of each queue if it can proceed. It stays first until it runs, so that no other overtakes it."""
         if self._getters and self._has_item():
             _release(self._getters[0])
-        if self._putters and self._has_room():
+        if self._putters and self._has_space():
             _release(self._putters[0])
 
 
@@ -354,14 +353,14 @@ async def run_stage(
     finishes: bool = True,
     lease_devices: Callable[[], AbstractAsyncContextManager[None]] | None = None,
 ) -> None:
-    """Work on one item after another until the inputs end; then the stage is done, if it ``finishes`` with them.
+    """Work on one item after another until the inputs end; the stage is done then, if it ``finishes``.
 
-    Consumes ``inputs``; produces to ``output``, which waits where there is no room; unblocked by both. What ``work`` raises is the stage's
-    error, and is raised.
+    Consumes ``inputs``; produces to ``output``, which waits while it is full; unblocked by both. What ``work`` raises fails the stage and
+    is raised.
 
-    With ``lease_devices``, an item is worked on in its block, and with it the items that wait by the time it is through; until the block is
-    entered it is shown as waiting. There must then be no other consumer, and room for all of them in the output: nobody is waited for in a
-    turn.
+    With ``lease_devices``, an item and those that arrive meanwhile are processed under one lease; until it begins, the item is shown as
+    waiting. The stage must then be the only consumer, and the output must have space for all of them: nothing may be waited for under a
+    lease.
     """
     with stage.lane() as lane:
 

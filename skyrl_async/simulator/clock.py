@@ -1,8 +1,7 @@
 """An event loop whose clock jumps to the next timer when nothing else is left to do (after trio's ``MockClock``).
 
-Flows in: a coroutine. Flows out: its result, after as little real time as its computations take. Real sockets and
-subprocesses do not belong into it: their completion is not a timer, and the loop says so instead of waiting for ever. What would
-run in a thread runs in place, in no time.
+A coroutine then takes as little real time as its computations. Real sockets and subprocesses do not work in it: their completion is no
+timer, and the loop raises instead of waiting for ever. Calls for threads run in place, in no virtual time.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Where a loop would sleep until the next timer, moves the virtual clock there instead."""
+    """Moves the virtual clock to the next timer instead of sleeping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, function: Callable[..., T], *arguments: Any
     ) -> asyncio.Future[T]:
-        """Run it here and now: the end of a thread is no timer."""
+        """Run the function in place: the end of a thread is no timer."""
         done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(function(*arguments))
@@ -57,6 +56,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
-    """Run to the end and return the result. Raises ``DeadlineError`` when every task waits for ever."""
+    """Run ``main`` and return its result. Raises ``DeadlineError`` when every task waits for ever."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

@@ -1,7 +1,8 @@
-"""A modelled engine: it takes (virtual) time and keeps every promise of the ``InferenceEngine`` seam, without a model.
+"""A modelled engine: it takes virtual time and keeps every promise of the ``InferenceEngine`` seam, without a model.
 
-Flows in: requests, pauses, versions. Flows out: tokens, as they would be sampled. What is sampled is arbitrary; when, how many and
-under which version is not, to the token.
+What it samples is arbitrary; when, how many tokens and under which version is exact to the token. Requests share the engine's speed:
+each runs at ``speed / (1 + n / k)`` while n run, with one timer for all of them. All running requests progress equally fast, so one number,
+the tokens of a request running from the start (``progress``), tells where each of them stands.
 """
 
 import asyncio
@@ -211,7 +212,7 @@ class ModelledEngine:
         self._shared = SharedSpeed(tokens_per_second, half_speed_requests, max_num_seqs)
         self._calls: dict[_Call, None] = {}
         self.num_sampled_tokens = 0
-        """Of calls that have ended, whatever became of them."""
+        """Sampled tokens of all calls that have ended."""
         self._version = 0
         self._served: list[tuple[float, int]] = [(0.0, 0)]
         """(progress, version that is served from there)."""
@@ -245,17 +246,17 @@ class ModelledEngine:
         """Every token that is complete by now."""
         self._check_alive()
         calls = {call.request.request_id: call for call in self._calls}
-        return {i: self._so_far(calls[i]) for i in request_ids if i in calls}
+        return {i: self._partial_output(calls[i]) for i in request_ids if i in calls}
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling; in abort mode every request in flight ends."""
+        """Stop sampling; in abort mode end every request in flight."""
         self._check_alive()
         self._shared.pause()
         if mode is PauseMode.ABORT:
             self._abort(self._calls)
 
     async def resume(self) -> None:
-        """Sample again."""
+        """Continue sampling."""
         self._check_alive()
         self._shared.resume()
 
@@ -280,7 +281,7 @@ class ModelledEngine:
         self._served.append((self._shared.progress, update.version))
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
-        """See ``InferenceEngine.switch_weights``."""
+        """Pause, load and resume."""
         return await paused_and_loaded(self, update, mode)
 
     async def version(self) -> int:
@@ -289,12 +290,12 @@ class ModelledEngine:
         return self._version
 
     async def checksum(self) -> str:
-        """Of a model without weights: its version."""
+        """Return the version: the model has no weights."""
         self._check_alive()
         return f"version-{self._version}"
 
     async def ping(self) -> None:
-        """It is alive."""
+        """Answer while alive."""
         self._check_alive()
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
@@ -303,7 +304,7 @@ class ModelledEngine:
         self._abort([c for c in self._calls if request_ids is None or c.request.request_id in request_ids])
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """End the engine."""
         self._is_dead = True
 
     def kill(self) -> None:
@@ -350,7 +351,7 @@ class ModelledEngine:
         call.num_taken = end
         return self._output(call, start, end, self._finish_reason(call))
 
-    def _so_far(self, call: _Call) -> EngineOutput:
+    def _partial_output(self, call: _Call) -> EngineOutput:
         num = self._num_sampled(call)
         return self._output(call, 0, num, self._end_of(call) if num == call.num_tokens else None)
 
@@ -381,7 +382,7 @@ class ModelledEngine:
         return FinishReason.STOP if is_whole else FinishReason.LENGTH
 
     def _versions(self, call: _Call, start: int, end: int) -> tuple[int, ...]:
-        """Of tokens ``start`` to ``end`` of a call: what was served when each was complete."""
+        """Return the version served when each of the tokens ``start`` to ``end`` was complete."""
         if start == end or call.started is None:
             return ()
         versions: tuple[int, ...] = ()

@@ -1,8 +1,4 @@
-"""Engines that can be killed and frozen, for tests of what happens then; see ``tests`` and the tutorial on failures.
-
-Flows in: an engine, and what is to happen to it. Flows out: an ``InferenceEngine`` that fails as processes do. Does not know what the
-engine within does.
-"""
+"""Engines that can be killed and frozen, for tests of failures and the tutorial on them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -18,15 +14,15 @@ T = TypeVar("T")
 
 
 class FaultyEngine:
-    """An engine as if in a process of its own: it can die of SIGKILL and be stopped by SIGSTOP.
+    """An engine as if in its own process, which SIGKILL can kill and SIGSTOP can freeze.
 
-    A frozen one answers nothing and fails nothing, until it is closed. What is in flight at its death raises ``EngineDeadError``.
+    A frozen engine neither answers nor fails until it is closed. Calls in flight at its death raise ``EngineDeadError``.
     """
 
     def __init__(self, engine: InferenceEngine) -> None:
         self._engine = engine
         self.is_dead = False
-        """It was killed or closed."""
+        """Whether it was killed or closed."""
         self._moving = asyncio.Event()
         self._moving.set()
         self._open: dict[asyncio.Timeout, None] = {}
@@ -43,15 +39,15 @@ class FaultyEngine:
 
     @property
     def is_frozen(self) -> bool:
-        """It answers nothing."""
+        """Whether it was frozen."""
         return not self._moving.is_set()
 
     def freeze(self) -> None:
-        """From now on nothing is answered."""
+        """Answer no call from now on."""
         self._moving.clear()
 
     def kill(self) -> None:
-        """From now on every call raises ``EngineDeadError``, those in flight too."""
+        """Raise ``EngineDeadError`` in every call from now on, and in those in flight."""
         if not self.is_dead:
             self.is_dead = True
             now = asyncio.get_running_loop().time()
@@ -59,17 +55,17 @@ class FaultyEngine:
                 deadline.reschedule(now)
 
     async def close(self) -> None:
-        """The end, for a frozen one too."""
+        """End the engine, also a frozen one."""
         self.kill()
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """See ``InferenceEngine.stream``."""
+        """Stream the engine's blocks."""
         async with aclosing(stream_once(self._engine, request)) as blocks:
             while (block := await self._answer(lambda: anext(blocks, None))) is not None:
                 yield block
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
-        """See ``InferenceEngine.switch_weights``."""
+        """Pause, load and resume."""
         return await paused_and_loaded(self, update, mode)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
@@ -82,7 +78,7 @@ class FaultyEngine:
         return answer
 
     async def _answer(self, call: Callable[[], Awaitable[T]]) -> T:
-        """What the engine says; a frozen one neither begins nor answers, and death comes first."""
+        """Answer a call; not while frozen, and not after death."""
         self._raise_if_dead()
         try:
             async with asyncio.timeout(None) as deadline:

@@ -1,7 +1,6 @@
-"""Puts the real trainer, staleness manager, buffer, workers, dataloader, client and publisher over modelled engines and policy.
+"""Puts the real trainer, staleness manager, buffer, workers, dataloader, client and publisher over modelled engines and a modelled policy.
 
-Flows in: sizes and speeds. Flows out: the parts, ready to run in virtual time. The test harness of the loop, and the planner of
-its capacity.
+The test harness of the training loop, and the planner of its capacity.
 """
 
 import asyncio
@@ -69,21 +68,21 @@ class Simulation:
 
     @property
     def staleness(self) -> _AsyncStalenessManager:
-        """Of the trainer's run."""
+        """Part of the trainer's run."""
         return self.run_parts.staleness
 
     @property
     def buffer(self) -> GroupBuffer:
-        """Of the trainer's run."""
+        """Part of the trainer's run."""
         return self.run_parts.buffer
 
     @property
     def workers(self) -> GenerationWorkers:
-        """Of the trainer's run."""
+        """Part of the trainer's run."""
         return self.run_parts.workers
 
     async def run(self) -> None:
-        """The trainer's run, with generation's turns beside it where it shares devices."""
+        """Run the trainer, with time-sharing of devices beside it where they are shared."""
         async with self.engine_time_sharing.running() if self.engine_time_sharing else nullcontext():
             await self.trainer.run()
 
@@ -98,7 +97,7 @@ class _NoText:
 def lognormal_length(
     mean: float, sigma: float, seed: int, longest_over_mean: float = 8.0
 ) -> Callable[[tuple[int, ...], int | None], int]:
-    """Lengths that depend on the prompt and the seed alone: lognormal of this mean before the cut at so many means."""
+    """Return lengths that depend only on the prompt and the seed: lognormal with this mean, cut at ``longest_over_mean`` means."""
     location = math.log(mean) - sigma**2 / 2
     longest = round(longest_over_mean * mean)
 
@@ -211,7 +210,7 @@ def build_simulation(
 
 
 def _on_leased_devices(stage: str, work: Prepare, device_groups: Mapping[str, DeviceGroup]) -> Prepare:
-    """As by workers of the stage's own."""
+    """Lease devices as separate workers of the stage would."""
     return on_leased_devices(work, {"ref_logp": "ref"}.get(stage, stage), device_groups)
 
 

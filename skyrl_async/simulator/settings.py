@@ -1,7 +1,4 @@
-"""What is simulated, as values.
-
-Flows in: nothing. Flows out: sizes and speeds that ``simulator.run`` builds a run of.
-"""
+"""The sizes and speeds of a simulated run."""
 
 from dataclasses import dataclass
 
@@ -24,7 +21,7 @@ class SimulationSettings:
     num_prompts: int = 64
     num_epochs: int | None = None
     num_workers: int | None = None
-    """Groups in flight; None: all that the credits allow."""
+    """Groups in flight; None: as many as the staleness bound allows."""
     limits_buffered_groups: bool = False
     num_engines: int = 2
     tokens_per_second: float = 100.0
@@ -32,16 +29,16 @@ class SimulationSettings:
     max_num_seqs: int | None = None
     """Requests running at once in an engine; None: no limit."""
     block_tokens: int = 16
-    """Of a stream; the larger, the faster is the simulation."""
+    """Tokens per block of a stream; larger blocks simulate faster."""
     oldest_weight: float | None = None
-    """Of requests in their engine, see ``inference.placement``; None: the default of runs, 1: all alike."""
+    """Weight of the oldest requests, see ``inference.placement``; None: the default of real runs, 1: all alike."""
     mean_tokens: float = 1000.0
     sigma: float = 0.8
-    """Of the lognormal lengths."""
+    """Sigma of the lognormal lengths."""
     longest_over_mean: float = 8.0
-    """Where they are cut, in means."""
+    """Longest length, in means."""
     seconds_per_token: float = 0.0
-    """Of training."""
+    """Seconds of training per token."""
     step_seconds: float = 0.0
     stage_seconds: float = 0.0
     load_seconds: float = 0.0
@@ -53,7 +50,7 @@ class SimulationSettings:
     """As ``weight_sync.double_buffer``."""
     publish_every_steps: int = 1
     is_one_step_off: bool = False
-    """See ``config.schema.Schedule``; ``max_staleness_steps`` is to be 1, and ``stream_mini_batch`` false."""
+    """Schedule ``one_step_off``; set ``max_staleness_steps=1`` and ``stream_mini_batch=False`` with it."""
     publishes_between_batches: bool = False
     """As with ``trainer.deterministic``, or ``is_one_step_off``."""
     max_publish_retries: int = 0
@@ -64,12 +61,12 @@ class SimulationSettings:
     checkpoint_interval_steps: int = 0
     eval_interval_steps: int = 0
     num_eval_prompts: int = 0
-    """Played before, while and after training."""
+    """Prompts per evaluation before, during and after training."""
     pins_eval_version: bool = True
     evaluates_before_training: bool = True
     evaluates_at_the_end: bool = True
     check_interval_steps: int = 0
-    """Between comparisons of engines with the policy."""
+    """Steps between comparisons of the engines with the policy; 0: none."""
     validates_only: bool = False
     rollout_timeout_s: float = 1e9
     max_retries: int = 0
@@ -80,13 +77,13 @@ class SimulationSettings:
     sample_full_batch: bool = False
     max_filtered_in_a_row: int = 0
     shared_by: tuple[str, ...] = ()
-    """Stages that take turns on the same devices: ``policy``, ``ref``, ``logp``, ``generate``."""
+    """Stages that share devices: ``policy``, ``ref``, ``logp``, ``generate``."""
     min_generation_slice_s: float = 1.0
     stall_warning_s: float | None = None
-    """What takes longer is named; None watches nothing."""
+    """Seconds without progress after which the watchdog reports; None watches nothing."""
     seed: int = 0
 
     @property
     def max_tokens(self) -> int:
-        """Where lengths are cut."""
+        """Longest length, in tokens."""
         return round(self.longest_over_mean * self.mean_tokens)

@@ -61,7 +61,9 @@ class MiniBatches:
         """Groups with advantages. Token counts exclude tokens masked for staleness."""
 
         def masked_group(group: Group) -> Group:
-            return self._run.settings.staleness_policy.masked_group(group, figures.version, figures.max_staleness_steps)
+            return self._run.settings.staleness_policy.masked_group(
+                group, figures.trained_version, figures.max_staleness_steps
+            )
 
         return self._step_advantages(groups, masked_group)
 
@@ -161,7 +163,7 @@ class TrainStage:
     def _next_figures(self) -> StepFigures:
         """Begin the figures of the next step."""
         return StepFigures(
-            version=self._run.staleness.trained_version,
+            trained_version=self._run.staleness.trained_version,
             max_staleness_steps=self._run.staleness.max_staleness_steps,
             began_at=asyncio.get_running_loop().time(),
         )
@@ -182,7 +184,7 @@ class TrainStage:
 
     async def _train_step(self, lane: Lane, figures: StepFigures) -> TrainedStep | None:
         """Take one optimizer step on the next mini-batch; None when no group is left, or on a shutdown."""
-        version = figures.version + 1
+        version = figures.trained_version + 1
         try:
             async for group in self._mini_batches.groups(figures):
                 await self._lease_devices(figures)
@@ -209,13 +211,13 @@ class TrainStage:
 
     async def _step(self, figures: StepFigures) -> dict[str, float]:
         """Take the optimizer step after all gradients are added; returns the policy's values, by metric name."""
-        version = figures.version + 1
+        version = figures.trained_version + 1
         self.is_torn = True
         with self._run.recorder.timed(figures, "optimizer_step", track="training"):
             policy_values = await self._policy.step(figures.loss_denominator)
             _set_wait_apart(figures, "optimizer_step", policy_values)
         await self._run.dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
-        self._run.recorder.log_groups(figures.version, figures.groups)
+        self._run.recorder.log_groups(figures.trained_version, figures.groups)
         self.is_torn = False
         policy_values |= self._step_advantages.end_step()
         await self._run.staleness.notify_step(version)
@@ -224,7 +226,7 @@ class TrainStage:
 
     async def _add_gradients(self, group: Group, figures: StepFigures) -> None:
         """Train on a group, without the tokens that the staleness policy masks."""
-        version = figures.version
+        version = figures.trained_version
         masked = self._settings.staleness_policy.masked_group(group, version, figures.max_staleness_steps)
         reduced = self._settings.aggregation(masked.trajectories)
         timed = self._run.recorder.timed(figures, "forward_backward", track="training")
@@ -245,7 +247,7 @@ class TrainStage:
         if self._run.gate.may_step:
             figures.add_seconds("wait_for_publish", 0.0)
         else:
-            lane.process(f"step {figures.version + 1}", is_counted=False)
+            lane.process(f"step {figures.trained_version + 1}", is_counted=False)
             lane.wait_for_output()
             self._lease.release()
             with self._run.recorder.timed(figures, "wait_for_publish", track="waiting"):

@@ -65,6 +65,7 @@ class TrainedStep:
     """An optimizer step on its way to the engines."""
 
     version: int
+    """Trained version after the step."""
     figures: StepFigures
     policy_values: dict[str, float]
     """The policy's values of the step, by metric name."""

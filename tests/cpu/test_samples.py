@@ -68,7 +68,7 @@ def test_the_weight_of_a_row_scales_its_advantage_in_the_batch() -> None:
 
 
 def test_figures_count_samples() -> None:
-    figures = StepFigures(version=0, max_staleness_steps=0)
+    figures = StepFigures(trained_version=0, max_staleness_steps=0)
     figures.add_group(
         group(
             row(1, sample=0, weight=0.5, tokens=4),
@@ -88,7 +88,7 @@ def test_figures_count_samples() -> None:
 
 
 def test_what_environments_and_harnesses_say_of_samples_is_averaged_over_those_that_say_it() -> None:
-    figures = StepFigures(version=0, max_staleness_steps=0)
+    figures = StepFigures(trained_version=0, max_staleness_steps=0)
     said = [{"right_turns": 3.0, "agent/failed": 0.0}, {"agent/failed": 1.0}, {"right_turns": 1.0, "agent/failed": 0.0}]
     figures.add_group(group(*(replace(row(1), metrics=metrics) for metrics in said)), {})
     values = figures.values()

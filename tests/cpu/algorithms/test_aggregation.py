@@ -160,7 +160,7 @@ def test_an_unknown_reduction_is_refused_with_the_known_ones() -> None:
 
 
 def test_the_reported_loss_is_the_one_that_is_minimised() -> None:
-    figures = StepFigures(version=0, max_staleness_steps=0)
+    figures = StepFigures(trained_version=0, max_staleness_steps=0)
     for loss_sum, rows in ((3.0, (row(4), row(2))), (1.0, (row(10),))):
         weighted = Aggregation(name="seq_mean_token_sum")(rows)
         group = Group(uid="p", admission_index=0, scheduled_version=0, trajectories=rows)

@@ -394,7 +394,7 @@ def test_a_lags_figures_are_those_of_its_tokens_and_per_token_of_them() -> None:
         versions=versions,
         reward=0.0,
     )
-    figures = StepFigures(version=version, max_staleness_steps=4)
+    figures = StepFigures(trained_version=version, max_staleness_steps=4)
     lags = version - torch.tensor(versions)
     sums = []
     for part in (slice(0, 3), slice(3, 7)):

@@ -85,7 +85,7 @@ async def test_a_mini_batch_that_is_masked_whole_steps_without_a_policy_gradient
         admission_index=0,
         generation_seconds=1.0,
     )
-    figures = StepFigures(version=0, max_staleness_steps=4)
+    figures = StepFigures(trained_version=0, max_staleness_steps=4)
     sums = await policy.forward_backward(group.trajectories, group.advantages, 0)
     figures.add_group(group, sums, denominator=sums["num_tokens"])
     values = await policy.step(figures.loss_denominator)
@@ -112,6 +112,6 @@ async def test_a_mini_batch_that_is_masked_whole_steps_without_a_policy_gradient
 
 
 def test_a_step_of_which_something_is_left_is_not_counted() -> None:
-    figures = StepFigures(version=0, max_staleness_steps=4, sums={"correction_masked_sum": 4.0})
+    figures = StepFigures(trained_version=0, max_staleness_steps=4, sums={"correction_masked_sum": 4.0})
     assert not figures.is_all_masked, "there is not even a token"
     assert RunTotals().values()["policy/all_masked_steps"] == 0

@@ -215,7 +215,7 @@ def test_other_policies_train_groups_as_they_are(policy: str) -> None:
 
 
 def test_a_step_whose_tokens_are_all_masked_counts_a_version_and_divides_by_no_zero() -> None:
-    figures = StepFigures(version=5, max_staleness_steps=1)
+    figures = StepFigures(trained_version=5, max_staleness_steps=1)
     whole = group_of([[0, 1], [2]])
     part = staleness_policy("mask").masked_group(whole, 5, 1)
     figures.add_group(part, {"num_tokens": 0.0}, whole.num_sampled_tokens - part.num_sampled_tokens)
@@ -230,13 +230,13 @@ def test_a_step_whose_tokens_are_all_masked_counts_a_version_and_divides_by_no_z
 
 
 def test_a_step_without_sampled_tokens_stays_an_error_where_nothing_was_masked() -> None:
-    figures = StepFigures(version=0, max_staleness_steps=1)
+    figures = StepFigures(trained_version=0, max_staleness_steps=1)
     figures.add_group(group_of([[]]), {})
     assert figures.loss_denominator == 0
 
 
 def test_the_totals_that_a_checkpoint_holds_do_not_grow_with_the_run() -> None:
-    figures = StepFigures(version=0, max_staleness_steps=1)
+    figures = StepFigures(trained_version=0, max_staleness_steps=1)
     figures.add_group(group_of([[0]]), {})
     figures.add_seconds("step", 1.0)
     totals = RunTotals()
