@@ -8,7 +8,6 @@
 A stage that works on several items at once has a lane for each, and shows the state of its busiest lane. Knows nothing about the items.
 """
 
-import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -248,8 +247,8 @@ class Channel(Generic[T]):
         self._items: deque[T] = deque()
         self._is_closed = False
         self._num_open = 0
-        self._getters: deque[asyncio.Future[None]] = deque()
-        self._putters: deque[asyncio.Future[None]] = deque()
+        self._getters: deque[object] = deque()
+        self._putters: deque[object] = deque()
         self._changes = Changes()
 
     async def put(self, item: T) -> None:
@@ -265,7 +264,7 @@ class Channel(Generic[T]):
             raise StageError(f"the channel holds {len(self._items)} items, which is all that it may")
         self._items.append(item)
         self._num_open += 1
-        self._wake()
+        self._changes.notify()
 
     async def get(self) -> T:
         """Take the oldest item. Waits for one; raises ``ChannelClosedError`` when closed and empty."""
@@ -273,7 +272,7 @@ class Channel(Generic[T]):
         if not self._items:
             raise ChannelClosedError("the channel is closed and empty")
         item = self._items.popleft()
-        self._wake()
+        self._changes.notify()
         return item
 
     def item_done(self) -> None:
@@ -288,7 +287,7 @@ class Channel(Generic[T]):
     def close(self) -> None:
         """Note that no item will follow; held items can still be taken. Idempotent."""
         self._is_closed = True
-        self._wake()
+        self._changes.notify()
 
     async def __aiter__(self) -> AsyncIterator[T]:
         while True:
@@ -315,32 +314,17 @@ class Channel(Generic[T]):
     def _has_item(self) -> bool:
         return self._is_closed or bool(self._items)
 
-    async def _wait_in_order(self, queue: "deque[asyncio.Future[None]]", is_ready: Callable[[], bool]) -> None:
-        """Wait, first come first served, until ``is_ready()``; after a cancellation the next in the queue is woken."""
+    async def _wait_in_order(self, queue: deque[object], is_ready: Callable[[], bool]) -> None:
+        """Wait, first come first served, until ``is_ready()``; after a cancellation the next in the queue is first."""
         if not queue and is_ready():
             return
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue.append(waiter)
+        place = object()
+        queue.append(place)
         try:
-            await waiter
-            while not is_ready():
-                queue[queue.index(waiter)] = waiter = asyncio.get_running_loop().create_future()
-                await waiter
+            await self._changes.until(lambda: queue[0] is place and is_ready())
         finally:
-            queue.remove(waiter)
-            self._wake()
-
-    def _wake(self) -> None:
-        """Wake the first of each queue if it can proceed. It stays first until it runs, so that no other overtakes it."""
-        if self._getters and self._has_item():
-            _release(self._getters[0])
-        if self._putters and self._has_space():
-            _release(self._putters[0])
-
-
-def _release(waiter: "asyncio.Future[None]") -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+            queue.remove(place)
+            self._changes.notify()
 
 
 async def run_stage(
