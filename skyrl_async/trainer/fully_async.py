@@ -165,22 +165,7 @@ class FullyAsyncTrainer:
             self.totals.reward_before = self.first_evaluation.reward
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._run.recorder.start()
-                trained = Channel[TrainedStep](MAX_OPEN_STEPS + 1)
-
-                def start(name: str, running: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-                    return tasks.create_task(self._failing_between_steps(running), name=name)
-
-                generating = start("generation", self._run.workers.run(on_failure=self._run.shutdown.remember))
-                preparing = start("preparation", self._preparation.run())
-                updating = start("param_update", self._weight_update.run(trained))
-                start("validation", self._validation.run())
-                await self._failing_between_steps(self._train_stage.run(trained))
-                await updating
-                await self._weight_update.publish_the_rest()
-                await self._save_at_the_end()
-                generating.cancel()
-                preparing.cancel()
+                await self._run_stages(tasks)
         except BaseExceptionGroup as failures:
             last = first_failure(failures)
             failure = self._run.shutdown.failure or last
@@ -202,6 +187,25 @@ class FullyAsyncTrainer:
         except _LEAVES_POLICY_INTACT as error:
             logger.exception("the last evaluation failed; training is complete")
             self.evaluation_failure = error
+
+    async def _run_stages(self, tasks: asyncio.TaskGroup) -> None:
+        """Train until the data or the run ends, publish and save the last version, and end the other stages."""
+        self._run.recorder.start()
+        trained = Channel[TrainedStep](MAX_OPEN_STEPS + 1)
+
+        def start(name: str, running: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+            return tasks.create_task(self._failing_between_steps(running), name=name)
+
+        generating = start("generation", self._run.workers.run(on_failure=self._run.shutdown.remember))
+        preparing = start("preparation", self._preparation.run())
+        updating = start("param_update", self._weight_update.run(trained))
+        start("validation", self._validation.run())
+        await self._failing_between_steps(self._train_stage.run(trained))
+        await updating
+        await self._weight_update.publish_the_rest()
+        await self._save_at_the_end()
+        generating.cancel()
+        preparing.cancel()
 
     async def _failing_between_steps(self, running: Coroutine[Any, Any, None]) -> None:
         """Remember a failure at once. Raise it after the optimizer step in progress, unless training itself failed: a step that is cut

@@ -98,7 +98,7 @@ class Receiver(ModelledEngine):
 
     @property
     def is_paused(self) -> bool:
-        return not self._is_dead and self._shared.is_stopped
+        return not self._is_dead and self._shared.is_paused
 
     async def connect_transfer(self, init_info: dict[str, Any]) -> None:
         self._check_alive()
@@ -108,7 +108,7 @@ class Receiver(ModelledEngine):
         self._check_alive()
         (chunk,) = update.chunks
         self.held &= set(keep)
-        assert not self._shared.is_stopped, "it receives beside generation"
+        assert not self._shared.is_paused, "it receives beside generation"
         try:
             await self._group.together()
             await self._act(self.plan.pop(0) if self.plan else "fine")

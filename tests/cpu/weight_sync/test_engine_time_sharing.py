@@ -43,7 +43,7 @@ def watched(simulation: Simulation) -> None:
             for is_over in (False, True):
                 if group is not None and simulation.device_groups.get(member) is group:
                     assert group.statistics().holder == member
-                    assert all(engine._shared.is_stopped for engine in simulation.client.engines)
+                    assert all(engine._shared.is_paused for engine in simulation.client.engines)
                 result = result if is_over else await call(*arguments)
             return result
 
@@ -274,9 +274,9 @@ def test_whoever_holds_engines_keeps_their_turn_and_whoever_comes_later_waits_fo
                 await asyncio.sleep(3.0)
                 assert setting.group.statistics().holder == "generate"
             await asyncio.sleep(0.1)
-            assert setting.group.statistics().holder == "ref" and setting.engine._shared.is_stopped
+            assert setting.group.statistics().holder == "ref" and setting.engine._shared.is_paused
             async with setting.turns.holding():
-                assert loop.time() == 8.0 and not setting.engine._shared.is_stopped
+                assert loop.time() == 8.0 and not setting.engine._shared.is_paused
 
     run_in_virtual_time(main())
 

@@ -44,7 +44,7 @@ class Troubled(ModelledEngine):
 
     @property
     def is_paused(self) -> bool:
-        return not self._is_dead and self._shared.is_stopped
+        return not self._is_dead and self._shared.is_paused
 
     async def pause(self, mode: PauseMode) -> None:
         await self._follow("pause")
@@ -253,7 +253,7 @@ def test_an_engine_that_has_paused_loads_while_another_one_ends_its_step() -> No
             0.5 + 0.5 + 6.5
         )  # sent and staged; at 6 the slow one has loaded, at 7 the quick one will have
         assert (await slow.version(), await quick.version(), setting.client.policy_version) == (1, 0, 0)
-        assert slow._shared.is_stopped, "it samples nothing before all have loaded"
+        assert slow._shared.is_paused, "it samples nothing before all have loaded"
         await publishing
         assert await setting.versions_served() == {1}
 

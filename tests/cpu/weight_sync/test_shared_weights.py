@@ -228,7 +228,7 @@ class Neighbour(ModelledEngine):
 
     @property
     def is_paused(self) -> bool:
-        return not self._is_dead and self._shared.is_stopped
+        return not self._is_dead and self._shared.is_paused
 
     async def load_weights(self, update: WeightUpdate) -> None:
         (chunk,) = update.chunks
