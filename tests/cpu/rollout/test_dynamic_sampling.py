@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
-from skyrl_async.checkpoint.files import attest
+from skyrl_async.checkpoint.files import write_manifest
 from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.inference.client import InferenceEngineClient
@@ -301,7 +301,7 @@ def test_a_resumed_run_goes_on_counting_groups_without_a_difference(tmp_path: Pa
     del content["filtered_in_a_row"]  # as checkpoints were before
     (path / "trainer_state.json").write_text(json.dumps(content))
     (path / "manifest.json").unlink()
-    attest(path)
+    write_manifest(path)
     with pytest.raises(GenerationError, match=f"^{most} groups in a row .* and {most} had none"):
         simulate(unlimited, 0.0, path)
 
