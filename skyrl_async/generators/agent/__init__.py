@@ -1,1 +1,1 @@
-"""Agent harnesses that play a sample over the endpoint, as programs or as functions."""
+"""Agent harnesses that generate samples over the endpoint, as programs or as functions."""

@@ -1,18 +1,18 @@
-"""Harnesses that are programs: a command line, run once per sample in a session of processes of its own.
+"""Harnesses that are programs: a command line, run once per sample in its own process session.
 
-Flows in: tasks. Flows out: the answer the program wrote, or an error with its last words. The program needs nothing of this
-package: it finds the endpoint and the task in its environment, and the task on its standard input too. It is no sandbox: the
-program has this user's rights, but neither this process's environment nor any key but its session's. Where this process is
-killed, a guard ends the programs; what a guard missed is ended by the next run in the same directory.
+Flows in: tasks. Flows out: the program's answer, or an error with the end of its output. The program needs nothing of this package: it
+finds the endpoint and the task in its environment, and the task on its standard input too. This is no sandbox: the program has this
+user's rights, but gets neither this process's environment nor any key but its session's. If this process is killed, a guard ends the
+programs; the next run in the same directory ends programs that the guard missed.
 
 | variable | |
 |---|---|
 | `OPENAI_BASE_URL`, `OPENAI_API_BASE`, `OPENAI_API_KEY`, `OPENAI_MODEL` | the session at the endpoint, with `/v1` |
 | `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`, `ANTHROPIC_MODEL` | the same without `/v1` |
 | `SKYRL_TASK_FILE` | JSON: `uid`, `messages`, `extras`, `sample_index`, `is_evaluation` |
-| `SKYRL_RESULT_FILE` | may be written: JSON `{"output": "..."}`, what the judge shall read instead of the last reply |
-| `SKYRL_RUN_DIR`, `SKYRL_RUN_PROCESS` | the run, by which its agents are found when it was killed |
-| `PASSED`, `LC_*`, `AGENT_*` | as they are here |
+| `SKYRL_RESULT_FILE` | may be written: JSON `{"output": "..."}`, the answer to be rewarded in place of the last reply |
+| `SKYRL_RUN_DIR`, `SKYRL_RUN_PROCESS` | the run, by which its agents are found after it was killed |
+| `PASSED`, `LC_*`, `AGENT_*` | as in this process |
 """
 
 import asyncio
@@ -54,7 +54,7 @@ PASSED = (
     "USER",
     "VIRTUAL_ENV",
 )
-"""Variables of this process that a harness gets, beside ``LC_*`` and ``AGENT_*``; the last is for a harness's own settings."""
+"""Variables of this process passed to a harness, beside ``LC_*`` and ``AGENT_*`` (for a harness's own settings)."""
 
 SHELL = "/bin/sh"
 _RUN_DIR = "SKYRL_RUN_DIR"
@@ -69,7 +69,7 @@ _REAP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Files:
-    """What lies in ``.skyrl`` of a working directory."""
+    """Files in ``.skyrl`` of a working directory."""
 
     task: Path
     result: Path
@@ -80,17 +80,17 @@ class _Files:
 class CommandHarness:
     """Runs a command line with ``/bin/sh -c`` in the task's working directory, and ends all its processes with it.
 
-    A shell, so that a command may use what it finds (``mini --model openai/$OPENAI_MODEL``); nothing of a task is ever put into
-    the command. Words that name files where the run was started (``python agent.py``) are made absolute, because the agent runs
-    elsewhere; one in quotes stays.
+    A shell lets a command use its variables (``mini --model openai/$OPENAI_MODEL``); nothing of a task is put into the command.
+    Words that name files below the launch directory (``python agent.py``) are made absolute, because the agent runs elsewhere;
+    quoted words stay.
     """
 
     def __init__(self, command: str, *, launch_dir: Path | None = None, run_dir: Path | None = None) -> None:
         """
         Args:
             command: for a POSIX shell.
-            launch_dir: where the command's files are looked for; None is the directory of this process.
-            run_dir: of the run; who takes it up can tell by it which agents are left, see ``end_agents_of``.
+            launch_dir: directory of the command's files; None is this process's.
+            run_dir: directory of the run; a resumed run finds left agents by it, with ``end_agents_of``.
         """
         self._command = with_absolute_files(command, launch_dir or Path.cwd())
         self._marks = {"SKYRL_RUN_PROCESS": uuid.uuid4().hex}
@@ -99,22 +99,22 @@ class CommandHarness:
         self._is_guarded = False
 
     async def run(self, task: AgentTask) -> AgentResult:
-        """Raises ``GenerationError`` when the program cannot be started, exits with another status than 0 or leaves a result
-        that is none. Cancellation kills its processes; so does their program's end."""
+        """Raises ``GenerationError`` if the program cannot be started, exits with another status than 0 or leaves an invalid result.
+        All its processes are killed at its end, and by a cancellation."""
         self._guard()
         files = _prepare(task)
         environment = agent_environment(task, files.task, files.result) | self._marks
         with files.task.open("rb") as stdin, files.stdout.open("w+b") as stdout, files.stderr.open("w+b") as stderr:
             status = await self._run_program(task.working_dir, environment, stdin, stdout, stderr)
             if status != 0:
-                words = _last_words(stderr) or _last_words(stdout)
+                words = _output_tail(stderr) or _output_tail(stdout)
                 raise GenerationError(
-                    f"{_ending(status)} {words.replace(task.api_key, '<key>') or 'and wrote nothing'}"
+                    f"{_exit_message(status)} {words.replace(task.api_key, '<key>') or 'and wrote nothing'}"
                 )
         return AgentResult(output=_read_output(files.result))
 
     def _guard(self) -> None:
-        """By another mark than the run's directory: a slow guard must not end the agents of who takes the run up."""
+        """Start a guard. Its mark is not the run's directory: a slow guard must not end the agents of the resumed run."""
         if self._is_guarded:
             return
         self._is_guarded = True
@@ -125,7 +125,7 @@ class CommandHarness:
     async def _run_program(
         self, working_dir: Path, environment: Mapping[str, str], stdin: BinaryIO, stdout: BinaryIO, stderr: BinaryIO
     ) -> int:
-        """The exit status; nothing of the program is left afterwards."""
+        """Return the exit status; none of the program's processes is left afterwards."""
         process: Process | None = None
         try:
             process = await asyncio.create_subprocess_exec(
@@ -149,12 +149,12 @@ class CommandHarness:
 
 
 def end_agents_of(run_dir: Path) -> int:
-    """Kill what is left of the agents of a run in ``run_dir``, which must have ended; returns how many processes that were."""
+    """Kill the remaining agents of an ended run in ``run_dir``; returns the number of processes."""
     return kill_agent(None, f"{_RUN_DIR}={run_dir.absolute()}")
 
 
 async def _reap(process: Process) -> None:
-    """Wait for a killed process to be gone, which the kernel may delay only while it does I/O."""
+    """Wait for the end of a killed process, which the kernel delays only during I/O."""
     try:
         async with asyncio.timeout(_REAP_TIMEOUT_S):
             await process.wait()
@@ -163,7 +163,7 @@ async def _reap(process: Process) -> None:
 
 
 def with_absolute_files(command: str, launch_dir: Path) -> str:
-    """``command`` with the plain words that have a dot or a slash and name a file below ``launch_dir`` made absolute."""
+    """Make absolute the plain words of ``command`` that have a dot or a slash and name a file below ``launch_dir``."""
 
     def absolute(word: re.Match[str]) -> str:
         path = launch_dir / word[0]
@@ -174,7 +174,7 @@ def with_absolute_files(command: str, launch_dir: Path) -> str:
 
 
 def agent_environment(task: AgentTask, task_file: Path, result_file: Path) -> dict[str, str]:
-    """All that a program's environment holds."""
+    """The whole environment of a program."""
     return {
         **passed_environment(),
         "OPENAI_BASE_URL": task.base_url,
@@ -190,7 +190,7 @@ def agent_environment(task: AgentTask, task_file: Path, result_file: Path) -> di
 
 
 def passed_environment() -> dict[str, str]:
-    """What programs get of this process's environment: an allow-list, because that holds keys that are not for agents."""
+    """The variables passed to programs: an allow-list, because this process's environment may hold secret keys."""
     passed = {name: value for name, value in os.environ.items() if name in PASSED or name.startswith(_PASSED_PREFIXES)}
     for name in _PATH_LISTS:
         if name in passed:  # its working directory is another one
@@ -201,7 +201,7 @@ def passed_environment() -> dict[str, str]:
 
 
 def _prepare(task: AgentTask) -> _Files:
-    """Make the files' directory and write the task. Neither its address nor its key is in it."""
+    """Make the files' directory and write the task, without the endpoint's address and key."""
     directory = task.working_dir.absolute() / ".skyrl"
     directory.mkdir(mode=0o700)
     files = _Files(
@@ -222,7 +222,7 @@ def _prepare(task: AgentTask) -> _Files:
 
 
 def _read_output(path: Path) -> str | None:
-    """The answer in the result file, where there is one. What the agent wrote is not believed: no pipe, no endless file."""
+    """The answer in the result file, if there is one. The agent is not trusted: pipes and huge files are refused."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -239,7 +239,7 @@ def _read_output(path: Path) -> str | None:
     return output
 
 
-def _ending(status: int) -> str:
+def _exit_message(status: int) -> str:
     if status < 0:
         return f"the agent was ended by signal {-status}"
     if status == 127:
@@ -247,8 +247,8 @@ def _ending(status: int) -> str:
     return f"the agent ended with status {status}"
 
 
-def _last_words(stream: BinaryIO) -> str:
-    """The end of what it wrote. Read from what was opened before: an agent may have put something else in its place."""
+def _output_tail(stream: BinaryIO) -> str:
+    """The end of the output. It is read from the open file, because an agent may have replaced the path."""
     start = max(0, os.fstat(stream.fileno()).st_size - _NUM_TAIL_BYTES)
     words = os.pread(stream.fileno(), _NUM_TAIL_BYTES, start).decode(errors="replace").strip().splitlines()
     return "\n".join(("and wrote:", *words[-_NUM_TAIL_LINES:])) if words else ""

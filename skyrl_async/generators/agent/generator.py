@@ -1,9 +1,8 @@
 """The generator that runs any harness against the endpoint: one session and one run of the harness per sample.
 
-    prompt ──> session (key) ──> harness ──HTTP──> endpoint ──> reward of what it did ──> finish(reward) ──> training rows
+    prompt ──> session (key) ──> harness ──HTTP──> endpoint ──> reward ──> finish(reward) ──> training rows
 
-Flows in: group requests. Flows out: rows with exact token ids, log-probs and versions, captured at the endpoint. Does not know
-tokenizers, engines, or what a harness does.
+The endpoint captures exact token ids, log-probs and versions. Does not know tokenizers, engines, or a harness's work.
 """
 
 import asyncio
@@ -32,14 +31,14 @@ from skyrl_async.types import FinishReason, Prompt, Trajectory
 logger = logging.getLogger(__name__)
 
 _MIN_FINISHED = 2
-"""Samples of a group that must finish: one alone has no advantage."""
+"""Samples of a group that must finish, because one alone has no advantage."""
 _UNSAFE = re.compile(r"[^\w.-]")
-"""Characters of a uid that do not go into a directory's name."""
+"""Characters of a uid that are replaced in a directory's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
-    """Why a harness did not come to its end."""
+    """The failure of a harness."""
 
     message: str
     is_timeout: bool = False
@@ -47,8 +46,6 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    """What became of one sample."""
-
     rows: tuple[Trajectory, ...]
     reward: float
     failure: _Failure | None
@@ -57,17 +54,18 @@ class _Sample:
 class AgentGenerator:
     """A ``Generator`` over any harness.
 
-    A sample whose harness fails (an exception, an exit status, a timeout, no turn at all) is an abandoned member of its group:
-    its rows are masked, the others are trained. At least two samples of a group must finish (one, where only one is asked),
-    else ``GenerationError`` is raised with the first failure, and whoever asked may play those that failed again. Where the
-    endpoint says that a cap ended the session, or that its last answer was cut at a length limit, the harness did not fail: it is
-    truncated, and rewarded for what it did. Nor did it where it met an outage: ``OutageError`` is raised once the others are played,
-    so that the sample is played again.
+    A sample whose harness fails (an exception, an exit status, a timeout, no turn at all) is abandoned: its rows are masked, the
+    group's other samples are trained. At least two samples of a group must finish (one, if only one is requested). Otherwise
+    ``GenerationError`` is raised with the first failure, and the caller may retry the failed samples.
 
-    In an evaluation a failed sample earns 0 and nothing is abandoned, so that a policy gains nothing by breaking its harness.
+    Two failures are not the harness's fault. If the endpoint reports that a cap ended the session, or that its last answer was cut at
+    a length limit, the sample is truncated, and rewarded for its work so far. If there was an outage, ``OutageError`` is raised after
+    the other samples have ended, so that the sample is retried.
 
-    Rows carry their ``sample_index``. A sample may have several (a rewritten history) or none (nothing was sampled); for an
-    evaluation it has at least one, empty if need be.
+    In an evaluation a failed sample gets reward 0 and nothing is abandoned, so that a policy gains nothing by breaking its harness.
+
+    Rows carry their ``sample_index``. A sample may have several rows (a rewritten history) or none (nothing was sampled). In an
+    evaluation it has at least one, possibly empty.
     """
 
     def __init__(
@@ -85,13 +83,13 @@ class AgentGenerator:
         """
         Args:
             pool: creates sessions; closed by ``close``.
-            harness: plays a sample.
+            harness: runs a sample.
             reward_source: rewards it.
-            agent_timeout_s: of one run of the harness, not counting the wait for a place.
-            executor: deletes working directories; shut down by ``close``, which waits for what it does.
-            deadlines: stand still in outages; None: there is none.
-            max_concurrent_agents: harnesses running at once over all groups; None sets no limit.
-            working_dir: where working directories are made and kept; None makes temporary ones.
+            agent_timeout_s: of one run of the harness, without the wait for its start.
+            executor: deletes working directories; ``close`` waits for it and shuts it down.
+            deadlines: stand still in outages; None: no outages.
+            max_concurrent_agents: harnesses running concurrently, over all groups; None: no limit.
+            working_dir: parent of the working directories, which are kept; None makes temporary ones.
         """
         self._pool = pool
         self._harness = harness
@@ -105,20 +103,20 @@ class AgentGenerator:
 
     @keeps_samples
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """Return the rows of the samples asked for, those of one sample next to each other.
+        """Return the rows of the requested samples, ordered by sample.
 
-        Raises ``GenerationError`` when too few samples finish or the endpoint fails, and whatever the judge raises; the others
-        are played to their end first.
+        Raises ``GenerationError`` if too few samples finish or the endpoint fails, and any error of the reward source; the other
+        samples run to their end first.
         """
         samples = await run_samples(
             request,
             "agent",
-            lambda index: self._play(request, index),
+            lambda index: self._run_sample(request, index),
             lambda sample: None if sample.failure and not request.is_evaluation else sample.rows,
             lambda rows: _Sample(rows=rows, reward=rows[0].reward if rows else 0.0, failure=None),
         )
         failures = [sample.failure for sample in samples if sample.failure]
-        num_finished = request.num_samples - len(failures)  # those that were not asked for again among them
+        num_finished = request.num_samples - len(failures)  # with the samples that were not requested again
         if not request.is_evaluation and num_finished < min(_MIN_FINISHED, request.num_samples):
             raise GenerationError(
                 f"{len(failures)} of {len(samples)} agents failed on {request.prompt.uid}, the first one: {failures[0].message}"
@@ -126,18 +124,18 @@ class AgentGenerator:
         return tuple(row for sample in samples for row in sample.rows)
 
     def statistics(self) -> dict[str, float]:
-        """Agents running now, and so far: finished, failed (timeouts among them), timeouts, truncated (finished among them)."""
+        """Agents running now, and totals: finished (with truncated), failed (with timeouts), timeouts, truncated."""
         return {name: float(count) for name, count in self._counts.items()}
 
     async def close(self) -> None:
-        """Close the connections, and wait for working directories to be deleted."""
+        """Close the connections, and wait until the working directories are deleted."""
         await self._pool.close()
         await asyncio.to_thread(self._executor.shutdown)
 
-    async def _play(self, request: GroupRequest, index: int) -> _Sample:
-        """One sample, once there is a place. A session that is gone by itself is a failure of the sample.
+    async def _run_sample(self, request: GroupRequest, index: int) -> _Sample:
+        """Run one sample after waiting for a slot. A lost session is a failure of the sample.
 
-        Raises ``OutageError`` where the sample failed and there was an outage while it was played.
+        Raises ``OutageError`` if the sample failed and there was an outage during its run.
         """
         label, outages = f"{request.prompt.uid}-{index}", self._deadlines.outages
         report("waiting for a place")
@@ -149,7 +147,7 @@ class AgentGenerator:
                     async with self._pool.session(
                         sampling=request.sampling, priority=request.priority, label=label
                     ) as session:
-                        sample = await self._play_in(session, request, index, working_dir)
+                        sample = await self._run_in(session, request, index, working_dir)
                 except SessionError as error:
                     failure = _Failure(message=f"its session was lost: {error}")
                     sample = _Sample(rows=(), reward=0.0, failure=failure)
@@ -169,8 +167,8 @@ class AgentGenerator:
         self._counts["timeouts"] += sample.failure.is_timeout
         logger.warning("agent %s failed: %s", label, sample.failure.message)
 
-    async def _play_in(self, session: AgentSession, request: GroupRequest, index: int, working_dir: Path) -> _Sample:
-        """Run the harness, then reward what it did or abandon it."""
+    async def _run_in(self, session: AgentSession, request: GroupRequest, index: int, working_dir: Path) -> _Sample:
+        """Run the harness, then reward or abandon the sample."""
         started = asyncio.get_running_loop().time()
         report("in its agent")
         task = _task(session, request, index, working_dir)
@@ -180,7 +178,7 @@ class AgentGenerator:
         report("rewarding")
         status = await session.status()
         episode = _episode(status, result, working_dir, failure)
-        failure = _settled(failure, status, episode)
+        failure = _final_failure(failure, status, episode)
         if episode.failure and not failure:
             logger.info(
                 "agent %s-%d was cut short, and is rewarded for what it did: %s", task.uid, index, episode.failure
@@ -207,7 +205,7 @@ class AgentGenerator:
         try:
             async with self._deadlines.within(self._agent_timeout_s) as deadline:
                 return await self._harness.run(task)
-        except Exception as error:  # a harness is the user's, and may fail in any way: counted, not raised
+        except Exception as error:  # a harness is the user's and may fail in any way: counted, not raised
             if deadline.expired():
                 message = f"it took longer than generator.agent_timeout_s={self._agent_timeout_s:g}"
                 return _Failure(message=message, is_timeout=True)
@@ -215,7 +213,7 @@ class AgentGenerator:
             return _Failure(message=message)
 
     async def _reward_of(self, prompt: Prompt, episode: AgentEpisode, result: AgentResult) -> EpisodeReward:
-        """The reward that the harness gives itself, where it may, else the judge's."""
+        """The harness's own reward if it returned one, else the reward source's."""
         if result.reward is None:
             return await self._reward_source.reward_of(prompt, episode)
         if not math.isfinite(result.reward):
@@ -232,7 +230,7 @@ class AgentGenerator:
 
     @contextlib.contextmanager
     def _workspace(self, label: str) -> Iterator[Path]:
-        """A directory that no other run has or had. A temporary one is deleted behind the caller's back: it may be large."""
+        """A new directory. A temporary one is deleted in the background, because it may be large."""
         prefix = f"{_UNSAFE.sub('_', label)[:80]}-"
         if self._working_dir is not None:
             yield Path(tempfile.mkdtemp(prefix=prefix, dir=self._working_dir))
@@ -262,7 +260,8 @@ def _task(session: AgentSession, request: GroupRequest, index: int, working_dir:
 def _episode(
     status: Mapping[str, Any], result: AgentResult, working_dir: Path, failure: _Failure | None
 ) -> AgentEpisode:
-    """What the endpoint and the harness say of a run that has ended. Raises ``GenerationError`` when the status lacks a field."""
+    """Combine the endpoint's and the harness's reports. Raises ``GenerationError`` if the status lacks a field."""
+    is_cut = status.get("last_finish_reason") == FinishReason.LENGTH
     try:
         return AgentEpisode(
             messages=tuple(status["messages"]),
@@ -270,17 +269,17 @@ def _episode(
             output=result.output,
             working_dir=working_dir,
             num_turns=status["num_turns"],
-            is_truncated=bool(status["was_cut_short"]) or (failure is not None and _was_cut(status)),
+            is_truncated=bool(status["was_cut_short"]) or (failure is not None and is_cut),
             failure=failure.message if failure else None,
         )
     except (KeyError, TypeError) as error:
         raise GenerationError(f"GET /sessions/{status.get('id')} lacks a field: {error}") from error
 
 
-def _settled(failure: _Failure | None, status: Mapping[str, Any], episode: AgentEpisode) -> _Failure | None:
-    """Whether the harness failed after all: not where the endpoint let it go no further, but where it never got going.
+def _final_failure(failure: _Failure | None, status: Mapping[str, Any], episode: AgentEpisode) -> _Failure | None:
+    """The failure that counts: none if the endpoint stopped the harness, one if the model never answered.
 
-    What fails right after an answer that a length limit cut fails of that: the OpenAI Agents SDK, for one, raises on ``incomplete``.
+    A failure right after an answer cut by a length limit is caused by the cut: the OpenAI Agents SDK raises on ``incomplete``.
     """
     if status.get("state") == "expired":
         return _Failure(message="its session expired; see server.session_idle_timeout_s and session_lifetime_s")
@@ -291,13 +290,8 @@ def _settled(failure: _Failure | None, status: Mapping[str, Any], episode: Agent
     return failure
 
 
-def _was_cut(status: Mapping[str, Any]) -> bool:
-    """Whether the last answer was."""
-    return status.get("last_finish_reason") == FinishReason.LENGTH
-
-
 def _unsampled(index: int, reward: float) -> Trajectory:
-    """A row for the reward of a sample that left none."""
+    """An empty row that carries the reward of a sample without rows."""
     return Trajectory(
         prompt_token_ids=(),
         response_token_ids=(),

@@ -1,7 +1,7 @@
-"""Harnesses: what plays one sample of a prompt by talking to an endpoint, as an agent anywhere would.
+"""Harnesses: agents that generate one sample of a prompt by talking to an endpoint.
 
-Flows in: a task with the address and the key of a session. Flows out: what the harness says came of it. Does not know sessions'
-rows, groups or rewards; ``agent_command`` runs harnesses that are programs.
+Flows in: a task with the address and the key of a session. Flows out: the harness's result. Does not know training rows, groups or
+rewards. ``command.py`` runs harnesses that are programs.
 """
 
 import asyncio
@@ -30,65 +30,65 @@ HIDDEN_COLUMNS = frozenset(
         "tests",
     }
 )
-"""Columns that only the judge may see, at any depth of a row's extras. So is every name that begins with an underscore."""
+"""Columns hidden from harnesses, at any depth of a row's extras, like every name that begins with an underscore."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTask:
-    """One sample of a prompt to be played."""
+    """The task of generating one sample of a prompt."""
 
     uid: str
-    """The prompt's."""
+    """Uid of the prompt."""
     messages: tuple[Message, ...]
     """The prompt, in OpenAI form."""
     extras: dict[str, Any]
     """The row's other columns, without ``HIDDEN_COLUMNS``."""
     base_url: str
-    """Of the endpoint, with ``/v1``."""
+    """Root of the endpoint, with ``/v1``."""
     api_key: str = field(repr=False)
-    """Of this sample's session: what is asked with it is recorded."""
+    """Key of this sample's session, which records all requests made with it."""
     model: str
     working_dir: Path
-    """The sample's own; empty at first."""
+    """Directory of this sample alone; empty at first."""
     sample_index: int
-    """Within the group."""
+    """Index within the group."""
     is_evaluation: bool
     sampling: SamplingParams
-    """What the endpoint samples with, whatever the harness asks for."""
+    """Parameters that the endpoint samples with, whatever the harness requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """What a harness says of its episode."""
+    """A harness's result."""
 
     output: str | None = None
-    """Its answer, for the judge; None: the text of the last turn."""
+    """The answer to be rewarded; None: the text of the last turn."""
     reward: float | None = None
-    """Only from functions, which run in the trainer and are trusted; None asks the reward function."""
+    """Reward, only from functions, which run in the trainer and are trusted; None: the reward source decides."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Figures of the episode."""
 
 
 class Harness(Protocol):
-    """Plays a task; any exception is a failed sample."""
+    """Runs a task; any exception is a failed sample."""
 
     async def run(self, task: AgentTask) -> AgentResult:
-        """Play ``task`` to its end. Cancellation must release everything at once."""
+        """Run ``task`` to its end. Cancellation must release everything at once."""
         ...
 
 
 AgentFunction = Callable[[AgentTask], Awaitable[AgentResult | float | str | None]]
-"""A harness of a few lines: returns its whole result, or its reward, or its answer, or nothing."""
+"""A harness as a function: returns its whole result, its reward, its answer, or None."""
 
 
 class FunctionHarness:
-    """An async function, called on an event loop that all such agents share, and the trainer does not: it must not block."""
+    """An async function, called on an event loop of the agents in a thread of its own. It must not block."""
 
     def __init__(self, function: AgentFunction) -> None:
         self._function = function
 
     async def run(self, task: AgentTask) -> AgentResult:
-        """Raises what the function raises, and ``GenerationError`` when it returns something else than it may."""
+        """Raises the function's error, and ``GenerationError`` if it returns another type."""
         return await run_on_agent_loop(self._call(task))
 
     async def _call(self, task: AgentTask) -> AgentResult:
@@ -111,7 +111,7 @@ class FunctionHarness:
 
 
 def shown_extras(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """What a harness may see of a row's extras: all but ``HIDDEN_COLUMNS``, copied."""
+    """A copy of a row's extras without ``HIDDEN_COLUMNS``."""
     return {name: _shown(value) for name, value in extras.items() if _is_shown(name)}
 
 
@@ -136,12 +136,12 @@ T = TypeVar("T")
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The one loop of this process; its thread ends with the process, so that clients may be kept between agents."""
+    """The agents' event loop. Its thread ends with the process, so that agents may keep clients."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="agents", daemon=True).start()
     return loop
 
 
 async def run_on_agent_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` on the agents' loop; cancelling this cancels it there. Raises what it raises."""
+    """Run ``work`` on the agents' loop, so that many agents never delay the trainer's. A cancellation is passed on."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))

@@ -1,8 +1,8 @@
-"""Ends the processes of an agent: the program, and whatever it has started.
+"""Ends the processes of an agent: the program and all its descendants.
 
-Flows in: a process group, and a mark that the program found in its environment and its children inherited. Flows out: signals.
-Does not know what the processes were for. As a program by itself it is a guard: it waits for the death of the process that started
-it, which may come by ``kill -9``, and ends what that leaves behind. Standard library only, because it is started by its path.
+Flows in: a process group, and a mark in the program's environment, which its children inherit. Run as a program, this file is a guard:
+it waits for the death of the process that started it, even by ``kill -9``, and ends the agents left behind. Standard library only,
+because it is started by its path.
 """
 
 import contextlib
@@ -19,19 +19,19 @@ _PR_SET_PDEATHSIG = 1
 
 
 def kill_agent(group_id: int | None, mark: str) -> int:
-    """Kill at once, without waiting for the deaths; returns how many were found by their mark.
+    """Kill at once, without waiting for the deaths; returns the number of processes found by their mark.
 
-    A descendant may have left the group (agents' tools often run in sessions of their own, servers detach): on Linux it is known
-    by its environment. One that left the group and cleared its environment is not found.
+    A descendant may have left the group (agents' tools often run in their own sessions, servers detach): on Linux it is found by its
+    environment. A process that left the group and cleared its environment is not found.
 
     Args:
-        group_id: of the process group that the program leads; None when it was not started, or is not known.
-        mark: a ``NAME=value`` of its environment that no other process has.
+        group_id: of the process group that the program leads; None if it was not started or is unknown.
+        mark: a unique ``NAME=value`` of its environment.
     """
     if group_id is not None:
         _kill(-group_id)
     killed: set[int] = set()
-    for _ in range(_MAX_ROUNDS):  # one that is forking may leave a child that the round has not seen
+    for _ in range(_MAX_ROUNDS):  # a forking process may leave a child that this round has not seen
         found = set(marked_processes(mark)) - killed
         if not found:
             break
@@ -42,7 +42,7 @@ def kill_agent(group_id: int | None, mark: str) -> int:
 
 
 def marked_processes(mark: str) -> Iterator[int]:
-    """Ids of the living processes that began with ``mark`` in their environment; none but on Linux."""
+    """Ids of the living processes that were started with ``mark`` in their environment; only on Linux."""
     if sys.platform != "linux":
         return
     needle = mark.encode()
@@ -58,10 +58,10 @@ def marked_processes(mark: str) -> Iterator[int]:
 
 
 def start_guard(mark: str) -> subprocess.Popen[bytes] | None:
-    """A process that kills what has ``mark`` once this process is dead, however it died; None but on Linux."""
+    """Start a process that kills the processes with ``mark`` after this process has died in any way; only on Linux."""
     if sys.platform != "linux":
         return None
-    # In a session of its own: what ends this process with all of its group leaves the guard to do its work.
+    # In its own session: a signal to this process's group must not end the guard.
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, mark, str(os.getpid())],
         stdin=subprocess.DEVNULL,
@@ -72,13 +72,13 @@ def start_guard(mark: str) -> subprocess.Popen[bytes] | None:
 
 
 def end_guard(guard: subprocess.Popen[bytes]) -> None:
-    """Nothing is left for it to do."""
+    """End a guard that is no longer needed."""
     guard.kill()
     guard.wait()
 
 
 def _guard(mark: str, parent_id: int) -> None:
-    """The kernel's signal also comes when only the thread that started this one ends: then the process still is the parent."""
+    """Wait for the parent's death. The kernel's signal also comes at the end of the parent's thread, hence the loop."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     while os.getppid() == parent_id:

@@ -1,6 +1,6 @@
-"""Rewards of agents' episodes: from a function of the user's, or from the prompt's environment.
+"""Rewards of agents' episodes: from the user's function, or from the prompt's environment.
 
-Flows in: prompts and what agents did. Flows out: rewards with figures. Does not know harnesses, sessions or tokens.
+Does not know harnesses, sessions or tokens.
 """
 
 import asyncio
@@ -21,39 +21,39 @@ from skyrl_async.types import Message, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentEpisode:
-    """What an agent did with a prompt, as far as the endpoint and the working directory show it."""
+    """An agent's work on a prompt, as seen by the endpoint and the working directory."""
 
     messages: tuple[Message, ...]
-    """The conversation of the newest turn, its reply included; empty when nothing was sampled."""
+    """The conversation of the newest turn with its reply; empty if nothing was sampled."""
     last_text: str | None
-    """What the policy wrote in the newest turn, as it was sampled (reasoning and tool calls included); None without turns."""
+    """The sampled text of the newest turn (with reasoning and tool calls); None without turns."""
     output: str | None
-    """What the harness gave as its answer, if it gave one."""
+    """The harness's answer, if it gave one."""
     working_dir: Path
-    """Where it ran; deleted after the reward is known, unless ``generator.working_dir`` keeps it."""
+    """The agent's directory; deleted after the reward is known, unless ``generator.working_dir`` keeps it."""
     num_turns: int
-    """Sampled in all branches."""
+    """Turns sampled in all branches."""
     is_truncated: bool
-    """A cap of the session, the model's context, or a cut answer that its harness could do nothing with ended it."""
+    """Ended by a cap of the session, the model's context, or a cut answer that the harness could not use."""
     failure: str | None = None
-    """Why the harness failed, where a truncation made it fail: it is rewarded for what it did until then."""
+    """The harness's failure, if a truncation caused it: the agent is rewarded for its work until then."""
 
     @property
     def answer(self) -> str:
-        """What a judge of one answer reads: the harness's output, else the last text, else nothing."""
+        """The harness's output, else the last text, else an empty string."""
         return self.last_text or "" if self.output is None else self.output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeReward:
-    """What an episode earned."""
+    """The reward of an episode, with figures."""
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class RewardSource(Protocol):
-    """Rewards episodes; any exception fails the whole group, because it is no fault of the agent's."""
+    """Rewards episodes. An exception fails the whole group, because it is not the agent's fault."""
 
     async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
         """Called before the session is finished."""
@@ -61,11 +61,11 @@ class RewardSource(Protocol):
 
 
 RewardFunction = Callable[[Prompt, AgentEpisode], float | Awaitable[float]]
-"""A user's reward: async, or a plain function, which is called in a thread and may block."""
+"""A user's reward: async, or a plain function that is called in a thread and may block."""
 
 
 class FunctionReward:
-    """Asks a function; ``slots`` bounds the plain functions that run at once in ``executor``."""
+    """Calls a function; ``slots`` bounds the plain functions that run concurrently in ``executor``."""
 
     def __init__(
         self, function: RewardFunction, executor: Executor, slots: AbstractAsyncContextManager[Any] | None = None
@@ -76,7 +76,7 @@ class FunctionReward:
         self._is_async = inspect.iscoroutinefunction(function)
 
     async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
-        """Raises what the function raises, and ``GenerationError`` when it returns no finite number."""
+        """Raises the function's error, and ``GenerationError`` if it returns no finite number."""
         if self._is_async:
             found: Any = self._function(prompt, episode)
         else:
@@ -94,11 +94,11 @@ class FunctionReward:
 
 
 class EnvironmentReward:
-    """Tells the prompt's environment, of the skyrl_gym protocol, what the agent said.
+    """Passes the agent's texts to the prompt's skyrl_gym environment.
 
-    An environment of one turn (its ``max_turns`` is 1, or it has none) is told the answer. One of several is told each text of
-    the conversation in turn, until it is done: those that the prompt does not hold already, and that call no tool. Its
-    observations are not used: what the agent was answered, its harness has decided.
+    An environment of one turn (``max_turns`` is 1 or missing) gets the answer. An environment of several gets one text after another
+    until it is done: the assistant's texts that are not in the prompt and call no tool. Its observations are not used, since the
+    harness has answered the agent.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class EnvironmentReward:
     ) -> None:
         """
         Args:
-            make_environment: of a prompt's ``env_class`` and ``extras``.
-            executor: of environments that block.
-            slots: bound their calls that run at once; None sets no limit but the executor's.
-            max_turns: most texts told, >= 1, whatever the environment says.
+            make_environment: called with a prompt's ``env_class`` and ``extras``.
+            executor: runs environments that block.
+            slots: bounds their concurrent calls; None: only the executor bounds them.
+            max_turns: most texts passed, >= 1, whatever the environment's own limit.
         """
         self._slots = slots
         self._make_environment = make_environment
@@ -122,7 +122,7 @@ class EnvironmentReward:
         self._max_turns = max_turns
 
     async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
-        """Raises what the environment raises, ``GenerationError`` where it breaks the protocol."""
+        """Raises the environment's error, and ``GenerationError`` if it breaks the protocol."""
         limit = min(int(prompt.extras.get("max_turns") or self._max_turns), self._max_turns)
         environment = self._make_environment(prompt.env_class, {**deepcopy(prompt.extras), "max_turns": limit})
         calls = EnvironmentCalls(environment, self._executor, self._slots)
@@ -143,7 +143,7 @@ class EnvironmentReward:
 
 
 def _texts_for(environment: Environment, prompt: Prompt, episode: AgentEpisode) -> list[str]:
-    """The texts that an environment is to judge."""
+    """The texts to pass to an environment."""
     if int(getattr(environment, "max_turns", 1)) <= 1:
         return [episode.answer]
     given = [_text(message) for message in prompt.messages if message["role"] == "assistant"]

@@ -1,7 +1,7 @@
-"""The endpoint's sessions, from the side that creates and rewards them: a client of its control API, for generators anywhere.
+"""Client of the endpoint's session API: creates, rewards and finishes sessions, for generators anywhere.
 
-Flows in: addresses of endpoints and their controller key. Flows out: sessions, whose own keys go to harnesses, and the training
-rows they leave. Does not know who talks in a session, nor how the endpoint keeps it.
+Flows in: addresses of endpoints and their controller key. Flows out: sessions with their own keys for harnesses, and training rows.
+Does not know the clients of a session, nor the endpoint's storage.
 """
 
 import asyncio
@@ -30,14 +30,18 @@ logger = logging.getLogger(__name__)
 
 _NUM_CONNECT_RETRIES = 2
 _HURRIED_RELEASE_S = 1.0
-"""What a block that was cancelled or met an outage spends at most on deleting its session, which expires by itself otherwise."""
+"""Most seconds for deleting a session after a cancellation or an outage; otherwise the session expires."""
+
+
+_NOT_ACCEPTED = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
+"""Errors after which a request is sent to the next front end."""
 
 
 class SessionPool:
-    """Creates sessions at one or more front ends of an endpoint, in turn.
+    """Creates sessions at one or more front ends of an endpoint, round robin.
 
-    Every call may be sent twice: all but the creation are idempotent, and a session created twice expires unused. So a refused
-    or broken connection is tried again, a creation at the next front end, and all of it for as long as an outage may last.
+    Calls are sent again after a refused or broken connection (a creation to the next front end), for as long as an outage may last.
+    Every call but the creation is idempotent, and a session created twice expires unused.
     """
 
     def __init__(
@@ -56,13 +60,13 @@ class SessionPool:
             controller_key: may create, reward and finish sessions; never goes to a harness.
             timeout_s: of one call.
             transport: carries the calls; None is TCP.
-            outages: waited for before a call is sent again; None: nobody tells of them.
-            outage_timeout_s: how long a call that is not answered is sent again.
+            outages: the end of an outage is awaited before a call is sent again; None: unknown.
+            outage_timeout_s: how long an unanswered call is sent again.
         """
         if not urls:
             raise ValueError("urls must name at least one endpoint, got none")
         self._urls = tuple(url.rstrip("/") for url in urls)
-        self._turns = itertools.cycle(range(len(self._urls)))
+        self._next_url = itertools.cycle(range(len(self._urls)))
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
         self._resending = Resending(outages or Outages(), outage_timeout_s)
         self._client = httpx.AsyncClient(
@@ -80,27 +84,26 @@ class SessionPool:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections. Sessions that are open stay so until they expire."""
+        """Close the connections. Open sessions stay open until they expire."""
         await self._client.aclose()
 
     @asynccontextmanager
     async def session(
         self, *, sampling: SamplingParams | None = None, priority: int = 0, label: str | None = None
     ) -> AsyncIterator["AgentSession"]:
-        """A session for as long as the block lasts.
+        """A session that exists during the block.
 
-        A block left without ``finish`` or ``abandon`` abandons it, so that ``trajectories`` are known afterwards; a cancelled one
-        only deletes it, and takes a second at most for that, as does one that an outage ended. Deleting is best effort: an endpoint
-        forgets sessions by itself.
+        A block without ``finish`` or ``abandon`` abandons the session at its end, so that ``trajectories`` are known. After a
+        cancellation or an outage the session is only deleted, within a second. Deletion is best effort, since sessions expire.
 
         Args:
-            sampling: the trainer's; replaces what the harness asks for.
+            sampling: the trainer's parameters; they replace the harness's.
             priority: of its requests; smaller is served first.
-            label: names it in the endpoint's log.
+            label: name in the endpoint's log.
 
         Raises:
-            GenerationError: the endpoint fails or refuses, or (``OutageError``) cannot be reached. So do the session's methods, which
-                raise a ``SessionError`` when it is gone or closed.
+            GenerationError: the endpoint fails or refuses, or (``OutageError``) cannot be reached. The session's methods raise the same,
+                and ``SessionError`` if the session is gone or closed.
         """
         session = await self._create(sampling, priority, label)
         is_hurried = False
@@ -110,7 +113,7 @@ class SessionPool:
             is_hurried = True
             raise
         finally:
-            await session._leave(is_hurried=is_hurried)
+            await session._release(is_hurried=is_hurried)
 
     async def _create(self, sampling: SamplingParams | None, priority: int, label: str | None) -> "AgentSession":
         body: dict[str, Any] = {"priority": priority}
@@ -120,7 +123,7 @@ class SessionPool:
             body["sampling"] = {
                 name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens")
             }
-        first = next(self._turns)
+        first = next(self._next_url)
         roots = (*self._urls[first:], *self._urls[:first])
         roots = roots if len(roots) > 1 else roots * 2
         root, found = await self._resending.until_answered(lambda: _ask(self._client, "POST", roots, "/sessions", body))
@@ -135,7 +138,7 @@ class SessionPool:
 
 
 class AgentSession:
-    """One conversation, or several branches of one, being sampled at the endpoint under a key of its own."""
+    """A conversation, possibly with several branches, at the endpoint under its own key."""
 
     def __init__(
         self,
@@ -153,7 +156,7 @@ class AgentSession:
         self.model = model
         self._client = client
         self._resending = resending
-        self._is_leaving = False
+        self._is_releasing = False
         self._root = root
         self._trajectories: tuple[Trajectory, ...] | None = None
 
@@ -166,7 +169,7 @@ class AgentSession:
         return self._trajectories or ()
 
     async def status(self) -> dict[str, Any]:
-        """What the endpoint says of it: state, counts, ``messages`` of the newest turn's conversation, ``last_text``."""
+        """Return the session's state, counts, ``messages`` of the newest turn's conversation, and ``last_text``."""
         found = await self._ask("GET", "")
         if not isinstance(found, dict):
             raise GenerationError(f"GET {self._root}/sessions/{self.id} must answer with an object, got {found!r}")
@@ -175,11 +178,11 @@ class AgentSession:
     async def finish(
         self, reward: float, *, metrics: Mapping[str, float] | None = None, is_truncated: bool = False
     ) -> tuple[Trajectory, ...]:
-        """Reward and close it; returns its training rows. Again returns the rows of the first time.
+        """Reward and close the session; returns its training rows. A second call returns the same rows.
 
         Args:
             reward: finite; ``ValueError`` otherwise.
-            metrics: figures of the episode; what is not finite is left out, JSON has no word for it.
+            metrics: figures of the episode; values that are not finite are left out, since JSON cannot hold them.
             is_truncated: a budget ended it, not the policy.
         """
         if not math.isfinite(reward):
@@ -187,7 +190,7 @@ class AgentSession:
         return await self._finish(reward, metrics, is_truncated=is_truncated, is_abandoned=False)
 
     async def abandon(self, *, metrics: Mapping[str, float] | None = None) -> tuple[Trajectory, ...]:
-        """Close it without a reward; returns its rows, all masked."""
+        """Close the session without a reward; returns its rows, all masked."""
         return await self._finish(0.0, metrics, is_truncated=False, is_abandoned=True)
 
     async def _finish(
@@ -210,9 +213,9 @@ class AgentSession:
                 ) from error
         return self._trajectories
 
-    async def _leave(self, *, is_hurried: bool) -> None:
-        """Abandon it where it is still open, and delete it; failures are logged, because the block's own outcome counts."""
-        self._is_leaving = True
+    async def _release(self, *, is_hurried: bool) -> None:
+        """Abandon the session if it is open, and delete it. Failures are logged: the block's own result matters more."""
+        self._is_releasing = True
         try:
             async with asyncio.timeout(_HURRIED_RELEASE_S if is_hurried else None):
                 try:
@@ -230,34 +233,24 @@ class AgentSession:
             _, found = await _ask(self._client, method, roots, f"/sessions/{self.id}{path}", body)
             return found
 
-        return await (send() if self._is_leaving else self._resending.until_answered(send))
+        return await (send() if self._is_releasing else self._resending.until_answered(send))
 
 
 async def _ask(
     client: httpx.AsyncClient, method: str, roots: Sequence[str], path: str, body: Mapping[str, Any] | None
 ) -> tuple[str, Any]:
-    """Send a request to the first of ``roots`` that takes it; returns that root and its JSON answer (None without content).
+    """Send a request to the first of ``roots`` that accepts it; returns that root and its JSON answer (None without content).
 
-    Raises ``SessionNotFoundError``, ``SessionClosedError``, ``OutageError`` or ``GenerationError``, each with what was asked.
+    Raises ``SessionNotFoundError``, ``SessionClosedError``, ``OutageError`` or ``GenerationError``, each with the request.
     """
-    *others, last = roots
-    for root in others:
+    for num_tries, root in enumerate(roots, start=1):
         try:
-            return root, await _ask_once(client, method, root, path, body)
-        except (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError) as error:
-            logger.info("%s %s%s is sent again: %r", method, root, path, error)
+            return root, _checked(method, root, path, await client.request(method, f"{root}{path}", json=body))
         except httpx.HTTPError as error:
-            raise _failure(method, root, path, error) from error
-    try:
-        return last, await _ask_once(client, method, last, path, body)
-    except httpx.HTTPError as error:
-        raise _failure(method, last, path, error) from error
-
-
-async def _ask_once(
-    client: httpx.AsyncClient, method: str, root: str, path: str, body: Mapping[str, Any] | None
-) -> Any:
-    return _checked(method, root, path, await client.request(method, f"{root}{path}", json=body))
+            if num_tries == len(roots) or not isinstance(error, _NOT_ACCEPTED):
+                raise _failure(method, root, path, error) from error
+            logger.info("%s %s%s is sent again: %r", method, root, path, error)
+    raise AssertionError("unreachable")
 
 
 def _failure(method: str, root: str, path: str, error: httpx.HTTPError) -> GenerationError:
@@ -267,7 +260,7 @@ def _failure(method: str, root: str, path: str, error: httpx.HTTPError) -> Gener
 
 
 def _checked(method: str, root: str, path: str, response: httpx.Response) -> Any:
-    """The answer's JSON, or the error that its status stands for."""
+    """Return the answer's JSON, or raise the error of its status."""
     asked = f"{method} {root}{path}"
     if response.is_success:
         try:
@@ -294,7 +287,7 @@ def _refusal(response: httpx.Response) -> tuple[str, str]:
 
 
 def _trajectory(row: Mapping[str, Any]) -> Trajectory:
-    """A row of the wire. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is none."""
+    """Parse a row. Raises ``KeyError``, ``TypeError`` or ``ValueError``."""
     num_tokens = len(row["response_token_ids"])
     return Trajectory(
         prompt_token_ids=tuple(row["prompt_token_ids"]),

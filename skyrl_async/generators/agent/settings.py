@@ -1,7 +1,6 @@
-"""Makes an ``AgentGenerator`` of settings, and finds out what is wrong with them before anything starts.
+"""Makes an ``AgentGenerator`` from ``generator.*``, and checks the settings before anything starts.
 
-Flows in: the values of ``generator.*``, the endpoint's addresses. Flows out: a generator, or ``ConfigError`` naming the key, what
-was found and what to change. Does not know the configuration's classes.
+Raises ``ConfigError`` with the key, the value found and what to change. Does not know the configuration's classes.
 """
 
 import asyncio
@@ -39,14 +38,14 @@ _SCRIPT = re.compile(
     (?P<quote>["']?) (?P<file>[\w./~@%+,][\w./~@%+,-]*) (?P=quote) (?=[\s;&|<>]|$)""",
     re.VERBOSE,
 )
-"""The file that the first program of a command reads as a script, where that is plain to see: behind flags that take no value."""
+"""Finds the script of a command's first program, in plain cases: after flags that take no value."""
 _MODULE = re.compile(rf"\s*(?P<python>{_PYTHON})-m\s+(?P<name>[\w.]+)(?=[\s;&|<>]|$)")
 
 
 def check_agent_settings(
     *, command: str | None, entrypoint: str | None, reward: str | None, working_dir: Path | None = None
 ) -> None:
-    """See that there is one harness, that it can be found, and that the reward can; imports the functions, makes ``working_dir``.
+    """Check that there is exactly one harness, and that it and the reward can be found; imports functions, makes ``working_dir``.
 
     Raises ``ConfigError``.
     """
@@ -81,25 +80,25 @@ def make_agent_generator(
     working_dir: Path | None = None,
     run_dir: Path | None = None,
 ) -> AgentGenerator:
-    """A generator that runs the harness of these settings; its ``close`` releases connections and threads.
+    """Return a generator that runs the harness; its ``close`` releases connections and threads.
 
     Args:
         urls: roots of the endpoint's front ends, without ``/v1``.
         controller_key: of the endpoint.
         command: the harness as a command line; or
         entrypoint: as ``module:function``.
-        reward: ``module:function``, called with (``Prompt``, ``AgentEpisode``); None asks the prompt's environment.
-        make_environment: of a prompt's ``env_class`` and ``extras``.
-        max_turns: most texts of an episode that an environment judges.
+        reward: ``module:function``, called with (``Prompt``, ``AgentEpisode``); None: the prompt's environment rewards.
+        make_environment: called with a prompt's ``env_class`` and ``extras``.
+        max_turns: most texts of an episode passed to an environment.
         agent_timeout_s: of one run of the harness.
-        deadlines: stand still in outages; None: there is none.
-        outage_timeout_s: how long the endpoint is asked again where it does not answer.
-        max_concurrent_agents: harnesses running at once; None sets no limit.
-        working_dir: where working directories are made and kept; None makes temporary ones.
-        run_dir: of the run that agents belong to; None: of none.
+        deadlines: stand still in outages; None: no outages.
+        outage_timeout_s: how long an unanswered request to the endpoint is sent again.
+        max_concurrent_agents: harnesses running concurrently; None: no limit.
+        working_dir: parent of the working directories, which are kept; None makes temporary ones.
+        run_dir: directory of the run, if there is one.
 
     Raises:
-        ConfigError: see ``check_agent_settings``.
+        ConfigError: as ``check_agent_settings`` does.
     """
     check_agent_settings(command=command, entrypoint=entrypoint, reward=reward, working_dir=working_dir)
     reward_threads, slots = DaemonThreads("reward"), asyncio.Semaphore(_MAX_THREADS)
@@ -123,7 +122,7 @@ def make_agent_generator(
 
 
 def _check_command(command: str) -> None:
-    """The shell can read it, and finds its first program, and what that is to run, where these are plain to see."""
+    """Check that the shell can parse the command, and that its first program and its script exist, in plain cases."""
     if not command.strip():
         raise ConfigError(f"generator.command must be a command line, got {command!r}")
     read = subprocess.run([SHELL, "-n", "-c", command], capture_output=True, text=True, timeout=_CHECK_TIMEOUT_S)
@@ -157,7 +156,7 @@ def _check_program(program: str, launch_dir: Path, environment: Mapping[str, str
 
 
 def _check_script(script: str, is_quoted: bool, launch_dir: Path, path: str) -> None:
-    """A relative name that the command has kept is looked for in the agent's directory, which is empty; by shells, on PATH too."""
+    """Check a script. A relative name that stays in the command is resolved in the agent's empty directory (by shells, on PATH too)."""
     file = launch_dir / (script if is_quoted else os.path.expanduser(script))
     if not os.path.exists(file) and shutil.which(script, os.F_OK, path) is None:
         raise ConfigError(f"generator.command must name a script that exists, got {script!r} (in {launch_dir})")
@@ -190,7 +189,7 @@ def _harness_function(entrypoint: str) -> Callable[..., Any]:
 
 
 def _make_directory(directory: Path) -> None:
-    """And one in it, as every agent gets."""
+    """Make the directory, and try to make an agent's directory in it."""
     try:
         directory.expanduser().mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryDirectory(dir=directory.expanduser()).cleanup()

@@ -5,10 +5,11 @@ Flows in: a conversation and exact ids. Flows out: sampled tokens with their tex
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, Self
 
 from skyrl_async.errors import GenerationError
+from skyrl_async.rollout.sample_state import fields_of
 from skyrl_async.rollout.sampler import OpenGeneration
 from skyrl_async.types import ENVIRONMENT_VERSION, Completion, Message, SamplingParams, Trajectory
 
@@ -61,17 +62,17 @@ class TurnSampler(Protocol):
         ...
 
 
+@dataclass(slots=True)
 class TrajectoryBuilder:
     """The tokens of an episode so far. No I/O; ``GenerationError`` when a turn does not continue the one before it."""
 
-    def __init__(self) -> None:
-        self.prompt_token_ids: tuple[int, ...] = ()
-        self.response_token_ids: list[int] = []
-        self._loss_mask: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
-        self._num_turns = 0
-        self._num_aborts = 0
+    prompt_token_ids: tuple[int, ...] = ()
+    response_token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    num_turns: int = 0
+    num_aborts: int = 0
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -81,68 +82,54 @@ class TrajectoryBuilder:
     def add_turn(self, completion: Completion, num_kept: int | None = None) -> None:
         """Append a turn: what its prompt adds as the environment's tokens, then its own (the first ``num_kept``)."""
         _check_lengths(completion)
-        if self._num_turns == 0:
+        if self.num_turns == 0:
             self.prompt_token_ids = completion.prompt_token_ids
         context = self.token_ids
         if completion.prompt_token_ids[: len(context)] != context:
             raise GenerationError(
-                f"the prompt of turn {self._num_turns + 1} must begin with the {len(context)} tokens before it, "
+                f"the prompt of turn {self.num_turns + 1} must begin with the {len(context)} tokens before it, "
                 "but does not"
             )
         between = completion.prompt_token_ids[len(context) :]
         self._extend(between, 0, (0.0,) * len(between), (ENVIRONMENT_VERSION,) * len(between))
         kept = slice(0, num_kept)
         self._extend(completion.token_ids[kept], 1, completion.logprobs[kept], completion.versions[kept])
-        self._num_turns += 1
-        self._num_aborts += completion.num_aborts
+        self.num_turns += 1
+        self.num_aborts += completion.num_aborts
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Of the policy, so far."""
-        return sum(self._loss_mask)
+        """Tokens that the policy sampled so far."""
+        return sum(self.loss_mask)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
-        return {
-            "prompt_token_ids": list(self.prompt_token_ids),
-            "response_token_ids": list(self.response_token_ids),
-            "loss_mask": list(self._loss_mask),
-            "logprobs": list(self._logprobs),
-            "versions": list(self._versions),
-            "num_turns": self._num_turns,
-            "num_aborts": self._num_aborts,
-        }
+        """A copy of all fields."""
+        return {name: list(v) if isinstance(v, list | tuple) else v for name, v in fields_of(self).items()}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Self:
-        """The builder of which ``to_json`` was taken."""
-        builder = cls()
-        builder.prompt_token_ids = tuple(saved["prompt_token_ids"])
-        builder.response_token_ids = list(saved["response_token_ids"])
-        builder._loss_mask = list(saved["loss_mask"])
-        builder._logprobs = list(saved["logprobs"])
-        builder._versions = list(saved["versions"])
-        builder._num_turns = saved["num_turns"]
-        builder._num_aborts = saved["num_aborts"]
-        return builder
+        """The inverse of ``to_json``."""
+        values = {one.name: saved[one.name] for one in fields(cls)}
+        copied = {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
+        return cls(**copied | {"prompt_token_ids": tuple(saved["prompt_token_ids"])})
 
     def _extend(self, ids: Sequence[int], mask: int, logprobs: Sequence[float], versions: Sequence[int]) -> None:
         self.response_token_ids.extend(ids)
-        self._loss_mask.extend([mask] * len(ids))
-        self._logprobs.extend(logprobs)
-        self._versions.extend(versions)
+        self.loss_mask.extend([mask] * len(ids))
+        self.logprobs.extend(logprobs)
+        self.versions.extend(versions)
 
     def build(self, *, reward: float, is_truncated: bool, metrics: dict[str, float]) -> Trajectory:
         return Trajectory(
             prompt_token_ids=self.prompt_token_ids,
             response_token_ids=tuple(self.response_token_ids),
-            loss_mask=tuple(self._loss_mask),
-            logprobs=tuple(self._logprobs),
-            versions=tuple(self._versions),
+            loss_mask=tuple(self.loss_mask),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
             reward=reward,
-            num_turns=self._num_turns,
+            num_turns=self.num_turns,
             is_truncated=is_truncated,
-            num_aborts=self._num_aborts,
+            num_aborts=self.num_aborts,
             metrics=metrics,
         )
 
