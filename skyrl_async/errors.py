@@ -6,25 +6,25 @@ SkyRLAsyncError
 |-- PolicyError             a policy directory cannot be used, or does not match
 |-- CheckpointError         a checkpoint is missing, incomplete, or of another model
 |-- StateError              an accounting rule of the ledger or the staleness manager was broken
-|   |-- StageError          a stage made a move that it may not make
+|   |-- StageError          a stage made a forbidden transition
 |   `-- ChannelClosedError  an item came after the end, or none will follow
 |-- InferenceError
-|   |-- EngineDeadError     one engine is gone; its requests continue elsewhere
+|   |-- EngineDeadError     one engine died; its requests continue in other engines
 |   |-- NoEngineError       no engine is left to serve a request
 |   |-- PromptTooLongError  a prompt leaves no room for an answer in the model's context
 |   |-- EngineStartError    an engine did not come up
-|   |-- RequestRefusedError  an engine cannot do what a request asks
-|   `-- SessionError        a session of the endpoint cannot do what was asked
+|   |-- RequestRefusedError  an engine cannot serve a request
+|   `-- SessionError        a session of the endpoint cannot serve a request
 |       |-- SessionClosedError    it is finished, has expired or has reached a cap
-|       `-- SessionNotFoundError  there is none of that name
+|       `-- SessionNotFoundError  no session has that name
 |-- PublishError            a weight publish failed; the old version serves everywhere
 |-- GenerationError         a generator broke its contract, or too many rollouts failed
-|   `-- OutageError         nothing could be sampled: no endpoint, or no engine behind it; no fault of the rollout
-|-- TrainingError           a policy worker failed, or its numbers stopped being numbers
-|   |-- WeightsWriteError   weights cannot be written: shared memory or a disk is full, or refuses
-|   |-- WeightsLostError    gathered weights are gone with the workers that held them
+|   `-- OutageError         nothing could be sampled: no endpoint or no engine answered; not the rollout's fault
+|-- TrainingError           a policy worker failed, or its results are not finite
+|   |-- WeightsWriteError   weights cannot be written: shared memory or a disk is full, or fails
+|   |-- WeightsLostError    gathered weights were lost with the workers that held them
 |   |-- WeightsTransferError  a broadcast of weights broke off; none of its engines has them
-|   `-- WorkerDiedError     a policy worker is gone, or lost the others; new ones can take up where it was
+|   `-- WorkerDiedError     a policy worker died, or lost the others; new workers can continue
 `-- DeadlineError           a wait took longer than its deadline; says what is stuck
 """
 
@@ -54,7 +54,7 @@ class StateError(SkyRLAsyncError):
 
 
 class StageError(StateError):
-    """A stage made a move that it may not make."""
+    """A stage made a forbidden transition."""
 
 
 class ChannelClosedError(StateError):
@@ -66,7 +66,7 @@ class InferenceError(SkyRLAsyncError):
 
 
 class EngineDeadError(InferenceError):
-    """One engine is gone; its requests continue elsewhere."""
+    """One engine died; its requests continue in other engines."""
 
 
 class NoEngineError(InferenceError):
@@ -98,11 +98,11 @@ class EngineStartError(InferenceError):
 
 
 class RequestRefusedError(InferenceError):
-    """An engine cannot do what a request asks, such as following a broken JSON schema."""
+    """An engine cannot serve a request, such as one with a broken JSON schema."""
 
 
 class SessionError(InferenceError):
-    """A session of the endpoint cannot do what was asked."""
+    """A session of the endpoint cannot serve a request."""
 
 
 class SessionClosedError(SessionError):
@@ -110,7 +110,7 @@ class SessionClosedError(SessionError):
 
 
 class SessionNotFoundError(SessionError):
-    """There is no session of that name, or no longer."""
+    """No session has that name, or it was deleted."""
 
 
 class PublishError(SkyRLAsyncError):
@@ -122,27 +122,27 @@ class GenerationError(SkyRLAsyncError):
 
 
 class OutageError(GenerationError):
-    """Nothing could be sampled: no endpoint, or no engine behind it. No fault of the rollout."""
+    """Nothing could be sampled: no endpoint or no engine answered. Not the rollout's fault."""
 
 
 class TrainingError(SkyRLAsyncError):
-    """A policy worker failed, or its numbers stopped being numbers."""
+    """A policy worker failed, or its results are not finite."""
 
 
 class WeightsWriteError(TrainingError):
-    """Weights cannot be written: shared memory or a disk is full, or refuses. The policy is as it was."""
+    """Weights cannot be written: shared memory or a disk is full, or fails. The policy is unchanged."""
 
 
 class WeightsLostError(TrainingError):
-    """Gathered weights are gone with the workers that held them; those in their place hold later ones."""
+    """Gathered weights were lost with the workers that held them; the new workers hold later weights."""
 
 
 class WeightsTransferError(TrainingError):
-    """A broadcast of weights broke off; none of its engines has them. Another group may be formed for it."""
+    """A broadcast of weights broke off; none of its engines has them. They can be broadcast again in another group."""
 
 
 class WorkerDiedError(TrainingError):
-    """A policy worker is gone, or lost the others; new ones can take up where it was."""
+    """A policy worker died, or lost the others; new workers can continue."""
 
 
 class DeadlineError(SkyRLAsyncError):

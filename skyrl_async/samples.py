@@ -1,7 +1,4 @@
-"""The samples of a group, put together from its rows: most are one row, a session whose history was rewritten is several.
-
-Flows in: trajectories. Flows out: samples with what counts once for each. Does not know where rows come from or go to.
-"""
+"""The samples of a group, assembled from its rows: most have one row, a session with a rewritten history has several."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +8,7 @@ from skyrl_async.types import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One try at a prompt."""
+    """One answer to a prompt."""
 
     rows: tuple[Trajectory, ...]
     """At least one; all have the same reward."""
@@ -22,18 +19,18 @@ class Sample:
 
     @property
     def shaped_reward(self) -> float:
-        """What advantages are computed of: the reward, where nothing shapes it."""
+        """The reward from which advantages are computed; the plain reward if it is not shaped."""
         shaped = self.rows[0].shaped_reward
         return self.reward if shaped is None else shaped
 
     @property
     def is_overlong(self) -> bool:
-        """Nothing of it is trained, since a length limit cut it; its reward is reported, and no part of the baseline."""
+        """Masked because a length limit cut it; the reward is reported, but excluded from the baseline."""
         return self.rows[0].is_overlong
 
     @property
     def is_abandoned(self) -> bool:
-        """Nothing of it is trained, and its reward counts for nothing."""
+        """Masked, and its reward ignored."""
         return self.rows[0].is_abandoned
 
     @property
@@ -53,10 +50,10 @@ def samples_of(trajectories: Sequence[Trajectory]) -> tuple[Sample, ...]:
     """The samples in order of their first row."""
     rows: dict[int, list[Trajectory]] = {}
     for position, row in enumerate(trajectories):
-        # Rows without an index are samples of their own; they never meet indexed ones in a group.
+        # Rows without an index are one sample each; a group never mixes them with indexed rows.
         key = position if row.sample_index is None else row.sample_index
         rows.setdefault(key, []).append(row)
-    return tuple(Sample(rows=tuple(of_one)) for of_one in rows.values())
+    return tuple(Sample(rows=tuple(of_sample)) for of_sample in rows.values())
 
 
 def rewarded_samples_of(trajectories: Sequence[Trajectory]) -> tuple[Sample, ...]:
@@ -65,5 +62,5 @@ def rewarded_samples_of(trajectories: Sequence[Trajectory]) -> tuple[Sample, ...
 
 
 def live_samples_of(trajectories: Sequence[Trajectory]) -> tuple[Sample, ...]:
-    """Of these, the samples that are trained: those that make up the group's baseline."""
+    """The samples that are trained and form the group's baseline: neither abandoned nor overlong."""
     return tuple(sample for sample in rewarded_samples_of(trajectories) if not sample.is_overlong)

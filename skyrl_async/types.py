@@ -1,7 +1,7 @@
-"""The values that cross the seams: prompts, sampling parameters, tokens with their provenance, trajectories, groups.
+"""Values that several rooms share: prompts, sampling parameters, tokens with their policy versions, trajectories, groups.
 
-Everything here is plain, frozen and free of torch, ray and vllm, so that any process can hold it. Sequences of one value per
-token are tuples of equal length.
+Everything here is plain, frozen and free of torch, ray and vllm, so that any process can hold it. Sequences with one value per token are
+tuples of equal length.
 """
 
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ Message = dict[str, Any]
 """One chat message in OpenAI form: at least ``role`` and ``content``."""
 
 ENVIRONMENT_VERSION = -1
-"""Policy version of tokens that no policy sampled (prompts, observations, chat-template glue)."""
+"""Policy version of tokens that were not sampled (prompts, observations, tokens of the chat template)."""
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended; the values are OpenAI's, plus ``abort``, which never leaves the client."""
+    """Reason for the end of a generation: OpenAI's values, and ``abort``, which never leaves the client."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -24,37 +24,37 @@ class FinishReason(StrEnum):
 
 
 class PauseMode(StrEnum):
-    """What a pause does to requests in flight."""
+    """Treatment of requests in flight during a pause."""
 
     ABORT = "abort"
-    """They return with their tokens so far, and are continued in token space."""
+    """Requests return with their tokens so far, and the client continues them from those tokens."""
     KEEP = "keep"
-    """They freeze inside the engine, which recomputes their KV cache under the new weights."""
+    """Requests freeze inside the engine, which recomputes their KV cache with the new weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """What the grammar of a constrained generation admits; exactly one field is set."""
+    """The constraint of a generation; exactly one field is set."""
 
     json_schema: str | None = None
     """A JSON schema, as JSON text."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
-    """What matches a regular expression."""
+    """A regular expression that the text matches."""
     choice: tuple[str, ...] | None = None
-    """One of these texts."""
+    """The allowed texts."""
     grammar: str | None = None
-    """What a context-free grammar derives, in vLLM's forms."""
+    """A context-free grammar, in vLLM's forms."""
 
 
 TopLogprobs = tuple[tuple[int, float], ...]
-"""The likeliest tokens at one position with their log-probs in nats, likeliest first."""
+"""(token id, log-prob in nats) of the likeliest tokens at one position, likeliest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample; names and meanings are OpenAI's and vLLM's."""
+    """Sampling parameters, with OpenAI's and vLLM's names and meanings."""
 
     max_tokens: int
     """Most new tokens, >= 1."""
@@ -65,83 +65,85 @@ class SamplingParams:
     top_k: int = 0
     """Highest-probability tokens kept; 0 keeps all."""
     min_p: float = 0.0
-    """Least probability relative to the most likely token, in [0, 1]."""
+    """Smallest probability relative to the likeliest token, in [0, 1]."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text; they are left out of the text, their tokens are kept."""
+    """Strings that end the text. The text lacks them; their tokens are kept."""
     includes_stop: bool = False
-    """Keep what ended the answer in the text: a stop string or, unless ``skip_special_tokens`` drops it, a stop token."""
+    """Keep the stop string in the text, or the stop token unless ``skip_special_tokens`` removes it."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the answer, beside the end-of-sequence tokens; the last one of ``token_ids`` then, and not in the text."""
+    """Tokens that end the answer, beside the end-of-sequence tokens. ``token_ids`` ends with the stop token; the text lacks it."""
     min_tokens: int = 0
-    """Fewest new tokens, <= ``max_tokens``: until then stop tokens are impossible and stop strings are passed over."""
+    """Fewest new tokens, <= ``max_tokens``. Before them no stop token is sampled and stop strings are ignored."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids and what is added to their logits."""
+    """(token id, value added to its logit)."""
     allowed_token_ids: tuple[int, ...] = ()
-    """No other token is sampled; empty allows all."""
+    """The only tokens that may be sampled; empty allows all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences of which the last token is never sampled after the others."""
+    """Token sequences that never occur: the last token is not sampled after the others."""
     ignore_eos: bool = False
     """Sample past the end-of-sequence token (benchmarks and tests)."""
     seed: int | None = None
     """Honoured by the deterministic engine only: vLLM cannot continue a seeded request exactly (and on CPU dies of one)."""
     presence_penalty: float = 0.0
-    """In [-2, 2]; of sampled tokens."""
+    """In [-2, 2]; applies to sampled tokens."""
     frequency_penalty: float = 0.0
-    """In [-2, 2]; of sampled tokens."""
+    """In [-2, 2]; applies to sampled tokens."""
     repetition_penalty: float = 1.0
-    """> 0; of the prompt's tokens and of sampled ones."""
+    """> 0; applies to prompt and sampled tokens."""
     structured: StructuredOutput | None = None
-    """Constrains the answer; log-probs are of the tokens that the grammar left, 0.0 where it left one."""
+    """Constrains the answer. Log-probs are normalised over the tokens that the grammar allows; 0.0 if it allows only one."""
     num_top_logprobs: int = 0
-    """Likeliest tokens reported beside each sampled one, in [0, 20]."""
+    """Number of likeliest tokens reported for each sampled token, in [0, 20]."""
     reports_logprobs: bool = True
-    """Have every token bear its behavior log-prob. False saves an engine a fifth of its time, for answers that nobody trains on."""
+    """Return behavior log-probs. False saves an engine a fifth of its time, for answers that are not trained."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text. The token that ended the answer is never in it."""
+    """Remove special tokens from the text. The token that ended the answer is never in it."""
 
     @property
     def is_resumable(self) -> bool:
-        """Whether prompt plus tokens so far continues the generation exactly. A grammar would begin again, and penalties and bad
-        words of several tokens would take the tokens so far for prompt."""
+        """Whether a new request with prompt plus tokens so far continues the generation exactly.
+
+        A grammar would restart, and penalties and bad words of several tokens would count the tokens so far as prompt.
+        """
         is_penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         return self.structured is None and not is_penalised and all(len(word) == 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One generation asked of one engine, in tokens."""
+    """One generation request to one engine, in tokens."""
 
     request_id: str
     """Unique among the engine's requests in flight."""
     prompt_token_ids: tuple[int, ...]
-    """Prompt, followed by the tokens already sampled when this continues an aborted request."""
+    """Prompt, and the tokens already sampled if this continues an aborted request."""
     sampling: SamplingParams
-    """``max_tokens`` is what remains of the budget. ``stop`` is the client's business and ignored by engines."""
+    """``max_tokens`` is the rest of the budget. Engines ignore ``stop``: the client applies it."""
     num_sampled_tokens: int = 0
-    """How many tokens at the end of ``prompt_token_ids`` were sampled by earlier segments of the same generation."""
+    """Tokens at the end of ``prompt_token_ids`` that earlier segments of the same generation sampled."""
     priority: int = 0
-    """Smaller is served first where the engine schedules by priority."""
+    """Smaller is served first, if the engine schedules by priority."""
     stream_interval: int | None = None
-    """Tokens per block of a stream; None takes the engine's own."""
+    """Tokens per block of a stream; None: the engine's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
-    """Tokens an engine sampled (all of a request, or one block of a stream), each with its provenance."""
+    """Tokens that an engine sampled for a whole request or one block of a stream."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Behavior log-probs in nats, after temperature and truncation, one per token; none if they were not asked for."""
+    """Behavior log-probs in nats, after temperature and truncation, one per token; empty if not requested."""
     versions: tuple[int, ...]
-    """Policy version each token was sampled under, as the engine says it."""
+    """Policy version of each token, as the engine reports it."""
     finish_reason: FinishReason | None
-    """None only for a block of a stream that goes on."""
+    """None only in a block before the last one of a stream."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    """One entry per token where ``sampling.num_top_logprobs`` > 0, else empty."""
+    """One entry per token if ``sampling.num_top_logprobs`` > 0, else empty."""
     num_aborts: int = 0
-    """How often weight updates cut this call, where the engine's process continued it by itself."""
+    """Weight updates that cut this call, if the engine's process continued it by itself."""
     num_cached_tokens: int = 0
-    """Prompt tokens that the engine had in its prefix cache; the same in every block of a stream."""
+    """Prompt tokens found in the engine's prefix cache; the same in every block of a stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,15 +155,15 @@ class Completion:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     text: str
-    """Decoded once from all of ``token_ids``, special tokens as ``skip_special_tokens`` says, cut before a stop string."""
+    """Text of all ``token_ids``, decoded at once and cut before a stop string."""
     finish_reason: FinishReason
     """``stop`` or ``length``."""
     num_aborts: int = 0
-    """How many times it was aborted (or lost its engine) and continued."""
+    """Number of times it was aborted (or lost its engine) and continued."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    """One entry per token where ``sampling.num_top_logprobs`` > 0, else empty."""
+    """One entry per token if ``sampling.num_top_logprobs`` > 0, else empty."""
     num_cached_tokens: int = 0
-    """Prompt tokens that the first engine had in its prefix cache."""
+    """Prompt tokens found in the first engine's prefix cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +174,9 @@ class Prompt:
     """Unique in its dataset, and stable across runs."""
     messages: tuple[Message, ...]
     env_class: str
-    """Name in the skyrl_gym registry of the environment that plays and rewards it."""
+    """Name of its environment in the skyrl_gym registry."""
     extras: dict[str, Any] = field(default_factory=dict)
-    """What the environment is made with (``reward_spec``, ``max_turns``, ...)."""
+    """Arguments of the environment (``reward_spec``, ``max_turns``, ...)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,33 +195,33 @@ class Trajectory:
     reward: float
     """Sum of the environment's rewards."""
     shaped_reward: float | None = None
-    """What advantages are computed of instead, where rewards are shaped."""
+    """Reward after shaping, from which advantages are computed; None: not shaped."""
     num_turns: int = 1
     is_truncated: bool = False
-    """The token budget ended it, not the policy."""
+    """Ended by the token budget, not by the policy."""
     num_aborts: int = 0
-    """How many weight updates or engine failures its generations were continued across."""
+    """Weight updates and engine failures across which its generations continued."""
     sample_index: int | None = None
-    """Which of the group's samples this row is of; None where each sample is one row, in order. A session whose history was
-    rewritten has a row per branch, all with the session's reward."""
+    """Index of the sample in the group; None if each sample is one row, in order. A session with a rewritten history has a row per
+    branch, all with the session's reward."""
     weight: float = 1.0
-    """Of the row's tokens in the loss, in (0, 1]; the weights of a sample's rows add up to 1, until ``algorithms.aggregation`` divides
-    them by lengths."""
+    """Weight of the row's tokens in the loss, in (0, 1]. The weights of a sample's rows sum to 1, until ``algorithms.aggregation``
+    divides them by lengths."""
     is_abandoned: bool = False
-    """Its harness left or was cut off without a reward: its loss mask is 0 and its reward counts for nothing."""
+    """The harness ended without a reward: the loss mask is 0 and the reward is ignored."""
     is_overlong: bool = False
-    """A length limit cut its sample, which is masked for that: its loss mask is 0, and its reward is no part of the group's baseline."""
+    """The sample is masked because a length limit cut it: the loss mask is 0, and the group's baseline excludes its reward."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The environment's own figures for this episode."""
+    """The environment's figures of this episode."""
     ref_logprobs: tuple[float, ...] | None = None
     """(T,) log-probs in nats under the frozen reference, at the sampling temperature; 0.0 where the mask is 0. None: not computed."""
     old_logprobs: tuple[float, ...] | None = None
-    """(T,) the same under the policy itself, recomputed when the row was finished. None: not computed."""
+    """(T,) log-probs in nats under the policy, recomputed after generation; 0.0 where the mask is 0. None: not computed."""
     old_version: int | None = None
     """Policy version of ``old_logprobs``."""
     marks: tuple[int, ...] | None = None
-    """(T,) 1 for sampled tokens that the policy loss treats apart, chosen among all of their step; None: nobody chose. Not part of a
-    checkpoint."""
+    """(T,) 1 for sampled tokens that the policy loss treats specially, chosen among all tokens of the step; None: none were chosen.
+    Not part of a checkpoint."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.response_token_ids)
@@ -233,17 +235,17 @@ class Trajectory:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens the policy sampled: those that are trained."""
+        """Tokens that the policy sampled and that are trained."""
         return sum(self.loss_mask)
 
 
 class LogprobModel(StrEnum):
-    """Whose log-probs are asked for."""
+    """Model whose log-probs are requested."""
 
     POLICY = "policy"
-    """The policy's that is trained."""
+    """The trained policy."""
     REF = "ref"
-    """The frozen reference's."""
+    """The frozen reference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,9 +253,9 @@ class RowLogprobs:
     """Log-probs of trajectories under one model, at the sampling temperature."""
 
     values: tuple[tuple[float, ...], ...]
-    """Per trajectory one value per response token, in nats; 0.0 where the mask is 0."""
+    """One tuple per trajectory with one value per response token, in nats; 0.0 where the mask is 0."""
     version: int
-    """Optimizer steps of the weights; a reference is always at 0."""
+    """Policy version of the weights; 0 for a reference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,13 +266,13 @@ class Group:
     admission_index: int
     """Position in the order of admission, over the whole run."""
     scheduled_version: int
-    """Policy version at admission; staleness counts from here."""
+    """Policy version at admission, from which staleness counts."""
     trajectories: tuple[Trajectory, ...]
     epoch: int = 0
     """Pass over the dataset in which the prompt was drawn."""
     generation_seconds: float = 0.0
     advantages: tuple[float, ...] = ()
-    """One per trajectory, once the reward stage has been at it; not part of a checkpoint."""
+    """One per trajectory, after the reward stage; not part of a checkpoint."""
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -279,7 +281,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """Of low rank (arXiv 2106.09685): W + (alpha / rank) B A in place of each adapted weight W."""
+    """A low-rank adapter (arXiv 2106.09685): W + (alpha / rank) B A in place of each adapted weight W."""
 
     rank: int
     """>= 1."""
@@ -294,37 +296,37 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """One complete set of weights, already sent to where the engines can load it from."""
+    """One complete set of weights, stored where the engines can load it."""
 
     version: int
     chunks: tuple[dict[str, Any], ...]
-    """One ``update_info`` per bucket, in the form of vLLM's weight-transfer backend in use. An adapter is one chunk: the files of a
-    peft directory, ``path`` and ``config_path``."""
+    """One ``update_info`` per bucket, in the form of vLLM's weight-transfer backend. An adapter is one chunk: the files of a peft
+    directory, ``path`` and ``config_path``."""
     manifest: dict[str, tuple[str, tuple[int, ...]]]
-    """Hugging Face parameter name -> (dtype name such as ``float32``, shape); of an adapter, peft's names."""
+    """Hugging Face parameter name (peft's for an adapter) -> (dtype name such as ``float32``, shape)."""
     num_bytes: int
     adapter: Adapter | None = None
-    """What A and B are sent of, beside the weights that engines booted with; None: all weights are sent."""
+    """The adapter that is sent; engines keep their base weights. None: all weights are sent."""
     crc32: int | None = None
-    """Of the bytes of the chunks' files (``path``), one after the other, as they were written; None: not known."""
+    """Checksum of the chunks' files (``path``), concatenated in order; None: unknown."""
     is_compared: bool = False
-    """Whether an engine holds the files against ``crc32`` before it loads them: not in a publish, whose pause that would lengthen."""
+    """Whether an engine checks the files' ``crc32`` before loading. Not in a publish, because that would lengthen the pause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionDelta:
-    """A block of a streamed generation; the texts of all blocks joined are the completion's text."""
+    """A block of a streamed generation. The joined texts of all blocks are the completion's text."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     text: str
-    """New text; characters whose bytes are incomplete and possible beginnings of a stop string are held back."""
+    """New text, without incomplete characters and possible beginnings of a stop string."""
     finish_reason: FinishReason | None
     """``stop`` or ``length`` in the last block, else None."""
     num_aborts: int = 0
-    """In the last block: how many times the generation was aborted (or lost its engine) and continued."""
+    """In the last block: number of times the generation was aborted (or lost its engine) and continued."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    """One entry per token where ``sampling.num_top_logprobs`` > 0, else empty."""
+    """One entry per token if ``sampling.num_top_logprobs`` > 0, else empty."""
     num_cached_tokens: int = 0
-    """Prompt tokens that the first engine had in its prefix cache; the same in every block."""
+    """Prompt tokens found in the first engine's prefix cache; the same in every block."""

@@ -1,7 +1,6 @@
-"""Policy versions on the wire: one per token as runs of equal ones, and back.
+"""Policy versions in JSON: one version per token as runs of equal versions, and back.
 
-Flows in: versions, or runs ``{"version", "start", "end"}`` with ``end`` excluded. Flows out: the other. Does not know what the
-tokens are of, nor who sends them.
+A run is ``{"version", "start", "end"}`` with ``end`` excluded.
 """
 
 from collections.abc import Mapping, Sequence
