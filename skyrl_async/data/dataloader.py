@@ -145,21 +145,21 @@ class _AsyncDataloader:
 
     async def mark_finished_uid(self, key: Key) -> None:
         """The group is generated and can be trained."""
-        self._ledger.finish(key)
+        self._ledger.mark(key, UidState.FINISHED)
 
     async def mark_consumed_uids(self, keys: Sequence[Key]) -> None:
         """An optimizer step with these groups is complete."""
         for key in keys:
-            self._ledger.train(key)
+            self._ledger.mark(key, UidState.TRAINED)
 
     async def mark_filtered_uids(self, keys: Sequence[Key]) -> None:
         """These finished groups are not trained on purpose."""
         for key in keys:
-            self._ledger.filter(key)
+            self._ledger.mark(key, UidState.FILTERED)
 
     async def mark_failed_uid(self, key: Key) -> None:
         """The rollouts failed for good in this epoch."""
-        self._ledger.fail(key)
+        self._ledger.mark(key, UidState.FAILED)
 
     async def requeue(self, key: Key) -> None:
         """The prompt is the next to be drawn."""

@@ -26,9 +26,13 @@ class UidState(StrEnum):
     NEW = "new"
     RUNNING = "running"
     FINISHED = "finished"
+    """All samples of its group are generated."""
     TRAINED = "trained"
+    """An optimizer step with its group is complete."""
     FILTERED = "filtered"
+    """Its group is not trained on purpose."""
     FAILED = "failed"
+    """Its retries are used up; it is drawn again in the next epoch."""
 
 
 _CLOSED = (UidState.TRAINED, UidState.FILTERED, UidState.FAILED)
@@ -89,24 +93,19 @@ class UidLedger:
 
     def requeue(self, key: Key) -> None:
         """A running or finished uid becomes new, and the next to be drawn."""
-        self._move(key, UidState.NEW)
+        self.mark(key, UidState.NEW)
         self._queue.appendleft(key)
 
-    def finish(self, key: Key) -> None:
-        """The group is complete."""
-        self._move(key, UidState.FINISHED)
-
-    def train(self, key: Key) -> None:
-        """An optimizer step with the group is complete."""
-        self._close(key, UidState.TRAINED)
-
-    def filter(self, key: Key) -> None:
-        """The group is not trained on purpose."""
-        self._close(key, UidState.FILTERED)
-
-    def fail(self, key: Key) -> None:
-        """The retries are used up; the uid is drawn again in the next epoch."""
-        self._close(key, UidState.FAILED)
+    def mark(self, key: Key, to: UidState) -> None:
+        """Move the uid to state ``to``. Raises ``StateError`` if the drawing above has no such arrow."""
+        found, epoch = self.state(key), key[0]
+        if found not in _FROM[to]:
+            raise StateError(f"uid {key[1]!r} of epoch {epoch} is {found.value} and cannot become {to.value}")
+        self._set(key, to)
+        if to in _CLOSED:
+            self._totals[to] += 1
+            if sum(self._num_of_state[epoch][state] for state in _CLOSED) == len(self._states[epoch]):
+                del self._states[epoch], self._num_of_state[epoch]
 
     def state(self, key: Key) -> UidState:
         """State of the uid in its epoch. Raises ``StateError`` for a complete epoch, whose uids are forgotten."""
@@ -180,21 +179,8 @@ class UidLedger:
         self._queue.extend((epoch, uid) for uid in self._order(epoch))
         return True
 
-    def _move(self, key: Key, to: UidState) -> None:
-        found = self.state(key)
-        if found not in _FROM[to]:
-            raise StateError(f"uid {key[1]!r} of epoch {key[0]} is {found.value} and cannot become {to.value}")
-        self._set(key, to)
-
     def _set(self, key: Key, to: UidState) -> None:
         epoch, uid = key
         self._num_of_state[epoch][self._states[epoch][uid]] -= 1
         self._num_of_state[epoch][to] += 1
         self._states[epoch][uid] = to
-
-    def _close(self, key: Key, to: UidState) -> None:
-        self._move(key, to)
-        self._totals[to] += 1
-        epoch = key[0]
-        if sum(self._num_of_state[epoch][state] for state in _CLOSED) == len(self._states[epoch]):
-            del self._states[epoch], self._num_of_state[epoch]

@@ -26,7 +26,6 @@ import uuid
 import weakref
 from asyncio.subprocess import Process
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -67,16 +66,6 @@ _NUM_TAIL_LINES = 15
 _REAP_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Files:
-    """Files in ``.skyrl`` of a working directory."""
-
-    task: Path
-    result: Path
-    stdout: Path
-    stderr: Path
-
-
 class CommandHarness:
     """Runs a command line with ``/bin/sh -c`` in the task's working directory, and ends all its processes with it.
 
@@ -102,16 +91,22 @@ class CommandHarness:
         """Raises ``GenerationError`` if the program cannot be started, exits with another status than 0 or leaves an invalid result.
         All its processes are killed at its end, and by a cancellation."""
         self._guard()
-        files = _prepare(task)
-        environment = agent_environment(task, files.task, files.result) | self._marks
-        with files.task.open("rb") as stdin, files.stdout.open("w+b") as stdout, files.stderr.open("w+b") as stderr:
+        directory = task.working_dir.absolute() / ".skyrl"
+        task_file, result_file = directory / "task.json", directory / "result.json"
+        _write_task(task, task_file)
+        environment = agent_environment(task, task_file, result_file) | self._marks
+        with (
+            task_file.open("rb") as stdin,
+            (directory / "stdout.log").open("w+b") as stdout,
+            (directory / "stderr.log").open("w+b") as stderr,
+        ):
             status = await self._run_program(task.working_dir, environment, stdin, stdout, stderr)
             if status != 0:
                 words = _output_tail(stderr) or _output_tail(stdout)
                 raise GenerationError(
                     f"{_exit_message(status)} {words.replace(task.api_key, '<key>') or 'and wrote nothing'}"
                 )
-        return AgentResult(output=_read_output(files.result))
+        return AgentResult(output=_read_output(result_file))
 
     def _guard(self) -> None:
         """Start a guard. Its mark is not the run's directory: a slow guard must not end the agents of the resumed run."""
@@ -200,16 +195,9 @@ def passed_environment() -> dict[str, str]:
     return passed
 
 
-def _prepare(task: AgentTask) -> _Files:
-    """Make the files' directory and write the task, without the endpoint's address and key."""
-    directory = task.working_dir.absolute() / ".skyrl"
-    directory.mkdir(mode=0o700)
-    files = _Files(
-        task=directory / "task.json",
-        result=directory / "result.json",
-        stdout=directory / "stdout.log",
-        stderr=directory / "stderr.log",
-    )
+def _write_task(task: AgentTask, file: Path) -> None:
+    """Make the file's directory and write the task, without the endpoint's address and key."""
+    file.parent.mkdir(mode=0o700)
     described = {
         "uid": task.uid,
         "messages": list(task.messages),
@@ -217,8 +205,7 @@ def _prepare(task: AgentTask) -> _Files:
         "sample_index": task.sample_index,
         "is_evaluation": task.is_evaluation,
     }
-    files.task.write_text(json.dumps(described, ensure_ascii=False, default=str), encoding="utf-8")
-    return files
+    file.write_text(json.dumps(described, ensure_ascii=False, default=str), encoding="utf-8")
 
 
 def _read_output(path: Path) -> str | None:

@@ -112,7 +112,11 @@ class FunctionHarness:
 
 def shown_extras(extras: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a row's extras without ``HIDDEN_COLUMNS``."""
-    return {name: _shown(value) for name, value in extras.items() if _is_shown(name)}
+    return {
+        name: _shown(value)
+        for name, value in extras.items()
+        if name not in HIDDEN_COLUMNS and not str(name).startswith("_")
+    }
 
 
 def _shown(value: Any) -> Any:
@@ -121,10 +125,6 @@ def _shown(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_shown(item) for item in value]
     return value
-
-
-def _is_shown(name: str) -> bool:
-    return name not in HIDDEN_COLUMNS and not str(name).startswith("_")
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -128,9 +128,7 @@ class SessionPool:
         roots = roots if len(roots) > 1 else roots * 2
         root, found = await self._resending.until_answered(lambda: _ask(self._client, "POST", roots, "/sessions", body))
         try:
-            return AgentSession(
-                self._client, self._resending, root, found["id"], found["api_key"], found["base_url"], found["model"]
-            )
+            return AgentSession(self._client, self._resending, root, found)
         except (KeyError, TypeError) as error:
             raise GenerationError(
                 f"POST {root}/sessions must answer with id, api_key, base_url and model; it did not say {error}"
@@ -140,20 +138,10 @@ class SessionPool:
 class AgentSession:
     """A conversation, possibly with several branches, at the endpoint under its own key."""
 
-    def __init__(
-        self,
-        client: httpx.AsyncClient,
-        resending: Resending,
-        root: str,
-        session_id: str,
-        api_key: str,
-        base_url: str,
-        model: str,
-    ) -> None:
-        self.id = session_id
-        self.api_key = api_key
-        self.base_url = base_url
-        self.model = model
+    def __init__(self, client: httpx.AsyncClient, resending: Resending, root: str, created: Mapping[str, str]) -> None:
+        """``created`` is the endpoint's answer; raises ``KeyError`` or ``TypeError`` if it lacks a field."""
+        self.id, self.api_key = created["id"], created["api_key"]
+        self.base_url, self.model = created["base_url"], created["model"]
         self._client = client
         self._resending = resending
         self._is_releasing = False

@@ -103,19 +103,16 @@ class EpisodeState:
         """The state of which ``sample_state`` was taken. Raises ``ValueError`` for another generator's."""
         if saved.get("kind") != _KIND:
             raise ValueError(f"expected the state of an episode, got {sorted(saved)}")
+        open_turn = saved["generation"]
         return cls(
             messages=saved["messages"],
             num_steps=saved["num_steps"],
             reward=saved["reward"],
             builder=TrajectoryBuilder.from_json(saved["tokens"]),
             environment=saved["environment"],
-            generation=_generation(saved["generation"]),
+            generation=OpenGeneration(EngineOutput(**_columns(open_turn))) if open_turn else OpenGeneration(),
             turn=_turn(saved["turn"]),
         )
-
-
-def _generation(saved: dict[str, Any] | None) -> OpenGeneration:
-    return OpenGeneration() if saved is None else OpenGeneration(EngineOutput(**_columns(saved)))
 
 
 def _turn(saved: dict[str, Any] | None) -> Turn | None:

@@ -40,17 +40,20 @@ class LedgerMachine(RuleBasedStateMachine):
             self.running.append(key)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), event=st.sampled_from(["finish", "fail", "requeue"]))
-    def end_generation(self, data: st.DataObject, event: str) -> None:
+    @rule(data=st.data(), to=st.sampled_from([UidState.FINISHED, UidState.FAILED, UidState.NEW]))
+    def end_generation(self, data: st.DataObject, to: UidState) -> None:
         key = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        getattr(self.ledger, event)(key)
-        {"finish": self.finished, "fail": self.closed, "requeue": []}[event].append(key)
+        if to is UidState.NEW:
+            self.ledger.requeue(key)
+        else:
+            self.ledger.mark(key, to)
+            (self.finished if to is UidState.FINISHED else self.closed).append(key)
 
     @precondition(lambda self: self.finished)
-    @rule(data=st.data(), event=st.sampled_from(["train", "filter"]))
-    def close(self, data: st.DataObject, event: str) -> None:
+    @rule(data=st.data(), to=st.sampled_from([UidState.TRAINED, UidState.FILTERED]))
+    def close(self, data: st.DataObject, to: UidState) -> None:
         key = self.finished.pop(data.draw(st.integers(0, len(self.finished) - 1)))
-        getattr(self.ledger, event)(key)
+        self.ledger.mark(key, to)
         self.closed.append(key)
 
     @rule()
@@ -105,10 +108,10 @@ def test_two_epochs_have_different_orders() -> None:
 def test_a_trained_uid_cannot_be_trained_again() -> None:
     ledger = UidLedger(UIDS, seed=0, num_epochs=1)
     key = ledger.draw()
-    ledger.finish(key)
-    ledger.train(key)
+    ledger.mark(key, UidState.FINISHED)
+    ledger.mark(key, UidState.TRAINED)
     with pytest.raises(StateError, match="is trained and cannot become trained"):
-        ledger.train(key)
+        ledger.mark(key, UidState.TRAINED)
 
 
 def prompts(uids: list[str]) -> list[Prompt]:
