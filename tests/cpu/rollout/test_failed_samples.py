@@ -1,4 +1,4 @@
-"""Samples that fail or hang alone: what is kept, what is played again, and what becomes of their group. Nearly all in virtual time."""
+"""Samples that fail or hang alone: kept samples, retries, and groups that stay incomplete. Nearly all in virtual time."""
 
 import asyncio
 import random
@@ -97,7 +97,7 @@ class Unaware(Scripted):
         return tuple(replace(row, reward=row.reward + 10) for row in await super().generate(request))
 
 
-def play(
+def run(
     generator: Generator,
     policy: OnFailedSamples = FILL,
     *,
@@ -105,79 +105,79 @@ def play(
     max_retries: int = 2,
     backoff: Backoff | None = None,
 ) -> RolloutResult:
-    attempts = RolloutRetrier(
+    retrier = RolloutRetrier(
         generator,
         max_retries=max_retries,
         timeout_s=TIMEOUT_S,
         on_failed_samples=policy,
         backoff=backoff or Backoff(base_s=0, max_s=0),
     )
-    return run_in_virtual_time(attempts.run_rollout(group or request()))
+    return run_in_virtual_time(retrier.run_rollout(group or request()))
 
 
-def rewards(played: RolloutResult) -> list[float]:
-    return [row.reward for row in played.trajectories]
+def rewards(rollout: RolloutResult) -> list[float]:
+    return [row.reward for row in rollout.trajectories]
 
 
 def test_only_samples_that_failed_are_played_again() -> None:
     generator = Scripted({1: [FAIL, FAIL], 2: [FAIL]})
-    played = play(generator)
-    assert (rewards(played), played.num_failed) == ([0, 1, 2, 3], 0)
+    rollout = run(generator)
+    assert (rewards(rollout), rollout.num_failed) == ([0, 1, 2, 3], 0)
     assert generator.asked == [(0, 1, 2, 3), (1, 2), (1,)]
-    assert [row.sample_index for row in played.trajectories] == [0, 1, 2, 3]
+    assert [row.sample_index for row in rollout.trajectories] == [0, 1, 2, 3]
 
 
 def test_a_sample_that_hangs_loses_only_itself_to_the_deadline() -> None:
     generator = Scripted({2: [HANG]})
-    played = play(generator)
-    assert rewards(played) == [0, 1, 2, 3] and generator.asked == [(0, 1, 2, 3), (2,)]
+    rollout = run(generator)
+    assert rewards(rollout) == [0, 1, 2, 3] and generator.asked == [(0, 1, 2, 3), (2,)]
     assert generator.times == [0, TIMEOUT_S]
 
 
 def test_fill_fails_a_group_that_stays_incomplete_with_the_name_and_the_phase_of_what_hung() -> None:
     always = Scripted({1: [HANG] * 9})
     with pytest.raises(DeadlineError, match=r"the rollout of p took longer .*=100: sample 1 generating for 100 s$"):
-        play(always)
+        run(always)
     assert Counter(always.plays) == {0: 1, 1: 3, 2: 1, 3: 1}
 
 
 def test_train_rest_goes_on_with_the_others_after_the_last_try() -> None:
     generator = Scripted({1: [FAIL] * 9, 3: [HANG] * 9})
-    played = play(generator, TRAIN_REST)
-    assert (rewards(played), played.num_failed) == ([0, 2], 2)
-    assert [row.sample_index for row in played.trajectories] == [0, 2]
-    assert isinstance(played.failure, DeadlineError)
+    rollout = run(generator, TRAIN_REST)
+    assert (rewards(rollout), rollout.num_failed) == ([0, 2], 2)
+    assert [row.sample_index for row in rollout.trajectories] == [0, 2]
+    assert isinstance(rollout.failure, DeadlineError)
     assert Counter(generator.plays) == {0: 1, 1: 3, 2: 1, 3: 3}
 
 
 def test_train_rest_needs_two_samples_because_one_alone_has_no_advantage() -> None:
     with pytest.raises(ValueError, match="sample 0 broke"):
-        play(Scripted({i: [FAIL] * 9 for i in range(3)}), TRAIN_REST)
+        run(Scripted({i: [FAIL] * 9 for i in range(3)}), TRAIN_REST)
 
 
 def test_drop_fails_the_group_at_its_first_loss() -> None:
     generator = Scripted({3: [FAIL]})
     with pytest.raises(ValueError, match="sample 3 broke"):
-        play(generator, DROP)
+        run(generator, DROP)
     assert generator.asked == [(0, 1, 2, 3)]
 
 
 def test_what_was_finished_in_a_group_that_fails_is_counted_as_wasted() -> None:
-    attempts = RolloutRetrier(Scripted({0: [FAIL] * 9}), max_retries=1, timeout_s=TIMEOUT_S, on_failed_samples=FILL)
+    retrier = RolloutRetrier(Scripted({0: [FAIL] * 9}), max_retries=1, timeout_s=TIMEOUT_S, on_failed_samples=FILL)
     with pytest.raises(ValueError, match="sample 0 broke"):
-        run_in_virtual_time(attempts.run_rollout(request()))
-    assert (attempts.num_wasted_tokens, attempts.num_retries) == (6, 1)
+        run_in_virtual_time(retrier.run_rollout(request()))
+    assert (retrier.num_wasted_tokens, retrier.num_retries) == (6, 1)
 
 
 def test_an_evaluation_is_whole_or_fails() -> None:
     with pytest.raises(ValueError, match="sample 1 broke"):
-        play(Scripted({1: [FAIL] * 9}), TRAIN_REST, group=request(is_evaluation=True))
-    assert rewards(play(Scripted({1: [FAIL]}), TRAIN_REST, group=request(is_evaluation=True))) == [0, 1, 2, 3]
+        run(Scripted({1: [FAIL] * 9}), TRAIN_REST, group=request(is_evaluation=True))
+    assert rewards(run(Scripted({1: [FAIL]}), TRAIN_REST, group=request(is_evaluation=True))) == [0, 1, 2, 3]
 
 
 def test_a_generator_that_changes_what_another_one_returns_is_asked_for_whole_groups() -> None:
     generator = Unaware({1: [FAIL], 2: [OK, HANG]})
-    assert rewards(play(generator)) == [10, 11, 12, 13]
+    assert rewards(run(generator)) == [10, 11, 12, 13]
     assert generator.asked == [(0, 1, 2, 3)] * 3
 
 
@@ -189,18 +189,18 @@ def test_a_try_that_returns_other_samples_than_it_was_asked_for_fails() -> None:
             return tuple(row(index=index) for index in range(request.num_samples))
 
     with pytest.raises(GenerationError, match=r"sample_index 0 for p, expected all of them of \(1,\)"):
-        play(Forgetful({1: [FAIL]}), max_retries=1)
+        run(Forgetful({1: [FAIL]}), max_retries=1)
 
 
 def test_a_kept_sample_without_a_finite_reward_is_played_again() -> None:
     class Diverging(Scripted):
         async def _play(self, index: int) -> Trajectory:
             is_first = index not in self.plays
-            played = await super()._play(index)
-            return replace(played, reward=float("nan")) if index == 2 and is_first else played
+            rollout = await super()._play(index)
+            return replace(rollout, reward=float("nan")) if index == 2 and is_first else rollout
 
     generator = Diverging({1: [FAIL]})
-    assert rewards(play(generator)) == [0, 1, 2, 3]
+    assert rewards(run(generator)) == [0, 1, 2, 3]
     assert generator.asked == [(0, 1, 2, 3), (1, 2)]
 
 
@@ -224,11 +224,11 @@ class Abandoning:
 
 def test_abandoned_samples_stay_so_under_train_rest_and_are_played_again_under_fill() -> None:
     resting, filling = Abandoning(1), Abandoning(1)
-    assert [t.is_abandoned for t in play(resting, TRAIN_REST).trajectories] == [False, True, False]
-    assert [t.is_abandoned for t in play(filling, FILL).trajectories] == [False] * 4
+    assert [t.is_abandoned for t in run(resting, TRAIN_REST).trajectories] == [False, True, False]
+    assert [t.is_abandoned for t in run(filling, FILL).trajectories] == [False] * 4
     assert (resting.asked, filling.asked) == ([(0, 1, 2, 3)], [(0, 1, 2, 3), (1, 2)])
     with pytest.raises(GenerationError, match="samples 1, 2 of p were abandoned"):
-        play(Abandoning(9), DROP)
+        run(Abandoning(9), DROP)
 
 
 def test_what_a_try_left_behind_that_broke_its_promise_is_not_taken_later() -> None:
@@ -237,12 +237,12 @@ def test_what_a_try_left_behind_that_broke_its_promise_is_not_taken_later() -> N
         async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
             if len(self.asked) == 1:
                 self.asked.append(request.indices)
-                raise ValueError("nothing was played")
+                raise ValueError("nothing was sampled")
             rows = await super().generate(request)
             return rows if len(self.asked) > 1 else rows[1:]
 
     generator = Breaking({})
-    assert rewards(play(generator)) == [0, 1, 2, 3]
+    assert rewards(run(generator)) == [0, 1, 2, 3]
     assert generator.asked == [(0, 1, 2, 3)] * 3
 
 
@@ -272,7 +272,7 @@ def test_waits_before_retries_double_up_to_their_limit_and_are_jittered_by_the_s
     assert Backoff(base_s=1, max_s=1e9).seconds(5000, 0) <= 1e9
 
     generator = Scripted({0: [FAIL] * 3})
-    play(generator, max_retries=3, backoff=backoff)
+    run(generator, max_retries=3, backoff=backoff)
     slowest = [4, 1, 1]
     waits = [b - a - s for a, b, s in zip(generator.times, generator.times[1:], slowest, strict=False)]
     assert waits == pytest.approx([backoff.seconds(number, 11) for number in range(3)])
@@ -299,14 +299,14 @@ def test_a_group_comes_out_once_in_bounded_time_and_no_finished_sample_is_played
     backoff = Backoff(base_s=1, max_s=8)
 
     async def timed() -> tuple[RolloutResult | Exception, float]:
-        attempts = RolloutRetrier(
+        retrier = RolloutRetrier(
             generator, max_retries=max_retries, timeout_s=TIMEOUT_S, on_failed_samples=policy, backoff=backoff
         )
         try:
-            outcome: RolloutResult | Exception = await attempts.run_rollout(request(num_samples))
+            outcome: RolloutResult | Exception = await retrier.run_rollout(request(num_samples))
         except (ValueError, DeadlineError) as error:
             outcome = error
-        assert attempts.statuses() == [] and len(asyncio.all_tasks()) == 1
+        assert retrier.statuses() == [] and len(asyncio.all_tasks()) == 1
         return outcome, asyncio.get_running_loop().time()
 
     outcome, seconds = run_in_virtual_time(timed())
@@ -348,8 +348,8 @@ def test_episodes_that_finished_are_kept_and_the_others_start_again_with_their_o
         made.append(Quiz())
         return made[-1]
 
-    played = play(GymGenerator(sampler, RENDERER, make))
-    assert [row.num_turns for row in played.trajectories] == [2, 2, 2, 2]
+    rollout = run(GymGenerator(sampler, RENDERER, make))
+    assert [row.num_turns for row in rollout.trajectories] == [2, 2, 2, 2]
     assert len(made) == 6 and all(environment.closed.is_set() for environment in made)
     seeds = Counter(sampling.seed for _, _, sampling in sampler.requests)
     assert seeds == {derive_seed(11, sample, turn): 1 for sample in range(4) for turn in range(2)}
@@ -370,7 +370,7 @@ def test_an_environment_that_breaks_costs_its_own_sample() -> None:
         return made[-1]
 
     sampler = Answers(fine)
-    assert play(GymGenerator(sampler, RENDERER, make), max_retries=1).num_failed == 0
+    assert run(GymGenerator(sampler, RENDERER, make), max_retries=1).num_failed == 0
     assert len(made) == 5 and all(environment.closed.is_set() for environment in made)
     assert Counter(str(session)[-1] for session, _, _ in sampler.requests) == {"0": 2, "1": 3, "2": 2, "3": 2}
 
@@ -481,9 +481,9 @@ class Unreliable(ModelledGenerator):
             await asyncio.Event().wait()
         if dice < self.share:
             raise RuntimeError("bad luck")
-        played = await super()._one(request, index, seed)
+        rollout = await super()._one(request, index, seed)
         self.ended[key] += 1
-        return played
+        return rollout
 
 
 @pytest.mark.slow
@@ -559,10 +559,10 @@ async def test_calls_of_environments_that_never_return_take_no_place_from_others
         return made[-1]
 
     generator = GymGenerator(ScriptedSampler(["a"] * 9), RENDERER, make, max_environment_threads=1)
-    attempts = RolloutRetrier(generator, max_retries=20, timeout_s=0.3)
+    retrier = RolloutRetrier(generator, max_retries=20, timeout_s=0.3)
     try:
-        (row,) = await attempts.generate(request(1))
-        assert row.reward == pytest.approx(0.2) and attempts.num_retries >= 3
+        (row,) = await retrier.generate(request(1))
+        assert row.reward == pytest.approx(0.2) and retrier.num_retries >= 3
     finally:
         released.set()
 

@@ -61,9 +61,9 @@ def play(generator: Halves, saved: SampleStates, looks: list[dict[int, SampleSta
     """Play the group, and take a look at where it stands every half second."""
 
     async def main() -> RolloutResult:
-        attempts = RolloutRetrier(generator, max_retries=2, timeout_s=100.0, on_failed_samples=OnFailedSamples.FILL)
+        retrier = RolloutRetrier(generator, max_retries=2, timeout_s=100.0, on_failed_samples=OnFailedSamples.FILL)
         async with asyncio.TaskGroup() as tasks:
-            playing = tasks.create_task(attempts.run_rollout(replace(request(NUM_SAMPLES), sample_states=saved)))
+            playing = tasks.create_task(retrier.run_rollout(replace(request(NUM_SAMPLES), sample_states=saved)))
             await asyncio.sleep(0.25)
             while not playing.done():
                 looks.append(saved.snapshot())

@@ -37,13 +37,13 @@ def play(
     async def main() -> RolloutResult:
         deadlines = Deadlines()
         schedule(deadlines.outages)
-        attempts = RolloutRetrier(
+        retrier = RolloutRetrier(
             generator, max_retries=max_retries, timeout_s=timeout_s, on_failed_samples=policy, deadlines=deadlines
         )
         try:
-            return await attempts.run_rollout(request())
+            return await retrier.run_rollout(request())
         finally:
-            assert attempts.num_retries <= max_retries
+            assert retrier.num_retries <= max_retries
 
     return run_in_virtual_time(main())
 
