@@ -91,7 +91,7 @@ class GenerationWorkers:
         client: GenerationClient,
         settings: RolloutSettings,
         trace: Trace,
-        board: StageBoard | None = None,
+        board: StageBoard,
     ) -> None:
         self._dataloader = dataloader
         self._staleness = staleness
@@ -107,7 +107,7 @@ class GenerationWorkers:
         self._settings = settings
         self._trace = trace
         self._client = client
-        self._board = board or StageBoard()
+        self._board = board
         self._failures = FailureWatch(settings.max_failed_fraction)
         self.finished_groups = FinishedGroupFilter(
             dataloader,
