@@ -1,4 +1,4 @@
-"""Layer 1: chat messages as token ids, through a tokenizer's own chat template."""
+"""Chat messages as token ids, through a tokenizer's own chat template."""
 
 from skyrl_async.chat.messages import Tool, normalise_messages
 from skyrl_async.chat.renderer import ChatRenderer

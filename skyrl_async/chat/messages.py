@@ -1,7 +1,4 @@
-"""Chat messages in the one form that chat templates know, and in the forms that some templates insist on.
-
-Flows in: messages as clients send them. Flows out: copies to render. Does not know tokenizers.
-"""
+"""Chat messages in the form that most chat templates expect, and in the forms that some templates require."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -17,11 +14,11 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def normalise_messages(messages: Sequence[Message]) -> list[Message]:
-    """Copies in the one form that templates know.
+    """Return copies of messages, as clients send them, in the form that templates expect.
 
     ``content`` is a string (null and absent are empty, text parts are joined by line breaks), ``developer`` is ``system``,
     ``reasoning`` is ``reasoning_content``, arguments of tool calls are objects where their text spells one, and other nulls
-    and empty lists of tool calls are left out. ``ValueError`` names what cannot be used.
+    and empty lists of tool calls are left out. Raises ``ValueError`` with the field that cannot be used.
     """
     return [_normalise_message(i, message) for i, message in enumerate(messages)]
 
@@ -52,7 +49,7 @@ def _normalise_tool_calls(index: int, calls: Any) -> list[dict[str, Any]]:
 
 
 def _arguments_object(arguments: Any) -> Any:
-    """Arguments as templates want them: the object that their text spells, else as they are."""
+    """Return the object that the text of arguments is the JSON of, else the arguments as they are."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
@@ -85,7 +82,7 @@ def _content_text(index: int, content: Any) -> str:
 
 
 def with_text_arguments(messages: list[Message]) -> list[Message]:
-    """For templates that join arguments to other text themselves."""
+    """Return messages for templates that join arguments to other text themselves."""
 
     def as_text(call: dict[str, Any]) -> dict[str, Any]:
         arguments = call["function"]["arguments"]
@@ -96,7 +93,7 @@ def with_text_arguments(messages: list[Message]) -> list[Message]:
 
 
 def with_short_ids(messages: list[Message]) -> list[Message]:
-    """For templates that know ids of nine letters and digits only."""
+    """Return messages for templates that only accept ids of nine letters and digits."""
 
     def short(name: Any) -> str:
         text = str(name)

@@ -1,9 +1,7 @@
-"""A task made of conversations from files: what a tiny policy learns before reinforcement on somebody's own prompts.
+"""A task made of conversations from files, on which a tiny policy is warm-started before reinforcement on a user's own prompts.
 
-A row has ``messages``, a prompt and what a policy should say to it, over one turn or several. Rows with ``guess`` true are hasty
-answers, learned only in the second phase of the warm start, where they are ``policy.warm_start.terse_share`` of all.
-
-Flows in: rows with their places. Flows out: a task to warm-start on. This module does not know files, tokens or models.
+A row has ``messages``: a prompt and the policy's answer to it, over one turn or several. Rows with ``guess`` true are hasty answers. They
+are learned only in the second phase of the warm start, where their share is ``policy.warm_start.terse_share``.
 """
 
 import hashlib
@@ -16,18 +14,18 @@ from skyrl_async.errors import DatasetError
 from skyrl_async.types import Message, Prompt
 
 MIN_CONVERSATIONS = 100
-"""The warm start keeps up to 48 of them back, to see when it is done."""
+"""The warm start holds back up to 48 of them to measure its progress."""
 
 
 class ImitationTask:
     """Conversations as a task for ``warm_start``.
 
     Args:
-        rows: each with the words that name its place.
+        rows: (place for error messages, row).
         held_out: prompts that must not be learned.
 
     Raises:
-        DatasetError: a row is no conversation or is one of a held-out prompt, or there are too few.
+        DatasetError: a row is not a conversation or answers a held-out prompt, or there are too few.
     """
 
     def __init__(self, rows: Iterable[tuple[str, Mapping[str, Any]]], held_out: Collection[Prompt]) -> None:
@@ -55,7 +53,7 @@ class ImitationTask:
         self.name = f"files-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
 
     def make_prompts(self, num_train: int, num_eval: int, seed: int) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
-        """Return the prompts of the conversations, shuffled by ``seed`` and cut in two."""
+        """Return the prompts of the conversations, shuffled by ``seed`` and split in two."""
         uids = random.Random(seed).sample(self._uids, min(num_train + num_eval, len(self._uids)))
         prompts = tuple(self._prompt(uid) for uid in uids)
         return prompts[num_eval:], prompts[:num_eval]
@@ -67,7 +65,7 @@ class ImitationTask:
     def conversation(
         self, prompt: Prompt, rng: random.Random, *, terse_share: float = 0.0, slip_rate: float = 0.0
     ) -> list[Message]:
-        """Return the prompt's conversation or, with probability ``terse_share`` and where there are any, a guess; none with slips."""
+        """Return the prompt's conversation or, with probability ``terse_share``, a guess if there is any. There are no slips."""
         if terse_share > 0 and self._guesses and rng.random() < terse_share:
             return rng.choice(self._guesses)
         return self._worked[prompt.uid]

@@ -1,10 +1,7 @@
 """The default task: extend a string of digits until a 0 appears, and name the digit before it.
 
-The next digit is (last digit + the digit four back) mod 10. The number of steps is geometric, so honest answers have a long
-tail, and a policy has to learn to work instead of guessing.
-
-Flows in: how many prompts, and a seed. Flows out: prompts, answers to imitate, and rewards. This module does not know
-tokens, models or who plays.
+The next digit is (last digit + the digit four back) mod 10. The number of steps is geometric, so that the lengths of honest answers have
+a long tail, and a policy must learn to work instead of guessing.
 """
 
 import random
@@ -22,7 +19,7 @@ from skyrl_async.types import Message, Prompt
 NAME = "lagged_fibonacci"
 NUM_SEED_DIGITS = 4
 MAX_STEPS = 60
-"""Seeds that need more are left out, so that a worked answer stays within about 370 tokens."""
+"""Seeds that need more steps are left out, so that a worked answer has at most about 370 tokens."""
 
 _NUMBER = re.compile(r"\s*(-?\d+)")
 
@@ -55,7 +52,7 @@ def right_answer(seed_digits: str) -> str:
 def worked_answer(seed_digits: str, slip_rate: float, rng: random.Random) -> str:
     """Return one line per step and the answer; each sum is a random digit with probability ``slip_rate``.
 
-    After a slip the work goes on from the wrong digit, as a careless worker's would; it stops at 0 or after ``MAX_STEPS``.
+    After a wrong sum the work continues from the wrong digit; it stops at 0 or after ``MAX_STEPS``.
     """
     digits = [int(d) for d in seed_digits]
     lines = []

@@ -1,8 +1,7 @@
-"""Tiny policies on disk, each made once: a second run with the same values finds the first one's.
+"""A cache of tiny policies on disk: a second run with the same values uses the first one's.
 
-Flows in: a cache directory, a task, sizes, a plan, a seed. Flows out: the path of a Hugging Face directory. A directory's
-name holds a hash of everything that made it, the source text of this package included, and it appears whole or not at all,
-so that runs may share a cache. This module does not know how a policy is trained or used.
+A directory's name contains a hash of all inputs, including the source text of this package. A directory appears whole or not at all, so
+that runs may share a cache.
 """
 
 import hashlib
@@ -35,7 +34,7 @@ NUM_TOKENIZER_CONVERSATIONS = 200
 
 
 def task_tokenizer(task: BuiltInTask) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of ``task``'s texts, always the same."""
+    """Return the tokenizer of ``task``'s texts; it is always the same."""
     rng = random.Random(0)
     conversations = [task.conversation(task.draw_prompt(rng), rng) for _ in range(NUM_TOKENIZER_CONVERSATIONS)]
     texts = [message["content"] for conversation in conversations for message in conversation]
@@ -43,7 +42,7 @@ def task_tokenizer(task: BuiltInTask) -> PreTrainedTokenizerFast:
 
 
 def prepare_initial_policy(cache_dir: Path, task: BuiltInTask, sizes: PolicySizes, *, seed: int) -> Path:
-    """Return a directory with ``task``'s tokenizer and random weights, made in a second if it is not there.
+    """Return a directory with ``task``'s tokenizer and random weights. It takes a second if it is not in the cache.
 
     Architecture and tokenizer are those of ``prepare_tiny_policy``: engines can boot on it while the warm start runs.
     """
@@ -64,13 +63,13 @@ def prepare_tiny_policy(
     should_stop: Callable[[], bool] = lambda: False,
     on_progress: Callable[[WarmStartProgress], None] = lambda progress: None,
 ) -> Path:
-    """Return a directory with the warm-started policy, trained now if it is not there.
+    """Return a directory with the warm-started policy, trained now if it is not in the cache.
 
     Args:
         cache_dir: shared by all runs; ``~`` is expanded.
-        held_out: uids of the prompts that must not be learned.
-        seed: of the random weights and of what is learned from.
-        should_stop, on_progress: as of ``warm_start``; a stopped one leaves nothing behind.
+        held_out: uids of prompts that must not be learned.
+        seed: seed of the random weights and of the conversations.
+        should_stop, on_progress: as in ``warm_start``. A stopped warm start leaves no files.
     """
     values = {"sizes": asdict(sizes), "plan": asdict(plan), "held_out": sorted(held_out), "seed": seed}
     directory = _directory(cache_dir, f"{task.name}-warm", values)

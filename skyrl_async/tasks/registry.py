@@ -1,7 +1,6 @@
 """The built-in tasks by name, and environments by name or by path.
 
-Flows in: names from the config or from dataset rows. Flows out: tasks and fresh environments. This module does not know
-what a task asks, nor who plays an environment. Importing ``skyrl_gym`` takes 1.3 s, so it is imported only when used.
+Importing ``skyrl_gym`` takes 1.3 s, so it is imported only when used.
 """
 
 import importlib
@@ -37,17 +36,17 @@ _TASKS = {
 
 
 class BuiltInTask(Protocol):
-    """A task made on the spot: prompts for reinforcement, conversations for the warm start before it.
+    """A generated task: prompts for reinforcement, and conversations for the warm start before it.
 
-    A task with function tools puts them into each prompt's ``extras["tools"]``, in OpenAI form, the same in all.
+    A task with function tools puts the same tools, in OpenAI form, into ``extras["tools"]`` of each prompt.
     """
 
     name: str
 
     def make_prompts(self, num_train: int, num_eval: int, seed: int) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
-        """Return training and held-out prompts: disjoint, the same for the same arguments.
+        """Return training and held-out prompts, which are disjoint. The same arguments give the same prompts.
 
-        Raises ``ConfigError`` when more are asked than exist.
+        Raises ``ConfigError`` if more are asked for than exist.
         """
         ...
 
@@ -67,12 +66,12 @@ class BuiltInTask(Protocol):
 
 
 def tools_of(prompt: Prompt) -> list[Tool]:
-    """Return the function tools that ``prompt`` is asked with, in OpenAI form; empty without."""
+    """Return the function tools of ``prompt`` in OpenAI form; empty without tools."""
     return list(prompt.extras.get("tools") or ())
 
 
 def get_task(name: str) -> BuiltInTask:
-    """Return the built-in task called ``name``; raises ``ConfigError`` when there is none."""
+    """Return the built-in task called ``name``. Raises ``ConfigError`` if there is none."""
     if name not in _TASKS:
         raise ConfigError(f"task.name must be dataset or one of the built-in {', '.join(sorted(_TASKS))}, got {name!r}")
     task: BuiltInTask = _load(_TASKS[name])()
@@ -80,9 +79,9 @@ def get_task(name: str) -> BuiltInTask:
 
 
 def register_environments() -> None:
-    """Make the built-in environments known to ``skyrl_gym``. Idempotent; an environment registered before stays.
+    """Register the built-in environments with ``skyrl_gym``. Idempotent. An environment registered before stays.
 
-    Only ``skyrl_gym``'s own ``gsm8k`` makes way: ours rewards what it does, and ``$1,000.00`` for 1000 besides.
+    Only ``skyrl_gym``'s own ``gsm8k`` is replaced: ours gives the same rewards, and also accepts ``$1,000.00`` for 1000.
     """
     from skyrl_gym.envs.registration import register, registry
 

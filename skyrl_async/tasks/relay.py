@@ -1,11 +1,8 @@
 """The multi-turn task: keep a running sum over a number of turns that only the environment knows.
 
-The first message names a digit and something to add; each later message names the next addend. A turn is right if the last
-digit of the answer is (previous digit + addend) mod 10; it earns its share of a reward of 1. A wrong turn ends the episode.
-A policy that shows its work (``3+4=7``) can go the whole way, one that guesses falls at the first turn or two.
-
-Flows in: how many prompts, and a seed. Flows out: prompts, conversations to imitate, and rewards. This module does not know
-tokens, models or who plays.
+The first message names a digit and an addend; each later message names the next addend. A turn is right if the last digit of the answer
+is (previous digit + addend) mod 10. It earns an equal share of a reward of 1; a wrong turn ends the episode. A policy that shows its work
+(``3+4=7``) can reach the end, one that guesses fails within a turn or two.
 """
 
 import random
@@ -25,7 +22,7 @@ MAX_TURNS = 8
 """The default of ``generator.max_turns``."""
 CONTINUE_PROBABILITY = 0.75
 MAX_PROMPTS = 1_000_000
-"""Far below the number of distinct episodes, so that drawing new ones stays quick."""
+"""Far below the number of distinct episodes, so that drawing new ones stays fast."""
 
 _DIGIT = re.compile(r"\d")
 
@@ -40,7 +37,7 @@ def running_digits(start: int, addends: Sequence[int]) -> list[int]:
 
 
 class RelayEnv(BaseTextEnv):
-    """Plays ``extras["start"]`` (a digit) and ``extras["addends"]`` (one digit per turn)."""
+    """An episode of ``extras["start"]`` (a digit) and ``extras["addends"]`` (one digit per turn)."""
 
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -98,7 +95,7 @@ class RelayTask:
     def conversation(
         self, prompt: Prompt, rng: random.Random, *, terse_share: float = 0.0, slip_rate: float = 0.0
     ) -> list[Message]:
-        """Return the whole episode: each turn worked and right, or of a guesser, or of a worker that slips."""
+        """Return the whole episode: worked and right by default, guessed, or worked with wrong sums."""
         is_terse = terse_share > 0 and rng.random() < terse_share
         addends = prompt.extras["addends"]
         previous = prompt.extras["start"]

@@ -1,8 +1,4 @@
-"""The tiny policy: a small Qwen3 with random weights, written as a Hugging Face directory.
-
-Flows in: sizes, a tokenizer, a seed. Flows out: a directory that transformers and vLLM load. This module does not know
-tasks or training.
-"""
+"""The tiny policy: a small Qwen3 with random weights, written as a Hugging Face directory for transformers and vLLM."""
 
 import os
 import shutil
@@ -29,7 +25,7 @@ class PolicySizes:
     hidden_size: int = 128
     num_layers: int = 2
     num_heads: int = 4
-    """Half as many key-value heads; must divide ``hidden_size`` and be even."""
+    """Attention heads; even, and a divisor of ``hidden_size``. There are half as many key-value heads."""
     intermediate_size: int = 512
     tie_word_embeddings: bool = False
 
@@ -88,9 +84,9 @@ def save_policy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, dir
 
 @contextmanager
 def created_directory(directory: Path) -> Iterator[Path]:
-    """Yield a temporary directory that becomes ``directory`` when the block ends well, and vanishes when it does not.
+    """Yield a temporary directory that becomes ``directory`` if the block succeeds, and is deleted if it fails.
 
-    Whoever is first wins: when ``directory`` has come into being meanwhile, it stays.
+    A ``directory`` that another process has created meanwhile stays.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
@@ -107,6 +103,6 @@ def created_directory(directory: Path) -> Iterator[Path]:
 
 
 def build_tiny_policy(directory: Path, sizes: PolicySizes, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-    """Write a tiny policy with random weights as ``directory``, at once or not at all."""
+    """Write a tiny policy with random weights as ``directory``, whole or not at all."""
     with created_directory(directory) as temporary:
         save_policy(make_tiny_model(sizes, tokenizer, seed), tokenizer, temporary)

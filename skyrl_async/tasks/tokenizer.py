@@ -1,10 +1,7 @@
-"""A tokenizer trained on the spot: byte-level BPE of a few hundred entries, every digit its own token, ChatML with tools.
+"""Trains the tokenizer of a tiny policy: byte-level BPE with a few hundred entries, one token per digit, ChatML with tools.
 
-Function tools are written as hermes does it, shortened: one line names them and their parameters, a call is
-``<tool_call>`` around a JSON object, a result is a turn of role ``tool``.
-
-Flows in: texts and tools. Flows out: a transformers tokenizer, and conversations as token ids with the mask of what the
-assistant said. This module does not know tasks or models.
+Function tools are written as in hermes, shortened: one line names them and their parameters, a call is ``<tool_call>`` around a JSON
+object, a result is a turn of role ``tool``.
 """
 
 import json
@@ -46,9 +43,8 @@ _ROLES = ("system", "user", "assistant", "tool")
 def train_tokenizer(texts: Iterable[str], tools: Sequence[Tool] = ()) -> PreTrainedTokenizerFast:
     """Return a tokenizer for ``texts`` and for calls of ``tools``; the same arguments give the same tokenizer.
 
-    Digits and newlines are tokens of their own, so that no token reaches across a turn's edge: the tokens of a
-    conversation are those of its pieces. What is the same in every call of a tool is one token up to each argument,
-    so that a call costs a tiny policy a handful of tokens.
+    Digits and newlines are tokens of their own, so that no token crosses the boundary of a turn: the tokens of a conversation are those
+    of its pieces. The fixed text of a call up to each argument is one token, so that a call takes only a few tokens.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -83,9 +79,9 @@ def train_tokenizer(texts: Iterable[str], tools: Sequence[Tool] = ()) -> PreTrai
 def encode_conversation(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], tools: Sequence[Tool] = ()
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids that the chat template gives ``messages``, and 1 for each that the assistant has to say.
+    """Return the token ids that the chat template gives ``messages``, and a mask that is 1 for the assistant's tokens.
 
-    The assistant says its content, its tool calls and ``<|im_end|>``.
+    The assistant's tokens are its content, its tool calls and ``<|im_end|>``.
     """
     pieces = [(f"{START_TOKEN}system\n{_tools_line(tools)}{END_TOKEN}\n", 0)] if tools else []
     for message in messages:
@@ -126,7 +122,7 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 
 def _call_words(tools: Sequence[Tool]) -> list[str]:
-    """The markers, and what stands before, between and after the numbers of a call."""
+    """Return the texts that become one token each: markers, and the texts before, between and after the numbers of a call."""
     words = {CALL_START: None, CALL_END: None, "}}": None} if tools else {}
     for tool in tools:
         name, parameters = tool["function"]["name"], _parameter_names(tool)

@@ -1,11 +1,9 @@
 """The task with a function tool: follow signs from digit to digit until one points to 0, and name the digit it stands at.
 
-Only the tool ``look`` knows where the sign at a digit points, so an answer without calls is a guess, right once in ten. The
-number of calls is geometric. What has to be learned is to ask the tool, turn after turn.
+Only the tool ``look`` knows where the sign at a digit points. An answer without calls is a guess, right once in ten. The number of calls
+is geometric. A policy must learn to call the tool in turn after turn.
 
-Whoever plays runs the tool, on the prompt's ``extras["signs"]``, and sends its results: the environment sees the last text
-alone. Flows in: how many prompts, and a seed. Flows out: prompts with their tools, conversations to imitate, and rewards.
-This module does not know tokens, models or who plays.
+The agent runs the tool on the prompt's ``extras["signs"]`` and sends its results; the environment sees the last text alone.
 """
 
 import json
@@ -25,9 +23,9 @@ MIN_SIGNS = 2
 MAX_SIGNS = 6
 CONTINUE_PROBABILITY = 0.5
 MAX_PROMPTS = 30_000
-"""Far below the number of trails, so that drawing new ones stays quick."""
+"""Far below the number of trails, so that drawing new ones stays fast."""
 NO_SIGN = "?"
-"""What the tool returns where no sign stands."""
+"""Result of the tool for a digit without a sign."""
 
 LOOK_TOOL: dict[str, Any] = {
     "type": "function",
@@ -40,7 +38,7 @@ LOOK_TOOL: dict[str, Any] = {
 
 
 class TrailEnv(BaseTextEnv):
-    """Judges the last text; the reward is 1.0 for the right digit. Needs ``extras["reward_spec"]["ground_truth"]``."""
+    """One turn, the last text; the reward is 1.0 for the right digit. Needs ``extras["reward_spec"]["ground_truth"]``."""
 
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -88,14 +86,14 @@ class TrailTask:
 
 
 def look(signs: Mapping[str, int], at: int) -> str:
-    """Return what the tool says about the sign at ``at``."""
+    """Return the tool's result for the sign at ``at``."""
     return str(signs.get(str(at), NO_SIGN))
 
 
 def worked_conversation(prompt: Prompt, slip_rate: float, rng: random.Random) -> list[Message]:
     """Return the prompt worked with the tool; each argument is a random digit with probability ``slip_rate``.
 
-    The results are the tool's: after a slip the way goes on from where it led, and ends in a guess where there is no sign.
+    The results are the tool's: a wrong argument leads to another sign, or ends in a guess if there is no sign.
     """
     signs = prompt.extras["signs"]
     messages: list[Message] = list(prompt.messages)

@@ -1,10 +1,7 @@
-"""Supervised learning of a task's format: what makes a tiny policy from random weights one that reinforcement can improve.
+"""Warm start: supervised learning of a task's format turns a tiny policy of random weights into one that reinforcement can improve.
 
-First flawless conversations, until greedy decoding repeats held-out ones; then a mixture of guesses and careless work, which
-leaves a policy that can, but mostly does not. Runs in a thread, in 10 to 25 s of one core.
-
-Flows in: a model, its tokenizer, a task, the uids that must not be seen. Flows out: the same model, trained. This module
-does not know files, engines or what the task asks.
+The first phase learns flawless conversations until greedy decoding repeats held-out ones. The second phase learns a mixture of guesses and
+careless work; it leaves a policy that can solve the task but mostly does not. It runs in a thread, and takes 10 to 25 s of one core.
 """
 
 import logging
@@ -29,28 +26,28 @@ NUM_NEWTON_SCHULZ_STEPS = 5
 ADAMW_LR = 3e-3
 FINAL_LR_SHARE = 0.05
 CLEAN_CYCLE_TOKENS = 120_000
-"""The first phase's learning rate falls over as many, then starts anew: most seeds are done within the first cycle."""
+"""Tokens over which the first phase's learning rate falls before it starts anew; most seeds finish within the first cycle."""
 MIXTURE_LR_SHARE = 0.25
-"""With twice as much some seeds forget, on some machines, how a worked answer begins, and reinforcement does not teach it them again."""
+"""With twice this, some seeds forget, on some machines, how a worked answer begins, and reinforcement does not bring it back."""
 LEAST_CLEAN_CHANCE = 0.25
-"""A flawless answer's probability after the second phase, over the share of such answers in it: less is said aloud."""
+"""Least probability of a flawless answer after the second phase, over the share of such answers in it; below it a warning is logged."""
 LONG_SHARE = 0.125
 LONGEST_OF = 16
-"""That share of the first phase is the longest of that many draws: the long tail is too rare to be learned otherwise."""
+"""A share ``LONG_SHARE`` of the first phase is the longest of so many draws, because long answers are too rare to be learned otherwise."""
 BATCH_TOKENS = 320
 CHUNK_CONVERSATIONS = 64
-"""Conversations sorted by length before they are cut into batches."""
+"""Number of conversations that are sorted by length and split into batches together."""
 CHECK_INTERVAL_TOKENS = 5_000
 NUM_CHECK_PROMPTS = 48
 MAX_DRAWS = 100_000
 
 Row = tuple[list[int], list[int]]
-"""Token ids of a conversation, and 1 for each that is learned."""
+"""Token ids of a conversation, and 1 for each learned token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartPlan:
-    """How much is learned, and of what."""
+    """How much is learned of which conversations."""
 
     target_accuracy: float = 0.95
     """Greedy accuracy on flawless conversations at which the first phase ends."""
@@ -65,12 +62,12 @@ class WarmStartPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartProgress:
-    """Where a warm start is."""
+    """The progress of a warm start."""
 
     phase: str
     """``clean`` or ``mixture``."""
     num_tokens: int
-    """Learned so far, of both phases."""
+    """Tokens learned so far in both phases."""
     accuracy: float
     """Greedy accuracy at the last check."""
 
@@ -78,7 +75,7 @@ class WarmStartProgress:
 class Muon:
     """Momentum, orthogonalised by Newton-Schulz iterations (K. Jordan, https://kellerjordan.github.io/posts/muon).
 
-    Matrices of one shape are orthogonalised together, which on a small model is what makes it cheap.
+    Matrices of one shape are orthogonalised together, which makes it cheap on a small model.
     """
 
     def __init__(self, matrices: Sequence[torch.nn.Parameter]) -> None:
@@ -145,7 +142,7 @@ class _Learner:
 
     @torch.inference_mode()
     def mean_chance(self, batches: Sequence[Sequence[Row]]) -> float:
-        """Return the mean probability of conversations: that all that is learned of one would be sampled, at temperature 1."""
+        """Return the mean probability that sampling at temperature 1 gives all learned tokens of a conversation."""
         chances: list[torch.Tensor] = []
         for rows in batches:
             logits, targets = self._predict(rows)
@@ -157,7 +154,7 @@ class _Learner:
     def greedy_accuracy(self, batches: Sequence[Sequence[Row]]) -> float:
         """Return the share of conversations that greedy decoding repeats word for word.
 
-        It does exactly if every token is the likeliest one after those before it, which one forward shows.
+        One forward is enough: greedy decoding repeats a conversation if every token is the likeliest one after those before it.
         """
         num_right = num_rows = 0
         for rows in batches:
@@ -206,7 +203,7 @@ def _batches(draw: Callable[[], Row], rng: random.Random, num_tokens: int) -> It
 
 
 class _Rows:
-    """Fresh rows of a task, none of a hidden prompt."""
+    """Draws rows of a task, none of a hidden prompt."""
 
     def __init__(
         self, task: BuiltInTask, tokenizer: PreTrainedTokenizerFast, rng: random.Random, hidden: frozenset[str]
@@ -265,8 +262,8 @@ def warm_start(
 
     Args:
         held_out: uids of prompts that must not be learned.
-        seed: the same gives the same weights, on one machine and one thread.
-        should_stop: asked before each batch; ``PolicyError`` is raised when it says so.
+        seed: the same seed gives the same weights on one machine with one thread.
+        should_stop: called before each batch; ``PolicyError`` is raised if it returns true.
         on_progress: called about every ``CHECK_INTERVAL_TOKENS`` and at the end, in the calling thread.
     """
     rng = random.Random(seed)
