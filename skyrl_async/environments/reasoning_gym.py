@@ -44,8 +44,8 @@ HASH_SEEDED = frozenset(
 )
 """Datasets whose items depend on Python's hash seed; found by drawing from 105 of 0.1.25 under two."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_complained: set[str] = set()
-"""Datasets that a warning has named."""
+_warned: set[str] = set()
+"""Datasets that a warning has already named."""
 
 
 class ReasoningGymEnv(BaseTextEnv):
@@ -66,8 +66,8 @@ class ReasoningGymEnv(BaseTextEnv):
             return ended(0.0)
         score, reason = _score(self.item, answers[-1].strip())
         name = self.item["dataset"]
-        if reason is not None and name not in _complained:
-            _complained.add(name)
+        if reason is not None and name not in _warned:
+            _warned.add(name)
             logger.warning("an answer to %s scores 0.0, as others like it will without a word: %s", name, reason)
         return ended(score)
 

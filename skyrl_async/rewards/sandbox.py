@@ -140,16 +140,18 @@ def _run_in(directory: Path, source: str, stdin: str, limits: Limits) -> Outcome
             started = time.monotonic()
             is_late = is_confined and not _ends(process, limits.wall_s)
         seconds = time.monotonic() - started
-        written, complaints = _read(output, file_bytes), _read(error, file_bytes)
+        written, errors_written = _read(output, file_bytes), _read(error, file_bytes)
     if not is_confined:
         raise GenerationError(
             "the sandbox for a policy's program could not be set up within "
-            f"{SETUP_S:g} s: exit code {process.returncode}: {_last_line(complaints)}"
+            f"{SETUP_S:g} s: exit code {process.returncode}: {_last_line(errors_written)}"
         )
     failure = (
-        f"ran longer than {limits.wall_s:g} s" if is_late else _failure(process.returncode, written, complaints, limits)
+        f"ran longer than {limits.wall_s:g} s"
+        if is_late
+        else _failure(process.returncode, written, errors_written, limits)
     )
-    return Outcome(output=written, error=complaints, failure=failure, seconds=seconds)
+    return Outcome(output=written, error=errors_written, failure=failure, seconds=seconds)
 
 
 @contextlib.contextmanager
@@ -215,7 +217,7 @@ def _read(file: IO[bytes], num_bytes: int) -> str:
     return file.read(num_bytes).decode("utf-8", errors="replace")
 
 
-def _failure(exit_code: int, output: str, complaints: str, limits: Limits) -> str | None:
+def _failure(exit_code: int, output: str, errors_written: str, limits: Limits) -> str | None:
     if len(output.encode()) >= limits.output_kb * 1024:
         return f"wrote more than {limits.output_kb} KiB"
     if exit_code == 0:
@@ -224,7 +226,7 @@ def _failure(exit_code: int, output: str, complaints: str, limits: Limits) -> st
         return f"used more than {limits.cpu_s} s of CPU time"
     if exit_code < 0:
         return f"died of {_signal_name(-exit_code)}"
-    return f"exit code {exit_code}: {_last_line(complaints)}"
+    return f"exit code {exit_code}: {_last_line(errors_written)}"
 
 
 def _signal_name(number: int) -> str:

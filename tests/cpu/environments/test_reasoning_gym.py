@@ -121,7 +121,7 @@ def test_an_answer_that_would_take_for_ever_to_evaluate_scores_nothing_after_a_w
     prompt = prompts_of("n_queens", num=1)[0][0]
     limits = replace(sandboxed_scores.LIMITS, cpu_s=2)
     monkeypatch.setattr(sandboxed_scores.sandboxed_score, "__kwdefaults__", {"limits": limits})
-    monkeypatch.setattr(reasoning_gym, "_complained", set())
+    monkeypatch.setattr(reasoning_gym, "_warned", set())
     environment = make_environment(prompt.env_class, dict(prompt.extras))
     assert environment.step("<answer>9**9**8</answer>")["reward"] == 0.0
     assert "an answer to n_queens scores 0.0" in caplog.text and "used more than 2 s of CPU time" in caplog.text
@@ -132,7 +132,7 @@ def test_an_answer_that_would_take_for_ever_to_evaluate_scores_nothing_after_a_w
 def test_an_answer_at_which_the_scorer_raises_scores_nothing_and_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reasoning_gym, "_complained", set())
+    monkeypatch.setattr(reasoning_gym, "_warned", set())
     prompt = prompts_of("prime_factorization", num=1)[0][0]
     environment = make_environment(prompt.env_class, dict(prompt.extras))
     with caplog.at_level(logging.WARNING):
