@@ -127,19 +127,16 @@ def token_figures(
     is_clipped = token_loss.is_clipped.double()
     gaps = (logprobs - behavior_logprobs).abs()
     per_lag = sums_by_lag(token_lags, torch.ones_like(kl), kl, is_clipped)
-    overall = torch.stack(
-        [
-            token_loss.loss.double().sum(),
-            is_clipped.sum(),
-            ratio.sum(),
-            kl.sum(),
-            token_lags.sum().double(),
-            ratio.max(),
-            gaps.max().double(),
-        ]
-    )
-    names = ("loss_sum", "clipped_sum", "ratio_sum", "behavior_kl_sum", "token_lag_sum", "ratio_max", "logprob_gap_max")
-    figures = dict(zip(names, overall.tolist(), strict=True))
+    sums = {
+        "loss_sum": token_loss.loss.double().sum(),
+        "clipped_sum": is_clipped.sum(),
+        "ratio_sum": ratio.sum(),
+        "behavior_kl_sum": kl.sum(),
+        "token_lag_sum": token_lags.sum().double(),
+        "ratio_max": ratio.max(),
+        "logprob_gap_max": gaps.max().double(),
+    }
+    figures = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))  # one copy from the device
     figures["num_tokens"] = float(logprobs.numel())
     for lag, (num_tokens, kl_sum, clipped_sum) in enumerate(per_lag):
         if num_tokens:

@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -90,9 +90,7 @@ def draw_stages(
 def _within(spans: Sequence[StageSpan], begin: float, end: float | None, trace: Path) -> list[StageSpan]:
     last = max(span.end for span in spans) if end is None else end
     cut = [
-        StageSpan(stage=s.stage, state=s.state, item=s.item, begin=max(s.begin, begin), end=min(s.end, last))
-        for s in spans
-        if s.end > begin and s.begin < last
+        replace(s, begin=max(s.begin, begin), end=min(s.end, last)) for s in spans if s.end > begin and s.begin < last
     ]
     if not cut:
         raise ConfigError(f"{trace} has no stages from {begin:g} s to {last:g} s: it ends at {spans[-1].end:g} s")
