@@ -1,1 +1,1 @@
-"""Where numbers go."""
+"""Metrics, traces and logs of a run, and where they are written and shown."""

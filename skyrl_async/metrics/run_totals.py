@@ -229,5 +229,5 @@ class RunTotals:
         if self.masked_tokens:
             cost += f"; {self.masked_tokens / (self.trained_tokens + self.masked_tokens):.1%} of the tokens were masked"
         if self.requeued_groups:
-            cost += f"; {self.requeued_groups} groups were drawn again"
+            cost += f"; {self.requeued_groups} groups were requeued"
         return cost
