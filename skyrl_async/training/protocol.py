@@ -135,7 +135,7 @@ class TrainingBackend(Protocol):
         """Accumulate the gradient of ``loss``, a sum over this rank's tokens; summed, not averaged, over the ranks."""
         ...
 
-    def step(self, *, denominator: float, max_grad_norm: float) -> float:
+    def step(self, denominator: float) -> float:
         """Divide gradients by ``denominator``, clip, step, clear; returns the norm before clipping.
 
         Raises ``TrainingError`` if the norm is not finite. Nothing is applied then.

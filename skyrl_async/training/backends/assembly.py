@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -59,24 +60,14 @@ def load_reference(
     if not settings.has_reference:
         return None
     if settings.lora is not None and settings.reference_path is None:
-        return _without_adapters(backend, policy)
+        from skyrl_async.training.backends.lora import LoraBackend
+
+        assert isinstance(backend, LoraBackend)
+        return partial(backend.without_adapters, policy)
     path = Path(settings.policy_path if settings.reference_path is None else settings.reference_path)
     model = load_model(path, trust_remote_code=settings.trust_remote_code)
     reference = make_token_logprobs(FrozenBackend(settings, device).build(model), settings)
     return lambda: contextlib.nullcontext(reference)
-
-
-def _without_adapters(backend: TrainingBackend, policy: TokenLogprobs) -> Reference:
-    from skyrl_async.training.backends.lora import LoraBackend
-
-    assert isinstance(backend, LoraBackend)
-
-    @contextlib.contextmanager
-    def reference() -> Iterator[TokenLogprobs]:
-        with backend.without_adapters():
-            yield policy
-
-    return reference
 
 
 def make_token_logprobs(model: nn.Module, settings: TrainingSettings) -> TokenLogprobs:

@@ -63,8 +63,8 @@ class DeepSpeedBackend:
         self._engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
         self._has_gradients = True
 
-    def step(self, *, denominator: float, max_grad_norm: float) -> float:
-        """Divide gradients by ``denominator``, clip to ``max_grad_norm`` (0: not), step and clear.
+    def step(self, denominator: float) -> float:
+        """Divide gradients by ``denominator``, clip, step and clear.
 
         Raises:
             TrainingError: the norm is not finite; nothing is applied, and the gradients are cleared.
@@ -73,7 +73,7 @@ class DeepSpeedBackend:
             self._make_zero_gradients()
         self._has_gradients = False
         step = self._step_replicated if self._zero_optimizer is None else self._step_zero
-        norm = step(denominator, max_grad_norm)
+        norm = step(denominator)
         if not math.isfinite(norm):
             raise TrainingError(
                 f"the gradient norm is not finite over {denominator:.0f} tokens at learning rate {self.lr:.3g}. Nothing was applied"
@@ -81,20 +81,21 @@ class DeepSpeedBackend:
         self._scheduler.step()
         return norm
 
-    def _step_zero(self, denominator: float, max_grad_norm: float) -> float:
+    def _step_zero(self, denominator: float) -> float:
         """Have DeepSpeed divide by ``denominator`` as its loss scale, which is 1 in every backward. It skips a step of infinite norm."""
         optimizer = self._zero_optimizer
         assert optimizer is not None
-        optimizer.loss_scale, optimizer.clip_grad = denominator, max_grad_norm
+        optimizer.loss_scale, optimizer.clip_grad = denominator, self._settings.max_grad_norm
         try:
             self._engine.step()
         finally:
             optimizer.loss_scale = 1.0
         return math.inf if optimizer.overflow else float(self._engine.get_global_grad_norm())
 
-    def _step_replicated(self, denominator: float, max_grad_norm: float) -> float:
+    def _step_replicated(self, denominator: float) -> float:
         """Divide and clip between DeepSpeed's reduction and torch's step. Parameters without a gradient are not stepped."""
         norms = []
+        limit = self._settings.max_grad_norm
 
         def divide_and_clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -104,8 +105,8 @@ class DeepSpeedBackend:
             if not math.isfinite(norm):
                 optimizer.zero_grad(set_to_none=True)
                 return
-            is_clipped = 0 < max_grad_norm < norm
-            torch._foreach_mul_(gradients, (max_grad_norm / norm if is_clipped else 1.0) / denominator)
+            is_clipped = 0 < limit < norm
+            torch._foreach_mul_(gradients, (limit / norm if is_clipped else 1.0) / denominator)
 
         handle = self._optimizer.register_step_pre_hook(divide_and_clip)
         try:

@@ -101,7 +101,7 @@ class FrozenBackend:
         """Raise ``TrainingError``."""
         self._refuse("take gradients")
 
-    def step(self, *, denominator: float, max_grad_norm: float) -> float:
+    def step(self, denominator: float) -> float:
         """Raise ``TrainingError``."""
         self._refuse("step")
 

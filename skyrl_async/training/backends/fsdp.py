@@ -70,8 +70,8 @@ class FSDPBackend:
                 module.set_requires_gradient_sync(is_last, recurse=False)
         loss.backward()
 
-    def step(self, *, denominator: float, max_grad_norm: float) -> float:
-        """Divide gradients by ``denominator``, clip to ``max_grad_norm`` (0: not), step and clear.
+    def step(self, denominator: float) -> float:
+        """Divide gradients by ``denominator``, clip, step and clear.
 
         Raises:
             TrainingError: the norm is not finite; nothing is applied, and the gradients are cleared.
@@ -87,8 +87,9 @@ class FSDPBackend:
                 f"the gradient norm is {norm} over {denominator:.0f} tokens at learning rate "
                 f"{self.lr:.3g}; not finite on this rank: {culprits}. Nothing was applied"
             )
-        is_clipped = 0 < max_grad_norm < norm
-        torch._foreach_mul_(gradients, (max_grad_norm / norm if is_clipped else 1.0) / denominator)
+        limit = self._settings.max_grad_norm
+        is_clipped = 0 < limit < norm
+        torch._foreach_mul_(gradients, (limit / norm if is_clipped else 1.0) / denominator)
         self._optimizer.step()
         self._scheduler.step()
         self._optimizer.zero_grad(set_to_none=True)

@@ -11,7 +11,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from skyrl_async.training.protocol import TrainingBackend
 from skyrl_async.weights.adapters import tensor_names
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _ADAPTER = "default"
 _BASE = ".base_layer."
@@ -60,12 +62,15 @@ class LoraBackend:
         return self._inner.build(model)
 
     @contextlib.contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """In the block, the model is the initial policy. The adapters run, times zero: ranks make the same collective calls."""
+    def without_adapters(self, policy: T) -> Iterator[T]:
+        """In the block, ``policy`` (anything that calls the model) is the initial policy.
+
+        The adapters run, times zero: ranks make the same collective calls.
+        """
         for layer in self._layers.values():
             layer.set_scale(_ADAPTER, 0.0)
         try:
-            yield
+            yield policy
         finally:
             for layer in self._layers.values():
                 layer.set_scale(_ADAPTER, 1.0)
@@ -74,9 +79,9 @@ class LoraBackend:
         """As ``TrainingBackend``."""
         self._inner.backward(loss, is_last=is_last)
 
-    def step(self, *, denominator: float, max_grad_norm: float) -> float:
+    def step(self, denominator: float) -> float:
         """As ``TrainingBackend``."""
-        return self._inner.step(denominator=denominator, max_grad_norm=max_grad_norm)
+        return self._inner.step(denominator)
 
     @property
     def lr(self) -> float:

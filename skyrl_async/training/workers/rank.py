@@ -210,7 +210,7 @@ class PolicyRank:
             )
         lr = self._backend.lr
         try:
-            grad_norm = self._backend.step(denominator=float(denominator), max_grad_norm=self._settings.max_grad_norm)
+            grad_norm = self._backend.step(float(denominator))
         except TrainingError as error:
             raise TrainingError(f"{error}. {self._trained_rows.save()}") from error
         finally:

@@ -1,4 +1,4 @@
-"""A step whose numbers stop being numbers on one of two ranks: both stop, and leave what they trained."""
+"""A loss or gradient that is not finite on one of two ranks: both stop, and write the rows of the step."""
 
 import json
 import math

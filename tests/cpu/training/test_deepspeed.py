@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO on one rank in this process, and the keys and JSON files that it is made with."""
+"""DeepSpeed's ZeRO on one rank in this process, with its config keys and JSON files."""
 
 import json
 from collections.abc import Callable, Iterator

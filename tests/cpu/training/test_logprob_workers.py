@@ -1,4 +1,4 @@
-"""Workers that only compute log-probs: what dies is replaced at the version it had. Then real ones: Ray actors over gloo."""
+"""Workers that only compute log-probs: new ones replace the dead, at the same version. First modelled, then as Ray actors over gloo."""
 
 import asyncio
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def is_there(update: WeightUpdate) -> bool:
 
 
 class ModelledForward:
-    """Says its version as the log-prob of every token; dies at the calls of these numbers, counted over all workers."""
+    """Answers minus its version as the log-prob of every token. Dies at the calls of these numbers, counted over all workers."""
 
     def __init__(self, deaths: Sequence[int], log: list[str], error: type[Exception] = WorkerDiedError) -> None:
         self.deaths = deaths
@@ -58,19 +58,19 @@ class ModelledForward:
         self.error = error
         self.version = 0
 
-    def strike(self, call: str) -> None:
+    def fail_if_due(self, call: str) -> None:
         self.log.append(call)
         if len(self.log) in self.deaths:
             raise self.error(f"logp-worker-0 died in {call}")
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
         assert model is POLICY
-        self.strike("logprobs_of")
+        self.fail_if_due("logprobs_of")
         values = tuple((float(-self.version),) * len(row.response_token_ids) for row in trajectories)
         return RowLogprobs(values=values, version=self.version)
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        self.strike("load_weights")
+        self.fail_if_due("load_weights")
         if not is_there(update):
             raise TrainingError(f"the weights of version {update.version} cannot be read")
         self.version = update.version
@@ -209,7 +209,7 @@ async def test_new_workers_for_which_no_version_comes_end_the_run_by_name(
     await workers.close()
 
 
-async def test_groups_asked_for_at_once_take_turns_with_each_other_and_with_new_versions() -> None:
+async def test_calls_made_at_once_run_one_after_the_other_new_versions_included() -> None:
     log: list[str] = []
     workers = await started([], log, max_restarts=0)
     async with asyncio.TaskGroup() as tasks:
@@ -247,7 +247,7 @@ class TestStageWork:
         assert [row.ref_logprobs for row in both.trajectories] == [row.logprobs[::-1] for row in (first, second, third)]
         assert [row.old_version for row in both.trajectories] == [5, 2, 5]
 
-    async def test_a_group_that_lacks_nothing_is_given_back_as_it_is(self) -> None:
+    async def test_a_group_that_lacks_nothing_is_returned_as_it_is(self) -> None:
         async def compute(rows: Sequence[Trajectory]) -> RowLogprobs:
             raise AssertionError("nothing is to be computed")
 

@@ -1,4 +1,4 @@
-"""Adapters on the weights of a tiny random Qwen3, one rank in this process: against plain torch on merged weights."""
+"""Adapters on a tiny random Qwen3, one rank in this process, compared with plain torch on merged weights."""
 
 import json
 from collections.abc import Callable, Iterator

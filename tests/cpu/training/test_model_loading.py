@@ -1,4 +1,4 @@
-"""What a policy's directory says of drawing in training is not done: a model in train mode computes what its sampler does."""
+"""A loaded model in train mode computes what its sampler does: dropout and jitter of its configuration are off."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rows laid end to end against the same rows padded, through random models of several architectures."""
+"""Packed rows compared with the same rows padded, through random models of several architectures."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Two ranks as Ray actors over gloo, against one rank in this process."""
+"""Two ranks as Ray actors over gloo, compared with one rank in this process."""
 
 import asyncio
 import os
@@ -37,7 +37,7 @@ train = partial(tiny_policies.train, has_idle_group=True)
 
 
 def settings_with_policy(directory: Path) -> TrainingSettings:
-    """Of a policy that is written there."""
+    """Settings of a policy that is written under the directory."""
     policy_path = str(tiny_policies.write_policy(directory))
     return TrainingSettings(policy_path=policy_path, lr=1e-3, num_warmup_steps=2, logprobs_chunk_size=8)
 

@@ -54,8 +54,8 @@ def one_row(number: int) -> list[Trajectory]:
     return [row]
 
 
-class Fate:
-    """When workers die: at the calls of these numbers, counted over all workers, half of them before the call has an effect."""
+class FailureScript:
+    """Says when workers die: at the calls of these numbers, counted over all workers, before the call has an effect or after it."""
 
     def __init__(self, deaths: Sequence[tuple[int, bool]] = (), *, hangs: bool = False) -> None:
         self.deaths = dict(deaths)
@@ -63,7 +63,7 @@ class Fate:
         self.num_calls = 0
         self.num_open = self.most_open = 0
 
-    def strike(self, *, is_after: bool) -> None:
+    def fail_if_due(self, *, is_after: bool) -> None:
         if not is_after:
             self.num_calls += 1
         if self.deaths.get(self.num_calls) is is_after:
@@ -74,21 +74,21 @@ class Fate:
 class ModelledWorkers:
     """A ``Policy`` whose weights say what was done to them; dead after its first error, as a group of processes is."""
 
-    def __init__(self, fate: Fate) -> None:
-        self.fate = fate
+    def __init__(self, script: FailureScript) -> None:
+        self.script = script
         self.weights: list[Any] = []
         self.gradients: list[Any] = []
         self.copy = ""
         self.is_dead = self.is_closed = False
-        fate.num_open += 1
-        fate.most_open = max(fate.most_open, fate.num_open)
+        script.num_open += 1
+        script.most_open = max(script.most_open, script.num_open)
 
     async def call(self, act: Any) -> Any:
         assert not self.is_closed and not self.is_dead
         try:
-            self.fate.strike(is_after=False)
+            self.script.fail_if_due(is_after=False)
             answer = act()
-            self.fate.strike(is_after=True)
+            self.script.fail_if_due(is_after=True)
         except (WorkerDiedError, DeadlineError):
             self.is_dead = True
             raise
@@ -168,7 +168,7 @@ class ModelledWorkers:
     async def close(self) -> None:
         assert not self.is_closed
         self.is_closed = True
-        self.fate.num_open -= 1
+        self.script.num_open -= 1
 
 
 CALLS = ("gradients", "gradients", "step", "logprobs", "recompute", "export", "save", "save in vain", "load")
@@ -207,13 +207,13 @@ async def drive(policy: Any, calls: Sequence[str], directory: Path, checkpoint_w
 
 
 def answers_of(
-    calls: Sequence[str], fate: Fate, *, max_restarts: int, max_journal_bytes: int = 1 << 20
+    calls: Sequence[str], script: FailureScript, *, max_restarts: int, max_journal_bytes: int = 1 << 20
 ) -> tuple[list[Any], RecoveringPolicy]:
     async def start() -> Policy:
-        workers = ModelledWorkers(fate)
+        workers = ModelledWorkers(script)
         try:
-            fate.strike(is_after=False)
-            fate.strike(is_after=True)
+            script.fail_if_due(is_after=False)
+            script.fail_if_due(is_after=True)
         except (WorkerDiedError, DeadlineError):
             await workers.close()
             raise
@@ -231,7 +231,7 @@ def answers_of(
                 answers = await drive(policy, calls, Path(directory), policy.checkpoint_written)
             finally:
                 await policy.close()
-                assert fate.num_open == 0 and fate.most_open == 1
+                assert script.num_open == 0 and script.most_open == 1
                 assert not (Path(directory) / "recovery").exists()
             return answers, policy
 
@@ -241,7 +241,7 @@ def answers_of(
 def undisturbed(calls: Sequence[str]) -> list[Any]:
     async def main() -> list[Any]:
         with tempfile.TemporaryDirectory() as directory:
-            return await drive(ModelledWorkers(Fate()), calls, Path(directory), lambda path: None)
+            return await drive(ModelledWorkers(FailureScript()), calls, Path(directory), lambda path: None)
 
     return asyncio.run(main())
 
@@ -257,22 +257,24 @@ def undisturbed(calls: Sequence[str]) -> list[Any]:
 def test_any_calls_and_any_deaths_give_the_answers_and_weights_of_workers_that_live(
     calls: list[str], deaths: dict[int, bool], hangs: bool, max_journal_bytes: int
 ) -> None:
-    fate = Fate(list(deaths.items()), hangs=hangs)
-    answers, policy = answers_of(calls, fate, max_restarts=len(deaths), max_journal_bytes=max_journal_bytes)
+    script = FailureScript(list(deaths.items()), hangs=hangs)
+    answers, policy = answers_of(calls, script, max_restarts=len(deaths), max_journal_bytes=max_journal_bytes)
     assert answers == undisturbed(calls)
-    assert policy.num_restarts == sum(number <= fate.num_calls for number in deaths)
+    assert policy.num_restarts == sum(number <= script.num_calls for number in deaths)
 
 
 @given(deaths=st.sets(st.integers(2, 9), min_size=1), max_restarts=st.integers(0, 3))
 @settings(max_examples=50, deadline=None)
 def test_more_deaths_than_restarts_end_with_the_error_of_the_call(deaths: set[int], max_restarts: int) -> None:
-    fate = Fate([(number, False) for number in range(2, 100)] if len(deaths) > 4 else [(n, True) for n in deaths])
+    script = FailureScript(
+        [(number, False) for number in range(2, 100)] if len(deaths) > 4 else [(n, True) for n in deaths]
+    )
     calls = ["gradients", "step", "logprobs", "gradients", "step", "export", "logprobs"]
-    if len(fate.deaths) <= max_restarts:
-        assert answers_of(calls, fate, max_restarts=max_restarts)[0] == undisturbed(calls)
+    if len(script.deaths) <= max_restarts:
+        assert answers_of(calls, script, max_restarts=max_restarts)[0] == undisturbed(calls)
         return
     with pytest.raises(WorkerDiedError, match=r"policy-worker-1 died in call \d+; not restarted: ") as caught:
-        answers_of(calls, fate, max_restarts=max_restarts)
+        answers_of(calls, script, max_restarts=max_restarts)
     assert f"trainer.max_restarts={max_restarts}" in str(caught.value)
     assert "trainer.resume_mode=latest" in str(caught.value)
 
@@ -286,7 +288,7 @@ class Scripted:
 
     async def start(self) -> Any:
         self.starts += 1
-        workers = ModelledWorkers(Fate())
+        workers = ModelledWorkers(FailureScript())
         for name, method in self.methods.items():
             setattr(workers, name, method)
         return workers
@@ -337,10 +339,10 @@ async def test_the_loop_runs_while_a_saved_policy_that_is_needed_no_more_is_dele
 
 
 async def test_when_no_restart_is_left_nothing_is_kept_for_one(tmp_path: Path) -> None:
-    fate = Fate([(5, False)])
+    script = FailureScript([(5, False)])
 
     async def start() -> Any:
-        return ModelledWorkers(fate)
+        return ModelledWorkers(script)
 
     policy = await RecoveringPolicy.start(start, max_restarts=1, directory=tmp_path / "recovery", max_journal_bytes=0)
 
@@ -361,7 +363,7 @@ async def test_when_no_restart_is_left_nothing_is_kept_for_one(tmp_path: Path) -
     policy.checkpoint_written(tmp_path / "saved")
     await train()
     assert len(policy._journal) == 0
-    fate.deaths[fate.num_calls + 1] = False
+    script.deaths[script.num_calls + 1] = False
     with pytest.raises(WorkerDiedError, match="not restarted: trainer.max_restarts=1 are used up"):
         await train()
 
@@ -388,7 +390,7 @@ async def test_workers_that_die_while_they_come_up_at_first_are_replaced_and_tha
         async def start() -> ModelledWorkers:
             if next(deaths, None) is not None:
                 raise WorkerDiedError("policy-worker-0 died in boot")
-            return ModelledWorkers(Fate())
+            return ModelledWorkers(FailureScript())
 
         return await RecoveringPolicy.start(start, max_restarts=3, directory=tmp_path / "recovery")
 
@@ -410,7 +412,7 @@ async def test_a_checkpoint_that_is_gone_is_named(tmp_path: Path) -> None:
     scripted.methods["load"] = load
     workers = policy._policy
     assert isinstance(workers, ModelledWorkers)
-    workers.fate.deaths[workers.fate.num_calls + 1] = False
+    workers.script.deaths[workers.script.num_calls + 1] = False
     with pytest.raises(CheckpointError, match="checkpoint has no policy.json") as caught:
         await policy.step(1)
     assert isinstance(caught.value.__context__, WorkerDiedError)
@@ -418,26 +420,26 @@ async def test_a_checkpoint_that_is_gone_is_named(tmp_path: Path) -> None:
     await policy.close()
 
 
-async def test_a_recovery_that_was_cut_off_is_begun_anew_and_nobody_sees_what_was_half_way_there(
+async def test_a_cancelled_recovery_starts_anew_and_nobody_uses_half_restored_workers(
     tmp_path: Path,
 ) -> None:
-    fate, is_replaying, is_cut_off = Fate(), asyncio.Event(), False
+    script, is_replaying, is_cut_off = FailureScript(), asyncio.Event(), False
 
     class Slow(ModelledWorkers):
         async def step(self, num_tokens: float) -> dict[str, float]:
-            if fate.num_calls > 5 and not is_cut_off:
+            if script.num_calls > 5 and not is_cut_off:
                 is_replaying.set()
                 await asyncio.Event().wait()
             return await super().step(num_tokens)
 
     async def start() -> Policy:
-        return Slow(fate)
+        return Slow(script)
 
     policy = await RecoveringPolicy.start(start, max_restarts=3, directory=tmp_path / "recovery")
     for number in range(2):
         await policy.forward_backward(one_row(number), [1.0], number)
         await policy.step(1)
-    fate.deaths[5] = False
+    script.deaths[5] = False
     calling = asyncio.create_task(policy.forward_backward(one_row(2), [1.0], 2))
     await is_replaying.wait()
     calling.cancel()
@@ -445,7 +447,7 @@ async def test_a_recovery_that_was_cut_off_is_begun_anew_and_nobody_sees_what_wa
     is_cut_off = True
     await policy.save(tmp_path / "checkpoint")
     assert len(json.loads((tmp_path / "checkpoint" / "weights").read_text())) == 2
-    assert fate.num_open == fate.most_open == 1
+    assert script.num_open == script.most_open == 1
     await policy.close()
 
 
@@ -465,7 +467,7 @@ async def test_a_full_disk_costs_the_restarts_until_the_next_checkpoint_and_says
     (record,) = (r for r in caplog.records if r.levelno == logging.WARNING)
     assert "policy-1 cannot be written (rank 0: OSError: [Errno 28] No space left on device" in record.message
     assert len(policy._journal) == 0
-    workers.fate.deaths[workers.fate.num_calls + 1] = False
+    workers.script.deaths[workers.script.num_calls + 1] = False
     with pytest.raises(WorkerDiedError, match="not restarted: no checkpoint was written since .*policy-1 could not be"):
         await policy.step(1)
 
@@ -473,7 +475,7 @@ async def test_a_full_disk_costs_the_restarts_until_the_next_checkpoint_and_says
     del workers.save
     await policy.save(tmp_path / "checkpoint")
     policy.checkpoint_written(tmp_path / "checkpoint")
-    workers.fate.deaths[workers.fate.num_calls + 1] = True
+    workers.script.deaths[workers.script.num_calls + 1] = True
     await policy.step(1)
     assert policy.num_restarts == 1
     await policy.close()
@@ -487,7 +489,7 @@ async def test_a_restart_says_who_died_where_and_how_long_it_took(
     await policy.step(1)
     workers = policy._policy
     assert isinstance(workers, ModelledWorkers)
-    workers.fate.deaths[workers.fate.num_calls + 1] = False
+    workers.script.deaths[workers.script.num_calls + 1] = False
     await policy.logprobs([1, 2])
     lost, back = (r.message for r in caplog.records if r.levelno == logging.WARNING)
     assert lost == (
@@ -500,11 +502,11 @@ async def test_a_restart_says_who_died_where_and_how_long_it_took(
 
 
 async def test_a_cancelled_restart_leaves_no_workers(tmp_path: Path) -> None:
-    is_starting, fate = asyncio.Event(), Fate([(1, False)])
+    is_starting, script = asyncio.Event(), FailureScript([(1, False)])
 
     async def start() -> Policy:
-        workers = ModelledWorkers(fate)
-        if fate.num_calls:
+        workers = ModelledWorkers(script)
+        if script.num_calls:
             try:
                 is_starting.set()
                 await asyncio.Event().wait()
@@ -519,7 +521,7 @@ async def test_a_cancelled_restart_leaves_no_workers(tmp_path: Path) -> None:
         stepping.cancel()
     await policy.close()
     await policy.close()
-    assert fate.num_open == 0
+    assert script.num_open == 0
 
 
 def test_a_journal_is_cut_where_a_checkpoint_begins_and_gives_calls_back_to_the_last_bit() -> None:
@@ -547,7 +549,7 @@ async def test_calls_made_at_once_wait_for_one_restart(tmp_path: Path) -> None:
     await policy.step(1)
     workers = policy._policy
     assert isinstance(workers, ModelledWorkers)
-    workers.fate.deaths[workers.fate.num_calls + 1] = False
+    workers.script.deaths[workers.script.num_calls + 1] = False
     async with asyncio.TaskGroup() as tasks:
         answers = [tasks.create_task(policy.logprobs([1, 2])) for _ in range(3)]
     assert [answer.result() for answer in answers] == [[1.0]] * 3
@@ -559,10 +561,10 @@ async def test_calls_made_at_once_wait_for_one_restart(tmp_path: Path) -> None:
 async def test_workers_that_die_over_a_broadcast_fail_it_and_new_ones_in_their_state_open_the_next_group(
     tmp_path: Path, death: tuple[int, bool]
 ) -> None:
-    fate = Fate([death])
+    script = FailureScript([death])
 
     async def start() -> Any:
-        return ModelledWorkers(fate)
+        return ModelledWorkers(script)
 
     policy = await RecoveringPolicy.start(start, max_restarts=1, directory=tmp_path)
     await policy.forward_backward(one_row(1), [1.0], 0)
@@ -583,10 +585,10 @@ async def test_what_lost_workers_shared_is_not_there_any_more_and_that_is_no_fai
     tmp_path: Path, death: tuple[int, bool] | None
 ) -> None:
     """Call 4 is another one than that to share, call 5 is it."""
-    fate = Fate([] if death is None else [death])
+    script = FailureScript([] if death is None else [death])
 
     async def start() -> Any:
-        return ModelledWorkers(fate)
+        return ModelledWorkers(script)
 
     policy = await RecoveringPolicy.start(start, max_restarts=1, directory=tmp_path)
     assert await policy.share_weights(1) == {}, "nothing was gathered"
@@ -626,7 +628,7 @@ async def test_with_one_checkpoint_kept_there_is_always_one_to_begin_with(tmp_pa
         workers = policy._policy
         assert isinstance(workers, ModelledWorkers)
         before = json.dumps(workers.weights)
-        workers.fate.deaths[workers.fate.num_calls + 1] = True
+        workers.script.deaths[workers.script.num_calls + 1] = True
         await policy.export_hf(tmp_path)
         assert policy._policy is not workers and policy.num_restarts == number + 1
         update = await export_weights(policy, number, tmp_path, 1)
@@ -635,20 +637,20 @@ async def test_with_one_checkpoint_kept_there_is_always_one_to_begin_with(tmp_pa
     await policy.close()
 
 
-class Mortal:
-    """Torch in this process behind a ``Fate``; one that is dead has forgotten what it knew."""
+class DyingPolicy:
+    """Torch in this process behind a ``FailureScript``; a dead one has lost its state."""
 
-    def __init__(self, settings: TrainingSettings, fate: Fate) -> None:
-        self.fate = fate
+    def __init__(self, settings: TrainingSettings, script: FailureScript) -> None:
+        self.script = script
         self.policy: InProcessPolicy | None = InProcessPolicy(settings)
 
     def __getattr__(self, name: str) -> Any:
         async def call(*arguments: Any) -> Any:
             assert self.policy is not None
             try:
-                self.fate.strike(is_after=False)
+                self.script.fail_if_due(is_after=False)
                 answer = await getattr(self.policy, name)(*arguments)
-                self.fate.strike(is_after=True)
+                self.script.fail_if_due(is_after=True)
             except WorkerDiedError:
                 await self.close()
                 raise
@@ -688,10 +690,10 @@ async def test_torch_weights_are_the_same_to_the_last_bit_wherever_workers_die(t
     await alive.close()
     num_calls = 14
     for number in range(1, num_calls + 1, 3):
-        fate, directory = Fate([(number, number % 2 == 0), (number + 4, True)]), tmp_path / str(number)
+        script, directory = FailureScript([(number, number % 2 == 0), (number + 4, True)]), tmp_path / str(number)
 
-        async def start(fate: Fate = fate) -> Any:
-            return Mortal(settings, fate)
+        async def start(script: FailureScript = script) -> Any:
+            return DyingPolicy(settings, script)
 
         policy = await RecoveringPolicy.start(start, max_restarts=3, directory=directory / "recovery")
         found, tensors = await train(policy, directory, policy.checkpoint_written)

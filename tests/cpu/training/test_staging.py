@@ -1,4 +1,4 @@
-"""Weights on their way: copied to staging, written in buckets, mapped by whoever loads them; no bit and no dtype changes."""
+"""Weights copied to staging, written in buckets and mapped by engines: no bit and no dtype changes."""
 
 import resource
 import tempfile

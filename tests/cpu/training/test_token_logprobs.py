@@ -1,4 +1,4 @@
-"""Log-probs and entropies made in chunks, against whole logits of plain transformers."""
+"""Log-probs and entropies computed in chunks, compared with the full logits of plain transformers."""
 
 import logging
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every way to train, on one rank in this process and on two over gloo, against FSDP2 on one rank, in float32 on the same rows."""
+"""Every backend on one rank in this process and on two over gloo, compared with FSDP2 on one rank, in float32 on the same rows."""
 
 import asyncio
 import json

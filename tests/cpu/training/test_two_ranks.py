@@ -1,4 +1,4 @@
-"""Two ranks over gloo, in processes of their own and without Ray, against one rank in this process."""
+"""Two ranks over gloo, in their own processes and without Ray, compared with one rank in this process."""
 
 import multiprocessing
 from dataclasses import replace
