@@ -1,7 +1,7 @@
 """``python -m skyrl_async.main key=value ...``: one run, from its command line to its summary.
 
-Flows in: overrides. Flows out: a run directory, a summary on standard output, an exit code: 0 done, 1 failed, 2 refused before
-anything was started, 130 interrupted by Ctrl-C, 143 by SIGTERM. Knows what a run leaves behind, and nothing of how it is put together.
+Exit codes: 0 done, 1 failed, 2 refused before anything was started, 130 interrupted by Ctrl-C, 143 by SIGTERM. Knows the files of a run,
+and nothing of how the run is put together.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""What configuration keys name: built-in functions, registered ones, and any that can be imported.
+"""The functions that configuration keys name: built-in ones, registered ones, and any that can be imported.
 
-Flows in: names. Flows out: the path ``package.module:function`` behind each, and what must be known of it before anything starts. A path
-means the same in every process; a registration holds where it was made, hence is handed on as its path. Knows neither torch nor what
-the functions compute.
+Each name stands for a path ``package.module:function`` with the facts that must be known before anything starts. A path means the same in
+every process; a registration holds in its own process only, so other processes get the path. Knows neither torch nor what the functions
+compute.
 """
 
 import difflib

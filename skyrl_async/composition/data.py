@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.config.rules.all import BUILT_IN_TASKS
 from skyrl_async.config.schema.run import Config
-from skyrl_async.config.schema.task import DATASET_TASK, REASONING_GYM_TASK
+from skyrl_async.config.schema.task import BUILT_IN_TASKS, DATASET_TASK, REASONING_GYM_TASK
 from skyrl_async.data.dataloader import EpochPlan, Rotation, weighted
 from skyrl_async.data.dataset import filter_long_prompts, load_sources
 from skyrl_async.data.sources import rows_of

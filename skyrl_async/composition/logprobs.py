@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.composition.ray_cluster import ActorResources, ReservedDevices, worker_resources
 from skyrl_async.composition.time_sharing import lease_of, on_leased_devices
-from skyrl_async.config.rules.advice import advice
 from skyrl_async.config.rules.devices import training_device
-from skyrl_async.config.rules.idle import idle_settings
+from skyrl_async.config.rules.notices import advice, idle_settings
 from skyrl_async.config.schema.algorithm import RefLogp
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import PolicyError

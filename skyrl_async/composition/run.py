@@ -35,8 +35,8 @@ from skyrl_async.composition.processes import serving_endpoint, start_engines_an
 from skyrl_async.composition.publishing import check_shared_memory, make_publisher
 from skyrl_async.composition.ray_cluster import reserve_devices, start_ray
 from skyrl_async.composition.time_sharing import device_groups, engine_time_sharing, leasing_policy
-from skyrl_async.config.rules.all import BUILT_IN_TASKS
 from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.task import BUILT_IN_TASKS
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace

@@ -1,7 +1,7 @@
 """Our command for a launch script of SkyRL's, for ``--from-skyrl script.sh``: the script is read, not run.
 
-Flows in: a script and the environment it would see. Flows out: a bash script that sets our keys and names each of theirs that it does not
-take. SkyRL's defaults are set where ours differ. Knows what several of their keys mean together; single keys are in ``coming_from``.
+The printed bash script sets our keys, and SkyRL's defaults where ours differ; a comment names each key that has no counterpart. Single keys
+are in ``coming_from.txt``; here is what several of SkyRL's keys mean together.
 """
 
 import copy
@@ -19,10 +19,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from skyrl_async.config.bash_words import Command, commands_of
 from skyrl_async.config.coming_from import Foreign, find, foreign_keys, yaml_value
-from skyrl_async.config.groups import GROUPS
 from skyrl_async.config.help import all_keys, value_text
 from skyrl_async.config.rules import all as rules
-from skyrl_async.config.rules.idle import idle_settings
+from skyrl_async.config.rules.notices import idle_settings
+from skyrl_async.config.schema.groups import GROUPS
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
 

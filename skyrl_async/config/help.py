@@ -1,7 +1,6 @@
 """Every key with its type, default and text: for ``--help``, for "did you mean", and for the configuration reference.
 
-Flows in: the dataclasses of ``schema`` and the groups. Flows out: text. ``python -m skyrl_async.config.help`` writes
-the reference page to standard output.
+``python -m skyrl_async.config.help`` writes the reference page to standard output.
 """
 
 import sys
@@ -13,7 +12,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from skyrl_async.config.groups import GROUPS, default_option
+from skyrl_async.config.schema.groups import GROUPS, default_option
 from skyrl_async.config.schema.run import Config
 
 _EXAMPLES = (

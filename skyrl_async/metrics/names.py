@@ -1,7 +1,7 @@
 """The metrics of a run: every name with its unit and meaning.
 
-Flows in: nothing. Flows out: the table behind ``docs/reference/metrics.md`` (``python -m skyrl_async.metrics.names``
-writes it) and the labels of curves. Generators may add names of their own; nothing here forbids a name.
+``python -m skyrl_async.metrics.names`` writes the table behind ``docs/reference/metrics.md``; curves take their labels from it. Generators
+may log names of their own.
 """
 
 import sys

@@ -4,8 +4,8 @@ from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
 
-from skyrl_async.config.groups import GROUPS
 from skyrl_async.config.rules.all import check
+from skyrl_async.config.schema.groups import GROUPS
 from skyrl_async.config.schema.run import Config
 
 

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import pytest
 
-from skyrl_async.config.groups import GROUPS
 from skyrl_async.config.help import sections
 from skyrl_async.config.load import compose_config, run_cli
 from skyrl_async.config.rules import all as rules
 from skyrl_async.config.rules import devices
-from skyrl_async.config.rules.idle import idle_settings
+from skyrl_async.config.rules.notices import idle_settings
+from skyrl_async.config.schema.groups import GROUPS
 from skyrl_async.metrics.names import METRICS
 from tests.cpu.quick_config import config_of
 from tests.cpu.tiny_run import served_run, write_run

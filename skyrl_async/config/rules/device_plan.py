@@ -1,9 +1,8 @@
-"""Which stages share which devices of the cluster: a plan made of the placement section, checked before anything starts.
+"""Which stages share which devices of the cluster: a plan of the placement section, checked before anything starts.
 
-    groups, ratios or devices ──> devices per group ──> bundles (what Ray reserves at once) ──> a seat per actor
+    groups, ratios or devices ──> devices per group ──> bundles (reserved in Ray at once) ──> resources per actor
 
-Flows in: the section, how many actors each stage has, how many devices there are. Flows out: a ``DevicePlan``, or ``ConfigError`` with the
-key, the value and what to change. Knows neither Ray nor what a stage does.
+Knows neither Ray nor what a stage does.
 """
 
 import difflib

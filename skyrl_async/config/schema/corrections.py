@@ -1,8 +1,4 @@
-"""The keys under ``trainer.algorithm.off_policy_correction``, under SkyRL's names where it has one.
-
-Flows in: nothing. Flows out: a dataclass for the schema. Rules that involve other keys are in ``correction_rules``; the formulas are in
-``algorithms.corrections``.
-"""
+"""The keys under ``trainer.algorithm.off_policy_correction``, with SkyRL's names where it has one. Formulas: ``algorithms.corrections``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from skyrl_async.config.schema.choices import Device
-from skyrl_async.config.schema.fields import doc, require
+from skyrl_async.config.schema.fields import Device, doc, require
 
 
 class PauseModeName(Enum):

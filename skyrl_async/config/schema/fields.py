@@ -1,10 +1,21 @@
-"""What every configuration class is written with: fields that carry their text, and refusals that name the key."""
+"""What every configuration class is written with: fields that carry their text, checks that name the key, shared choices."""
 
 from dataclasses import field
 from enum import Enum
 from typing import Any
 
 from skyrl_async.errors import ConfigError
+
+
+class DType(Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 def doc(default: Any, text: str) -> Any:

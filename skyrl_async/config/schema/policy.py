@@ -1,10 +1,9 @@
 """The ``policy`` section: which model is trained, and how the tiny one is made."""
 
 from dataclasses import dataclass
+from enum import Enum
 
-from skyrl_async.config.schema.choices import DType
-from skyrl_async.config.schema.fields import doc, require
-from skyrl_async.config.schema.lora import LoraConfig
+from skyrl_async.config.schema.fields import DType, doc, require
 
 
 @dataclass
@@ -30,6 +29,89 @@ class WarmStartConfig:
     def __post_init__(self) -> None:
         require(0 <= self.terse_share <= 1, "policy.warm_start.terse_share", "in [0, 1]", self.terse_share)
         require(0 <= self.slip_rate <= 1, "policy.warm_start.slip_rate", "in [0, 1]", self.slip_rate)
+
+
+class LoraInit(Enum):
+    kaiming = "kaiming"
+    gaussian = "gaussian"
+
+
+class LoraPublish(Enum):
+    merged = "merged"
+    adapter = "adapter"
+
+
+ALL_LINEAR = "all-linear"
+LARGEST_SERVED_RANK = 512
+"""Of an adapter in vLLM."""
+
+
+def _all_linear() -> list[str]:
+    return [ALL_LINEAR]
+
+
+@dataclass
+class LoraConfig:
+    rank: int = doc(
+        0,
+        "Rank of the adapters that train in place of the weights, which stay as they are; 0 trains the weights.",
+    )
+    alpha: float = doc(16.0, "An adapter's output is scaled by alpha / rank.")
+    dropout: float = doc(
+        0.0,
+        "Of the adapters' inputs, in [0, 1), where gradients are taken; log-probs of the stages and of the engines are without it.",
+    )
+    target_modules: list[str] = doc(
+        _all_linear,
+        "Names, or their ends, of the linear layers that get an adapter, such as [q_proj,v_proj]; [all-linear] is all of them but the "
+        "output projection, which never gets one.",
+    )
+    exclude_modules: list[str] = doc(list, "Names, or their ends, of layers that get none though they are among these.")
+    init_method: LoraInit = doc(
+        LoraInit.kaiming,
+        "How A is drawn, uniformly or normally; B begins as 0, so that training begins with the weights as they are.",
+    )
+
+    publish: LoraPublish = doc(
+        LoraPublish.merged,
+        "What engines get of each version. merged: all weights, the adapters merged into them. adapter: the adapters alone, which vLLM "
+        "computes beside the weights it booted with: a small transfer and a short pause, for some speed at every token.",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether adapters train in place of the weights."""
+        return self.rank > 0
+
+    @property
+    def named_targets(self) -> tuple[str, ...]:
+        """``target_modules``, but for all linear ones: empty."""
+        return tuple(name for name in self.target_modules if name != ALL_LINEAR)
+
+    @property
+    def served_rank(self) -> int:
+        """Of the adapters that engines compute beside their weights; 0: they get whole weights."""
+        return self.rank if self.publish is LoraPublish.adapter else 0
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 0, "policy.lora.rank", ">= 0", self.rank)
+        require(self.alpha > 0, "policy.lora.alpha", "> 0", self.alpha)
+        require(0 <= self.dropout < 1, "policy.lora.dropout", "in [0, 1)", self.dropout)
+        names = self.target_modules
+        require(len(names) > 0, "policy.lora.target_modules", "[all-linear] or names of layers", names)
+        require(
+            ALL_LINEAR not in names or len(names) == 1,
+            "policy.lora.target_modules",
+            "either [all-linear] or names of layers",
+            names,
+        )
+        if self.publish is LoraPublish.adapter:
+            require(
+                0 < self.rank <= LARGEST_SERVED_RANK,
+                "policy.lora.rank",
+                f"in [1, {LARGEST_SERVED_RANK}] with policy.lora.publish=adapter",
+                self.rank,
+            )
 
 
 @dataclass

@@ -1,16 +1,15 @@
-"""Every key of a run's configuration, with its default, its unit and what it does: the small sections, and all of them put together.
+"""All keys of a run: the small sections, and all sections put together.
 
-Flows in: the other sections. Flows out: dataclasses that hydra composes and ``config.load`` turns into checked objects. The text behind
-each key is what ``--help`` and the configuration reference print. Rules that involve one class are in its ``__post_init__``
-(omegaconf runs it when it builds the object); rules across classes are in ``config.rules``.
+hydra composes these dataclasses and ``config.load`` builds checked objects of them. ``--help`` and the configuration reference print the
+text behind each key. Rules about one class are in its ``__post_init__``, which omegaconf runs when it builds the object; rules across
+classes are in ``config.rules``.
 """
 
 from dataclasses import dataclass
 from enum import Enum
 
-from skyrl_async.config.schema.choices import Device, DType
 from skyrl_async.config.schema.engine import EngineBackend, EngineConfig, PauseModeName
-from skyrl_async.config.schema.fields import doc, require
+from skyrl_async.config.schema.fields import Device, DType, doc, require
 from skyrl_async.config.schema.generator import GeneratorConfig, GeneratorKind, OnFailedSamples, SamplingConfig
 from skyrl_async.config.schema.policy import PolicyConfig, WarmStartConfig
 from skyrl_async.config.schema.server import BranchPolicyName, ReasoningPolicy, ServerConfig

@@ -6,6 +6,7 @@ from typing import Any
 
 from skyrl_async.config.schema.fields import doc, require
 
+BUILT_IN_TASKS = ("lagged_fibonacci", "relay", "trail")
 DATASET_TASK = "dataset"
 REASONING_GYM_TASK = "reasoning_gym"
 

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from skyrl_async.config.schema.choices import Device
 from skyrl_async.config.schema.deepspeed import DeepSpeedConfig
-from skyrl_async.config.schema.fields import doc, require
+from skyrl_async.config.schema.fields import Device, doc, require
 
 
 class TrainingBackendName(Enum):

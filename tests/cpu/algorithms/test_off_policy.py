@@ -20,7 +20,7 @@ from skyrl_async.algorithms.objective import Objective
 from skyrl_async.algorithms.off_policy import Anchor, OffPolicyCorrection, anchor_of
 from skyrl_async.algorithms.settings import CorrectionSettings, LossConstants
 from skyrl_async.config.load import from_overrides
-from skyrl_async.config.rules.correction import whole_vocabulary_settings
+from skyrl_async.config.rules.algorithm import whole_vocabulary_settings
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.training.backends.assembly import make_objective

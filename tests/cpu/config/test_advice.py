@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyrl_async.config.rules.advice import advice
+from skyrl_async.config.rules.notices import advice
 from tests.cpu.quick_config import config_of
 
 ALGORITHM = "trainer.algorithm"

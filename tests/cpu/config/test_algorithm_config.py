@@ -9,7 +9,7 @@ from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.composition.algorithms import loss_constants, make_advantages
 from skyrl_async.composition.processes import _training_settings
 from skyrl_async.config.load import from_overrides
-from skyrl_async.config.rules.idle import idle_settings
+from skyrl_async.config.rules.notices import idle_settings
 from skyrl_async.errors import ConfigError
 from skyrl_async.samples import Sample
 from skyrl_async.types import Trajectory

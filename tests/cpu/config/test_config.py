@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from skyrl_async.config import help as config_help
-from skyrl_async.config.groups import GROUPS
 from skyrl_async.config.load import compose_config, from_overrides, load, run_cli, to_yaml
 from skyrl_async.config.rules.devices import num_gpus
+from skyrl_async.config.schema.groups import GROUPS
 from skyrl_async.config.schema.run import (
     Config,
     Device,

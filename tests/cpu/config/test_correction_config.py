@@ -10,8 +10,8 @@ from skyrl_async.algorithms.settings import CorrectionSettings
 from skyrl_async.composition.algorithms import correction_settings
 from skyrl_async.composition.processes import _endpoint_settings, _training_settings
 from skyrl_async.config.load import from_overrides
-from skyrl_async.config.rules.correction import _WEIGHABLE
-from skyrl_async.config.rules.idle import idle_settings
+from skyrl_async.config.rules.algorithm import _WEIGHABLE
+from skyrl_async.config.rules.notices import idle_settings
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import POLICY_LOSSES

@@ -3,7 +3,7 @@
 import pytest
 
 from skyrl_async.config.load import from_overrides
-from skyrl_async.config.rules.idle import idle_settings
+from skyrl_async.config.rules.notices import idle_settings
 from tests.cpu.quick_config import config_of
 
 LOSS = "trainer.algorithm.policy_loss_type"

@@ -3,7 +3,7 @@
 import pytest
 
 from skyrl_async.config.rules.transfer import broadcast_backend, transfer_reaches_the_engines
-from skyrl_async.config.schema.lora import LoraConfig, LoraPublish
+from skyrl_async.config.schema.policy import LoraConfig, LoraPublish
 from skyrl_async.config.schema.run import (
     Config,
     Device,

@@ -12,7 +12,7 @@ from typing import get_args
 import psutil
 import pytest
 
-from skyrl_async.config.schema.lora import LARGEST_SERVED_RANK
+from skyrl_async.config.schema.policy import LARGEST_SERVED_RANK
 from skyrl_async.inference.engines import ray as ray_engine
 from skyrl_async.inference.engines.ray import StartedEngine, start_ray_engines
 from skyrl_async.inference.vllm.adapter import largest_rank
