@@ -62,8 +62,8 @@ class AlgorithmConfig:
     )
     reward_shaping: str | None = doc(
         None,
-        "module:function that makes the rewards which advantages are computed of: called with the samples of a group "
-        "(skyrl_async.samples), returns one number each. What is reported stays the environment's reward.",
+        "module:function that shapes rewards before advantages are computed: called with the samples of a group "
+        "(skyrl_async.samples), it returns one number each. Metrics report the environment's reward.",
     )
     overlong_buffer_len: int = doc(
         0,
@@ -94,11 +94,11 @@ class AlgorithmConfig:
     eps_clip_high: float = doc(0.28, "Upper clip range of the same.")
     clip_ratio_c: float = doc(3.0, "Largest ratio at which dual_clip still lowers a token, > 1.")
     tis_cap: float = doc(2.0, "Largest importance weight of rollout_is and decoupled_ppo.")
-    cispo: CispoConfig = doc(CispoConfig, "Of policy_loss_type=cispo and cispo_old.")
-    dppo: DppoConfig = doc(DppoConfig, "Of policy_loss_type=dppo.")
-    sapo: SapoConfig = doc(SapoConfig, "Of policy_loss_type=sapo.")
-    clip_cov: ClipCovConfig = doc(ClipCovConfig, "Of policy_loss_type=clip_cov.")
-    kl_cov: KlCovConfig = doc(KlCovConfig, "Of policy_loss_type=kl_cov.")
+    cispo: CispoConfig = doc(CispoConfig, "Settings of policy_loss_type=cispo and cispo_old.")
+    dppo: DppoConfig = doc(DppoConfig, "Settings of policy_loss_type=dppo.")
+    sapo: SapoConfig = doc(SapoConfig, "Settings of policy_loss_type=sapo.")
+    clip_cov: ClipCovConfig = doc(ClipCovConfig, "Settings of policy_loss_type=clip_cov.")
+    kl_cov: KlCovConfig = doc(KlCovConfig, "Settings of policy_loss_type=kl_cov.")
     loss_reduction: LossReduction = doc(
         LossReduction.token_mean,
         "How the losses of a step's tokens become one: token_mean; sequence_mean (also seq_mean_token_mean), the mean over sequences of "
@@ -109,7 +109,7 @@ class AlgorithmConfig:
         None, "Constant that seq_mean_token_sum_norm divides by, such as generator.sampling.max_tokens."
     )
     off_policy_correction: OffPolicyCorrectionConfig = doc(
-        OffPolicyCorrectionConfig, "What the policy loss is corrected by for tokens that another policy sampled."
+        OffPolicyCorrectionConfig, "Corrections of the policy loss for tokens that an older policy sampled."
     )
     use_kl_loss: bool = doc(
         False,
@@ -121,10 +121,10 @@ class AlgorithmConfig:
         "reward before advantages are computed. In place of use_kl_loss. Not with generator.sampling.top_p, top_k or min_p: engines have "
         "log-probs of the tokens that these leave.",
     )
-    kl_ctrl: KlCtrlConfig = doc(KlCtrlConfig, "Of the coefficient with use_kl_in_reward.")
+    kl_ctrl: KlCtrlConfig = doc(KlCtrlConfig, "How the coefficient changes with use_kl_in_reward.")
     kl_loss_coef: float = doc(
         0.001,
-        "Of that divergence, >= 0; 0 only measures it (policy/ref_kl, policy/reward_kl). With kl_ctrl.type=adaptive what it begins with.",
+        "Coefficient of that divergence, >= 0; 0 only measures it (policy/ref_kl, policy/reward_kl). kl_ctrl.type=adaptive starts from it.",
     )
     kl_estimator_type: KlEstimator | None = doc(
         None,
@@ -142,7 +142,7 @@ class AlgorithmConfig:
     use_entropy_loss: bool = doc(
         False, "Take entropy_loss_coef times the policy's entropy (policy/entropy) from the loss of every token."
     )
-    entropy_loss_coef: float = doc(0.01, "Of that entropy, >= 0.")
+    entropy_loss_coef: float = doc(0.01, "Coefficient of that entropy, >= 0.")
 
     def __post_init__(self) -> None:
         not_negative = (
@@ -186,10 +186,10 @@ class AlgorithmConfig:
 
     @property
     def uses_reference(self) -> bool:
-        """Whether anybody asks for log-probs of the frozen reference."""
+        """Whether log-probs of the frozen reference are needed."""
         return self.use_kl_loss or self.use_kl_in_reward
 
     @property
     def kl_estimator(self) -> KlEstimator:
-        """The one asked for, or else one whose mean gradient is a divergence's where it is used."""
+        """The estimator asked for, or by default the one whose mean gradient is a divergence's: k1 in the reward, k3 in the loss."""
         return self.kl_estimator_type or (KlEstimator.k1 if self.use_kl_in_reward else KlEstimator.k3)

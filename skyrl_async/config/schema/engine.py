@@ -36,7 +36,7 @@ class EngineConfig:
     enable_prefix_caching: bool = doc(True, "Share prompt prefixes; dropped at each weight update.")
     oldest_request_weight: float | None = doc(
         None,
-        "Several engines get requests of equal weight instead of equal number; the oldest weigh this much, the newest 1, so that those "
+        "Several engines get requests of equal weight instead of equal number. The oldest weigh this much, the newest 1, so that requests "
         "which training waits for share an engine with few others. 1 treats all alike; null: 1.5 (trainer.max_staleness_steps + 1) with "
         "trainer.staleness_policy=wait, otherwise 2.",
     )

@@ -1,4 +1,4 @@
-"""The ``generator`` section: how prompts become trajectories, and what becomes of those that fail."""
+"""The ``generator`` section: how prompts become trajectories, and what to do when one fails."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -90,9 +90,9 @@ class GeneratorConfig:
     max_retry_backoff_s: float = doc(60.0, "Longest wait before a retry.")
     on_failed_samples: OnFailedSamples = doc(
         OnFailedSamples.train_rest,
-        "What becomes of a group of which some samples failed, hung or were abandoned by their agent. fill plays these again, "
-        "max_retries times; a group that stays incomplete fails. train_rest does too, and then trains the others if they are at least "
-        "two; an agent's abandoned samples are played again only while fewer than two finished. drop fails the group at once.",
+        "What to do with a group when samples of it failed, hung or were abandoned by their agent. fill: retry these, up to "
+        "max_retries times; a group that stays incomplete fails. train_rest: the same, then train the others if at least two are left; "
+        "samples that an agent abandoned are retried only while fewer than two finished. drop: fail the group at once.",
     )
     max_failed_fraction: float = doc(
         0.1,
@@ -134,11 +134,11 @@ class GeneratorConfig:
 
     @property
     def needs_endpoint(self) -> bool:
-        """It samples over HTTP; a generator of one's own is handed the client instead."""
+        """Whether it samples over HTTP; a user's own generator gets the client instead."""
         own = self.kind is not GeneratorKind.agent and self.entrypoint is not None
         return self.kind is not GeneratorKind.gym and not own
 
     @property
     def longest_response(self) -> int:
-        """Tokens of a response at which a limit cuts it: of an episode, or where that has no limit, of its one turn."""
+        """Most tokens of a response: the limit of an episode, or that of one turn where episodes have none."""
         return self.max_trajectory_tokens or self.sampling.max_tokens

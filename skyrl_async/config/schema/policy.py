@@ -19,7 +19,7 @@ class WarmStartConfig:
         "Tokens of the second phase: terse guesses mixed with worked answers, so that reinforcement has something to learn.",
     )
     terse_share: float = doc(0.7, "Share of terse guesses in the second phase.")
-    slip_rate: float = doc(0.0, "Wrong digits in the second phase's worked answers; of built-in tasks.")
+    slip_rate: float = doc(0.0, "Wrong digits in the second phase's worked answers; for built-in tasks only.")
     files: list[str] = doc(
         list,
         "Conversations to imitate, for tasks that are not built in: files as of task.train_files, whose rows have messages, and "
@@ -43,7 +43,7 @@ class LoraPublish(Enum):
 
 ALL_LINEAR = "all-linear"
 LARGEST_SERVED_RANK = 512
-"""Of an adapter in vLLM."""
+"""Largest rank of an adapter that vLLM serves."""
 
 
 def _all_linear() -> list[str]:
@@ -59,7 +59,7 @@ class LoraConfig:
     alpha: float = doc(16.0, "An adapter's output is scaled by alpha / rank.")
     dropout: float = doc(
         0.0,
-        "Of the adapters' inputs, in [0, 1), where gradients are taken; log-probs of the stages and of the engines are without it.",
+        "Dropout of the adapters' inputs in training, in [0, 1); log-probs of stages and engines are without it.",
     )
     target_modules: list[str] = doc(
         _all_linear,
@@ -85,12 +85,12 @@ class LoraConfig:
 
     @property
     def named_targets(self) -> tuple[str, ...]:
-        """``target_modules``, but for all linear ones: empty."""
+        """``target_modules``; empty for all linear layers."""
         return tuple(name for name in self.target_modules if name != ALL_LINEAR)
 
     @property
     def served_rank(self) -> int:
-        """Of the adapters that engines compute beside their weights; 0: they get whole weights."""
+        """Rank of the adapters that engines compute beside their weights; 0: they get whole weights."""
         return self.rank if self.publish is LoraPublish.adapter else 0
 
     def __post_init__(self) -> None:
@@ -120,12 +120,12 @@ class PolicyConfig:
         None,
         "Local Hugging Face directory (config, safetensors, tokenizer). Null builds the tiny policy for the built-in task.",
     )
-    dtype: DType = doc(DType.bfloat16, "Of the weights the engines serve; training keeps float32 master weights.")
+    dtype: DType = doc(DType.bfloat16, "Type of the weights that engines serve; training keeps float32 master weights.")
     trust_remote_code: bool = doc(False, "Passed to transformers and vLLM.")
-    hidden_size: int = doc(128, "Of the tiny policy.")
-    num_layers: int = doc(2, "Of the tiny policy.")
-    num_heads: int = doc(4, "Of the tiny policy; half as many key-value heads.")
-    intermediate_size: int = doc(512, "Of the tiny policy.")
-    tie_word_embeddings: bool = doc(False, "Of the tiny policy.")
+    hidden_size: int = doc(128, "Width of the tiny policy.")
+    num_layers: int = doc(2, "Layers of the tiny policy.")
+    num_heads: int = doc(4, "Attention heads of the tiny policy; half as many key-value heads.")
+    intermediate_size: int = doc(512, "Width of the tiny policy's MLPs.")
+    tie_word_embeddings: bool = doc(False, "Share the tiny policy's input and output embeddings.")
     warm_start: WarmStartConfig = doc(WarmStartConfig, "What the tiny policy learns before reinforcement.")
     lora: LoraConfig = doc(LoraConfig, "Adapters of low rank that train in place of the weights.")

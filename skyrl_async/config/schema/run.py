@@ -69,7 +69,7 @@ class WeightTransfer(Enum):
 class WeightSyncConfig:
     transfer: WeightTransfer = doc(
         WeightTransfer.auto,
-        "How engines come by a version that rank 0 of the policy has written to shared memory. shm: they map it, on the same machine. "
+        "How a version that rank 0 of the policy has written to shared memory reaches the engines. shm: they map it, on the same machine. "
         "gloo, nccl: rank 0 broadcasts it to all of them, from host to host memory or between CUDA devices. auto: shm for engines on the "
         "machine of the trainer, a broadcast to the others, over NCCL where it can be. ipc: as auto, and engines on a GPU that policy "
         "workers use too load it from there (CUDA IPC); each worker keeps a set of the weights on its GPU until then.",
@@ -143,7 +143,7 @@ class PlacementConfig:
     groups: list[list[str]] | None = doc(
         None,
         "Stages that share devices, such as [[policy,logp],[ref],[generate]]: policy (training, and what a publish gathers), logp "
-        "(recomputed log-probs), ref (reference log-probs), generate (engines). Those of a group take turns; groups overlap. "
+        "(recomputed log-probs), ref (reference log-probs), generate (engines). The stages of a group share its devices in time. "
         "Null: each actor reserves what num_*_per_engine and num_*_per_worker say.",
     )
     ratios: list[float] | None = doc(
@@ -158,8 +158,8 @@ class PlacementConfig:
     )
     min_generation_slice_s: float = doc(
         1.0,
-        "Seconds that a turn of generation lasts at least, where its engines share devices (placement.groups), have requests, and others "
-        "wait: what bounds how often devices change hands, and how long training waits.",
+        "Least seconds that engines with requests keep devices which they share (placement.groups) once others wait: bounds how often "
+        "devices change hands, and how long training waits.",
     )
     num_cpus_per_engine: float = doc(0.0, "CPU slots Ray reserves per engine.")
     num_gpus_per_engine: float | None = doc(None, "GPUs per engine; null: engine.tensor_parallel_size on cuda, else 0.")
@@ -183,8 +183,8 @@ class LoggingConfig:
     trained_groups: bool = doc(
         True, "Write trained_groups.jsonl: one line per trained group, with its versions, rewards and lengths."
     )
-    trained_tokens: bool = doc(False, "Have it hold every token with its behavior log-prob too.")
-    level: str = doc("INFO", "Of the run's log file and standard error.")
+    trained_tokens: bool = doc(False, "Write every token with its behavior log-prob to trained_groups.jsonl, too.")
+    level: str = doc("INFO", "Least level of what the log file and standard error show.")
 
 
 @dataclass

@@ -23,14 +23,14 @@ class ServerConfig:
         None, "Serve the OpenAI-compatible endpoint while training; null: when the generator needs it."
     )
     host: str = doc("127.0.0.1", "Address to bind; one that is not loopback needs server.api_key.")
-    port: int = doc(0, "Of the first front end, the others take those after it; 0 takes free ones.")
+    port: int = doc(0, "Port of the first front end, the others take those after it; 0 takes free ones.")
     api_key: str | None = doc(None, "Bearer key; null makes one and writes it to the run directory (mode 600).")
     model_name: str = doc("policy", "Name in /v1/models and in replies.")
     max_body_bytes: int = doc(16 * 2**20, "Larger requests get 413.")
-    keep_alive_timeout_s: int = doc(75, "Of idle connections; clients break below 75.")
     request_timeout_s: float = doc(
-        60.0, "What a client gets to send a request's header, and then its body, seconds; then 408."
+        60.0, "Seconds a client has for sending the header of a request, and again for its body; then it gets 408."
     )
+    keep_alive_timeout_s: int = doc(75, "Seconds that idle connections stay open; clients break below 75.")
     shutdown_timeout_s: int = doc(30, "What open requests and streams get to finish when the endpoint stops, seconds.")
     num_front_ends: int = doc(1, "Processes that serve, each on a port of its own; a session belongs to one of them.")
     max_concurrent_requests: int = doc(4096, "Requests sampled at once per front end; more wait in line.")

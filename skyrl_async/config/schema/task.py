@@ -50,7 +50,7 @@ class TaskConfig:
     )
     seed: int = doc(
         0,
-        "Of the prompts that are made (which they are and which are held out), and of the turns of a dataset's fractional weights.",
+        "Seed of the prompts that are made, of the choice of held-out ones, and of the order in which a fractional weight takes rows.",
     )
 
     def __post_init__(self) -> None:

@@ -21,13 +21,9 @@ class Schedule(Enum):
     fully_async = "fully_async"
 
 
-_NAMES_OF_THE_BOUND = ("max_staleness_steps", "generate_ahead_steps", "fully_async.max_staleness_steps")
-_OWN_BOUNDS = {Schedule.sync: 0, Schedule.one_step_off: 1}
-
-
+_BOUND_NAMES = ("max_staleness_steps", "generate_ahead_steps", "fully_async.max_staleness_steps")
+_SCHEDULE_BOUNDS = {Schedule.sync: 0, Schedule.one_step_off: 1}
 _DEFAULT_BOUND = 4
-
-
 _FILTERED_MINI_BATCHES = 30
 """SkyRL's ``dynamic_sampling.max_sample_batches``."""
 
@@ -80,14 +76,13 @@ class TrainerConfig:
     )
     generate_ahead_steps: int | None = doc(
         None,
-        "Another name for max_staleness_steps, for those who come from async-rl: there it is by how many steps generation may run ahead of "
-        "the last parameter update, which is when a group may be admitted here, too. Here it also bounds the age at which it is trained.",
+        "async-rl's name of max_staleness_steps: there the number of steps that generation may run ahead of the last parameter update. "
+        "Groups are admitted by the same rule here; the age at which they are trained is bounded, too.",
     )
     staleness_policy: StalenessPolicy = doc(
         StalenessPolicy.wait,
-        "What becomes of groups that training would overtake by more than max_staleness_steps: wait does not end a step that would "
-        "push one past it, mask trains them without their tokens that are past it, resample gives them up and draws their prompts "
-        "again, allow trains and counts.",
+        "What to do with groups older than the bound. wait: hold the step until they are in. mask: train them, mask tokens past the "
+        "bound. resample: abort and requeue the prompt. allow: train and count.",
     )
     policy_mini_batch_size: int = doc(
         64,
@@ -124,7 +119,7 @@ class TrainerConfig:
         "group is in flight, and count_buffered_as_in_flight is off. With engine=deterministic two runs are equal bit for bit; "
         "policy workers on CUDA take deterministic kernels for that, which has not been run.",
     )
-    seed: int = doc(0, "Of everything that is drawn: shuffling, the warm start, sampling where the engine allows.")
+    seed: int = doc(0, "Seed of everything that is drawn: shuffling, the warm start, sampling where the engine allows.")
     algorithm: AlgorithmConfig = doc(AlgorithmConfig, "Advantages and loss.")
     fully_async: FullyAsyncConfig = doc(FullyAsyncConfig, "Dynamic sampling, and SkyRL's names of two keys.")
     ref: RefConfig = doc(RefConfig, "The frozen reference of trainer.algorithm.use_kl_loss and use_kl_in_reward.")
@@ -181,15 +176,15 @@ class TrainerConfig:
     )
 
     def __post_init__(self) -> None:
-        self._check_the_schedule()
+        self._check_schedule()
         require(self.policy_mini_batch_size >= 1, "trainer.policy_mini_batch_size", ">= 1", self.policy_mini_batch_size)
         require(self.num_steps is None or self.num_steps >= 1, "trainer.num_steps", ">= 1 or null", self.num_steps)
         require(self.num_epochs >= 1, "trainer.num_epochs", ">= 1", self.num_epochs)
         require(
             1 <= self.publish_every_steps <= self.staleness_bound + 1,
             "trainer.publish_every_steps",
-            f"between 1 and max_staleness_steps + 1 ({self.staleness_bound + 1}): training would wait for groups that nobody "
-            "may generate",
+            f"between 1 and max_staleness_steps + 1 ({self.staleness_bound + 1}): training would wait for groups that may not be "
+            "generated yet",
             self.publish_every_steps,
         )
         require(self.stall_warning_s > 0, "trainer.stall_warning_s", "> 0", self.stall_warning_s)
@@ -219,9 +214,9 @@ class TrainerConfig:
             workers,
         )
 
-    def _check_the_schedule(self) -> None:
-        """Raise ``ConfigError`` for a bound that contradicts the schedule or its other names, and for streams that it has not."""
-        key, asked = self._asked(*_NAMES_OF_THE_BOUND)
+    def _check_schedule(self) -> None:
+        """Raise ``ConfigError`` for a bound or streaming that the schedule does not have, and for names of the bound that differ."""
+        key, asked = self._asked(*_BOUND_NAMES)
         require(asked is None or asked >= 0, key, ">= 0 or null", asked)
         require(
             self.schedule is Schedule.fully_async or not self.stream_mini_batch,
@@ -230,7 +225,7 @@ class TrainerConfig:
             "max_staleness_steps=0)",
             self.stream_mini_batch,
         )
-        own = _OWN_BOUNDS.get(self.schedule)
+        own = _SCHEDULE_BOUNDS.get(self.schedule)
         require(
             None in (asked, own) or asked == own,
             key,
@@ -249,17 +244,17 @@ class TrainerConfig:
     @property
     def staleness_bound(self) -> int:
         """``max_staleness_steps``, or what follows from the schedule where it is null."""
-        _, asked = self._asked(*_NAMES_OF_THE_BOUND)
-        return _OWN_BOUNDS.get(self.schedule, _DEFAULT_BOUND) if asked is None else asked
+        _, asked = self._asked(*_BOUND_NAMES)
+        return _SCHEDULE_BOUNDS.get(self.schedule, _DEFAULT_BOUND) if asked is None else asked
 
     @property
     def max_filtered_in_a_row(self) -> int:
-        """Groups; 0 where there is no limit."""
+        """Filtered groups in a row that end the run; 0: no limit."""
         most = self.fully_async.max_filtered_in_a_row
         return _FILTERED_MINI_BATCHES * self.policy_mini_batch_size if most is None else most
 
     def max_concurrent_generation_groups(self, num_places: int) -> int:
-        """Groups in flight at once, on engines that run so many of them."""
+        """Groups in flight at once, on engines that run ``num_places`` groups at once."""
         most = self.policy_mini_batch_size * (self.staleness_bound + 1)
         _, asked = self._asked("num_parallel_generation_workers", "fully_async.num_parallel_generation_workers")
         return asked or min(most, max(2 * self.policy_mini_batch_size, num_places))

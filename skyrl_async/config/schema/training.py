@@ -24,7 +24,7 @@ class TrainingConfig:
         TrainingBackendName.fsdp,
         "fsdp is FSDP2, deepspeed is ZeRO. Checkpoints of either load in the other, on any number of ranks.",
     )
-    deepspeed: DeepSpeedConfig = doc(DeepSpeedConfig, "Of backend=deepspeed.")
+    deepspeed: DeepSpeedConfig = doc(DeepSpeedConfig, "Settings of backend=deepspeed.")
     num_workers: int = doc(1, "Ranks.")
     num_ref_workers: int = doc(
         0,
@@ -67,7 +67,7 @@ class TrainingConfig:
     )
     cpu_offload: bool = doc(
         False,
-        "Keep parameters, gradients and the optimizer in the host's memory and step there; a layer is on the GPU while it is computed. Of "
+        "Keep parameters, gradients and the optimizer in the host's memory and step there; a layer is on the GPU while it is computed. For "
         "backend=fsdp; ZeRO's own are training.deepspeed.offload_optimizer and offload_param.",
     )
     step_timeout_s: float = doc(
