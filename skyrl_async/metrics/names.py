@@ -205,7 +205,7 @@ METRICS: dict[str, Metric] = {
         "fraction", "Of the step's samples, those whose harness failed, timed out or sampled nothing."
     ),
     "agent/timeouts": Metric("fraction", "Of them, those whose harness took longer than generator.agent_timeout_s."),
-    "agent/interruptible": Metric(
+    "agent/cut_short": Metric(
         "fraction",
         "Of the step's samples, those whose harness failed when a cap of its session, the model's context or a cut answer let it go no "
         "further: rewarded for what it did, and truncated.",

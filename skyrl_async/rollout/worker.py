@@ -367,7 +367,7 @@ class GenerationWorkers:
         for sample in samples_of(trajectories):
             figures = sample.rows[0].metrics
             counts["side_tokens"] += int(figures.get("agent/side_tokens", 0))
-            counts["cut_short_samples"] += int(figures.get("agent/interruptible", 0))
+            counts["cut_short_samples"] += int(figures.get("agent/cut_short", 0))
 
     async def _fail(self, group: GroupInFlight, error: Exception) -> None:
         del self._in_flight[group.admission.index]

@@ -201,7 +201,7 @@ async def test_an_agent_of_the_openai_sdk_whose_answer_is_cut_is_trained_as_trun
         ((row,), exchanges) = task.result()
         assert (row.reward, row.num_turns, row.is_truncated, row.is_abandoned) == (0.0, 2, True, False)
         assert row.num_sampled_tokens > MAX_ANSWER_TOKENS
-        assert (row.metrics["agent/failed"], row.metrics["agent/interruptible"]) == (0.0, float(api == "responses"))
+        assert (row.metrics["agent/failed"], row.metrics["agent/cut_short"]) == (0.0, float(api == "responses"))
         assert [e.status for e in exchanges] == [200] * 2
 
 

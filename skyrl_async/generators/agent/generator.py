@@ -186,7 +186,7 @@ class AgentGenerator:
         metrics |= {
             "agent/failed": float(failure is not None),
             "agent/timeouts": float(failure is not None and failure.is_timeout),
-            "agent/interruptible": float(episode.failure is not None and failure is None),
+            "agent/cut_short": float(episode.failure is not None and failure is None),
             "agent/side_requests": float(status.get("num_side_requests", 0)),
             "agent/side_tokens": float(status.get("num_side_tokens", 0)),
             **result.metrics,

@@ -349,7 +349,7 @@ async def test_an_agent_that_fails_of_a_cut_answer_is_rewarded_as_truncated_and_
     assert [rows[i].is_truncated for i in range(3)] == [True, False, True]
     assert [rows[i].is_abandoned for i in range(3)] == [False, True, False]
     assert [rows[i].reward for i in range(3)] == [0.25, 0.0, 0.25]
-    assert [rows[i].metrics["agent/interruptible"] for i in range(3)] == [1.0, 0.0, 1.0]
+    assert [rows[i].metrics["agent/cut_short"] for i in range(3)] == [1.0, 0.0, 1.0]
     assert [rows[i].metrics["agent/failed"] for i in range(3)] == [0.0, 1.0, 0.0]
     assert {row.metrics["agent/side_tokens"] for row in rows.values()} == {14.0}
 

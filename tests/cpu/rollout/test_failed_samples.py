@@ -434,7 +434,7 @@ class AsksForTitles(ModelledGenerator):
 
     async def _one(self, request: GroupRequest, index: int, seed: int) -> Trajectory:
         row = await super()._one(request, index, seed)
-        return replace(row, metrics={"agent/side_tokens": 14.0, "agent/interruptible": float(index % 2)})
+        return replace(row, metrics={"agent/side_tokens": 14.0, "agent/cut_short": float(index % 2)})
 
 
 def test_tokens_of_side_requests_and_agents_that_were_cut_short_are_said_in_the_summary() -> None:
