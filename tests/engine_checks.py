@@ -24,7 +24,7 @@ from skyrl_async.types import (
     SamplingParams,
     WeightUpdate,
 )
-from skyrl_async.weights.adapters import tensor_names
+from skyrl_async.weights.formats import tensor_names
 
 EOS = 1
 MAX_MODEL_LEN = 512

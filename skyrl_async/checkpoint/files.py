@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_async.errors import CheckpointError
-from skyrl_async.weights.crc32 import crc32_of_file
+from skyrl_async.weights.formats import crc32_of_file
 
 MANIFEST = "manifest.json"
 _VALUES_AT_A_TIME = 1024

@@ -25,8 +25,7 @@ from skyrl_async.inference.policy_files import read_manifest
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.protocol import Policy, SendingPolicy
 from skyrl_async.types import PauseMode
-from skyrl_async.weight_sync.broadcast import WeightBroadcast
-from skyrl_async.weight_sync.device_sharing import files_alone, sharing
+from skyrl_async.weight_sync.broadcast import WeightBroadcast, files_alone, sharing
 from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
 from skyrl_async.weight_sync.publisher import Follower, WeightPublisher
 from skyrl_async.weight_sync.shm_capacity import require_room

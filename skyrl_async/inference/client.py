@@ -20,9 +20,8 @@ from dataclasses import replace
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError
-from skyrl_async.inference.continuation import continued, generate_once, stream_once
+from skyrl_async.inference.continuation import FollowedGenerations, continued, generate_once, stream_once
 from skyrl_async.inference.generation_state import GenerationState, head_of
-from skyrl_async.inference.open_generations import FollowedGenerations
 from skyrl_async.inference.placement import PlacementSettings
 from skyrl_async.inference.pool import EnginePool
 from skyrl_async.inference.protocol import InferenceEngine

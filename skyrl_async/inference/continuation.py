@@ -8,12 +8,14 @@ also goes from a dead engine to another. It knows neither routing nor pauses: a 
 """
 
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 
-from skyrl_async.errors import InferenceError
+from skyrl_async.errors import EngineDeadError, InferenceError
 from skyrl_async.inference.generation_state import GenerationState, without_abort
 from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.rollout.sampler import NOTHING_SAMPLED, OpenGeneration
+from skyrl_async.runtime.tasks import run_together
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
 
 Segment = Callable[[EngineRequest], AsyncGenerator[EngineOutput, None]]
@@ -112,3 +114,36 @@ async def hold_partial_outputs(engine: InferenceEngine, generations: Collection[
     held = await engine.partial_outputs(calls)
     for joined in generations:
         joined.hold(held)
+
+
+class FollowedGenerations:
+    """Those in flight that somebody follows."""
+
+    def __init__(self) -> None:
+        self._joined: set[GenerationState] = set()
+
+    @contextmanager
+    def following(self, generation: OpenGeneration | None, joined: GenerationState) -> Iterator[EngineOutput]:
+        """Let ``generation`` read ``joined`` while it grows; gives what it begins with."""
+        if generation is None:
+            yield NOTHING_SAMPLED
+            return
+        generation.follow(joined.partial_output)
+        self._joined.add(joined)
+        try:
+            yield generation.begin
+        finally:
+            self._joined.discard(joined)
+
+    async def collect(
+        self, engines: Sequence[InferenceEngine], on_death: Callable[[InferenceEngine, EngineDeadError], None]
+    ) -> None:
+        """Have the generations know what is in the engines now; what an engine that dies meanwhile has sampled is lost."""
+
+        async def ask(engine: InferenceEngine) -> None:
+            try:
+                await hold_partial_outputs(engine, tuple(self._joined))
+            except EngineDeadError as error:
+                on_death(engine, error)
+
+        await run_together({f"collect-{engine.name}": ask(engine) for engine in engines})

@@ -12,8 +12,7 @@ from typing import Any
 
 from skyrl_async.errors import PolicyError, PublishError
 from skyrl_async.types import WeightUpdate
-from skyrl_async.weights.crc32 import crc32_of_file
-from skyrl_async.weights.safetensors_dtypes import TORCH_NAMES
+from skyrl_async.weights.formats import TORCH_NAMES, crc32_of_file
 
 Manifest = dict[str, tuple[str, tuple[int, ...]]]
 """Hugging Face parameter name -> (dtype name such as ``float32``, shape)."""

@@ -161,7 +161,7 @@ class TrainingBackend(Protocol):
         ...
 
     def iter_trained_params(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Like ``iter_full_params``, for the parameters that train; adapters have peft's names (``skyrl_async.weights.adapters``)."""
+        """Like ``iter_full_params``, for the parameters that train; adapters have peft's names (``skyrl_async.weights.formats``)."""
         ...
 
     def save(self, directory: Path) -> None:

@@ -9,8 +9,9 @@ loads nothing: an engine that holds an update goes on with the weights it has.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -21,6 +22,8 @@ from skyrl_async.runtime.tasks import run_together, task_group
 from skyrl_async.training.protocol import SendingPolicy
 from skyrl_async.types import WeightUpdate
 
+ShareWeights = Callable[[WeightUpdate], AbstractAsyncContextManager[WeightUpdate]]
+"""Takes an update; in its block the one that comes out can be loaded."""
 _GRACE_S = 5.0
 """A receiver that fails by itself does so within the group's timeout; its answer comes a moment later."""
 Lose = Callable[[InferenceEngine, EngineDeadError], Awaitable[None]]
@@ -175,3 +178,24 @@ class WeightBroadcast:
 def _path_of(update: WeightUpdate) -> str:
     (chunk,) = update.chunks
     return str(chunk["path"])
+
+
+@asynccontextmanager
+async def files_alone(update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
+    """Nothing is shared."""
+    yield update
+
+
+def sharing(policy: SendingPolicy) -> ShareWeights:
+    """Engines that find none of the handles to be of their device load the file."""
+
+    @asynccontextmanager
+    async def share(update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
+        try:
+            shared = await policy.share_weights(update.version)
+            (chunk,) = update.chunks
+            yield replace(update, chunks=(chunk | {"shared": shared},)) if shared else update
+        finally:
+            await policy.unshare_weights()
+
+    return share

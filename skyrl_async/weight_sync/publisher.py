@@ -27,8 +27,7 @@ from skyrl_async.runtime.changes import Changes
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import PauseMode, WeightUpdate
-from skyrl_async.weight_sync.broadcast import WeightBroadcast
-from skyrl_async.weight_sync.device_sharing import ShareWeights, files_alone
+from skyrl_async.weight_sync.broadcast import ShareWeights, WeightBroadcast, files_alone
 from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
 from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater, delete_update_files, files_of, what_serves
 from skyrl_async.weight_sync.lag import Lag, LagMonitor

@@ -13,14 +13,15 @@ tensor is complete and when it ends, and neither is used.
 import base64
 import math
 import mmap
+import os
 import pickle
+from dataclasses import dataclass, field
+from io import FileIO
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
-
-from skyrl_async.weights.memory_file import MemoryFile
 
 _DEVICE_ARGUMENT = 6
 """Of ``rebuild_cuda_tensor``: the device's number, which is another one in every process."""
@@ -33,6 +34,31 @@ _WAITS_FOR_EVENT_ARGUMENT = 14
 def device_key(device: torch.device) -> str:
     """Equal in all processes that use the device, whatever number it has there."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+
+
+@dataclass(slots=True)
+class MemoryFile:
+    """Empty at first."""
+
+    _file: FileIO = field(default_factory=lambda: FileIO(os.memfd_create("weights"), "r+"))
+
+    @property
+    def path(self) -> str:
+        """For this process and others of its user on this machine."""
+        return f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """(num_bytes,) uint8: the file's content, to be written where it is reserved. Raises ``ValueError`` when it is closed."""
+        os.ftruncate(self._file.fileno(), num_bytes)
+        return torch.frombuffer(mmap.mmap(self._file.fileno(), num_bytes), dtype=torch.uint8)
+
+    def reserve(self, begin: int, num_bytes: int) -> None:
+        """Find memory for a part, in bytes. Raises ``OSError`` where there is none, ``ValueError`` when the file is closed."""
+        os.posix_fallocate(self._file.fileno(), begin, num_bytes)
+
+    def close(self) -> None:
+        """Give the memory back, once nobody maps it."""
+        self._file.close()
 
 
 class SharedTensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.weight_sync.device_sharing import files_alone, sharing
+from skyrl_async.weight_sync.broadcast import files_alone, sharing
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from skyrl_async.weights.shared_tensor import SharedTensor, opened
 from tests.engine_checks import make_policy, make_update, publish

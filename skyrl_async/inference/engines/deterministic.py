@@ -23,7 +23,7 @@ from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongErr
 from skyrl_async.inference.generation_state import OpenCalls
 from skyrl_async.inference.policy_files import eos_token_ids, require_as_sent
 from skyrl_async.inference.protocol import paused_and_loaded
-from skyrl_async.inference.vllm.adapter_update import MergedAdapters, update_validator
+from skyrl_async.inference.vllm.adapter import MergedAdapters, update_validator
 from skyrl_async.inference.vllm.weight_map import WeightMap
 from skyrl_async.types import (
     EngineOutput,

@@ -28,8 +28,7 @@ from skyrl_async.errors import (
 from skyrl_async.inference.continuation import is_part_of
 from skyrl_async.inference.generation_state import merged
 from skyrl_async.inference.policy_files import TOKENIZER_FILES, eos_token_ids, require_as_sent
-from skyrl_async.inference.vllm.adapter import AdapterSlot
-from skyrl_async.inference.vllm.adapter_update import update_validator
+from skyrl_async.inference.vllm.adapter import AdapterSlot, update_validator
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig, boot, is_core_killed
 from skyrl_async.inference.vllm.outcome_fifo import OutcomeFifo
 from skyrl_async.inference.vllm.requests import engine_output, partial_output, versions_of, vllm_sampling_params

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from skyrl_async.weights.safetensors_dtypes import TORCH_NAMES
+from skyrl_async.weights.formats import TORCH_NAMES
 
 
 class WeightMap:

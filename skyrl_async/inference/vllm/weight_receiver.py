@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from skyrl_async.weights.memory_file import MemoryFile
+from skyrl_async.weights.shared_tensor import MemoryFile
 from skyrl_async.weights.transfer_group import GroupPlace, TransferGroup
 
 

@@ -24,7 +24,7 @@ from skyrl_async.errors import PolicyError
 from skyrl_async.training.backends.settings import LoraSettings
 from skyrl_async.training.export.manifest import AdapterDescription, check_adapter
 from skyrl_async.training.protocol import TrainingBackend
-from skyrl_async.weights.adapters import tensor_names
+from skyrl_async.weights.formats import tensor_names
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from skyrl_async.errors import TrainingError, WeightsTransferError, WeightsWriteError
 from skyrl_async.types import WeightUpdate
-from skyrl_async.weights.safetensors_dtypes import TORCH_NAMES
+from skyrl_async.weights.formats import TORCH_NAMES
 from skyrl_async.weights.transfer_group import GroupPlace, TransferGroup, open_store
 
 _DTYPE_CODES = {getattr(torch, name): code for code, name in TORCH_NAMES.items()}

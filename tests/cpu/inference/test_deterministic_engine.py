@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.engines.deterministic import DeterministicEngine
-from skyrl_async.inference.vllm.adapter_update import AdapterValidator
+from skyrl_async.inference.vllm.adapter import AdapterValidator
 from skyrl_async.types import (
     EngineOutput,
     EngineRequest,

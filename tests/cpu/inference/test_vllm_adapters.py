@@ -17,7 +17,7 @@ from skyrl_async.inference.generation_state import merged
 from skyrl_async.inference.vllm.engine import VLLMEngine, VLLMEngineConfig
 from skyrl_async.training.export.staging import WeightSender
 from skyrl_async.types import EngineOutput, FinishReason, PauseMode, WeightUpdate
-from skyrl_async.weights.adapters import tensor_names
+from skyrl_async.weights.formats import tensor_names
 from skyrl_async.weights.transfer_group import GLOO
 from tests.engine_checks import (
     PROMPTS,

@@ -24,7 +24,7 @@ from skyrl_async.training.backends.settings import LoraSettings, TrainingSetting
 from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import Adapter, LogprobModel, Trajectory
-from skyrl_async.weights.adapters import adapted_layers, tensor_names
+from skyrl_async.weights.formats import adapted_layers, tensor_names
 from tests.cpu.quick_config import config_of
 from tests.cpu.tiny_policies import advantages, assert_close, num_tokens, train, trajectories, weights, write_policy
 

@@ -10,7 +10,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.engine import ModelledEngine
 from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
-from skyrl_async.weight_sync.probe import engine_logprob_gap
+from skyrl_async.weight_sync.verifier import engine_logprob_gap
 
 
 class Letters:

@@ -4,13 +4,34 @@ Flows in: names of layers, or of tensors. Flows out: the other ones, and the tex
 """
 
 import json
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from skyrl_async.types import Adapter
+
+TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "BOOL": "bool",
+}
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 """Both in one directory are an adapter to peft, transformers and vLLM."""
+_PIECE_BYTES = 1 << 22
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
@@ -43,3 +64,18 @@ def peft_config(adapter: Adapter, layers: list[str], *, base: str) -> str:
         "inference_mode": True,
     }
     return json.dumps(content, indent=1) + "\n"
+
+
+def crc32_of_file(path: Path, value: int = 0, *, check: Callable[[], None] = lambda: None) -> int:
+    """CRC-32 of what came before (``value``; 0: nothing) followed by the file's bytes. Other threads run meanwhile.
+
+    Args:
+        path: of the file.
+        value: of what came before.
+        check: called between pieces; what it raises ends it.
+    """
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            check()
+            value = zlib.crc32(piece, value)
+    return value
