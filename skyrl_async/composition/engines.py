@@ -10,8 +10,8 @@ from skyrl_async.composition.ray_cluster import ReservedDevices, engine_resource
 from skyrl_async.config.rules.devices import engine_device
 from skyrl_async.config.schema.run import Config, Device, EngineBackend
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.engine_life import EngineLife, LifeSettings
-from skyrl_async.inference.fleet import Fleet, FleetSettings
+from skyrl_async.inference.engine_life import EngineLife
+from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.front_end_notifier import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
@@ -37,13 +37,7 @@ class Engines:
         self._policy_dir = policy_dir
         self._run_dir = run_dir
         self._bundles = reserved
-        self._life = LifeSettings(
-            heartbeat_interval_s=config.engine.heartbeat_interval_s,
-            heartbeat_timeout_s=config.engine.heartbeat_timeout_s,
-            max_restarts=config.engine.max_restarts,
-            restart_backoff_s=config.engine.restart_backoff_s,
-        )
-        self._lives = {f"engine-{i}": EngineLife(self._life) for i in range(config.engine.num_engines)}
+        self._lives = {f"engine-{i}": EngineLife(config.engine) for i in range(config.engine.num_engines)}
         """A restart while an engine boots counts as one while it serves."""
 
     async def start(self) -> Sequence[InferenceEngine]:
@@ -67,7 +61,7 @@ class Engines:
         return Fleet(
             client,
             start=start,
-            settings=FleetSettings(life=self._life, no_engine_timeout_s=self._config.engine.no_engine_timeout_s),
+            config=self._config.engine,
             say=say,
             front_ends=front_ends,
             lives=self._lives,

@@ -28,7 +28,7 @@ from skyrl_async.types import PauseMode
 from skyrl_async.weight_sync.broadcast import WeightBroadcast, files_alone, sharing
 from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
 from skyrl_async.weight_sync.publisher import Follower, WeightPublisher
-from skyrl_async.weight_sync.shm_capacity import require_room
+from skyrl_async.weight_sync.version_slots import require_room
 
 _PREFIX = "skyrl_async-"
 

@@ -7,9 +7,9 @@ Flows in: heartbeats asked for and answered, deaths, times. Flows out: a state, 
 they are started.
 """
 
-from dataclasses import dataclass
 from enum import Enum
 
+from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.errors import StateError
 from skyrl_async.runtime.heartbeat import Heartbeat, Silence
 
@@ -31,30 +31,15 @@ class EngineState(Enum):
     """Dead for good."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LifeSettings:
-    """When an engine counts as dead, and how often it is brought back; see ``config.schema.EngineConfig``."""
-
-    heartbeat_interval_s: float
-    heartbeat_timeout_s: float
-    max_restarts: int
-    restart_backoff_s: float
-
-    @property
-    def heartbeat(self) -> Heartbeat:
-        """Of every engine."""
-        return Heartbeat(interval_s=self.heartbeat_interval_s, timeout_s=self.heartbeat_timeout_s)
-
-
 class EngineLife:
     """See the module.
 
     Args:
-        settings: of all engines.
+        config: when an engine counts as dead, and how often it is started again.
     """
 
-    def __init__(self, settings: LifeSettings) -> None:
-        self._settings = settings
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
         self.state = EngineState.starting
         self.num_restarts = 0
         self.num_missed = 0
@@ -65,7 +50,7 @@ class EngineLife:
     def ask(self, now: float) -> None:
         """A heartbeat is asked for at ``now``, in seconds of any clock."""
         self._move({EngineState.serving, EngineState.suspect}, self.state)
-        self._silence = Silence(self._settings.heartbeat, now)
+        self._silence = Silence(heartbeat_of(self._config), now)
 
     def tick(self, now: float) -> bool:
         """The heartbeat is still unanswered; True when the engine is dead by that. See ``heartbeat.Silence``."""
@@ -85,14 +70,14 @@ class EngineLife:
 
     def restart(self) -> float | None:
         """Take one of the restarts; returns the seconds to wait before it, or None when none is left."""
-        if self.num_restarts >= self._settings.max_restarts:
+        if self.num_restarts >= self._config.max_restarts:
             self._move({EngineState.dead, EngineState.restarting}, EngineState.given_up)
             return None
         is_again = self.state is EngineState.restarting
         self._move({EngineState.dead, EngineState.restarting}, EngineState.restarting)
         self._num_deaths_in_a_row += is_again
         self.num_restarts += 1
-        return float(min(self._settings.restart_backoff_s * 2 ** (self._num_deaths_in_a_row - 1), _MAX_BACKOFF_S))
+        return float(min(self._config.restart_backoff_s * 2 ** (self._num_deaths_in_a_row - 1), _MAX_BACKOFF_S))
 
     def serve(self) -> None:
         """It takes requests from now on."""
@@ -102,3 +87,8 @@ class EngineLife:
         if self.state not in allowed:
             raise StateError(f"an engine that is {self.state.value} cannot become {to.value}")
         self.state = to
+
+
+def heartbeat_of(config: EngineConfig) -> Heartbeat:
+    """How often each engine is asked, and how long it may be silent."""
+    return Heartbeat(interval_s=config.heartbeat_interval_s, timeout_s=config.heartbeat_timeout_s)

@@ -11,27 +11,18 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
+from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.errors import EngineDeadError, InferenceError, PublishError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.engine_life import EngineLife, EngineState, LifeSettings
+from skyrl_async.inference.engine_life import EngineLife, EngineState, heartbeat_of
 from skyrl_async.inference.front_end_notifier import FrontEndPool, InformedFrontEnd, Outage
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.runtime.heartbeat import is_answered
 from skyrl_async.runtime.tasks import task_group
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetSettings:
-    """See ``config.schema.EngineConfig``."""
-
-    life: LifeSettings
-    no_engine_timeout_s: float
-    """Without any engine for so long, nobody waits for one any more."""
 
 
 class _Member:
@@ -62,7 +53,7 @@ class Fleet:
     Args:
         client: whose engines these are. It must wait for engines (``engine_wait_s=None``) for the run to outlive the last one's death.
         start: boots an engine of that name. Raises ``EngineStartError``.
-        settings: see ``FleetSettings``.
+        config: heartbeats, restarts, and how long to wait without any engine.
         say: takes a line for the people who watch.
         front_ends: told which engines there are, at every change and every heartbeat interval.
         lives: of engines that had one before they served, by name.
@@ -73,15 +64,15 @@ class Fleet:
         client: InferenceEngineClient,
         *,
         start: Callable[[str], Awaitable[InferenceEngine]],
-        settings: FleetSettings,
+        config: EngineConfig,
         say: Callable[[str], None],
         front_ends: Sequence[FrontEndPool] = (),
         lives: dict[str, EngineLife] | None = None,
     ) -> None:
         self._client = client
         self._start = start
-        self._settings = settings
-        self._outage = Outage(client.pool, settings.no_engine_timeout_s, say)
+        self._config = config
+        self._outage = Outage(client.pool, config.no_engine_timeout_s, say)
         self._front_ends = [InformedFrontEnd(front_end) for front_end in front_ends]
         self._lives = {} if lives is None else lives
         """By place, which is the name of its first engine."""
@@ -98,7 +89,7 @@ class Fleet:
                 for engine in self._client.engines:
                     self.engine_joined(engine)
                 for i, front_end in enumerate(self._front_ends):
-                    interval_s = self._settings.life.heartbeat_interval_s
+                    interval_s = self._config.heartbeat_interval_s
                     self._spawn(f"front-end-{i}-news", front_end.keep_informed(self._client.pool, interval_s))
                 try:
                     yield
@@ -119,7 +110,7 @@ class Fleet:
         place = next(name for i in itertools.count() if not self._may_serve(name := f"engine-{i}"))
         for member in [member for member in self._members if member.place == place]:
             self._forget(member)
-        self._lives[place] = EngineLife(self._settings.life)
+        self._lives[place] = EngineLife(self._config)
         try:
             await self._admit(await self._start(place))
         except BaseException as error:
@@ -166,7 +157,7 @@ class Fleet:
         """See ``EngineListener``. A restarted one has its place."""
         member = next((member for member in self._members if member.engine is engine), None)
         if member is None:
-            life = self._lives.setdefault(engine.name, EngineLife(self._settings.life))
+            life = self._lives.setdefault(engine.name, EngineLife(self._config))
             member = _Member(engine.name, engine, life)
             self._members.append(member)
             member.task = self._spawn(f"supervise-{engine.name}", self._look_after(member))
@@ -219,7 +210,7 @@ class Fleet:
 
     async def _watch(self, member: _Member) -> None:
         """Ask for heartbeats until one is not answered, which seals the engine's fate."""
-        heartbeat = self._settings.life.heartbeat
+        heartbeat = heartbeat_of(self._config)
         while True:
             await asyncio.sleep(heartbeat.interval_s)
             member.life.ask(asyncio.get_running_loop().time())
@@ -248,14 +239,14 @@ class Fleet:
         return False
 
     def _give_up(self, member: _Member, reason: str) -> None:
-        max_restarts = self._settings.life.max_restarts
+        max_restarts = self._config.max_restarts
         logger.error("%s stays dead: engine.max_restarts=%d are used up (%s)", member.place, max_restarts, reason)
         self._end_wait_if_none_may_serve(reason)
 
     def _end_wait_if_none_may_serve(self, reason: str) -> None:
         if not any(self._may_serve(place) for place in self._lives):
             self._client.pool.give_up(
-                f"no inference engine is left, and engine.max_restarts={self._settings.life.max_restarts} are used up; the last failure: "
+                f"no inference engine is left, and engine.max_restarts={self._config.max_restarts} are used up; the last failure: "
                 f"{reason}"
             )
 

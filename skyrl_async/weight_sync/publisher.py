@@ -31,9 +31,8 @@ from skyrl_async.weight_sync.broadcast import ShareWeights, WeightBroadcast, fil
 from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
 from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater, delete_update_files, files_of, what_serves
 from skyrl_async.weight_sync.lag import Lag, LagMonitor
-from skyrl_async.weight_sync.shm_capacity import require_room
 from skyrl_async.weight_sync.verifier import WeightVerifier
-from skyrl_async.weight_sync.version_slots import SentUpdate, VersionSlots
+from skyrl_async.weight_sync.version_slots import SentUpdate, VersionSlots, require_room
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.engine_life import LifeSettings
 from skyrl_async.inference.engines.ray import RayEngine, start_ray_engines
-from skyrl_async.inference.fleet import Fleet, FleetSettings
+from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.metrics.trace import Trace
@@ -24,7 +24,9 @@ from tests.engine_checks import MAX_MODEL_LEN, PROMPTS, make_policy, make_update
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 GREEDY = SamplingParams(max_tokens=MAX_MODEL_LEN - 50, temperature=0.0, ignore_eos=True)
-LIFE = LifeSettings(heartbeat_interval_s=1.0, heartbeat_timeout_s=15.0, max_restarts=3, restart_backoff_s=0.1)
+ENGINES = EngineConfig(
+    heartbeat_interval_s=1.0, heartbeat_timeout_s=15.0, max_restarts=3, restart_backoff_s=0.1, no_engine_timeout_s=300.0
+)
 
 
 class NoText:
@@ -93,9 +95,8 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
         pause_mode=PauseMode.ABORT,
         trace=Trace(None, asyncio.get_running_loop().time),
     )
-    settings = FleetSettings(life=LIFE, no_engine_timeout_s=300.0)
-    run = Running(client, publisher, Fleet(client, start=start_one, settings=settings, say=print))
-    run.fleet = Fleet(client, start=start_one, settings=settings, say=print, front_ends=[run])
+    run = Running(client, publisher, Fleet(client, start=start_one, config=ENGINES, say=print))
+    run.fleet = Fleet(client, start=start_one, config=ENGINES, say=print, front_ends=[run])
     async with run.fleet.supervising():
         yield run
     publisher.close()

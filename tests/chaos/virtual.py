@@ -14,10 +14,10 @@ from pathlib import Path
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.composition.interruption import Interruption, Phase
+from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.errors import PublishError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.engine_life import LifeSettings
-from skyrl_async.inference.fleet import Fleet, FleetSettings
+from skyrl_async.inference.fleet import Fleet
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.metrics.trained_groups import TrainedGroupsLog
 from skyrl_async.rollout.failed_samples import OnFailedSamples
@@ -39,8 +39,11 @@ _SHUTDOWN_TIMEOUTS_S = (2.0, 20.0, 60.0)
 _SECOND_CTRL_C_S = 0.5
 _FROZEN_ENGINE_S = 2 * GRACE_S
 """A publish that is cut off has engines go back, and then sample again, each of which one that is frozen is waited for so long."""
-_FLEET = FleetSettings(
-    life=LifeSettings(heartbeat_interval_s=2.0, heartbeat_timeout_s=6.0, max_restarts=1 << 30, restart_backoff_s=0.5),
+_ENGINES = EngineConfig(
+    heartbeat_interval_s=2.0,
+    heartbeat_timeout_s=6.0,
+    max_restarts=1 << 30,
+    restart_backoff_s=0.5,
     no_engine_timeout_s=1e6,
 )
 SETTINGS = SimulationSettings(
@@ -232,7 +235,7 @@ class VirtualRun:
                 (final if row["step"] <= step else rest).write(json.dumps(row) + "\n")
 
     async def _live(self, checkpoint: Path | None) -> None:
-        fleet = Fleet(self._simulation.client, start=self._boot, settings=_FLEET, say=lambda line: None)
+        fleet = Fleet(self._simulation.client, start=self._boot, config=_ENGINES, say=lambda line: None)
         with self._interruption.attached():
             async with fleet.supervising():
                 with self._interruption.ending_afterwards():

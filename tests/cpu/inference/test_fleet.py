@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state
+from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.errors import EngineStartError, InferenceError, NoEngineError, PublishError, WeightsWriteError
-from skyrl_async.inference.engine_life import EngineLife, EngineState, LifeSettings
-from skyrl_async.inference.fleet import Fleet, FleetSettings
+from skyrl_async.inference.engine_life import EngineLife, EngineState
+from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine
@@ -23,8 +24,9 @@ from skyrl_async.simulator.models import ModelledEngine
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
 from skyrl_async.types import Group, PauseMode, WeightUpdate
 
-LIFE = LifeSettings(heartbeat_interval_s=5.0, heartbeat_timeout_s=20.0, max_restarts=3, restart_backoff_s=1.0)
-FLEET = FleetSettings(life=LIFE, no_engine_timeout_s=900.0)
+ENGINES = EngineConfig(
+    heartbeat_interval_s=5.0, heartbeat_timeout_s=20.0, max_restarts=3, restart_backoff_s=1.0, no_engine_timeout_s=900.0
+)
 BOOT_SECONDS = 30.0
 RUN = SimulationSettings(
     mini_batch_size=4,
@@ -45,14 +47,14 @@ class Setting:
     """A simulated run, its fleet, and every engine that there ever was."""
 
     def __init__(
-        self, settings: SimulationSettings = RUN, fleet: FleetSettings = FLEET, *, path: Path | None = None
+        self, settings: SimulationSettings = RUN, config: EngineConfig = ENGINES, *, path: Path | None = None
     ) -> None:
         self.engines: dict[str, FaultyEngine] = {}
         self.simulation = build_simulation(settings, checkpoint_dir=path, engine_around=self._around)
         self.lines: list[str] = []
         self.starts: list[tuple[float, str]] = []
         self.make: Callable[[str], FaultyEngine] = self._new_engine
-        self.fleet = Fleet(self.simulation.client, start=self._start, settings=fleet, say=self.lines.append)
+        self.fleet = Fleet(self.simulation.client, start=self._start, config=config, say=self.lines.append)
 
     def __getitem__(self, name: str) -> FaultyEngine:
         return self.engines[name]
@@ -113,7 +115,7 @@ def test_an_engine_that_dies_or_freezes_is_replaced_by_one_of_the_current_versio
             nonlocal steps_before
             await setting.at(20.0, getattr(setting["engine-0"], fault))
             steps_before = setting.simulation.trainer.served_version
-            await setting.at(20.0 + LIFE.heartbeat_timeout_s + 2 * LIFE.heartbeat_interval_s + 0.1)
+            await setting.at(20.0 + ENGINES.heartbeat_timeout_s + 2 * ENGINES.heartbeat_interval_s + 0.1)
             assert setting.serving == ["engine-1"] and setting["engine-0"].is_dead
             assert setting.fleet.states()["engine-0"] is EngineState.restarting
             await asyncio.sleep(BOOT_SECONDS + 2.0)
@@ -196,7 +198,7 @@ def test_after_the_deadline_without_engines_the_run_ends_with_a_checkpoint_from_
     config = replace(RUN, checkpoint_interval_steps=7, num_steps=None, num_epochs=1)
 
     async def fail() -> int:
-        setting = Setting(config, replace(FLEET, no_engine_timeout_s=50.0), path=tmp_path)
+        setting = Setting(config, replace(ENGINES, no_engine_timeout_s=50.0), path=tmp_path)
 
         def fails(name: str) -> FaultyEngine:
             raise EngineStartError(f"{name} has no memory")
@@ -234,7 +236,7 @@ def test_a_version_that_no_engine_is_left_to_serve_is_in_the_checkpoint(tmp_path
     config = replace(RUN, checkpoint_interval_steps=100)
 
     async def main() -> None:
-        setting = Setting(config, replace(FLEET, no_engine_timeout_s=5.0), path=tmp_path)
+        setting = Setting(config, replace(ENGINES, no_engine_timeout_s=5.0), path=tmp_path)
         publisher, load = setting.simulation.publisher, setting.simulation.publisher.load
 
         async def without_engines() -> object:
@@ -294,7 +296,7 @@ def test_contract_7_an_outage_in_a_step_saves_the_step_before_again_with_what_wa
     config = replace(RUN, checkpoint_interval_steps=1, max_staleness_steps=0)
 
     async def main() -> None:
-        setting = Setting(config, replace(FLEET, no_engine_timeout_s=5.0), path=tmp_path)
+        setting = Setting(config, replace(ENGINES, no_engine_timeout_s=5.0), path=tmp_path)
         simulation = setting.simulation
         before: list[TrainerState] = []
         put = simulation.buffer.put
@@ -401,7 +403,7 @@ def test_engines_are_added_and_removed_while_training_and_their_places_are_super
 @pytest.mark.parametrize("is_removed_first", [True, False])
 def test_a_place_that_was_given_up_can_be_removed_and_holds_an_engine_again(is_removed_first: bool) -> None:
     async def main() -> None:
-        setting = Setting(RUN, replace(FLEET, life=replace(LIFE, max_restarts=1)))
+        setting = Setting(RUN, replace(ENGINES, max_restarts=1))
         fleet = setting.fleet
 
         async def change() -> None:
@@ -458,7 +460,7 @@ def test_a_place_is_removed_by_its_name_or_its_engine_s_also_while_another_engin
 
 def test_an_engine_that_does_not_come_up_leaves_its_place_free_and_nobody_waiting() -> None:
     async def main() -> None:
-        setting = Setting(RUN, replace(FLEET, life=replace(LIFE, max_restarts=0)))
+        setting = Setting(RUN, replace(ENGINES, max_restarts=0))
         good = setting.make
 
         def fails(name: str) -> FaultyEngine:
@@ -485,7 +487,7 @@ def test_an_engine_that_does_not_come_up_leaves_its_place_free_and_nobody_waitin
             NoEngineError, match="no inference engine is left, .*; the last failure: engine-2 has no mem"
         ):
             await setting.run(change())
-        assert asyncio.get_running_loop().time() < FLEET.no_engine_timeout_s
+        assert asyncio.get_running_loop().time() < ENGINES.no_engine_timeout_s
 
     run_in_virtual_time(main())
 
@@ -504,7 +506,7 @@ def test_front_ends_learn_of_every_change_also_when_one_is_missed() -> None:
     async def main() -> None:
         setting, front_end = Setting(), FrontEnd()
         setting.fleet = Fleet(
-            setting.simulation.client, start=setting._start, settings=FLEET, say=print, front_ends=[front_end]
+            setting.simulation.client, start=setting._start, config=ENGINES, say=print, front_ends=[front_end]
         )
 
         async def look() -> None:
@@ -539,8 +541,7 @@ def test_contract_6_whatever_fails_and_when_all_that_serve_after_a_publish_serve
     config = replace(RUN, num_engines=3, num_steps=15, seed=seed, pause_mode=mode)
 
     async def main() -> None:
-        life = replace(LIFE, max_restarts=50)
-        setting = Setting(config, replace(FLEET, life=life))
+        setting = Setting(config, replace(ENGINES, max_restarts=50))
         simulation, refusals = setting.simulation, random.Random(seed)
         publisher, load, send = (
             simulation.publisher,
@@ -599,7 +600,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.life = EngineLife(LIFE)
+        self.life = EngineLife(ENGINES)
         self.now = 0.0
         self.asked: float | None = None
         self.num_ticks = 0
@@ -626,7 +627,7 @@ class LifeMachine(RuleBasedStateMachine):
         assert self.life.state is EngineState.suspect
         if is_dead:
             assert self.asked is not None
-            assert self.num_ticks * LIFE.heartbeat_interval_s >= LIFE.heartbeat_timeout_s <= self.now - self.asked
+            assert self.num_ticks * ENGINES.heartbeat_interval_s >= ENGINES.heartbeat_timeout_s <= self.now - self.asked
             self.life.die()
             self.asked = None
 
@@ -648,7 +649,7 @@ class LifeMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         wait_s = self.life.restart()
         assert (wait_s is None) == (self.life.state is EngineState.given_up)
-        assert wait_s is None or LIFE.restart_backoff_s <= wait_s <= 60.0
+        assert wait_s is None or ENGINES.restart_backoff_s <= wait_s <= 60.0
 
     @rule(seconds=st.floats(0.0, 1000.0))
     def wait(self, seconds: float) -> None:
@@ -656,8 +657,8 @@ class LifeMachine(RuleBasedStateMachine):
 
     @invariant()
     def restarts_are_bounded(self) -> None:
-        assert self.life.num_restarts <= LIFE.max_restarts
-        assert self.life.state is not EngineState.given_up or self.life.num_restarts == LIFE.max_restarts
+        assert self.life.num_restarts <= ENGINES.max_restarts
+        assert self.life.state is not EngineState.given_up or self.life.num_restarts == ENGINES.max_restarts
 
 
 TestLifeMachine = LifeMachine.TestCase
@@ -666,7 +667,7 @@ TestLifeMachine.settings = settings(max_examples=50, stateful_step_count=40, dea
 
 def test_the_error_of_a_publish_in_which_the_last_engine_died_says_that_none_may_be_started() -> None:
     async def main() -> None:
-        setting = Setting(RUN, replace(FLEET, life=replace(LIFE, max_restarts=0)))
+        setting = Setting(RUN, replace(ENGINES, max_restarts=0))
         model = setting.simulation.engines[1]
 
         async def kill() -> None:

@@ -13,9 +13,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.errors import EngineDeadError, EngineStartError, PromptTooLongError, PublishError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.engine_life import EngineLife, LifeSettings
+from skyrl_async.inference.engine_life import EngineLife
 from skyrl_async.inference.engines.ray import RayEngine, start_ray_engines
 from skyrl_async.inference.vllm.engine import VLLMEngineConfig
 from skyrl_async.metrics.trace import Trace
@@ -32,7 +33,7 @@ from tests.patience import PATIENCE_S
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 
-LIFE = LifeSettings(heartbeat_interval_s=1.0, heartbeat_timeout_s=5.0, max_restarts=1, restart_backoff_s=0.0)
+RESTARTS = EngineConfig(heartbeat_interval_s=1.0, heartbeat_timeout_s=5.0, max_restarts=1, restart_backoff_s=0.0)
 
 
 def engine_processes(log_dir: Path) -> set[psutil.Process]:
@@ -306,7 +307,7 @@ async def test_an_engine_that_is_killed_while_it_comes_up_boots_again_as_often_a
         config = VLLMEngineConfig(name="engine-0", policy_dir=str(policy_dir))
         async with asyncio.TaskGroup() as tasks:
             killing = tasks.create_task(kill(deaths))
-            engines = await start_ray_engines([config], log_dir=tmp_path, lives={"engine-0": EngineLife(LIFE)})
+            engines = await start_ray_engines([config], log_dir=tmp_path, lives={"engine-0": EngineLife(RESTARTS)})
             await killing
         return engines
 

@@ -20,8 +20,7 @@ from skyrl_async.simulator.models import ModelledEngine
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
 from skyrl_async.types import WeightUpdate
 from skyrl_async.weight_sync.lag import Lag, LagMonitor
-from skyrl_async.weight_sync.shm_capacity import NUM_COPIES, require_room
-from skyrl_async.weight_sync.version_slots import SentUpdate, VersionSlots
+from skyrl_async.weight_sync.version_slots import NUM_COPIES, SentUpdate, VersionSlots, require_room
 
 
 def sent(version: int) -> SentUpdate:
