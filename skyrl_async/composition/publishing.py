@@ -25,10 +25,10 @@ from skyrl_async.inference.policy_files import read_manifest
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.protocol import Policy, SendingPolicy
 from skyrl_async.types import PauseMode
-from skyrl_async.weight_sync.broadcast import WeightBroadcast, files_alone, sharing
+from skyrl_async.weight_sync.broadcast import WeightBroadcast, from_devices, from_files_alone
 from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
 from skyrl_async.weight_sync.publisher import Follower, WeightPublisher
-from skyrl_async.weight_sync.version_slots import require_room
+from skyrl_async.weight_sync.version_slots import require_shm_capacity
 
 _PREFIX = "skyrl_async-"
 
@@ -109,7 +109,7 @@ def make_publisher(
         hold_engines=hold_engines,
         followers=followers,
         broadcast=make_broadcast(config, client, sender) if is_supervised(config) else None,
-        share=sharing(sender) if config.weight_sync.transfer is WeightTransfer.ipc else files_alone,
+        share=from_devices(sender) if config.weight_sync.transfer is WeightTransfer.ipc else from_files_alone,
     )
     stack.callback(publisher.close)
     return publisher
@@ -153,4 +153,4 @@ def check_shared_memory(config: Config, policy_dir: Path) -> None:
         return
     num_elements = sum(math.prod(shape) for _, shape in read_manifest(str(policy_dir)).values())
     num_bytes = num_elements * {"float32": 4, "bfloat16": 2}[config.policy.dtype.name]
-    require_room(shared_memory(), num_bytes, double_buffer=config.weight_sync.double_buffer)
+    require_shm_capacity(shared_memory(), num_bytes, double_buffer=config.weight_sync.double_buffer)

@@ -95,7 +95,7 @@ async def started_parts(
         time_sharing = engine_time_sharing(
             groups,
             client,
-            shortest_s=config.placement.min_generation_slice_s,
+            min_slice_s=config.placement.min_generation_slice_s,
             # Requests to the endpoint are not in this pool.
             is_busy=lambda: endpoint is not None or client.pool.is_busy,
             trace=trace,

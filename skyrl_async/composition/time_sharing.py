@@ -38,7 +38,7 @@ def engine_time_sharing(
     groups: Mapping[str, DeviceGroup],
     client: InferenceEngineClient,
     *,
-    shortest_s: float,
+    min_slice_s: float,
     is_busy: Callable[[], bool],
     trace: Trace,
     clock: Callable[[], float],
@@ -46,7 +46,9 @@ def engine_time_sharing(
     """Make the engines' time-sharing; None where they have their devices for themselves. See ``EngineTimeSharing`` for arguments."""
     if GENERATE not in groups:
         return None
-    return EngineTimeSharing(client, groups[GENERATE], shortest_s=shortest_s, is_busy=is_busy, trace=trace, clock=clock)
+    return EngineTimeSharing(
+        client, groups[GENERATE], min_slice_s=min_slice_s, is_busy=is_busy, trace=trace, clock=clock
+    )
 
 
 def lease_values(groups: Mapping[str, DeviceGroup]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError
-from skyrl_async.inference.continuation import FollowedGenerations, continued, generate_once, stream_once
+from skyrl_async.inference.continuation import OpenGenerations, continued, generate_once, stream_once
 from skyrl_async.inference.generation_state import GenerationState, head_of
 from skyrl_async.inference.placement import PlacementSettings
 from skyrl_async.inference.pool import EnginePool
@@ -81,7 +81,7 @@ class InferenceEngineClient:
         self._carries_tokens = carries_tokens
         self._name = f"{name}-{next(_client_ids)}"
         self._request_numbers = itertools.count()
-        self._followed = FollowedGenerations()
+        self._open_generations = OpenGenerations()
         self.policy_version = 0
         self._counts = {"requests": 0, "tokens": 0, "abandoned_tokens": 0, "aborts": 0, "engine_failures": 0}
 
@@ -166,32 +166,32 @@ class InferenceEngineClient:
         streams = bool(sampling.stop) or (self._carries_tokens and sampling.is_resumable and is_long)
         num_restarts = 0
         while True:
-            joined = GenerationState(has_logprobs=sampling.reports_logprobs)
+            state = GenerationState(has_logprobs=sampling.reports_logprobs)
             text = CompletionText.of(self._tokenizer, sampling)
-            blocks = self._blocks(request, joined, session_id, streams=streams)
-            with self._followed.following(generation if sampling.is_resumable else None, joined) as begin:
-                is_stopped = _add(begin, joined, text)
+            blocks = self._blocks(request, state, session_id, streams=streams)
+            with self._open_generations.tracking(generation if sampling.is_resumable else None, state) as begin:
+                is_stopped = _add(begin, state, text)
                 async with aclosing(blocks):
-                    is_stopped = is_stopped or await _read(blocks, joined, text)
-            if joined.has_ended:
+                    is_stopped = is_stopped or await _read(blocks, state, text)
+            if state.has_ended:
                 break
             num_restarts += 1
-        assert joined.finish_reason is not None
+        assert state.finish_reason is not None
         return Completion(
             prompt_token_ids=request.prompt_token_ids,
-            token_ids=tuple(joined.token_ids),
-            logprobs=tuple(joined.logprobs),
-            versions=tuple(joined.versions),
+            token_ids=tuple(state.token_ids),
+            logprobs=tuple(state.logprobs),
+            versions=tuple(state.versions),
             text=text.finish(is_stopped=is_stopped)[0],
-            finish_reason=joined.finish_reason,
-            num_aborts=joined.num_aborts + num_restarts,
-            top_logprobs=tuple(joined.top_logprobs),
-            num_cached_tokens=joined.num_cached_tokens or 0,
+            finish_reason=state.finish_reason,
+            num_aborts=state.num_aborts + num_restarts,
+            top_logprobs=tuple(state.top_logprobs),
+            num_cached_tokens=state.num_cached_tokens or 0,
         )
 
     async def collect_open_tokens(self) -> None:
         """Have the generations that a checkpoint follows know what is in the engines; one that dies meanwhile is dropped."""
-        await self._followed.collect(self.engines, self.drop_engine)
+        await self._open_generations.collect(self.engines, self.drop_engine)
 
     async def stream_tokens(
         self,
@@ -207,16 +207,16 @@ class InferenceEngineClient:
                 await self.generate_tokens(prompt_token_ids, sampling, session_id=session_id, priority=priority)
             )
             return
-        joined = GenerationState(has_logprobs=sampling.reports_logprobs)
+        state = GenerationState(has_logprobs=sampling.reports_logprobs)
         text = CompletionText.of(self._tokenizer, sampling)
         request = replace(self._request(prompt_token_ids, sampling, priority), stream_interval=None)
-        async with aclosing(self._blocks(request, joined, session_id, streams=True)) as blocks:
+        async with aclosing(self._blocks(request, state, session_id, streams=True)) as blocks:
             async for block in blocks:
-                num_before = len(joined.token_ids) - len(block.token_ids)
-                num_kept = text.push(_shown_tokens(block, text))
+                num_before = len(state.token_ids) - len(block.token_ids)
+                num_kept = text.push(_text_tokens(block, text))
                 if num_kept is not None:
                     block = head_of(block, max(0, num_kept - num_before))
-                    joined.end_at(num_kept)
+                    state.truncate(num_kept)
                 is_last = num_kept is not None or block.finish_reason is not None
                 if not block.token_ids and not is_last:
                     continue  # an engine that died, or was paused before its first token
@@ -228,8 +228,8 @@ class InferenceEngineClient:
                     text=new_text,
                     finish_reason=block.finish_reason,
                     top_logprobs=block.top_logprobs,
-                    num_aborts=joined.num_aborts if is_last else 0,
-                    num_cached_tokens=joined.num_cached_tokens or 0,
+                    num_aborts=state.num_aborts if is_last else 0,
+                    num_cached_tokens=state.num_cached_tokens or 0,
                 )
                 if is_last:
                     return
@@ -267,27 +267,27 @@ class InferenceEngineClient:
         )
 
     async def _blocks(
-        self, request: EngineRequest, joined: GenerationState, session_id: str | None, *, streams: bool
+        self, request: EngineRequest, state: GenerationState, session_id: str | None, *, streams: bool
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield the tokens of one generation, from whichever engines live, and account for them."""
         segments = continued(
-            request, joined, lambda rest: self._segment(rest, request.request_id, session_id, streams=streams)
+            request, state, lambda rest: self._segment(rest, request.request_id, session_id, streams=streams)
         )
         try:
             async with aclosing(segments) as blocks:
                 async for block in blocks:
                     yield block
         finally:
-            self._counts["aborts"] += joined.num_aborts
-            self._count_end(joined)
+            self._counts["aborts"] += state.num_aborts
+            self._count_end(state)
 
-    def _count_end(self, joined: GenerationState) -> None:
+    def _count_end(self, state: GenerationState) -> None:
         """Nothing more is sampled of a generation, whether it has ended or was cut off."""
-        if joined.has_ended:
-            self._counts["tokens"] += len(joined.token_ids)
-            record_tokens(len(joined.token_ids))
+        if state.has_ended:
+            self._counts["tokens"] += len(state.token_ids)
+            record_tokens(len(state.token_ids))
         else:
-            num_tokens = len(joined.partial_output().token_ids)
+            num_tokens = len(state.partial_output().token_ids)
             self._counts["abandoned_tokens"] += num_tokens
             record_cut_off(num_tokens)
 
@@ -295,41 +295,41 @@ class InferenceEngineClient:
         self, request: EngineRequest, generation_id: str, session_id: str | None, *, streams: bool
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield what one engine samples of a generation; its death is an abort."""
-        async with self.pool.seat(session_id, generation_id, request) as seat:
-            report_engine(seat.engine.name)
+        async with self.pool.slot(session_id, generation_id, request) as slot:
+            report_engine(slot.engine.name)
             try:
-                async with aclosing(seat.blocks(stream_once if streams else generate_once, request)) as blocks:
+                async with aclosing(slot.blocks(stream_once if streams else generate_once, request)) as blocks:
                     async for block in blocks:
                         self.policy_version = max(self.policy_version, *block.versions, 0)
                         yield block
                 return
             except EngineDeadError as error:
-                self.drop_engine(seat.engine, error)
+                self.drop_engine(slot.engine, error)
         yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
 
 
-async def _read(blocks: AsyncIterator[EngineOutput], joined: GenerationState, text: CompletionText) -> bool:
+async def _read(blocks: AsyncIterator[EngineOutput], state: GenerationState, text: CompletionText) -> bool:
     """Read to the end, or to where a stop string ends the text: then return True."""
     async for block in blocks:
-        if _push(block, joined, text):
+        if _push(block, state, text):
             return True
     return False
 
 
-def _add(begin: EngineOutput, joined: GenerationState, text: CompletionText) -> bool:
+def _add(begin: EngineOutput, state: GenerationState, text: CompletionText) -> bool:
     """Begin with tokens sampled before; True where a stop string is among them."""
-    joined.add(begin)
-    return bool(begin.token_ids) and _push(begin, joined, text)
+    state.add(begin)
+    return bool(begin.token_ids) and _push(begin, state, text)
 
 
-def _push(block: EngineOutput, joined: GenerationState, text: CompletionText) -> bool:
-    num_kept = text.push(_shown_tokens(block, text))
+def _push(block: EngineOutput, state: GenerationState, text: CompletionText) -> bool:
+    num_kept = text.push(_text_tokens(block, text))
     if num_kept is not None:
-        joined.end_at(num_kept)
+        state.truncate(num_kept)
     return num_kept is not None
 
 
-def _shown_tokens(block: EngineOutput, text: CompletionText) -> tuple[int, ...]:
+def _text_tokens(block: EngineOutput, text: CompletionText) -> tuple[int, ...]:
     """The tokens of a block that are text: those of an end-of-sequence or a stop token, at which engines stop, are only on demand."""
     is_stopped = block.finish_reason is FinishReason.STOP and not text.includes_stop
     return block.token_ids[:-1] if is_stopped else block.token_ids

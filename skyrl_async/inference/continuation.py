@@ -27,34 +27,34 @@ def _always() -> bool:
 
 
 async def continued(
-    request: EngineRequest, joined: GenerationState, segment: Segment, may_go_on: Callable[[], bool] = _always
+    request: EngineRequest, state: GenerationState, segment: Segment, may_continue: Callable[[], bool] = _always
 ) -> AsyncGenerator[EngineOutput, None]:
-    """Yield what ``segment`` yields, call after call, until the generation has ended; ``joined`` follows, and may have ended before.
+    """Yield what ``segment`` yields, call after call, until the generation has ended; ``state`` follows, and may have ended before.
 
     An abort comes out only of a request that is not resumable, or may not go on here, and is then the end.
     """
     for number in itertools.count():
-        if joined.has_ended:
+        if state.has_ended:
             return
-        if joined.num_left(request) < 1:
+        if state.num_remaining(request) < 1:
             end = EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.LENGTH)
-            joined.add(end)
+            state.add(end)
             yield end
             return
-        rest = joined.rest_of(request, f"{request.request_id}.{number}" if number else request.request_id)
-        joined.begin_call(rest.request_id)
-        goes_on = True
+        rest = state.remaining_request(request, f"{request.request_id}.{number}" if number else request.request_id)
+        state.begin_call(rest.request_id)
+        is_continued = True
         async with aclosing(segment(rest)) as blocks:
             async for block in blocks:
-                joined.add(block)
+                state.add(block)
                 if block.finish_reason is FinishReason.ABORT:
-                    goes_on = request.sampling.is_resumable and may_go_on()
-                yield without_abort(block) if goes_on else block
-        if not goes_on:
+                    is_continued = request.sampling.is_resumable and may_continue()
+                yield without_abort(block) if is_continued else block
+        if not is_continued:
             return
 
 
-def is_part_of(call_id: str, request_ids: Collection[str]) -> bool:
+def belongs_to(call_id: str, request_ids: Collection[str]) -> bool:
     """Whether an engine call is one of these requests, or continues one of them."""
     parts = call_id.split(".")
     return any(".".join(parts[:end]) in request_ids for end in range(1, len(parts) + 1))
@@ -84,56 +84,56 @@ async def generate_once(engine: InferenceEngine, request: EngineRequest) -> Asyn
 
 
 def stream_to_end(
-    engine: InferenceEngine, request: EngineRequest, joined: GenerationState, may_go_on: Callable[[], bool] = _always
+    engine: InferenceEngine, request: EngineRequest, state: GenerationState, may_continue: Callable[[], bool] = _always
 ) -> AsyncGenerator[EngineOutput, None]:
-    """Like ``engine.stream``, across aborts; ``joined`` follows."""
-    return continued(request, joined, lambda rest: stream_once(engine, rest), may_go_on)
+    """Like ``engine.stream``, across aborts; ``state`` follows."""
+    return continued(request, state, lambda rest: stream_once(engine, rest), may_continue)
 
 
 async def generate_to_end(
-    engine: InferenceEngine, request: EngineRequest, joined: GenerationState, may_go_on: Callable[[], bool] = _always
+    engine: InferenceEngine, request: EngineRequest, state: GenerationState, may_continue: Callable[[], bool] = _always
 ) -> EngineOutput:
-    """Like ``engine.generate``, across aborts; ``joined`` follows."""
-    blocks = continued(request, joined, lambda rest: generate_once(engine, rest), may_go_on)
+    """Like ``engine.generate``, across aborts; ``state`` follows."""
+    blocks = continued(request, state, lambda rest: generate_once(engine, rest), may_continue)
     async with aclosing(blocks):
         async for _ in blocks:
             pass
-    return joined.output()
+    return state.output()
 
 
-def joined_for(request: EngineRequest) -> GenerationState:
-    """Where the segments of ``request`` are joined."""
+def new_state(request: EngineRequest) -> GenerationState:
+    """Where the segments of ``request`` are state."""
     return GenerationState(has_logprobs=request.sampling.reports_logprobs)
 
 
-async def hold_partial_outputs(engine: InferenceEngine, generations: Collection[GenerationState]) -> None:
+async def fetch_partial_outputs(engine: InferenceEngine, generations: Collection[GenerationState]) -> None:
     """Have generations know what the engine has sampled of them and not handed over yet. Raises what the engine raises."""
-    calls = [joined.call_id for joined in generations if joined.call_id is not None]
+    calls = [state.call_id for state in generations if state.call_id is not None]
     if not calls:
         return
     held = await engine.partial_outputs(calls)
-    for joined in generations:
-        joined.hold(held)
+    for state in generations:
+        state.set_engine_output(held)
 
 
-class FollowedGenerations:
+class OpenGenerations:
     """Those in flight that somebody follows."""
 
     def __init__(self) -> None:
-        self._joined: set[GenerationState] = set()
+        self._states: set[GenerationState] = set()
 
     @contextmanager
-    def following(self, generation: OpenGeneration | None, joined: GenerationState) -> Iterator[EngineOutput]:
-        """Let ``generation`` read ``joined`` while it grows; gives what it begins with."""
+    def tracking(self, generation: OpenGeneration | None, state: GenerationState) -> Iterator[EngineOutput]:
+        """Let ``generation`` read ``state`` while it grows; gives what it begins with."""
         if generation is None:
             yield NOTHING_SAMPLED
             return
-        generation.follow(joined.partial_output)
-        self._joined.add(joined)
+        generation.follow(state.partial_output)
+        self._states.add(state)
         try:
             yield generation.begin
         finally:
-            self._joined.discard(joined)
+            self._states.discard(state)
 
     async def collect(
         self, engines: Sequence[InferenceEngine], on_death: Callable[[InferenceEngine, EngineDeadError], None]
@@ -142,7 +142,7 @@ class FollowedGenerations:
 
         async def ask(engine: InferenceEngine) -> None:
             try:
-                await hold_partial_outputs(engine, tuple(self._joined))
+                await fetch_partial_outputs(engine, tuple(self._states))
             except EngineDeadError as error:
                 on_death(engine, error)
 

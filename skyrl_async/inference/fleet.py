@@ -17,7 +17,7 @@ from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.errors import EngineDeadError, InferenceError, PublishError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engine_life import EngineLife, EngineState, heartbeat_of
-from skyrl_async.inference.front_end_notifier import FrontEndPool, InformedFrontEnd, Outage
+from skyrl_async.inference.front_end_notifier import FrontEndNotifier, FrontEndPool, Outage
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.runtime.heartbeat import is_answered
 from skyrl_async.runtime.tasks import task_group
@@ -32,19 +32,19 @@ class _Member:
         self.place = place
         self.engine = engine
         self.life = life
-        self.fate = _future()
+        self.death = _future()
         self.task: asyncio.Task[None]
         """Supervises it."""
 
-    def meet(self, reason: str | None) -> None:
+    def report_death(self, reason: str | None) -> None:
         """Its engine serves no more, because of ``reason`` or because it was taken out. The first one counts."""
-        if not self.fate.done():
-            self.fate.set_result(reason)
+        if not self.death.done():
+            self.death.set_result(reason)
 
-    def renew(self, engine: InferenceEngine) -> None:
+    def replace_engine(self, engine: InferenceEngine) -> None:
         """Another engine holds the place."""
         self.engine = engine
-        self.fate = _future()
+        self.death = _future()
 
 
 class Fleet:
@@ -73,7 +73,7 @@ class Fleet:
         self._start = start
         self._config = config
         self._outage = Outage(client.pool, config.no_engine_timeout_s, say)
-        self._front_ends = [InformedFrontEnd(front_end) for front_end in front_ends]
+        self._front_ends = [FrontEndNotifier(front_end) for front_end in front_ends]
         self._lives = {} if lives is None else lives
         """By place, which is the name of its first engine."""
         self._members: list[_Member] = []
@@ -90,7 +90,7 @@ class Fleet:
                     self.engine_joined(engine)
                 for i, front_end in enumerate(self._front_ends):
                     interval_s = self._config.heartbeat_interval_s
-                    self._spawn(f"front-end-{i}-news", front_end.keep_informed(self._client.pool, interval_s))
+                    self._spawn(f"front-end-{i}-news", front_end.run(self._client.pool, interval_s))
                 try:
                     yield
                 finally:
@@ -160,29 +160,29 @@ class Fleet:
             life = self._lives.setdefault(engine.name, EngineLife(self._config))
             member = _Member(engine.name, engine, life)
             self._members.append(member)
-            member.task = self._spawn(f"supervise-{engine.name}", self._look_after(member))
+            member.task = self._spawn(f"supervise-{engine.name}", self._supervise(member))
         member.life.serve()
-        self._look_around()
+        self._notify()
 
     async def engine_leaving(self, name: str) -> None:
         """See ``EngineListener``. Front ends are told before its requests are handed back."""
-        self._member_of(name).meet(None)
-        self._outage.look()
+        self._member_of(name).report_death(None)
+        self._outage.update()
         for front_end in self._front_ends:
-            await front_end.tell(self._client.pool)
+            await front_end.notify(self._client.pool)
 
     def engine_died(self, name: str, reason: str) -> None:
         """See ``EngineListener``."""
-        self._member_of(name).meet(reason)
-        self._look_around()
+        self._member_of(name).report_death(reason)
+        self._notify()
 
     def _member_of(self, name: str) -> _Member:
         return next(member for member in self._members if member.engine.name == name)
 
-    def _look_around(self) -> None:
-        self._outage.look()
+    def _notify(self) -> None:
+        self._outage.update()
         for front_end in self._front_ends:
-            front_end.has_news.set()
+            front_end.changed.set()
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._group.create_task(work, name=name)
@@ -190,45 +190,45 @@ class Fleet:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _look_after(self, member: _Member) -> None:
+    async def _supervise(self, member: _Member) -> None:
         """Consumes heartbeats, produces engines in the place of dead ones; ends when the engine is taken out or its place given up."""
-        while (reason := await self._fate_of(member)) is not None:
+        while (reason := await self._death_of(member)) is not None:
             member.life.die()
             self._client.drop_engine(member.engine, EngineDeadError(reason))
             await member.engine.close()
-            if not await self._bring_back(member, reason):
+            if not await self._restart(member, reason):
                 return
         self._forget(member)
 
-    async def _fate_of(self, member: _Member) -> str | None:
+    async def _death_of(self, member: _Member) -> str | None:
         """Wait until the engine serves no more, and return why."""
         async with asyncio.TaskGroup() as tasks:
-            beating = tasks.create_task(self._watch(member), name=f"heartbeat-{member.engine.name}")
-            fate = await member.fate
+            beating = tasks.create_task(self._check_heartbeats(member), name=f"heartbeat-{member.engine.name}")
+            death = await member.death
             beating.cancel()
-        return fate
+        return death
 
-    async def _watch(self, member: _Member) -> None:
-        """Ask for heartbeats until one is not answered, which seals the engine's fate."""
+    async def _check_heartbeats(self, member: _Member) -> None:
+        """Ask for heartbeats until one is not answered, which seals the engine's death."""
         heartbeat = heartbeat_of(self._config)
         while True:
             await asyncio.sleep(heartbeat.interval_s)
             member.life.ask(asyncio.get_running_loop().time())
             try:
                 if not await is_answered(member.engine.ping, heartbeat.interval_s, member.life.tick):
-                    return member.meet(f"no heartbeat within {heartbeat.timeout_s:g} s")
+                    return member.report_death(f"no heartbeat within {heartbeat.timeout_s:g} s")
             except EngineDeadError as error:
-                return member.meet(str(error))
+                return member.report_death(str(error))
             member.life.answer()
 
-    async def _bring_back(self, member: _Member, reason: str) -> bool:
+    async def _restart(self, member: _Member, reason: str) -> bool:
         """Start another engine in the place of a dead one, as often as it takes; False when no restart is left."""
         while (wait_s := member.life.restart()) is not None:
             await asyncio.sleep(wait_s)
             name = f"{member.place}.{member.life.num_restarts}"
             logger.info("starting %s in the place of %s", name, member.engine.name)
             try:
-                member.renew(await self._start(name))
+                member.replace_engine(await self._start(name))
                 await self._admit(member.engine)
             except (InferenceError, PublishError) as error:
                 reason = str(error)

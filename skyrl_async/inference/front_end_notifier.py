@@ -17,7 +17,7 @@ from skyrl_async.metrics.logs import SHOWN
 
 logger = logging.getLogger(__name__)
 
-_TELL_TIMEOUT_S = 10.0
+_NOTIFY_TIMEOUT_S = 10.0
 
 
 class FrontEndPool(Protocol):
@@ -28,36 +28,36 @@ class FrontEndPool(Protocol):
         ...
 
 
-class InformedFrontEnd:
+class FrontEndNotifier:
     """Keeps a front end's engines those of a pool, also after a message that was lost or that it was too busy for."""
 
     def __init__(self, front_end: FrontEndPool) -> None:
         self._front_end = front_end
-        self._turns = asyncio.Lock()
-        self._is_reached = True
-        self.has_news = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._is_reachable = True
+        self.changed = asyncio.Event()
 
-    async def keep_informed(self, pool: EnginePool, interval_s: float) -> None:
-        """Consumes changes, produces messages; waits for ``has_news``, or an interval at most. Runs until it is cancelled."""
+    async def run(self, pool: EnginePool, interval_s: float) -> None:
+        """Consumes changes, produces messages; waits for ``changed``, or an interval at most. Runs until it is cancelled."""
         while True:
-            self.has_news.clear()
-            await self.tell(pool)
+            self.changed.clear()
+            await self.notify(pool)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
-                    await self.has_news.wait()
+                    await self.changed.wait()
 
-    async def tell(self, pool: EnginePool) -> None:
+    async def notify(self, pool: EnginePool) -> None:
         """Tell it which engines there are; that it does not answer is logged once."""
-        async with self._turns:
+        async with self._lock:
             try:
-                async with asyncio.timeout(_TELL_TIMEOUT_S):
+                async with asyncio.timeout(_NOTIFY_TIMEOUT_S):
                     await self._front_end.follow(pool.engines)
             except (InferenceError, TimeoutError) as error:
-                if self._is_reached:
+                if self._is_reachable:
                     logger.warning("a front end of the endpoint does not learn which engines there are: %r", error)
-                self._is_reached = False
+                self._is_reachable = False
             else:
-                self._is_reached = True
+                self._is_reachable = True
 
 
 class Outage:
@@ -76,7 +76,7 @@ class Outage:
         self._began: float | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Engines have come or gone."""
         loop = asyncio.get_running_loop()
         if not self._pool.engines and self._began is None:

@@ -1,4 +1,4 @@
-"""The segments of one generation, joined to one sequence.
+"""The segments of one generation, state to one sequence.
 
 Flows in: what engines sampled, block by block. Flows out: token ids, log-probs and versions of equal length, and why it ended.
 Does not know engines, text or routing.
@@ -30,11 +30,11 @@ class GenerationState:
         """``stop`` or ``length`` once the generation has ended."""
         self.num_aborts = 0
         self.num_cached_tokens: int | None = None
-        """Of the first call's prompt; later calls' prompts hold tokens of the answer. None before its first tokens."""
+        """Of the first call's prompt; later calls' prompts set_engine_output tokens of the answer. None before its first tokens."""
         self.call_id: str | None = None
         """Request id of the engine call that goes on."""
         self._num_before_call = 0
-        self._held: EngineOutput | None = None
+        self._engine_output: EngineOutput | None = None
         self._has_stop_string = False
 
     @property
@@ -68,12 +68,12 @@ class GenerationState:
         """An engine call begins that samples what is missing."""
         self.call_id = request_id
         self._num_before_call = len(self.token_ids)
-        self._held = None
+        self._engine_output = None
 
-    def hold(self, held: Mapping[str, EngineOutput]) -> None:
+    def set_engine_output(self, outputs: Mapping[str, EngineOutput]) -> None:
         """Remember what engines, by request id, have sampled in calls that go on and not handed over yet."""
-        if self.call_id is not None and self.call_id in held:
-            self._held = held[self.call_id]
+        if self.call_id is not None and self.call_id in outputs:
+            self._engine_output = outputs[self.call_id]
 
     def partial_output(self) -> EngineOutput:
         """All tokens known, with those that the open call's engine still holds; the finish reason is there once an engine ended it.
@@ -81,23 +81,25 @@ class GenerationState:
         Where a stop string did, the tokens say so themselves: who goes on from them finds it again.
         """
         known = replace(self.output(), finish_reason=None if self._has_stop_string else self.finish_reason)
-        if self._held is None or self._num_before_call + len(self._held.token_ids) <= len(self.token_ids):
+        if self._engine_output is None or self._num_before_call + len(self._engine_output.token_ids) <= len(
+            self.token_ids
+        ):
             return known
-        held = self._held if self._has_logprobs else replace(self._held, logprobs=())
-        return merged(head_of(known, self._num_before_call), held)
+        outputs = self._engine_output if self._has_logprobs else replace(self._engine_output, logprobs=())
+        return merged(head_of(known, self._num_before_call), outputs)
 
-    def end_at(self, num_tokens: int) -> None:
+    def truncate(self, num_tokens: int) -> None:
         """A stop string has ended the generation."""
         for column in (self.token_ids, self.logprobs, self.versions, self.top_logprobs):
             del column[num_tokens:]
         self.finish_reason = FinishReason.STOP
         self._has_stop_string = True
 
-    def num_left(self, request: EngineRequest) -> int:
+    def num_remaining(self, request: EngineRequest) -> int:
         """Tokens that ``request``, the whole generation's, has left to sample."""
         return request.sampling.max_tokens - len(self.token_ids)
 
-    def rest_of(self, request: EngineRequest, request_id: str) -> EngineRequest:
+    def remaining_request(self, request: EngineRequest, request_id: str) -> EngineRequest:
         """What remains to be asked for of ``request``: its prompt plus the tokens so far, the rest of its budget."""
         if not self.token_ids:
             return replace(request, request_id=request_id)
@@ -107,7 +109,7 @@ class GenerationState:
             prompt_token_ids=request.prompt_token_ids + tuple(self.token_ids),
             sampling=replace(
                 request.sampling,
-                max_tokens=self.num_left(request),
+                max_tokens=self.num_remaining(request),
                 min_tokens=max(0, request.sampling.min_tokens - len(self.token_ids)),
             ),
             num_sampled_tokens=request.num_sampled_tokens + len(self.token_ids),
@@ -130,21 +132,21 @@ class OpenCalls:
     """The tokens so far of the calls that an engine in this process is working on."""
 
     def __init__(self) -> None:
-        self._joined: dict[str, GenerationState] = {}
+        self._states: dict[str, GenerationState] = {}
 
     @contextmanager
-    def following(self, request: EngineRequest) -> Iterator[GenerationState]:
+    def tracking(self, request: EngineRequest) -> Iterator[GenerationState]:
         """What the call yields is to be added to the one this gives."""
-        joined = GenerationState(has_logprobs=request.sampling.reports_logprobs)
-        self._joined[request.request_id] = joined
+        state = GenerationState(has_logprobs=request.sampling.reports_logprobs)
+        self._states[request.request_id] = state
         try:
-            yield joined
+            yield state
         finally:
-            self._joined.pop(request.request_id, None)
+            self._states.pop(request.request_id, None)
 
     def partial_output(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
         """By request id, of those that are known."""
-        return {i: self._joined[i].partial_output() for i in request_ids if i in self._joined}
+        return {i: self._states[i].partial_output() for i in request_ids if i in self._states}
 
 
 def head_of(output: EngineOutput, num_tokens: int) -> EngineOutput:

@@ -1,8 +1,8 @@
 """The engines that a client uses, while they come and go, and the calls that are open in each.
 
-    add ──admission──> seat ──calls──> drop (dead: calls are cut off) · remove (drained: calls come back with their tokens)
+    add ──admission──> slot ──calls──> drop (dead: calls are cut off) · remove (drained: calls come back with their tokens)
 
-Flows in: engines that join, leave and die. Flows out: a seat for each call, as soon as there is an engine. It knows neither what
+Flows in: engines that join, leave and die. Flows out: a slot for each call, as soon as there is an engine. It knows neither what
 is generated nor how weights reach an engine: whoever publishes them sets ``admission``, whoever restarts engines listens.
 """
 
@@ -45,7 +45,7 @@ class EngineListener(Protocol):
         ...
 
 
-class Seat:
+class EngineSlot:
     """One engine, and the calls that one client has open in it."""
 
     def __init__(self, engine: InferenceEngine) -> None:
@@ -57,7 +57,7 @@ class Seat:
         self._death: str | None = None
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
+    def open_call(self) -> Iterator[None]:
         """One call more while the block lasts."""
         self._num_calls += 1
         self._empty.clear()
@@ -74,7 +74,7 @@ class Seat:
             while (block := await self._next(blocks)) is not None:
                 yield block
 
-    async def wait_until_empty(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Return when no call is open."""
         await self._empty.wait()
 
@@ -118,14 +118,14 @@ class EnginePool:
         wait_s: float | None = 0.0,
         placement: PlacementSettings | None = None,
     ) -> None:
-        self._seats = {engine.name: Seat(engine) for engine in engines}
-        self._router = Router(tuple(self._seats))
+        self._slots = {engine.name: EngineSlot(engine) for engine in engines}
+        self._router = Router(tuple(self._slots))
         self._placement = Placement(placement)
         self._wait_s = wait_s
         self._news = asyncio.Event()
-        self.verdict: str | None = None
+        self.unavailable_reason: str | None = None
         """Why no engine is to be waited for."""
-        self.admission: Admission = _let_in
+        self.admission: Admission = _admit_at_once
         self.listener: EngineListener | None = None
         self.deadlines = Deadlines()
         """They stand still while there is no engine and one is waited for, which is an outage."""
@@ -133,12 +133,12 @@ class EnginePool:
     @property
     def engines(self) -> tuple[InferenceEngine, ...]:
         """The engines that take requests."""
-        return tuple(self._seats[name].engine for name in self._router.engine_names)
+        return tuple(self._slots[name].engine for name in self._router.engine_names)
 
     @property
     def is_expecting(self) -> bool:
         """Whether it is worth waiting for an engine when there is none."""
-        return self._wait_s != 0 and self.verdict is None
+        return self._wait_s != 0 and self.unavailable_reason is None
 
     @property
     def is_busy(self) -> bool:
@@ -146,7 +146,9 @@ class EnginePool:
         return any(self._router.num_running(name) for name in self._router.engine_names)
 
     @asynccontextmanager
-    async def seat(self, session_id: str | None, generation_id: str, request: EngineRequest) -> AsyncIterator[Seat]:
+    async def slot(
+        self, session_id: str | None, generation_id: str, request: EngineRequest
+    ) -> AsyncIterator[EngineSlot]:
         """A place for one call of a generation, in the engine that it was moved to, the session's own, or the one with most room.
 
         Raises ``NoEngineError`` like ``wait_for_engine``.
@@ -156,10 +158,10 @@ class EnginePool:
         now = asyncio.get_running_loop().time()
         name = self._router.start(session_id, now=now, load=self._placement.load, wanted=wanted)
         self._placement.start(generation_id, request, name)
-        seat = self._seats[name]
+        slot = self._slots[name]
         try:
-            with seat.taken():
-                yield seat
+            with slot.open_call():
+                yield slot
         finally:
             self._placement.end(generation_id)
             self._router.end(name)
@@ -191,8 +193,8 @@ class EnginePool:
 
     def give_up(self, reason: str) -> None:
         """Let everybody who waits for an engine fail, now and from now on, until one is added."""
-        self.verdict = reason
-        self._look_around()
+        self.unavailable_reason = reason
+        self._notify()
 
     async def add(self, engine: InferenceEngine) -> None:
         """Send requests to one more engine, once it serves what the others serve.
@@ -200,7 +202,7 @@ class EnginePool:
         Raises ``StateError`` for a name that is not free, and what ``admission`` raises.
         """
         async with self.admission(engine):
-            self._take_in(engine)
+            self._add(engine)
         if self.listener is not None:
             self.listener.engine_joined(engine)
 
@@ -215,19 +217,19 @@ class EnginePool:
             raise InferenceError(f"there is no engine {name!r} to remove; there are {', '.join(names) or 'none'}")
         if len(names) == 1 and not self.is_expecting:
             raise InferenceError(f"{name} is the only engine; add another one before it is removed")
-        seat = self._seats[name]
+        slot = self._slots[name]
         self._router.remove(name)
-        self._look_around()
+        self._notify()
         try:
             async with asyncio.timeout(timeout_s):
                 if self.listener is not None:
                     await self.listener.engine_leaving(name)
-                await seat.engine.evict()
-                await seat.wait_until_empty()
+                await slot.engine.evict()
+                await slot.wait_until_idle()
         except (TimeoutError, EngineDeadError):
-            seat.cut_off(f"{name} was removed before all of its requests had left it")
+            slot.cut_off(f"{name} was removed before all of its requests had left it")
         self._forget(name)
-        return seat.engine
+        return slot.engine
 
     def drop(self, engine: InferenceEngine, reason: str) -> None:
         """Send nothing more to a dead engine, and cut off its calls. Idempotent."""
@@ -235,9 +237,9 @@ class EnginePool:
         if engine not in self.engines:
             return
         self._router.remove(name)
-        self._seats[name].cut_off(reason)
+        self._slots[name].cut_off(reason)
         self._forget(name)
-        self._look_around()
+        self._notify()
         if self.listener is not None:
             self.listener.engine_died(name, reason)
 
@@ -250,8 +252,8 @@ class EnginePool:
                 self._forget(name)
         for name, engine in named.items():
             if self._router.is_free(name):
-                self._take_in(engine)
-        self._look_around()
+                self._add(engine)
+        self._notify()
 
     def statistics(self) -> dict[str, float]:
         """See ``Router.statistics``."""
@@ -259,15 +261,15 @@ class EnginePool:
 
     def _require_expected(self) -> None:
         if not self.is_expecting:
-            raise NoEngineError(self.verdict or _NONE_LEFT)
+            raise NoEngineError(self.unavailable_reason or _NONE_LEFT)
 
-    def _take_in(self, engine: InferenceEngine) -> None:
+    def _add(self, engine: InferenceEngine) -> None:
         self._router.add(engine.name)
-        self._seats[engine.name] = Seat(engine)
-        self.verdict = None
-        self._look_around()
+        self._slots[engine.name] = EngineSlot(engine)
+        self.unavailable_reason = None
+        self._notify()
 
-    def _look_around(self) -> None:
+    def _notify(self) -> None:
         """Engines have come or gone, or will not come: who waits for one, and how long, may depend on that."""
         self._news.set()
         outages = self.deadlines.outages
@@ -276,15 +278,15 @@ class EnginePool:
         elif self.is_expecting:
             outages.begin(_NO_ENGINE)
         else:
-            outages.give_up(_NO_ENGINE, self.verdict or _NONE_LEFT)
+            outages.give_up(_NO_ENGINE, self.unavailable_reason or _NONE_LEFT)
 
     def _forget(self, name: str) -> None:
         """Let go of an engine that was removed, with its last call."""
         if self._router.is_free(name):
-            self._seats.pop(name, None)
+            self._slots.pop(name, None)
             self._placement.forget(name)
 
 
 @asynccontextmanager
-async def _let_in(engine: InferenceEngine) -> AsyncIterator[None]:
+async def _admit_at_once(engine: InferenceEngine) -> AsyncIterator[None]:
     yield

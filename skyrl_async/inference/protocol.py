@@ -76,7 +76,7 @@ class InferenceEngine(Protocol):
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """``pause``, then ``load_weights``, without a round trip in between; returns the seconds until it had paused.
 
-        What ``load_weights`` refuses may be refused before the pause. See ``paused_and_loaded``.
+        What ``load_weights`` refuses may be refused before the pause. See ``pause_then_load``.
         """
         ...
 
@@ -106,7 +106,7 @@ class InferenceEngine(Protocol):
         ...
 
 
-async def paused_and_loaded(engine: InferenceEngine, update: WeightUpdate, mode: PauseMode) -> float:
+async def pause_then_load(engine: InferenceEngine, update: WeightUpdate, mode: PauseMode) -> float:
     """``InferenceEngine.switch_weights`` of an engine to which a call is no round trip."""
     clock = asyncio.get_running_loop().time
     asked = clock()

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Collection
 
 from skyrl_async.errors import EngineDeadError, PublishError
-from skyrl_async.inference.protocol import paused_and_loaded
+from skyrl_async.inference.protocol import pause_then_load
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, WeightUpdate
 
 _ROUNDING = 1e-6
@@ -282,7 +282,7 @@ class ModelledEngine:
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """Pause, load and resume."""
-        return await paused_and_loaded(self, update, mode)
+        return await pause_then_load(self, update, mode)
 
     async def version(self) -> int:
         """Served now."""
@@ -328,8 +328,8 @@ class ModelledEngine:
     def _begin(self, request: EngineRequest) -> _Call:
         self._check_alive()
         prompt = request.prompt_token_ids[: len(request.prompt_token_ids) - request.num_sampled_tokens]
-        num_left = self._num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
-        call = _Call(request, min(num_left, request.sampling.max_tokens))
+        num_remaining = self._num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
+        call = _Call(request, min(num_remaining, request.sampling.max_tokens))
         self._calls[call] = None
         self._shared.enter(call)
         return call

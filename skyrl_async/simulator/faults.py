@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from skyrl_async.errors import EngineDeadError
 from skyrl_async.inference.continuation import stream_once
-from skyrl_async.inference.protocol import InferenceEngine, paused_and_loaded
+from skyrl_async.inference.protocol import InferenceEngine, pause_then_load
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class FaultyEngine:
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """Pause, load and resume."""
-        return await paused_and_loaded(self, update, mode)  # type: ignore[arg-type]
+        return await pause_then_load(self, update, mode)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         """Any other method of the engine, which a frozen engine does not answer."""

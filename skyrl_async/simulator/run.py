@@ -149,7 +149,7 @@ def build_simulation(
     time_sharing = engine_time_sharing(
         device_groups,
         client,
-        shortest_s=settings.min_generation_slice_s,
+        min_slice_s=settings.min_generation_slice_s,
         is_busy=lambda: client.pool.is_busy,
         trace=trace,
         clock=loop.time,

@@ -31,7 +31,7 @@ class Publisher(Protocol):
     """What the trainer needs of weight sync."""
 
     @property
-    def keeps_version_before(self) -> bool:
+    def keeps_served_version(self) -> bool:
         """Whether the served version stays loadable for a new engine while the next version is sent."""
         ...
 
@@ -205,13 +205,13 @@ class WeightUpdateStage:
 
     async def _send(self, version: int) -> bool:
         """Send a copied version; False where the copy was lost."""
-        if not self._publisher.keeps_version_before:
+        if not self._publisher.keeps_served_version:
             await self._until_version_may_change()  # after that no engine could start with the version that they need
         return await self._publisher.send(version)
 
     async def _load(self) -> PublishTimes:
         """Make every engine serve the version sent."""
-        if self._publisher.keeps_version_before:
+        if self._publisher.keeps_served_version:
             await self._until_version_may_change()
         times = await self._publisher.load()
         assert times is not None, "it was sent"

@@ -1,11 +1,10 @@
-"""Brings a published file to engines that cannot map it, by a broadcast from the policy's rank 0 to all of them at once.
+"""How a version reaches engines other than by its file: broadcast to engines that cannot map it, or shared on devices.
 
     deliver ──> a group (the one before, where its members are the same) ──┬── rank 0 sends ───┬──> every engine holds the file
                        └ formed anew after any failure                     └── engines receive ┘ └ some died: again, with the others
                                                                                beside generation └ nobody died: PublishError
 
-Flows in: engines, and an update whose file rank 0 can read. Flows out: engines that hold it, and those that died. Pauses nothing and
-loads nothing: an engine that holds an update goes on with the weights it has.
+Neither pauses or loads anything: an engine that has received an update still samples with the weights it had.
 """
 
 import asyncio
@@ -23,11 +22,11 @@ from skyrl_async.training.protocol import SendingPolicy
 from skyrl_async.types import WeightUpdate
 
 ShareWeights = Callable[[WeightUpdate], AbstractAsyncContextManager[WeightUpdate]]
-"""Takes an update; in its block the one that comes out can be loaded."""
+"""Called with an update; yields the update to load, valid while the block lasts."""
 _GRACE_S = 5.0
-"""A receiver that fails by itself does so within the group's timeout; its answer comes a moment later."""
-Lose = Callable[[InferenceEngine, EngineDeadError], Awaitable[None]]
-"""Takes an engine that died, and why."""
+"""How much later than the group's timeout a receiver's own failure may arrive."""
+OnDeath = Callable[[InferenceEngine, EngineDeadError], Awaitable[None]]
+"""Called with an engine that died, and the reason."""
 
 
 @runtime_checkable
@@ -35,40 +34,40 @@ class ReceivingEngine(InferenceEngine, Protocol):
     """An ``InferenceEngine`` that can take part in a broadcast. Either method may raise ``EngineDeadError``."""
 
     async def connect_transfer(self, init_info: dict[str, Any]) -> None:
-        """Be ready to receive in a group; returns without waiting for its other members."""
+        """Prepare to receive in a group, without waiting for its other members."""
         ...
 
     async def receive_weights(self, update: WeightUpdate, keep: Collection[str]) -> None:
-        """Receive the update's file, and let go of what was received before but for the files in ``keep``.
+        """Receive the update's file, and drop every file received before that is not in ``keep``.
 
-        Raises ``PublishError`` where the broadcast broke off.
+        Raises ``PublishError`` if the broadcast breaks off.
         """
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class _Outcome:
-    """Of one attempt; no death and no failure mean that every receiver holds the file."""
+    """What one attempt came to. Without deaths and without a failure every receiver holds the file."""
 
-    was_open: bool
-    """The group had been used before: what broke may have been broken since, such as by a rank 0 that was replaced."""
+    was_used: bool
+    """Whether the group is an older one, which may have broken since, such as by a restart of rank 0."""
     deaths: dict[str, EngineDeadError] = field(default_factory=dict)
     failure: SkyRLAsyncError | None = None
-    """The first that was no death."""
+    """The first failure other than a death."""
 
     def note(self, failure: SkyRLAsyncError) -> None:
         self.failure = self.failure or failure
 
 
 class WeightBroadcast:
-    """See the module.
+    """Sends a file from the policy's rank 0 to every engine that cannot map it, at once.
 
     Args:
         policy: its rank 0 sends.
         backend: ``gloo`` or ``nccl``.
-        must_receive: of an engine, whether it cannot map the file by itself.
-        bucket_bytes: most bytes that are sent at a time.
-        timeout_s: longest wait for a member, at the meeting and in each bucket.
+        must_receive: whether an engine cannot map the file.
+        bucket_bytes: most bytes sent at a time.
+        timeout_s: longest wait for a member, when the group forms and in each bucket.
     """
 
     def __init__(
@@ -86,17 +85,22 @@ class WeightBroadcast:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._members: tuple[ReceivingEngine, ...] = ()
-        """Engines of the open group, by rank; none where it is of no use any more."""
+        """Engines of the open group, by rank; empty if no group is usable."""
         self._held: WeakKeyDictionary[InferenceEngine, set[str]] = WeakKeyDictionary()
-        """Paths of the files that an engine has received and kept. By the engine itself: its name may go to another one."""
+        """Engine -> paths of the files it has received and kept. Not by name: another engine may get that."""
 
     async def deliver(
-        self, engines: list[InferenceEngine], update: WeightUpdate, lose: Lose, *, keep: WeightUpdate | None = None
+        self,
+        engines: list[InferenceEngine],
+        update: WeightUpdate,
+        on_death: OnDeath,
+        *,
+        keep: WeightUpdate | None = None,
     ) -> None:
-        """Have every one of ``engines`` hold ``update`` that must receive it; those that die over it leave the list, and ``lose`` is told.
+        """Send ``update`` to each of ``engines`` that must receive it, again to the others if one dies.
 
-        Of what they received before they hold ``keep`` alone from then on. Raises ``PublishError`` where the broadcast broke off in a new
-        group although no engine died.
+        Dead engines are removed from the list and passed to ``on_death``. Of the files received before, engines keep only ``keep``.
+        Raises ``PublishError`` if the broadcast breaks off in a new group although no engine died.
         """
         path, kept = _path_of(update), {_path_of(keep)} if keep is not None else set()
         while receivers := [
@@ -108,8 +112,8 @@ class WeightBroadcast:
             outcome = await self._broadcast(receivers, update, kept)
             for engine in [engine for engine in receivers if engine.name in outcome.deaths]:
                 engines.remove(engine)
-                await lose(engine, outcome.deaths[engine.name])
-            if outcome.failure is not None and not outcome.deaths and not outcome.was_open:
+                await on_death(engine, outcome.deaths[engine.name])
+            if outcome.failure is not None and not outcome.deaths and not outcome.was_used:
                 raise PublishError(
                     f"version {update.version} did not get to every engine: {outcome.failure} (in each bucket a member is waited for, for "
                     f"weight_sync.transfer_timeout_s={self._timeout_s:g})"
@@ -119,8 +123,8 @@ class WeightBroadcast:
         self, receivers: Sequence[ReceivingEngine], update: WeightUpdate, kept: Collection[str]
     ) -> _Outcome:
         members = tuple(receivers)
-        outcome, self._members = _Outcome(was_open=members == self._members), ()
-        if not outcome.was_open:
+        outcome, self._members = _Outcome(was_used=members == self._members), ()
+        if not outcome.was_used:
             await self._open_group(receivers, outcome)
         if outcome.deaths:
             return outcome
@@ -130,19 +134,19 @@ class WeightBroadcast:
                 for engine in receivers
             }
             await self._send(update, outcome)
-            patience_s = self._timeout_s + _GRACE_S
-            _, silent = await asyncio.wait(receiving, timeout=patience_s)
+            wait_s = self._timeout_s + _GRACE_S
+            _, silent = await asyncio.wait(receiving, timeout=wait_s)
             for task in silent:
                 task.cancel()
                 name = receiving[task].name
-                reason = f"{name} has not received version {update.version} {patience_s:g} s after it was sent"
+                reason = f"{name} has not received version {update.version} {wait_s:g} s after it was sent"
                 outcome.deaths[name] = EngineDeadError(reason)
         if not outcome.deaths and outcome.failure is None:
             self._members = members
         return outcome
 
     async def _open_group(self, receivers: Sequence[ReceivingEngine], outcome: _Outcome) -> None:
-        """Tell everybody where to meet."""
+        """Tell every engine where the group forms."""
         place = await self._policy.open_transfer(len(receivers), self._backend, self._timeout_s)
 
         async def connect(rank: int, engine: ReceivingEngine) -> None:
@@ -181,13 +185,13 @@ def _path_of(update: WeightUpdate) -> str:
 
 
 @asynccontextmanager
-async def files_alone(update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
-    """Nothing is shared."""
+async def from_files_alone(update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
+    """Share nothing: engines load the file."""
     yield update
 
 
-def sharing(policy: SendingPolicy) -> ShareWeights:
-    """Engines that find none of the handles to be of their device load the file."""
+def from_devices(policy: SendingPolicy) -> ShareWeights:
+    """Let engines load from the policy workers' copies on devices that both use, for one load. Other engines load the file."""
 
     @asynccontextmanager
     async def share(update: WeightUpdate) -> AsyncIterator[WeightUpdate]:

@@ -1,10 +1,10 @@
-"""Generation's turns on devices that it shares: engines sample while nobody else wants them, and stand still while others compute.
+"""Time-sharing of devices between generation and whatever else computes on them: engines sample in some slices and stand still in others.
 
-    in line ──> engines resumed ──somebody waits, the shortest turn is over, nobody needs them──> engines paused ──> in line again
-                                                                                 every one acknowledged ┘
+    lease ──> engines resumed ──somebody waits, the shortest slice is over, nobody needs them──> engines paused ──> lease again
+                                                                                every one acknowledged ┘
 
-Flows in: engines, a device group, blocks in which engines have to run. Flows out: engines that run in their turns alone. Requests stay in
-the engines, with their keys and values. Does not know what the others compute, nor weights: a publish is a block in which engines run.
+Requests stay in the engines, with their keys and values. A publish is a block in which engines hold their devices. This module does not
+know what the others compute.
 """
 
 import asyncio
@@ -20,21 +20,21 @@ from skyrl_async.types import PauseMode
 from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater
 
 GENERATE = "generate"
-"""The member of a device group that engines are."""
+"""The engines' name as a member of a device group."""
 
 HoldEngines = Callable[[], AbstractAsyncContextManager[None]]
-"""In the block engines have their devices, and whoever holds them may pause and resume them."""
+"""Engines have their devices while its block lasts. Whoever is in the block may pause and resume them."""
 
 
 class EngineTimeSharing:
-    """See the module.
+    """Resumes engines while they hold a lease on their devices, and pauses them before it is released.
 
     Args:
         client: knows the engines; its deadlines stand still while these do.
-        group: whose devices they share; generation is its member ``generate``.
-        shortest_s: seconds that a turn lasts at least where engines are busy when others begin to wait, >= 0.
-        is_busy: whether engines have requests; without any their turn ends when others want it.
-        trace: a span for the time without the devices.
+        group: the devices they share; generation is its member ``generate``.
+        min_slice_s: shortest time that busy engines keep the devices when others wait for them, in seconds, >= 0.
+        is_busy: whether engines have requests; idle ones release the devices as soon as others want them.
+        trace: gets a span for the time without the devices.
         clock: seconds.
     """
 
@@ -43,40 +43,38 @@ class EngineTimeSharing:
         client: InferenceEngineClient,
         group: DeviceGroup,
         *,
-        shortest_s: float,
+        min_slice_s: float,
         is_busy: Callable[[], bool],
         trace: Trace,
         clock: Callable[[], float],
     ) -> None:
         self._client = client
         self._group = group
-        self._shortest_s = shortest_s
+        self._min_slice_s = min_slice_s
         self._is_busy = is_busy
         self._trace = trace
-        # What is frozen goes on where it was: the weights are the same, unless a publish comes, which pauses in a way of its own.
-        self._switch = EngineWeightUpdater(client, pause_mode=PauseMode.KEEP, trace=trace, clock=clock)
+        # Requests are frozen: the weights stay the same, unless a publish comes, which pauses engines in a mode of its own.
+        self._updater = EngineWeightUpdater(client, pause_mode=PauseMode.KEEP, trace=trace, clock=clock)
         self._have_devices = False
         self._num_holders = 0
         self._changes = Changes()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Take turns while the block lasts. What goes wrong in them ends the block with it."""
+        """Share the devices while the block lasts. A failure ends the block."""
         async with task_group() as tasks:
-            turns = tasks.create_task(self._take_turns(), name="generation turns")
+            sharing = tasks.create_task(self._share(), name="generation leases")
             try:
-                await self._changes.until(
-                    lambda: self._have_devices
-                )  # engines run until they are paused: the first turn is theirs
+                await self._changes.until(lambda: self._have_devices)  # engines boot running: the first slice is theirs
                 yield
             finally:
-                turns.cancel()
+                sharing.cancel()
 
     @asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:
-        """In the block engines have their devices; waits for generation's turn, which then lasts until the block's end.
+        """Wait until engines have their devices, and let them keep these until the block's end.
 
-        Whoever holds must not wait for a turn of another member.
+        The block must not wait for the lease of another member.
         """
         self._num_holders += 1
         try:
@@ -86,35 +84,29 @@ class EngineTimeSharing:
             self._num_holders -= 1
             self._changes.notify()
 
-    async def _take_turns(self) -> None:
-        """Consumes turns; waits until others want the devices, then for its holders; unblocked by them."""
+    async def _share(self) -> None:
+        """Consumes leases; waits until others want the devices, then for its holders; unblocked by them."""
         lease = DeviceLease(self._group, GENERATE)
         try:
             while True:
                 with self._trace.span("others compute", track="devices"):
                     await lease.acquire()
-                await self._turn()
+                await self._run_slice()
                 lease.release()
         finally:
             lease.release()
 
-    async def _turn(self) -> None:
+    async def _run_slice(self) -> None:
         loop = asyncio.get_running_loop()
-        await self._begin()
-        begun = loop.time()
-        await self._group.wanted()
-        if self._is_busy():
-            await asyncio.sleep(begun + self._shortest_s - loop.time())
-        await self._changes.until(lambda: not self._num_holders)
-        await self._end()
-
-    async def _begin(self) -> None:
-        await self._switch.resume(list(self._client.engines))
+        await self._updater.resume(list(self._client.engines))
         self._client.pool.deadlines.resume(GENERATE)
         self._have_devices = True
         self._changes.notify()
-
-    async def _end(self) -> None:
+        began = loop.time()
+        await self._group.wanted()
+        if self._is_busy():
+            await asyncio.sleep(began + self._min_slice_s - loop.time())
+        await self._changes.until(lambda: not self._num_holders)
         self._have_devices = False
         self._client.pool.deadlines.suspend(GENERATE)
-        await self._switch.pause(list(self._client.engines))
+        await self._updater.pause(list(self._client.engines))

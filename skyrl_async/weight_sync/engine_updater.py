@@ -1,11 +1,10 @@
-"""Takes engines from one update to the next: pause, load, resume, all or nothing.
+"""Moves engines from one update to the next: pause, load, resume, all or nothing.
 
     (stage, beside generation) ──> pause, load ──every engine──> (requests move) ──> resume
-                       └ a refusal, an error, a cancellation: those that loaded go back to the update before
+                       └ a refusal, an error, a cancellation: engines that have loaded go back to the update before
 
-Flows in: engines, the update to be served, the one that is. Flows out: engines that all serve the same. One that dies is closed: which
-version it holds is not known. So is one that keeps a cancellation waiting. Does not know where updates come from, nor engines that join
-meanwhile.
+Afterwards all engines serve the same version. An engine that dies is closed, since its version is unknown, and so is one that keeps a
+cancellation waiting. Where updates come from, and engines that join meanwhile, are unknown here.
 """
 
 import asyncio
@@ -31,21 +30,21 @@ EngineCall = Callable[[InferenceEngine], Coroutine[Any, Any, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineUpdateTimes:
-    """Seconds."""
+    """Seconds of one update."""
 
     acknowledge: float
-    """Until the first engine has ended the step it is in and has paused."""
+    """Until the first engine has finished its current step and has paused."""
     load: float
-    """From then until all have loaded, each as soon as it has paused."""
+    """From then until every engine has loaded; each loads as soon as it has paused."""
 
 
 class EngineWeightUpdater:
-    """See the module.
+    """Pauses, updates and resumes engines.
 
     Args:
-        client: is told which engines die, and knows whether another one may come.
+        client: drops engines that die, and knows whether another one may come.
         pause_mode: what happens to requests in flight.
-        trace: a span for the load.
+        trace: gets a span for the load.
         clock: seconds.
     """
 
@@ -58,9 +57,9 @@ class EngineWeightUpdater:
         self._clock = clock
 
     async def stage(self, engines: list[InferenceEngine], update: WeightUpdate) -> None:
-        """Have ``engines`` prepare for ``update`` beside generation; one that cannot will load it all the same.
+        """Let ``engines`` prepare for ``update`` beside generation. An engine that cannot prepare loads it all the same.
 
-        Raises ``NoEngineError`` when all die and none is expected.
+        Raises ``NoEngineError`` if all die and none is expected.
         """
 
         async def stage(engine: InferenceEngine) -> None:
@@ -80,12 +79,18 @@ class EngineWeightUpdater:
         serving_version: int | None,
         on_loaded: Callable[[], None] = lambda: None,
     ) -> EngineUpdateTimes:
-        """Have ``engines`` serve ``update``; those that die leave the list.
+        """Make ``engines`` serve ``update``; engines that die are removed from the list.
 
-        ``on_loaded`` is called when all have loaded it: whatever happens from then on, they serve it. Raises ``PublishError`` when one
-        refuses. After that, another error or a cancellation before ``on_loaded`` all of them serve ``serving_version`` (None: there is
-        none yet) again, those that had loaded ``update`` from ``before``; where that is None they are closed. Raises ``NoEngineError``
-        when all die and none is expected.
+        Args:
+            engines: all of the run's.
+            update: what they are to serve.
+            before: what they serve now, to roll back to; None: its files are gone, and engines that have loaded ``update`` are closed
+                in a roll-back.
+            serving_version: the version they serve now; None before the first update.
+            on_loaded: called once all have loaded. Whatever happens from then on, they serve ``update``.
+
+        Raises ``PublishError`` if an engine refuses. After that, or after another error or a cancellation before ``on_loaded``, all of them
+        serve ``serving_version`` again. Raises ``NoEngineError`` if all die and none is expected.
         """
         asked = self._clock()
         try:
@@ -101,20 +106,20 @@ class EngineWeightUpdater:
         return EngineUpdateTimes(acknowledge=acknowledge, load=loaded - asked - acknowledge)
 
     async def everywhere(self, what: str, call: EngineCall, engines: list[InferenceEngine]) -> dict[str, Any]:
-        """Call every engine at once and return the answers by name; one that dies is closed, and leaves ``engines``.
+        """Call all engines at once and return the answers by name. Engines that die are closed and removed from ``engines``.
 
-        Raises ``NoEngineError`` when no engine survives and none is expected.
+        Raises ``NoEngineError`` if no engine survives and none is expected.
         """
         answers = await self._on_each(what, call, engines)
         self._require(engines, what)
         return answers
 
     async def pause(self, engines: list[InferenceEngine]) -> None:
-        """Have all of them sample nothing; on return each has acknowledged it. Those that die leave the list."""
+        """Pause all engines; on return each has acknowledged. Engines that die are removed from the list."""
         await self._on_each("pause", lambda engine: engine.pause(self._pause_mode), engines)
 
     async def resume(self, engines: list[InferenceEngine]) -> None:
-        """Resume every engine, again where a cancellation cut that short: engines may serve others than this run."""
+        """Resume all engines, a second time if a cancellation interrupts the first: others than this run may use them."""
         was_cancelled = _is_being_cancelled()
         try:
             await self._on_each("resume", lambda engine: engine.resume(), engines)
@@ -124,7 +129,7 @@ class EngineWeightUpdater:
             raise
 
     async def remove_dead(self, engine: InferenceEngine, error: EngineDeadError) -> None:
-        """Drop a dead engine, and see that it serves nobody else either."""
+        """Drop a dead engine, and close it so that it serves no other client either."""
         self._client.drop_engine(engine, error)
         await engine.close()
 
@@ -135,9 +140,9 @@ class EngineWeightUpdater:
         before: WeightUpdate | None,
         serving_version: int | None,
     ) -> float:
-        """Have each pause and load, at its own pace. Returns the seconds until the first has paused.
+        """Each engine pauses and loads at its own pace. Returns the seconds until the first has paused.
 
-        Where there is nothing to go back to, all pause before any loads: a cancellation costs no engine until then.
+        If there is nothing to roll back to, all pause before any loads: until then a cancellation costs no engine.
         """
         asked = self._clock()
         refusals: dict[str, PublishError] = {}
@@ -176,7 +181,7 @@ class EngineWeightUpdater:
         return min(paused_at, default=asked) - asked
 
     async def _rearrange(self, engines: list[InferenceEngine]) -> None:
-        """Hand back the requests that belong in another engine: every key and value has to be computed anew anyway."""
+        """Move requests to the engines where they belong: their keys and values are computed anew in any case."""
         leaving = self._client.pool.rearrange()
 
         async def evict(engine: InferenceEngine) -> None:
@@ -192,10 +197,10 @@ class EngineWeightUpdater:
         version: int,
         broken: Collection[str],
     ) -> None:
-        """Load ``before`` again wherever another version than ``version`` got in, or may have; an engine that cannot go back is closed."""
+        """Load ``before`` again in every engine that may hold another version than ``version``; one that cannot is closed."""
 
         async def load(engine: InferenceEngine) -> None:
-            await engine.pause(self._pause_mode)  # it comes after a load that went on when its caller was cancelled
+            await engine.pause(self._pause_mode)  # it waits for a load that continued when its caller was cancelled
             if engine.name not in broken and await engine.version() == version:
                 return
             if before is None:
@@ -210,7 +215,7 @@ class EngineWeightUpdater:
         await self._on_each("roll back", load, engines)
 
     async def _on_each(self, what: str, call: EngineCall, engines: list[InferenceEngine]) -> dict[str, Any]:
-        """Call every engine at once; one that dies leaves ``engines``. A cancellation under way waits for none longer than a grace."""
+        """Call all engines at once; dead ones are removed from ``engines``. While being cancelled, wait no longer than a grace period."""
         answers: dict[str, Any] = {}
         timeout_s = GRACE_S if _is_being_cancelled() else None
 
@@ -227,11 +232,11 @@ class EngineWeightUpdater:
     def _require(self, engines: Collection[InferenceEngine], what: str) -> None:
         if not engines and not self._client.pool.is_expecting:
             reason = f"no inference engine survived '{what}'; see the run's log for the first failure"
-            raise NoEngineError(self._client.pool.verdict or reason)
+            raise NoEngineError(self._client.pool.unavailable_reason or reason)
 
 
 async def _answer(engine: InferenceEngine, what: str, call: EngineCall, timeout_s: float | None) -> Any:
-    """Raises ``EngineDeadError`` where there is none in time."""
+    """The engine's answer. Raises ``EngineDeadError`` if it does not come in time."""
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             return await call(engine)
@@ -247,17 +252,17 @@ def _is_being_cancelled() -> bool:
 
 
 def what_serves(version: int | None) -> str:
-    """How a failed publish ends, for its error."""
+    """What engines serve after a failed publish, as text for its error."""
     return "the run cannot begin" if version is None else f"every engine still serves version {version}"
 
 
 def files_of(update: WeightUpdate) -> list[Path]:
-    """Those that were written for it."""
+    """The files written for an update."""
     return [Path(chunk[key]) for chunk in update.chunks for key in ("path", "config_path") if key in chunk]
 
 
 def delete_update_files(update: WeightUpdate) -> None:
-    """Delete the files of an update, and the directory that was made for them."""
+    """Delete the files of an update and their directory."""
     paths = files_of(update)
     for path in paths:
         path.unlink(missing_ok=True)

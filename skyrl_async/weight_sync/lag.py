@@ -1,7 +1,4 @@
-"""How far each engine lags behind the trainer, in steps and in seconds.
-
-Flows in: when versions were trained, and when engines began to serve them. Flows out: lags. Does no I/O and has no clock.
-"""
+"""How far each engine lags behind the trainer, in steps and in seconds. No I/O and no clock: callers say when things happened."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -9,32 +6,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
-    """Of one engine."""
+    """One engine's lag."""
 
     steps: int
-    """Optimizer steps completed and not served."""
+    """Optimizer steps completed and not yet served by the engine."""
     seconds: float
-    """Since the first of them was completed; 0 where there is none."""
+    """Time since the first of those steps was completed; 0 if there is none."""
 
 
 class LagMonitor:
-    """Told by the publisher; ``trained`` may also be told of steps that are not published."""
+    """Computes lags from what the publisher reports; ``trained`` may also report steps that are not published."""
 
     def __init__(self) -> None:
         self._trained_at: dict[int, float] = {}
         self._newest: int | None = None
         self._served: dict[str, int] = {}
         self._largest = Lag(steps=0, seconds=0.0)
-        """Since ``values`` was last asked."""
+        """Largest since the last call of ``values``."""
 
     def trained(self, version: int, now: float) -> None:
-        """The trainer holds ``version`` from ``now`` on; the first word counts."""
+        """The trainer holds ``version`` from ``now`` on. Later calls for the same version change nothing."""
         self._trained_at.setdefault(version, now)
         self._newest = version if self._newest is None else max(self._newest, version)
 
     def serves(self, engines: Collection[str], version: int, now: float) -> None:
-        """These engines, and no others, are there, and serve ``version`` from ``now`` on."""
-        self._note(now)
+        """The engines are exactly these, and serve ``version`` from ``now`` on."""
+        self._record(now)
         self._served = dict.fromkeys(engines, version)
         self._forget_old()
 
@@ -47,14 +44,14 @@ class LagMonitor:
         self._served.pop(engine, None)
 
     def lags(self, now: float) -> dict[str, Lag]:
-        """By engine."""
+        """Lag by engine name."""
         return {engine: self._lag(version, now) for engine, version in self._served.items()}
 
     def values(self, now: float) -> dict[str, float]:
         """The largest lag of any engine at any time since the last call, as metrics."""
-        self._note(now)
+        self._record(now)
         largest, self._largest = self._largest, Lag(steps=0, seconds=0.0)
-        self._note(now)
+        self._record(now)
         return {"weight_sync/lag_steps_max": float(largest.steps), "timing/weight_sync_lag_max": largest.seconds}
 
     def _lag(self, version: int, now: float) -> Lag:
@@ -63,7 +60,7 @@ class LagMonitor:
             return Lag(steps=0, seconds=0.0)
         return Lag(steps=self._newest - version, seconds=now - min(self._trained_at[trained] for trained in missing))
 
-    def _note(self, now: float) -> None:
+    def _record(self, now: float) -> None:
         for lag in self.lags(now).values():
             steps, seconds = max(lag.steps, self._largest.steps), max(lag.seconds, self._largest.seconds)
             self._largest = Lag(steps=steps, seconds=seconds)

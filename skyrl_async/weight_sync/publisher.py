@@ -27,12 +27,12 @@ from skyrl_async.runtime.changes import Changes
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import PauseMode, WeightUpdate
-from skyrl_async.weight_sync.broadcast import ShareWeights, WeightBroadcast, files_alone
+from skyrl_async.weight_sync.broadcast import ShareWeights, WeightBroadcast, from_files_alone
 from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
 from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater, delete_update_files, files_of, what_serves
 from skyrl_async.weight_sync.lag import Lag, LagMonitor
 from skyrl_async.weight_sync.verifier import WeightVerifier
-from skyrl_async.weight_sync.version_slots import SentUpdate, VersionSlots, require_room
+from skyrl_async.weight_sync.version_slots import SentUpdate, VersionSlots, require_shm_capacity
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class WeightPublisher:
         max_retries: int = 0,
         hold_engines: HoldEngines = nullcontext,
         broadcast: WeightBroadcast | None = None,
-        share: ShareWeights = files_alone,
+        share: ShareWeights = from_files_alone,
         followers: Sequence[Follower] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -122,7 +122,7 @@ class WeightPublisher:
         self._directory = directory
         self._bucket_bytes = bucket_bytes
         self._load_bucket_bytes = load_bucket_bytes
-        self._dual_buffer = double_buffer
+        self._double_buffer = double_buffer
         self._pause_mode = pause_mode
         self._trace = trace
         self._verify_checksums = verify_checksums
@@ -136,8 +136,8 @@ class WeightPublisher:
         self._slots_changes = Changes()
         self._gathered: tuple[int, float] | None = None
         """(version, seconds) of what is in the policy's staging memory."""
-        self._staging_turn = asyncio.Lock()
-        self._has_room = False
+        self._staging_lock = asyncio.Lock()
+        self._is_capacity_checked = False
         self._send_numbers = itertools.count()
         self._threads = DaemonThreads("weight-files")
         self._deletions: dict[asyncio.Future[None], Callable[[], None]] = {}
@@ -163,9 +163,9 @@ class WeightPublisher:
         return self._slots.serving
 
     @property
-    def keeps_version_before(self) -> bool:
+    def keeps_served_version(self) -> bool:
         """Whether the version served is there for an engine that comes up while the next one is sent: with a dual buffer."""
-        return self._dual_buffer
+        return self._double_buffer
 
     async def publish(self, version: int) -> PublishTimes:
         """Make every engine serve ``version``; on return all have acknowledged it, one at least. Raises what the phases raise."""
@@ -188,14 +188,14 @@ class WeightPublisher:
 
         Raises ``ConfigError``, the first time, when shared memory has no room for the weights.
         """
-        async with self._staging_turn:
+        async with self._staging_lock:
             started = self._clock()
             self.trained(version)
             with self._trace.span("gather", track="publish", version=version):
                 num_bytes = await self._policy.gather_weights(version)
-            if not self._has_room:
-                require_room(self._directory, num_bytes, double_buffer=self._dual_buffer)
-                self._has_room = True
+            if not self._is_capacity_checked:
+                require_shm_capacity(self._directory, num_bytes, double_buffer=self._double_buffer)
+                self._is_capacity_checked = True
             self._gathered = version, self._clock() - started
 
     async def send(self, version: int) -> bool:
@@ -206,13 +206,13 @@ class WeightPublisher:
         newer one is to come then.
         Raises ``PublishError`` when there is no room, after the retries; whatever fails, none of its buckets is left.
         """
-        async with self._staging_turn:
+        async with self._staging_lock:
             if self._gathered is None or self._gathered[0] != version:
                 return False
-            if not self._dual_buffer:
-                await self._slots_changes.until(lambda: self._slots.is_settled)
+            if not self._double_buffer:
+                await self._slots_changes.until(lambda: self._slots.is_idle)
                 async with self._engines_change:
-                    self._delete(self._slots.let_go())
+                    self._delete(self._slots.release_served())
             started = self._clock()
             try:
                 with self._trace.span("send", track="publish", version=version):
@@ -223,7 +223,7 @@ class WeightPublisher:
             send_seconds = self._clock() - started
             gather_seconds = self._gathered[1]
             self._delete(
-                self._slots.arrived(SentUpdate(update=update, gather_seconds=gather_seconds, send_seconds=send_seconds))
+                self._slots.add(SentUpdate(update=update, gather_seconds=gather_seconds, send_seconds=send_seconds))
             )
             return True
 
@@ -239,14 +239,14 @@ class WeightPublisher:
         if times is None:
             return None
         await self._client.pool.wait_for_engine()
-        if self._is_to_be_attested(times.num_bytes):
-            await self._verifier.attest_when_expecting(times.version)
+        if self._is_checksum_due(times.num_bytes):
+            await self._verifier.verify_checksums_of_any(times.version)
         for follower in self._followers:
             assert self._slots.serving is not None, "it was loaded"
             await follower(self._slots.serving)
         return times
 
-    def _is_to_be_attested(self, num_bytes: int) -> bool:
+    def _is_checksum_due(self, num_bytes: int) -> bool:
         return num_bytes <= _QUICK_CHECKSUM_BYTES if self._verify_checksums is None else self._verify_checksums
 
     @asynccontextmanager
@@ -257,23 +257,23 @@ class WeightPublisher:
         share devices, it is done in their turn. Raises ``PublishError`` and ``EngineDeadError``: it must not serve.
         """
         while True:
-            await self._slots_changes.until(lambda: not self._slots.is_bare)
+            await self._slots_changes.until(lambda: not self._slots.lacks_served_files)
             async with self._engines_change:
-                if self._slots.is_bare:
+                if self._slots.lacks_served_files:
                     continue
                 async with self._hold_engines():
-                    await self._bring_up(engine)
+                    await self._update_joining(engine)
                     yield
                 return
 
-    async def _bring_up(self, engine: InferenceEngine) -> None:
+    async def _update_joining(self, engine: InferenceEngine) -> None:
         if (serving := self._slots.serving) is None:
             return
         if self._broadcast is not None:
             await self._broadcast.deliver([engine], serving, _raise)
         await engine.pause(self._pause_mode)
         await engine.load_weights(replace(serving, is_compared=True))
-        await self._verifier.of_one(engine, serving)
+        await self._verifier.verify_engine(engine, serving)
         await engine.resume()
         self.lag.joined(engine.name, serving.version)
 
@@ -293,52 +293,52 @@ class WeightPublisher:
 
     async def _retried(self, attempt: Callable[[bool], Awaitable[T]]) -> T:
         """Try as often as was said; the attempt is told whether it is the last."""
-        for num_left in range(self._max_retries, 0, -1):
+        for num_remaining in range(self._max_retries, 0, -1):
             try:
                 return await attempt(False)
             except PublishError as error:
-                logger.warning("%s; %d more tries", error, num_left)
+                logger.warning("%s; %d more tries", error, num_remaining)
             await asyncio.sleep(_RETRY_PAUSE_S)
         return await attempt(True)
 
     async def _load_newest(self, is_last_try: bool) -> PublishTimes | None:
         async with self._engines_change:
-            sent = self._slots.take()
+            sent = self._slots.start_loading()
             if sent is None:
                 return None
             try:
                 async with self._hold_engines():
-                    return await self._switch_to(sent)
+                    return await self._update_engines(sent)
             except PublishError:
                 if not is_last_try:
-                    self._delete(self._slots.put_back())
+                    self._delete(self._slots.requeue())
                 raise
             finally:
-                self._delete(self._slots.given_up())
+                self._delete(self._slots.abort_loading())
                 self._slots_changes.notify()
 
-    async def _switch_to(self, sent: SentUpdate) -> PublishTimes:
+    async def _update_engines(self, sent: SentUpdate) -> PublishTimes:
         engines, update = list(self._client.engines), sent.update
         broadcast_seconds = await self._deliver(engines, update)
         staged = self._clock()
-        if self._dual_buffer:
+        if self._double_buffer:
             await self._updater.stage(engines, update)
         replaced: WeightUpdate | None = None
 
         def note_loaded() -> None:
             nonlocal replaced
-            replaced = self._slots.loaded()
+            replaced = self._slots.finish_loading()
             self._client.policy_version = sent.version
 
         try:
             async with self._share(update) as shared:
                 begun = self._clock()
                 with self._trace.span("switch", track="publish", version=sent.version):
-                    switched = await self._updater(
+                    times = await self._updater(
                         engines, shared, self._slots.serving, self._slots.serving_version, on_loaded=note_loaded
                     )
                 resumed = self._clock()
-            paused = begun + switched.acknowledge
+            paused = begun + times.acknowledge
             self._trace.past_span("pause", "publish/pause", paused, resumed, version=sent.version)
         finally:
             self._delete(replaced)  # not in the pause
@@ -348,9 +348,9 @@ class WeightPublisher:
             gather=sent.gather_seconds,
             send=sent.send_seconds + broadcast_seconds,
             stage=begun - staged,
-            acknowledge=switched.acknowledge,
+            acknowledge=times.acknowledge,
             pause=resumed - paused,
-            load=switched.load,
+            load=times.load,
             num_bytes=update.num_bytes,
         )
 

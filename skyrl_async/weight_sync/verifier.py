@@ -1,8 +1,8 @@
-"""Proves that engines hold what is trained: by version and checksum, and by the log-probs of a probe (contract 6).
+"""Verifies that engines hold the trained weights: by version and checksum, and by the log-probs of a probe (contract 6).
 
-Flows in: engines that serve a version, or are about to. Flows out: nothing, or ``PublishError``. Remembers the last checksum that engines
-agreed on, so that one which comes up later can be held against it. Does not load, pause or resume, and leaves the comparison of the bytes
-that are loaded to the engines.
+It remembers the last checksum that engines agreed on, and compares an engine that joins later with it. The probe sees what a checksum
+cannot: on CPU a tied output layer can stay stale behind equal checksums, and the log-probs of the next tokens are then off by whole nats.
+Engines compare the bytes that they load themselves. Nothing is loaded, paused or resumed here.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 _NUM_TOKENS = 24
 _TIMEOUT_S = 600.0
-"""A full engine begins a request when others end."""
+"""Seconds for one engine's answer: a full engine begins a request when others end."""
 
 T = TypeVar("T")
 
 
 class WeightVerifier:
-    """See the module; for the arguments see ``WeightPublisher``."""
+    """Compares engines with each other, with earlier checksums and with the policy. ``WeightPublisher`` describes the arguments."""
 
     def __init__(
         self,
@@ -52,21 +52,21 @@ class WeightVerifier:
         self._probe_prompt_token_ids = tuple(probe_prompt_token_ids)
         self._max_logprob_gap = max_logprob_gap
         self._hold_engines = hold_engines
-        self._attested: tuple[int, str] | None = None
-        """(version, the checksum that engines agreed on)."""
+        self._verified: tuple[int, str] | None = None
+        """(version, checksum) that engines last agreed on."""
 
     async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
-        """Prove that engines hold what is trained: checksums after the first publish, and the log-prob probe.
+        """Compare checksums after the first publish, and run the log-prob probe.
 
-        Returns ``async/engine_logprob_gap`` in nats. Raises ``PublishError`` when they do not.
+        Returns ``async/engine_logprob_gap`` in nats. Raises ``PublishError`` if an engine does not hold the trained weights.
         """
-        return await self._while_expecting(lambda: self._check(version, is_first=is_first))
+        return await self._retried_on_next_engine(lambda: self._check(version, is_first=is_first))
 
-    async def _while_expecting(self, prove: Callable[[], Awaitable[T]]) -> T:
-        """Prove something of the engines, again with the next one where the last of them dies meanwhile."""
+    async def _retried_on_next_engine(self, verify: Callable[[], Awaitable[T]]) -> T:
+        """Retry with the next engine if the last one dies meanwhile and another is expected."""
         while True:
             try:
-                return await prove()
+                return await verify()
             except NoEngineError:
                 if not self._client.pool.is_expecting:
                     raise
@@ -85,7 +85,7 @@ class WeightVerifier:
         return {"async/engine_logprob_gap": gap}
 
     async def verify_checksums(self, version: int) -> str:
-        """The checksum all engines agree on. Raises ``PublishError`` when versions or checksums differ."""
+        """The checksum that all engines agree on. Raises ``PublishError`` if versions or checksums differ."""
         engines = list(self._client.engines)
         checksums = await self._updater.everywhere("checksum", lambda engine: engine.checksum(), engines)
         versions = await self._updater.everywhere("version", lambda engine: engine.version(), engines)
@@ -96,17 +96,17 @@ class WeightVerifier:
             raise PublishError(
                 f"expected version {version} and equal weights in every engine, got {versions} and {checksums}"
             )
-        self._attested = version, agreed.pop()
-        return self._attested[1]
+        self._verified = version, agreed.pop()
+        return self._verified[1]
 
-    async def attest_when_expecting(self, version: int) -> str:
-        """The same, of the next engine where the last one dies meanwhile and another is expected."""
-        return await self._while_expecting(lambda: self.verify_checksums(version))
+    async def verify_checksums_of_any(self, version: int) -> str:
+        """``verify_checksums``, retried with the next engine if the last one dies meanwhile and another is expected."""
+        return await self._retried_on_next_engine(lambda: self.verify_checksums(version))
 
-    async def of_one(self, engine: InferenceEngine, update: WeightUpdate) -> None:
-        """Hold an engine that has loaded what is served, and takes no requests yet, against what is known of that version's weights.
+    async def verify_engine(self, engine: InferenceEngine, update: WeightUpdate) -> None:
+        """Compare an engine that has loaded the served version, and takes no requests yet, with that version's known checksum.
 
-        What it loaded were the bytes that were sent: it has compared them. Here it is what came of them. Raises ``PublishError``.
+        The engine has compared the bytes it loaded with the bytes sent; this compares the resulting weights. Raises ``PublishError``.
         """
         version = update.version
         found, checksum = await engine.version(), await engine.checksum()
@@ -122,12 +122,12 @@ class WeightVerifier:
                 version,
                 "unseen" if update.crc32 is None else f"as it was sent (checksum {update.crc32:08x})",
             )
-        self._attested = version, checksum
+        self._verified = version, checksum
 
     async def _checksum_of(self, version: int) -> str | None:
-        """What was attested for the version, or else any engine's that serves it; None when there is none."""
-        if self._attested is not None and self._attested[0] == version:
-            return self._attested[1]
+        """The checksum verified for the version, else that of any engine; None if there is no engine."""
+        if self._verified is not None and self._verified[0] == version:
+            return self._verified[1]
         for engine in self._client.engines:
             try:
                 return await engine.checksum()
@@ -146,9 +146,10 @@ async def engine_logprob_gap(
 ) -> float:
     """Let every engine sample 24 tokens after the prompt and return the largest ``|log pi_engine - log pi_trainer|``.
 
-    A prompt that leaves less room is cut at its beginning. NaN where one of them is. Raises ``PublishError`` when an engine
-    stamps its tokens with another version, and ``NoEngineError`` when none answers. A weight update must not be under way. Where engines
-    share devices with the policy, they sample in one turn of theirs, and it computes in its own.
+    A prompt that leaves less room is cut at its beginning. The gap is NaN if any log-prob is. No weight update may be under way. Engines
+    that share devices with the policy sample under one lease, and the policy computes under its own.
+
+    Raises ``PublishError`` if an engine stamps its tokens with another version, ``NoEngineError`` if none answers.
     """
     prompt = tuple(prompt_token_ids)[-max(1, client.max_model_len - _NUM_TOKENS) :]
     budget = min(_NUM_TOKENS, client.max_model_len - len(prompt))
@@ -166,7 +167,7 @@ async def engine_logprob_gap(
 async def _sampled(
     client: InferenceEngineClient, prompt: tuple[int, ...], budget: int, version: int
 ) -> list[EngineOutput]:
-    """What each engine that survives it says after the prompt."""
+    """One output per engine that survives the probe."""
     outputs = []
     for engine in client.engines:
         request = EngineRequest(
@@ -185,7 +186,7 @@ async def _sampled(
                 engine, DeadlineError(f"it has not answered the probe of version {version} in {_TIMEOUT_S:g} s")
             )
             continue
-        if output.finish_reason is FinishReason.ABORT and not output.token_ids:  # it was taken out of service meanwhile
+        if output.finish_reason is FinishReason.ABORT and not output.token_ids:  # it was removed meanwhile
             continue
         if set(output.versions) != {version}:
             raise PublishError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.weight_sync.broadcast import files_alone, sharing
+from skyrl_async.weight_sync.broadcast import from_devices, from_files_alone
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from skyrl_async.weights.shared_tensor import SharedTensor, opened
 from tests.engine_checks import make_policy, make_update, publish
@@ -80,7 +80,7 @@ async def test_weights_that_are_shared_are_those_of_the_file_and_their_memory_is
         )
         (engine,) = await start_ray_engines([config], num_gpus=0.5, log_dir=tmp_path / "logs")
         checksums = []
-        for version, share in ((1, files_alone), (3, sharing(policy)), (5, sharing(policy))):
+        for version, share in ((1, from_files_alone), (3, from_devices(policy)), (5, from_devices(policy))):
             publisher = publisher_of(policy, engine, str(version), share=share)
             await publisher.publish(version)
             checksums.append(await publisher.verify_checksums(version))

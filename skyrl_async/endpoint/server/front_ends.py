@@ -112,23 +112,23 @@ class FrontEnd:
         """Serve. Errors raised inside the process arrive as themselves."""
         server = ray.remote(EndpointServer).options(num_cpus=0, max_concurrency=self._max_concurrency, max_restarts=0)
         self.actor = server.remote(self._settings, self._engines, self._index)
-        self.host, self.port = await _own_errors(self.actor.start.remote())
+        self.host, self.port = await _as_own_errors(self.actor.start.remote())
 
     async def connect(self, peers: tuple[str, ...]) -> None:
         """Tell it where the front ends are."""
-        await _own_errors(self.actor.connect.remote(peers))
+        await _as_own_errors(self.actor.connect.remote(peers))
 
     async def follow(self, engines: Sequence[InferenceEngine]) -> None:
         """See ``FrontEndPool.follow``."""
         self._engines = tuple(engines)
         try:
-            await _own_errors(self.actor.follow.remote(self._engines))
+            await _as_own_errors(self.actor.follow.remote(self._engines))
         except RayError as error:
             raise InferenceError(f"the front end on port {self.port} is gone: {error}") from error
 
     async def stop(self) -> None:
         """Let open requests finish."""
-        await _own_errors(self.actor.stop.remote())
+        await _as_own_errors(self.actor.stop.remote())
 
     def kill(self) -> None:
         """End its process, if it was started."""
@@ -196,7 +196,7 @@ class FrontEnd:
 
     async def _end(self) -> str | None:
         try:
-            await _own_errors(self.actor.wait.remote())
+            await _as_own_errors(self.actor.wait.remote())
         except Exception as error:  # whatever ended the server: another one is started
             return f"has ended ({_first_line(error)})"
         return None
@@ -270,7 +270,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
 
 
-async def _own_errors(call: Awaitable[Any]) -> Any:
+async def _as_own_errors(call: Awaitable[Any]) -> Any:
     try:
         return await call
     except RayTaskError as error:

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.generation_state import OpenCalls
 from skyrl_async.inference.policy_files import eos_token_ids, require_as_sent
-from skyrl_async.inference.protocol import paused_and_loaded
+from skyrl_async.inference.protocol import pause_then_load
 from skyrl_async.inference.vllm.adapter import MergedAdapters, update_validator
 from skyrl_async.inference.vllm.weight_map import WeightMap
 from skyrl_async.types import (
@@ -112,10 +112,10 @@ class DeterministicEngine:
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens >= self._max_model_len:
             raise PromptTooLongError(num_prompt_tokens, self._max_model_len)
-        with self._calls.following(request) as joined:
+        with self._calls.tracking(request) as state:
             async with contextlib.aclosing(self._tokens(request)) as blocks:
                 async for block in blocks:
-                    joined.add(block)
+                    state.add(block)
                     yield block
 
     async def _tokens(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
@@ -188,7 +188,7 @@ class DeterministicEngine:
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """See ``InferenceEngine.switch_weights``."""
-        return await paused_and_loaded(self, update, mode)
+        return await pause_then_load(self, update, mode)
 
     async def version(self) -> int:
         """See ``InferenceEngine.version``."""

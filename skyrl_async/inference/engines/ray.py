@@ -48,9 +48,9 @@ class RayEngine:
         self._actor = actor
         self._started = started
         self._caller = uuid.uuid4().hex
-        self._turns = itertools.count()
+        self._call_numbers = itertools.count()
         self._busy_until = 0.0
-        """When the latest call in turn has missed its deadline, on the loop's clock; 0 once it has answered."""
+        """When the latest call in boot_lock has missed its deadline, on the loop's clock; 0 once it has answered."""
 
     def __reduce__(self) -> tuple[type, tuple[str, ActorHandle, StartedEngine]]:
         """A copy has turns of its own."""
@@ -73,13 +73,13 @@ class RayEngine:
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """See ``InferenceEngine.generate``."""
-        with self._ending_on_exit(request.request_id), self._own_errors():
+        with self._cancelled_with_caller(request.request_id), self._as_own_errors():
             output: EngineOutput = await self._actor.generate.remote(request)
             return output
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See ``InferenceEngine.stream``."""
-        with self._ending_on_exit(request.request_id), self._own_errors():
+        with self._cancelled_with_caller(request.request_id), self._as_own_errors():
             async for reference in self._actor.stream.options(num_returns="streaming").remote(request):
                 yield await reference
 
@@ -91,11 +91,11 @@ class RayEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """See ``InferenceEngine.pause``."""
-        await self._control_in_turn("pause", mode)
+        await self._control_in_order("pause", mode)
 
     async def resume(self) -> None:
         """See ``InferenceEngine.resume``."""
-        await self._control_in_turn("resume")
+        await self._control_in_order("resume")
 
     async def connect_transfer(self, init_info: dict[str, Any]) -> None:
         """See ``VLLMEngine.connect_transfer``."""
@@ -103,7 +103,7 @@ class RayEngine:
 
     async def receive_weights(self, update: WeightUpdate, keep: Collection[str]) -> None:
         """See ``VLLMEngine.receive_weights``; without a deadline."""
-        with self._own_errors():
+        with self._as_own_errors():
             await self._actor.control.remote("receive_weights", (update, tuple(keep)))
 
     async def stage_weights(self, update: WeightUpdate) -> None:
@@ -112,12 +112,12 @@ class RayEngine:
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """See ``InferenceEngine.load_weights``."""
-        await self._control_in_turn("load_weights", update)
+        await self._control_in_order("load_weights", update)
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """See ``InferenceEngine.switch_weights``."""
         deadlines_s = 3 * self._started.call_timeout_s  # it checks an adapter's layers, pauses and loads
-        seconds: float = await self._control_in_turn("switch_weights", update, mode, timeout_s=deadlines_s)
+        seconds: float = await self._control_in_order("switch_weights", update, mode, timeout_s=deadlines_s)
         return seconds
 
     async def version(self) -> int:
@@ -127,12 +127,12 @@ class RayEngine:
 
     async def checksum(self) -> str:
         """See ``InferenceEngine.checksum``."""
-        checksum: str = await self._control_in_turn("checksum", timeout_s=self._started.checksum_timeout_s)
+        checksum: str = await self._control_in_order("checksum", timeout_s=self._started.checksum_timeout_s)
         return checksum
 
     async def ping(self) -> None:
         """See ``InferenceEngine.ping``."""
-        with self._own_errors():
+        with self._as_own_errors():
             await self._actor.control.remote("ping", ())
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
@@ -140,7 +140,7 @@ class RayEngine:
         if request_ids is not None:
             await self._answer("evict", self._actor.evict.remote(tuple(request_ids)))
             return
-        with self._own_errors():
+        with self._as_own_errors():
             await self._actor.evict.remote()
 
     async def statistics(self) -> dict[str, int]:
@@ -152,7 +152,7 @@ class RayEngine:
         """See ``InferenceEngine.close``. The actor and all its processes are killed."""
         ray.kill(self._actor)
 
-    async def _control_in_turn(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+    async def _control_in_order(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Run a call after the one before it, also after one whose caller was cancelled: the actor goes on with that.
 
         Its deadline begins when that of the calls before is over, unless they have answered.
@@ -160,7 +160,7 @@ class RayEngine:
         now = asyncio.get_running_loop().time()
         allowed_s = max(self._busy_until - now, 0.0) + (timeout_s or self._started.call_timeout_s)
         self._busy_until = busy_until = now + allowed_s
-        call = self._actor.control_in_turn.remote(method, args, self._caller, next(self._turns))
+        call = self._actor.control_in_order.remote(method, args, self._caller, next(self._call_numbers))
         goes_on = False
         try:
             return await self._answer(method, call, allowed_s)
@@ -176,7 +176,7 @@ class RayEngine:
 
     async def _answer(self, method: str, call: ObjectRef, timeout_s: float | None = None) -> Any:
         waited = (timeout_s or self._started.call_timeout_s) + _RAY_GRACE_S
-        with self._own_errors():
+        with self._as_own_errors():
             try:
                 async with asyncio.timeout(waited):
                     return await call
@@ -184,7 +184,7 @@ class RayEngine:
                 raise EngineDeadError(f"engine {self.name}: no answer to {method} within {waited:g} s") from error
 
     @contextlib.contextmanager
-    def _ending_on_exit(self, request_id: str) -> Iterator[None]:
+    def _cancelled_with_caller(self, request_id: str) -> Iterator[None]:
         """Ray goes on with a call whose caller is cancelled: end the request in the engine."""
         try:
             yield
@@ -193,7 +193,7 @@ class RayEngine:
             raise
 
     @contextlib.contextmanager
-    def _own_errors(self) -> Iterator[None]:
+    def _as_own_errors(self) -> Iterator[None]:
         try:
             yield
         except RayTaskError as error:
@@ -234,7 +234,7 @@ async def start_ray_engines(
     _require_resources(configs, {"CPU": num_cpus, "GPU": num_gpus})
     log_paths = _log_paths(configs, log_dir)
     are_apart = scheduling_strategies is not None or not 0 < num_gpus <= 0.5
-    turn = contextlib.nullcontext() if are_apart else asyncio.Lock()
+    boot_lock = contextlib.nullcontext() if are_apart else asyncio.Lock()
     boots = {}
     with contextlib.ExitStack() as on_failure:
         for config, log_path, strategy in zip(
@@ -251,7 +251,7 @@ async def start_ray_engines(
                 return actor
 
             life = lives.get(config.name)
-            boots[config.name] = _boot(make_actor, config.name, log_path, start_timeout_s, turn, life)
+            boots[config.name] = _boot(make_actor, config.name, log_path, start_timeout_s, boot_lock, life)
         engines = await _all(boots)
         on_failure.pop_all()
     return engines
@@ -311,14 +311,14 @@ async def _boot(
     name: str,
     log_path: Path,
     timeout_s: float,
-    turn: contextlib.AbstractAsyncContextManager[None],
+    boot_lock: contextlib.AbstractAsyncContextManager[None],
     life: EngineLife | None,
 ) -> RayEngine:
-    """Start one engine, in ``turn``; again where it is killed meanwhile and its ``life`` has restarts left."""
+    """Start one engine, in ``boot_lock``; again where it is killed meanwhile and its ``life`` has restarts left."""
     while True:
         actor = make_actor()
         try:
-            async with turn, asyncio.timeout(timeout_s):
+            async with boot_lock, asyncio.timeout(timeout_s):
                 return RayEngine(name, actor, await actor.start.remote())
         except TimeoutError:
             reason = f"engine {name} was not up within {timeout_s:g} s (engine.start_timeout_s)"

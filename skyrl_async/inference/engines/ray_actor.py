@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from skyrl_async.errors import EngineDeadError, EngineStartError
-from skyrl_async.inference.continuation import generate_to_end, hold_partial_outputs, joined_for, stream_to_end
+from skyrl_async.inference.continuation import fetch_partial_outputs, generate_to_end, new_state, stream_to_end
 from skyrl_async.inference.generation_state import GenerationState
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.inference.vllm.engine import VLLMEngine
@@ -44,9 +44,9 @@ class EngineActor:
         self._engine: VLLMEngine
         self._requests: dict[str, asyncio.Task[Any]] = {}
         self._evicted: set[str] = set()
-        self._joined: dict[str, GenerationState] = {}
-        self._turns: dict[tuple[str, int], asyncio.Event] = {}
-        """(caller, turn) -> whether it is over, of each caller's newest ones."""
+        self._states: dict[str, GenerationState] = {}
+        self._finished: dict[tuple[str, int], asyncio.Event] = {}
+        """(caller, number) -> whether it is over, of each caller's newest ones."""
 
     async def start(self) -> StartedEngine:
         """Boot.
@@ -69,22 +69,22 @@ class EngineActor:
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """See ``InferenceEngine.generate``."""
-        with self._registered(request) as joined:
-            return await generate_to_end(self._engine, request, joined, self._unless_evicted(request))
+        with self._registered(request) as state:
+            return await generate_to_end(self._engine, request, state, self._unless_evicted(request))
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """See ``InferenceEngine.stream``."""
-        with self._registered(request) as joined:
-            blocks = stream_to_end(self._engine, request, joined, self._unless_evicted(request))
+        with self._registered(request) as state:
+            blocks = stream_to_end(self._engine, request, state, self._unless_evicted(request))
             async with contextlib.aclosing(blocks):
                 async for block in blocks:
                     yield block
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
         """See ``InferenceEngine.partial_outputs``: of all the engine's calls that a request took."""
-        found = {i: self._joined[i] for i in request_ids if i in self._joined}
-        await hold_partial_outputs(self._engine, found.values())
-        return {request_id: joined.partial_output() for request_id, joined in found.items()}
+        found = {i: self._states[i] for i in request_ids if i in self._states}
+        await fetch_partial_outputs(self._engine, found.values())
+        return {request_id: state.partial_output() for request_id, state in found.items()}
 
     async def cancel(self, request_id: str) -> None:
         """End a request whose caller has gone."""
@@ -101,13 +101,13 @@ class EngineActor:
         """Any other method of the engine."""
         return await getattr(self._engine, method)(*args)
 
-    async def control_in_turn(self, method: str, args: tuple[Any, ...], caller: str, turn: int) -> Any:
+    async def control_in_order(self, method: str, args: tuple[Any, ...], caller: str, number: int) -> Any:
         """Like ``control``, once the caller's turns before this one (counted from 0) are over, however they ended: Ray starts an
         actor's calls in any order."""
-        over = self._turns.setdefault((caller, turn), asyncio.Event())
-        if turn:
-            await self._turns.setdefault((caller, turn - 1), asyncio.Event()).wait()
-            del self._turns[caller, turn - 1]
+        over = self._finished.setdefault((caller, number), asyncio.Event())
+        if number:
+            await self._finished.setdefault((caller, number - 1), asyncio.Event()).wait()
+            del self._finished[caller, number - 1]
         try:
             return await self.control(method, args)
         finally:
@@ -122,11 +122,11 @@ class EngineActor:
         task = asyncio.current_task()
         assert task is not None
         self._requests[request.request_id] = task
-        self._joined[request.request_id] = joined = joined_for(request)
+        self._states[request.request_id] = state = new_state(request)
         try:
-            yield joined
+            yield state
         finally:
-            del self._requests[request.request_id], self._joined[request.request_id]
+            del self._requests[request.request_id], self._states[request.request_id]
             self._evicted.discard(request.request_id)
 
 

@@ -33,14 +33,14 @@ _IN_PLACE = "the one that was published last"
 """Is no path: an engine without the adapter fails rather than sampling without it."""
 
 
-def largest_rank(rank: int) -> int:
+def supported_rank(rank: int) -> int:
     """The smallest of the ranks that vLLM makes room for which holds ``rank``; the rest is zeros."""
     from vllm.config.lora import MaxLoRARanks
 
     return min(served for served in get_args(MaxLoRARanks) if served >= rank)
 
 
-def adaptable_modules(policy_dir: str, targets: Collection[str]) -> list[str] | None:
+def adapted_modules(policy_dir: str, targets: Collection[str]) -> list[str] | None:
     """Last parts of the names of the layers that adapters are on: vLLM computes adapters of these alone, of zeros or not.
 
     Without ``targets`` of all matrices but embeddings and the output projection; None (all that vLLM can) where the directory does not say
@@ -63,19 +63,19 @@ class AdapterSlot:
         self._known: frozenset[str] = frozenset()
         """Tensors of adapters that vLLM has layers for."""
         self._received: tempfile.TemporaryDirectory[str] | None = None
-        self.of_requests = LoRARequest(_NAME, _ID, _IN_PLACE)
+        self.lora_request = LoRARequest(_NAME, _ID, _IN_PLACE)
         """What every request bears, from the first on: one that is frozen across a publish keeps what it bears."""
 
     async def open(self) -> None:
         """Put an adapter in that adds nothing."""
         await self._llm.collective_rpc("put_blank_adapter", args=(_NAME, _ID, self._rank))
 
-    async def layers_left_out(self, update: WeightUpdate) -> list[str]:
+    async def layers_without_adapters(self, update: WeightUpdate) -> list[str]:
         """Those that vLLM has no adapters for: it would leave them out in silence. Asked of the workers once."""
         if self._known.issuperset(update.manifest):
             return []
         names = list(update.manifest)
-        found: list[list[str]] = await self._llm.collective_rpc("unadaptable", args=(names,))
+        found: list[list[str]] = await self._llm.collective_rpc("layers_without_adapters", args=(names,))
         left_out = sorted(set().union(*found))
         if not left_out:
             self._known = frozenset(names)

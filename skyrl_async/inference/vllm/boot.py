@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from skyrl_async.inference.policy_files import has_tokenizer, num_weight_bytes, read_config
-from skyrl_async.inference.vllm.adapter import adaptable_modules, largest_rank
+from skyrl_async.inference.vllm.adapter import adapted_modules, supported_rank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -160,8 +160,8 @@ def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
         arguments |= {
             "enable_lora": True,
             "max_loras": 1,
-            "max_lora_rank": largest_rank(config.adapter_rank),
-            "lora_target_modules": adaptable_modules(config.policy_dir, config.adapter_targets),
+            "max_lora_rank": supported_rank(config.adapter_rank),
+            "lora_target_modules": adapted_modules(config.policy_dir, config.adapter_targets),
         }
     return AsyncEngineArgs(**(arguments | config.extra_args)).create_engine_config()
 

@@ -25,7 +25,7 @@ from skyrl_async.errors import (
     PublishError,
     RequestRefusedError,
 )
-from skyrl_async.inference.continuation import is_part_of
+from skyrl_async.inference.continuation import belongs_to
 from skyrl_async.inference.generation_state import merged
 from skyrl_async.inference.policy_files import TOKENIZER_FILES, eos_token_ids, require_as_sent
 from skyrl_async.inference.vllm.adapter import AdapterSlot, update_validator
@@ -59,7 +59,7 @@ class VLLMEngine:
         self._version = config.version
         self._pause_mode: PauseMode | None = None
         self._may_be_paused = False
-        self._turns = asyncio.Lock()
+        self._control_lock = asyncio.Lock()
         self._requests: dict[str, bool] = {}
         """Those in flight, and whether each can be continued."""
         self._is_empty = asyncio.Event()
@@ -85,7 +85,7 @@ class VLLMEngine:
         """Notice the core's death at once, whether or not a request waits for it; label the weights."""
         loop = asyncio.get_running_loop()
         for process in self._core_processes():
-            loop.add_reader(process.sentinel, self._bury, f"its core process {process.pid} died")
+            loop.add_reader(process.sentinel, self._kill, f"its core process {process.pid} died")
         await self._control("label the weights", self._llm.update_weight_version, str(self._version))
         if self._adapter is not None:
             await self._control("make room for an adapter", self._adapter.open)
@@ -111,7 +111,7 @@ class VLLMEngine:
                 num_top_logprobs = request.sampling.num_top_logprobs
                 versions = versions_of(completion.weight_versions)
                 return engine_output(completion, versions, num_top_logprobs, output.num_cached_tokens)
-        raise self._bury("a request ended without an output")
+        raise self._kill("a request ended without an output")
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See ``InferenceEngine.stream``. The first block is a single token, unless the request sets the interval itself."""
@@ -147,7 +147,7 @@ class VLLMEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """See ``InferenceEngine.pause``. While a request that cannot be continued is in the engine, all are kept."""
-        async with self._turns:
+        async with self._control_lock:
             await self._pause(mode)
 
     async def _pause(self, mode: PauseMode) -> None:
@@ -163,7 +163,7 @@ class VLLMEngine:
 
     async def resume(self) -> None:
         """See ``InferenceEngine.resume``. It comes after every pause begun before, whether or not that was cancelled."""
-        async with self._turns:
+        async with self._control_lock:
             if not self._may_be_paused:
                 return
             self._pause_mode = None
@@ -193,12 +193,12 @@ class VLLMEngine:
                 raise PublishError(
                     f"engine {self.name} cannot receive weights {update.version}: connect the transfer first"
                 )
-            failed = await self._awaited(None, "receive weights", fifo.first_failure, num_outcomes=1)
+            failed = await self._call_core(None, "receive weights", fifo.first_failure, num_outcomes=1)
         if failed is not None:
             raise PublishError(f"engine {self.name} has not received weights {update.version}: {failed}")
         self._received[source] = next(path for path in paths if path is not None)
 
-    def _own(self, update: WeightUpdate) -> WeightUpdate:
+    def _as_received(self, update: WeightUpdate) -> WeightUpdate:
         """The update as this engine loads it: from what it received, where it did."""
 
         def own(chunk: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class VLLMEngine:
         """See ``InferenceEngine.stage_weights``; only on a CPU there is something to prepare, and nothing of adapters."""
         if self._config.device != "cpu" or self._adapter is not None:
             return
-        for chunk in self._own(update).chunks:
+        for chunk in self._as_received(update).chunks:
             with OutcomeFifo() as fifo:
                 await self._control(
                     "stage weights", self._llm.collective_rpc, "stage_weights", args=(chunk, str(fifo.path))
@@ -228,7 +228,7 @@ class VLLMEngine:
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """See ``InferenceEngine.load_weights``."""
-        async with self._turns:
+        async with self._control_lock:
             self._raise_if_dead()
             if self._pause_mode is None:
                 raise PublishError(
@@ -238,7 +238,7 @@ class VLLMEngine:
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """See ``InferenceEngine.switch_weights``; what is refused never pauses it."""
-        async with self._turns:
+        async with self._control_lock:
             self._raise_if_dead()
             checked = await self._checked(update)
             asked = time.monotonic()  # the loop of a Ray actor (uvloop) knows milliseconds, and of when it last waited
@@ -249,7 +249,7 @@ class VLLMEngine:
 
     async def _checked(self, update: WeightUpdate) -> WeightUpdate:
         """The update as this engine loads it. Raises ``PublishError``."""
-        update = self._own(update)
+        update = self._as_received(update)
         self._validator.check(update)
         if update.is_compared:
             await asyncio.to_thread(require_as_sent, update)
@@ -261,13 +261,13 @@ class VLLMEngine:
         try:
             await self._control(f"load weights {update.version}", self._load, update)
         except asyncio.CancelledError:
-            self._bury(f"cancelled while loading weights {update.version}")
+            self._kill(f"cancelled while loading weights {update.version}")
             raise
         self._validator.accept(update)
         self._version = update.version
 
     async def _check_layers(self, adapter: AdapterSlot, update: WeightUpdate) -> None:
-        if left_out := await self._control("compare layers", adapter.layers_left_out, update):
+        if left_out := await self._control("compare layers", adapter.layers_without_adapters, update):
             raise PublishError(
                 f"engine {self.name} cannot adapt {left_out[0]} (and {len(left_out) - 1} more layers): name them in "
                 "policy.lora.exclude_modules, or set policy.lora.publish=merged"
@@ -297,8 +297,8 @@ class VLLMEngine:
     async def checksum(self) -> str:
         """See ``InferenceEngine.checksum``; one digest over all workers."""
         timeout_s = self._config.checksum_timeout_s
-        async with self._turns:  # so that no heartbeat is waited for beside it
-            digests = await self._awaited(timeout_s, "checksum", self._llm.collective_rpc, "weight_digest")
+        async with self._control_lock:  # so that no heartbeat is waited for beside it
+            digests = await self._call_core(timeout_s, "checksum", self._llm.collective_rpc, "weight_digest")
         return digests[0] if len(digests) == 1 else "+".join(digests)
 
     async def statistics(self) -> dict[str, int]:
@@ -313,7 +313,7 @@ class VLLMEngine:
     async def ping(self) -> None:
         """See ``InferenceEngine.ping``. A control call under way has its own deadline, and may keep the core busy until then."""
         self._raise_if_dead()
-        if not self._turns.locked():
+        if not self._control_lock.locked():
             await self._control("a heartbeat", self._llm.engine_core.is_scheduler_paused_async)
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
@@ -321,7 +321,7 @@ class VLLMEngine:
         self._raise_if_dead()
         resumable = [name for name, is_resumable in self._requests.items() if is_resumable]
         if request_ids is not None:
-            await self._llm.abort([name for name in resumable if is_part_of(name, request_ids)])
+            await self._llm.abort([name for name in resumable if belongs_to(name, request_ids)])
             return
         await self._llm.abort(resumable)
         while self._requests:
@@ -330,7 +330,7 @@ class VLLMEngine:
 
     async def close(self) -> None:
         """See ``InferenceEngine.close``."""
-        self._bury("closed")
+        self._kill("closed")
 
     async def _run(
         self, request: EngineRequest, output_kind: "RequestOutputKind"
@@ -359,16 +359,16 @@ class VLLMEngine:
                 stop_token_ids=self._stop_token_ids,
                 stream_interval=self._config.stream_interval,
             )
-            lora = None if self._adapter is None else self._adapter.of_requests
+            lora = None if self._adapter is None else self._adapter.lora_request
             calls = self._llm.generate(prompt, params, request.request_id, lora_request=lora, priority=request.priority)
             async with contextlib.aclosing(calls) as outputs:
                 async for output in outputs:
                     yield output
         except CoreDeadError as error:
-            raise self._bury("its core process died") from error
+            raise self._kill("its core process died") from error
         except (VLLMClientError, EngineGenerateError) as error:
             if self._death is not None:
-                raise self._bury(self._death) from error
+                raise self._kill(self._death) from error
             refusal = RequestRefusedError if isinstance(error, VLLMClientError) else InferenceError
             raise refusal(f"engine {self.name} refused request {request.request_id}: {error}") from error
         finally:
@@ -383,9 +383,9 @@ class VLLMEngine:
 
     async def _control(self, what: str, call: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
         """Await a utility call of the core within the deadline of such calls."""
-        return await self._awaited(self._config.call_timeout_s, what, call, *args, **kwargs)
+        return await self._call_core(self._config.call_timeout_s, what, call, *args, **kwargs)
 
-    async def _awaited(
+    async def _call_core(
         self, timeout_s: float | None, what: str, call: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any
     ) -> T:
         """Await what the core has to do. vLLM leaves such a call pending for ever when the core dies.
@@ -401,9 +401,9 @@ class VLLMEngine:
                 finally:
                     self._open_deadlines.discard(deadline)
         except TimeoutError as error:
-            raise self._bury(f"no answer to {what} within {timeout_s or 0:g} s (engine.call_timeout_s)") from error
+            raise self._kill(f"no answer to {what} within {timeout_s or 0:g} s (engine.call_timeout_s)") from error
         except Exception as error:
-            raise self._bury(f"{what} failed: {error}") from error
+            raise self._kill(f"{what} failed: {error}") from error
 
     def _core_processes(self) -> list[BaseProcess]:
         manager = self._llm.engine_core.resources.engine_manager
@@ -411,9 +411,9 @@ class VLLMEngine:
 
     def _raise_if_dead(self) -> None:
         if self._death is not None:
-            raise self._bury(self._death)
+            raise self._kill(self._death)
 
-    def _bury(self, reason: str) -> EngineDeadError:
+    def _kill(self, reason: str) -> EngineDeadError:
         """Kill the core, fail everything that waits for it, and return the error that says why. Idempotent."""
         if self._death is None:
             self._death = reason

@@ -63,7 +63,7 @@ class _Target:
     copies: list[_Copy] = field(default_factory=list)
 
     @property
-    def present(self) -> Tensor:
+    def current(self) -> Tensor:
         """As the model has it; empty where a packed copy has taken its place."""
         found = getattr(self.layer, self.name)
         assert isinstance(found, Tensor)
@@ -77,7 +77,7 @@ class _Target:
     def read(self, weights: WeightMap, before: Tensor | None) -> Tensor:
         """The new value: a view into the file where that holds it as it is, otherwise memory of its own.
 
-        ``before`` is the present value: elements that are not in the file keep theirs. None where a view will do.
+        ``before`` is the current value: elements that are not in the file keep theirs. None where a view will do.
         """
         first = self.copies[0]
         if before is None and self._is_contiguous_in_file():
@@ -129,7 +129,7 @@ class LoadPlan:
         targets = [target for target in recorder.targets.values() if target.copies]
         if not _are_all_read(weights, sorted(copy.offset for target in targets for copy in target.copies)):
             return None
-        if recorder.is_baffled or not all(target.is_whole or target.present.numel() for target in targets):
+        if recorder.is_unplannable or not all(target.is_whole or target.current.numel() for target in targets):
             return None
         return cls(model, targets)
 
@@ -138,17 +138,17 @@ class LoadPlan:
 
         Args:
             weights: a file with the layout that the plan was made for.
-            in_place: write into the present memory where that is possible (nothing may run in the model from here on), so that only
-                one layer's packed weights are held twice. Otherwise present weights stay untouched up to the swaps.
+            in_place: write into the current memory where that is possible (nothing may run in the model from here on), so that only
+                one layer's packed weights are held twice. Otherwise current weights stay untouched up to the swaps.
         """
         for target in self._targets:
             yield self._swap(target, weights, in_place=in_place)
             weights.count(sum(copy.num_bytes for copy in target.copies))
 
     def _swap(self, target: _Target, weights: WeightMap, *, in_place: bool) -> Swap:
-        parameter = target.present
+        parameter = target.current
         if parameter.numel() == 0:  # packed, and given away
-            return functools.partial(_exchange, target.layer, _packed(target.read(weights, None)))
+            return functools.partial(_set_packed, target.layer, _packed(target.read(weights, None)))
         if in_place:
             target.copy(weights, parameter.data)
             new = parameter.data
@@ -159,7 +159,7 @@ class LoadPlan:
 
         def swap() -> object:
             old, parameter.data = parameter.data, new
-            return old, [_exchange(user, packed) for user in users]
+            return old, [_set_packed(user, packed) for user in users]
 
         return swap
 
@@ -172,7 +172,7 @@ class _Recorder(TorchDispatchMode):
         self._weights = weights
         self.targets = targets
         """By the identity of the parameter's storage."""
-        self.is_baffled = False
+        self.is_unplannable = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -186,7 +186,7 @@ class _Recorder(TorchDispatchMode):
             return args[0]
         offset = self._weights.offset_of(args[1]) if func is torch.ops.aten.copy_.default else None
         if offset is None or args[0].shape != args[1].shape:
-            self.is_baffled = True
+            self.is_unplannable = True
             return args[0]
         into, source = args[0], args[1]
         target.copies.append(
@@ -251,7 +251,7 @@ def _multiplies_packed(layer: nn.Module, parameter: Tensor) -> bool:
     return hasattr(layer, "cpu_linear") and layer._parameters.get("weight") is parameter
 
 
-def _exchange(layer: Any, packed: Any) -> object:
+def _set_packed(layer: Any, packed: Any) -> object:
     old, layer.cpu_linear = layer.cpu_linear, packed
     return old
 

@@ -100,7 +100,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         if self._receiver is None:
             return None
         receiving = self._receiver.prepare(source, keep)
-        threading.Thread(target=_do_and_tell, args=(receiving, tell), name="receiving", daemon=True).start()
+        threading.Thread(target=run_and_report, args=(receiving, tell), name="receiving", daemon=True).start()
         return receiving.path
 
     _receiver: WeightReceiver | None = None
@@ -122,7 +122,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             _tell(tell, error)
             return
         stage = functools.partial(self._stage, plan, update_info)
-        threading.Thread(target=_do_and_tell, args=(stage, tell), name="staging", daemon=True).start()
+        threading.Thread(target=run_and_report, args=(stage, tell), name="staging", daemon=True).start()
 
     def _stage(self, plan: LoadPlan | None, update_info: ShmUpdateInfo) -> None:
         if plan is not None:
@@ -203,7 +203,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             self._receiver.close()
 
 
-def _do_and_tell(work: Callable[[], None], fifo_path: str) -> None:
+def run_and_report(work: Callable[[], None], fifo_path: str) -> None:
     try:
         work()
     except Exception as error:
@@ -259,7 +259,7 @@ class WorkerExtension:
         lora_manager = self.model_runner.lora_manager  # type: ignore[attr-defined]
         lora_manager.add_dummy_lora(LoRARequest(name, adapter_id, "zeros"), rank)
 
-    def unadaptable(self, names: list[str]) -> list[str]:
+    def layers_without_adapters(self, names: list[str]) -> list[str]:
         """The layers among those of an adapter's tensors that vLLM has no adapters for."""
         manager: LoRAModelManager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)

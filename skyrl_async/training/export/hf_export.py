@@ -18,8 +18,7 @@ from torch import Tensor
 
 from skyrl_async.errors import WeightsWriteError
 from skyrl_async.types import Adapter, WeightUpdate
-from skyrl_async.weights.adapters import adapted_layers
-from skyrl_async.weights.formats import CONFIG_FILE, WEIGHTS_FILE, peft_config
+from skyrl_async.weights.formats import CONFIG_FILE, WEIGHTS_FILE, adapted_layers, peft_config
 
 SHARD_BYTES = 5 * 10**9
 """Largest safetensors file, as transformers writes them."""

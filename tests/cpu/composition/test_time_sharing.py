@@ -118,7 +118,7 @@ def test_log_prob_workers_that_die_while_a_version_is_sent_keep_no_engine_from_l
         trace, groups = Trace(None, loop.time), groups_by_member([["policy", "logp", "generate"]])
         engine = ModelledEngine("engine-0", num_tokens_of=lambda prompt, seed: 1, load_seconds=0.5)
         client = InferenceEngineClient([engine], tokenizer=None, max_model_len=1000)
-        turns = engine_time_sharing(groups, client, shortest_s=1.0, is_busy=lambda: True, trace=trace, clock=loop.time)
+        turns = engine_time_sharing(groups, client, min_slice_s=1.0, is_busy=lambda: True, trace=trace, clock=loop.time)
         assert turns is not None
         started: list[Forward] = []
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, PromptTooLongError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.continuation import generate_to_end, joined_for, stream_to_end
+from skyrl_async.inference.continuation import generate_to_end, new_state, stream_to_end
 from skyrl_async.inference.generation_state import GenerationState
 from skyrl_async.inference.text import CompletionText
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -229,9 +229,9 @@ def test_beside_its_engine_a_request_goes_on_through_aborts_to_its_end(
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(storm())
             if streams:
-                blocks = [block async for block in stream_to_end(served, asked, joined_for(asked))]
+                blocks = [block async for block in stream_to_end(served, asked, new_state(asked))]
             else:
-                blocks = [await generate_to_end(served, asked, joined_for(asked))]
+                blocks = [await generate_to_end(served, asked, new_state(asked))]
         num_tokens = min(max_tokens, 200)
         assert [t for block in blocks for t in block.token_ids] == [i % 100 for i in range(num_tokens)]
         versions = [v for block in blocks for v in block.versions]
@@ -248,7 +248,7 @@ def test_beside_its_engine_a_request_that_cannot_be_continued_comes_back_aborted
         served = engine()
         asked = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=PENALISED)
         async with asyncio.TaskGroup() as tasks:
-            whole = tasks.create_task(generate_to_end(served, asked, joined_for(asked)))
+            whole = tasks.create_task(generate_to_end(served, asked, new_state(asked)))
             await asyncio.sleep(1.0)
             await publish(served, 1)
         return [(await whole).finish_reason]

@@ -290,6 +290,6 @@ def test_whatever_engines_do_every_answer_is_whole_and_nothing_is_left_open(
         assert [completion.token_ids for completion in played] == [ANSWER] * num_requests
         assert client.statistics()["running_requests"] == 0
         assert client.pool._router._num_leaving == {}
-        assert set(client.pool._seats) == {one.name for one in client.engines}
+        assert set(client.pool._slots) == {one.name for one in client.engines}
 
     run_in_virtual_time(main())

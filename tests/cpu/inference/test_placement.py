@@ -12,7 +12,7 @@ from skyrl_async.composition.parts import placement
 from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.continuation import is_part_of
+from skyrl_async.inference.continuation import belongs_to
 from skyrl_async.inference.placement import Placement, PlacementSettings
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -232,8 +232,8 @@ def test_the_weight_comes_from_the_configuration() -> None:
 
 
 def test_a_call_is_part_of_the_request_that_it_continues() -> None:
-    assert is_part_of("trainer-0-5.2.1", {"trainer-0-5.2"}) and is_part_of("trainer-0-5", {"trainer-0-5"})
-    assert not is_part_of("trainer-0-51", {"trainer-0-5"}) and not is_part_of("trainer-0-5", {"trainer-0-5.2"})
+    assert belongs_to("trainer-0-5.2.1", {"trainer-0-5.2"}) and belongs_to("trainer-0-5", {"trainer-0-5"})
+    assert not belongs_to("trainer-0-51", {"trainer-0-5"}) and not belongs_to("trainer-0-5", {"trainer-0-5.2"})
 
 
 def test_an_engine_that_joins_gets_its_share_at_the_next_update_and_one_that_was_removed_gets_nothing() -> None:

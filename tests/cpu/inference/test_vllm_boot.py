@@ -15,7 +15,7 @@ import pytest
 from skyrl_async.config.schema.policy import LARGEST_SERVED_RANK
 from skyrl_async.inference.engines import ray as ray_engine
 from skyrl_async.inference.engines.ray import StartedEngine, start_ray_engines
-from skyrl_async.inference.vllm.adapter import largest_rank
+from skyrl_async.inference.vllm.adapter import supported_rank
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig, _BoundForkContext, _set_environment
 from skyrl_async.simulator.clock import run_in_virtual_time
 from tests.patience import PATIENCE_S
@@ -93,7 +93,7 @@ def test_engines_make_room_for_adapters_of_every_rank_that_is_not_refused() -> N
     from vllm.config.lora import MaxLoRARanks
 
     assert max(get_args(MaxLoRARanks)) == LARGEST_SERVED_RANK
-    assert [largest_rank(rank) for rank in (1, 2, 8, 9, 33, LARGEST_SERVED_RANK)] == [1, 8, 8, 16, 64, 512]
+    assert [supported_rank(rank) for rank in (1, 2, 8, 9, 33, LARGEST_SERVED_RANK)] == [1, 8, 8, 16, 64, 512]
 
 
 def test_a_checksum_of_large_weights_has_more_time_than_other_calls(tmp_path: Path) -> None:

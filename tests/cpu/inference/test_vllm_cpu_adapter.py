@@ -8,7 +8,7 @@ from vllm.config.lora import LoRAConfig
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from skyrl_async.inference.vllm.adapter import adaptable_modules
+from skyrl_async.inference.vllm.adapter import adapted_modules
 from skyrl_async.inference.vllm.cpu_adapter import OneAdapterCPU
 from tests.engine_checks import make_policy
 
@@ -48,8 +48,8 @@ def test_outputs_are_vllms(adapters_of_rows: tuple[int, ...], dtype: torch.dtype
 def test_layers_that_no_adapter_is_on_are_spared(tmp_path: Path) -> None:
     policy = str(make_policy(tmp_path / "policy", seed=0, is_tied=False))
     every = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    assert adaptable_modules(policy, ()) == every
-    assert adaptable_modules(policy, ("mlp.up_proj", "q_proj")) == ["q_proj", "up_proj"]
+    assert adapted_modules(policy, ()) == every
+    assert adapted_modules(policy, ("mlp.up_proj", "q_proj")) == ["q_proj", "up_proj"]
     for path in (tmp_path / "policy").glob("*.safetensors"):
         path.unlink()
-    assert adaptable_modules(policy, ()) is None
+    assert adapted_modules(policy, ()) is None

@@ -141,7 +141,7 @@ def test_calls_of_an_engine_that_have_ended_say_so_and_those_cut_at_a_stop_strin
         assert calls.partial_output(["r"])["r"].finish_reason is None
         joined.add(sampled(range(5), finish_reason=FinishReason.STOP))
         assert calls.partial_output(["r"])["r"].finish_reason is FinishReason.STOP
-        joined.end_at(3)
+        joined.truncate(3)
         assert calls.partial_output(["r"])["r"] == replace(sampled(range(3)), num_aborts=4)
 
 

@@ -167,7 +167,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
     leasing = leasing_policy(policy, groups)
     clock = asyncio.get_running_loop().time
     turns = engine_time_sharing(
-        groups, client, shortest_s=0.05, is_busy=lambda: client.pool.is_busy, trace=trace, clock=clock
+        groups, client, min_slice_s=0.05, is_busy=lambda: client.pool.is_busy, trace=trace, clock=clock
     )
     publisher = WeightPublisher(
         client=client,

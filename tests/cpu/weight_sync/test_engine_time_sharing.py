@@ -100,7 +100,7 @@ placements = st.sampled_from(
     bound=st.integers(0, 3),
     every=st.integers(1, 4),
     sigma=st.sampled_from([0.0, 0.8, 2.0]),
-    shortest_s=st.sampled_from([0.0, 0.3, 5.0]),
+    min_slice_s=st.sampled_from([0.0, 0.3, 5.0]),
     streamed=st.booleans(),
     deterministic=st.booleans(),
     limits=st.booleans(),
@@ -116,7 +116,7 @@ def test_whatever_shares_devices_and_however_staleness_is_bound_every_step_is_tr
     bound: int,
     every: int,
     sigma: float,
-    shortest_s: float,
+    min_slice_s: float,
     streamed: bool,
     deterministic: bool,
     limits: bool,
@@ -131,7 +131,7 @@ def test_whatever_shares_devices_and_however_staleness_is_bound_every_step_is_tr
         max_staleness_steps=bound,
         publish_every_steps=min(every, bound + 1),
         sigma=sigma,
-        min_generation_slice_s=shortest_s,
+        min_generation_slice_s=min_slice_s,
         stream_mini_batch=streamed,
         deterministic=deterministic,
         limits_buffered_groups=limits,
@@ -189,7 +189,7 @@ class Letters:
 class Setting:
     """One engine that makes 100 tokens a second, and a group that it shares with ``ref``."""
 
-    def __init__(self, shortest_s: float) -> None:
+    def __init__(self, min_slice_s: float) -> None:
         clock = asyncio.get_running_loop().time
         self.engine = ModelledEngine("engine-0", num_tokens_of=lambda prompt, seed: 990, half_speed_requests=1e9)
         self.client = InferenceEngineClient([self.engine], tokenizer=Letters(), max_model_len=10_000)
@@ -197,7 +197,7 @@ class Setting:
         self.turns = EngineTimeSharing(
             self.client,
             self.group,
-            shortest_s=shortest_s,
+            min_slice_s=min_slice_s,
             is_busy=lambda: self.client.pool.is_busy,
             trace=Trace(None, clock),
             clock=clock,
@@ -213,7 +213,7 @@ class Setting:
 
 def test_generation_gets_its_shortest_turn_between_any_two_of_others_and_loses_no_token() -> None:
     async def main() -> None:
-        setting = Setting(shortest_s=2.0)
+        setting = Setting(min_slice_s=2.0)
 
         async def always() -> None:
             while True:
@@ -237,7 +237,7 @@ def test_generation_gets_its_shortest_turn_between_any_two_of_others_and_loses_n
 
 def test_who_wants_idle_engines_devices_has_them_at_once() -> None:
     async def main() -> None:
-        setting, loop = Setting(shortest_s=1000.0), asyncio.get_running_loop()
+        setting, loop = Setting(min_slice_s=1000.0), asyncio.get_running_loop()
         async with setting.turns.running():
             await setting.compute(1.0)
             await setting.compute(1.0)
@@ -253,7 +253,7 @@ def test_who_wants_idle_engines_devices_has_them_at_once() -> None:
 
 def test_deadlines_of_rollouts_stand_still_while_others_compute() -> None:
     async def main() -> None:
-        setting = Setting(shortest_s=0.0)
+        setting = Setting(min_slice_s=0.0)
         async with setting.turns.running():
             async with setting.client.pool.deadlines.within(2.0):
                 await asyncio.sleep(0.5)
@@ -267,7 +267,7 @@ def test_deadlines_of_rollouts_stand_still_while_others_compute() -> None:
 
 def test_whoever_holds_engines_keeps_their_turn_and_whoever_comes_later_waits_for_the_next() -> None:
     async def main() -> None:
-        setting, loop = Setting(shortest_s=0.0), asyncio.get_running_loop()
+        setting, loop = Setting(min_slice_s=0.0), asyncio.get_running_loop()
         async with setting.turns.running(), asyncio.TaskGroup() as tasks:
             async with setting.turns.holding():
                 tasks.create_task(setting.compute(5.0))
@@ -283,7 +283,7 @@ def test_whoever_holds_engines_keeps_their_turn_and_whoever_comes_later_waits_fo
 
 def test_a_bug_in_a_turn_ends_the_run_with_it() -> None:
     async def main() -> None:
-        setting = Setting(shortest_s=0.0)
+        setting = Setting(min_slice_s=0.0)
 
         async def broken(mode: object) -> None:
             raise ZeroDivisionError("a bug")
@@ -298,7 +298,7 @@ def test_a_bug_in_a_turn_ends_the_run_with_it() -> None:
 
 def test_engines_that_are_all_gone_keep_nobody_from_a_turn() -> None:
     async def main() -> None:
-        setting = Setting(shortest_s=1.0)
+        setting = Setting(min_slice_s=1.0)
         async with setting.turns.running():
             setting.engine.kill()
             setting.client.drop_engine(setting.engine, EngineDeadError("killed"))

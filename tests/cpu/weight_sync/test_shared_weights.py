@@ -32,7 +32,7 @@ from skyrl_async.training.export.device_copies import DeviceCopies
 from skyrl_async.training.protocol import SharedWeights
 from skyrl_async.training.workers.rank import PolicyRank
 from skyrl_async.types import PauseMode, WeightUpdate
-from skyrl_async.weight_sync.broadcast import sharing
+from skyrl_async.weight_sync.broadcast import from_devices
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from skyrl_async.weights import shared_tensor
 from skyrl_async.weights.shared_tensor import SharedTensor, opened
@@ -261,7 +261,7 @@ def setting(num_engines: int, max_retries: int = 0) -> tuple[Sharer, list[Neighb
         max_retries=max_retries,
         pause_mode=PauseMode.ABORT,
         trace=Trace(None, clock),
-        share=sharing(policy),
+        share=from_devices(policy),
         clock=clock,
     )
     return policy, engines, publisher

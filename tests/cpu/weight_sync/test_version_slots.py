@@ -20,7 +20,7 @@ from skyrl_async.simulator.models import ModelledEngine
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
 from skyrl_async.types import WeightUpdate
 from skyrl_async.weight_sync.lag import Lag, LagMonitor
-from skyrl_async.weight_sync.version_slots import NUM_COPIES, SentUpdate, VersionSlots, require_room
+from skyrl_async.weight_sync.version_slots import NUM_VERSIONS_HELD, SentUpdate, VersionSlots, require_shm_capacity
 
 
 def sent(version: int) -> SentUpdate:
@@ -28,18 +28,18 @@ def sent(version: int) -> SentUpdate:
     return SentUpdate(update=update, gather_seconds=0.0, send_seconds=0.0)
 
 
-class ShelfMachine(RuleBasedStateMachine):
-    """Versions arrive, are taken, loaded, put back and given up in any order that a publisher may come to."""
+class SlotsMachine(RuleBasedStateMachine):
+    """Versions arrive, are started, loaded, put back and given up in any order that a publisher may come to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.shelf = VersionSlots()
+        self.slots = VersionSlots()
         self.newest = 0
         self.held: set[int] = set()
         self.loading: int | None = None
         self.served: list[int] = []
 
-    def thrown_away(self, update: WeightUpdate | None) -> None:
+    def deleted(self, update: WeightUpdate | None) -> None:
         if update is not None:
             self.held.remove(update.version)
 
@@ -47,14 +47,14 @@ class ShelfMachine(RuleBasedStateMachine):
     def a_version_arrives(self) -> None:
         self.newest += 1
         self.held.add(self.newest)
-        self.thrown_away(self.shelf.arrived(sent(self.newest)))
+        self.deleted(self.slots.add(sent(self.newest)))
 
     @precondition(lambda self: self.loading is None)
     @rule()
-    def the_newest_is_taken(self) -> None:
-        taken = self.shelf.take()
+    def the_newest_is_started(self) -> None:
+        started = self.slots.start_loading()
         waiting = max((v for v in self.held if v not in self.served[-1:]), default=None)
-        assert (None if taken is None else taken.version) == waiting
+        assert (None if started is None else started.version) == waiting
         self.loading = waiting
 
     @precondition(lambda self: self.loading is not None)
@@ -63,41 +63,41 @@ class ShelfMachine(RuleBasedStateMachine):
         assert self.loading is not None
         self.served.append(self.loading)
         self.loading = None
-        self.thrown_away(self.shelf.loaded())
+        self.deleted(self.slots.finish_loading())
 
     @precondition(lambda self: self.loading is not None)
     @rule()
     def it_is_to_be_tried_again(self) -> None:
         self.loading = None
-        self.thrown_away(self.shelf.put_back())
-        self.thrown_away(self.shelf.given_up())
+        self.deleted(self.slots.requeue())
+        self.deleted(self.slots.abort_loading())
 
     @precondition(lambda self: self.loading is not None)
     @rule()
     def it_is_given_up(self) -> None:
         self.loading = None
-        self.thrown_away(self.shelf.given_up())
+        self.deleted(self.slots.abort_loading())
 
-    @precondition(lambda self: self.shelf.is_settled)
+    @precondition(lambda self: self.slots.is_idle)
     @rule()
     def what_is_served_makes_room(self) -> None:
-        self.thrown_away(self.shelf.let_go())
+        self.deleted(self.slots.release_served())
 
     @invariant()
     def at_most_three_are_held_and_versions_only_go_up(self) -> None:
         assert len(self.held) <= 3
         assert self.served == sorted(set(self.served))
-        assert self.shelf.serving_version == (self.served[-1] if self.served else None)
-        assert self.shelf.serving is None or self.shelf.serving.version == self.shelf.serving_version
+        assert self.slots.serving_version == (self.served[-1] if self.served else None)
+        assert self.slots.serving is None or self.slots.serving.version == self.slots.serving_version
 
     def teardown(self) -> None:
-        for update in self.shelf.clear():
-            self.thrown_away(update)
+        for update in self.slots.clear():
+            self.deleted(update)
         assert not self.held
 
 
-TestShelf = ShelfMachine.TestCase
-TestShelf.settings = settings(max_examples=60, deadline=None)
+TestSlots = SlotsMachine.TestCase
+TestSlots.settings = settings(max_examples=60, deadline=None)
 
 
 def test_an_engine_lags_by_the_steps_it_does_not_serve_since_the_first_of_them_was_completed() -> None:
@@ -131,19 +131,19 @@ def test_a_lag_is_never_negative_and_none_is_reported_by_an_engine_that_is_ahead
 
 
 def test_weights_that_do_not_fit_are_refused_with_the_sizes_and_what_to_set(tmp_path: Path) -> None:
-    require_room(tmp_path / "not" / "there", 1 << 20, double_buffer=True)
+    require_shm_capacity(tmp_path / "not" / "there", 1 << 20, double_buffer=True)
     with pytest.raises(
         ConfigError,
         match=r"weight_sync.double_buffer must be false, got true: 2 versions .* \(2,097,152 MiB are needed in .*, [\d,]+ MiB are free\)",
     ):
-        require_room(tmp_path, 1 << 40, double_buffer=True)
+        require_shm_capacity(tmp_path, 1 << 40, double_buffer=True)
     with pytest.raises(ConfigError, match=r"do not fit into shared memory, even with weight_sync.double_buffer=false"):
-        require_room(tmp_path, 1 << 60, double_buffer=False)
+        require_shm_capacity(tmp_path, 1 << 60, double_buffer=False)
 
 
 def test_weights_that_fit_twice_are_not_refused(tmp_path: Path) -> None:
     status = os.statvfs(tmp_path)
-    require_room(tmp_path, int(status.f_bavail * status.f_frsize / 2.5), double_buffer=True)
+    require_shm_capacity(tmp_path, int(status.f_bavail * status.f_frsize / 2.5), double_buffer=True)
 
 
 class Files:
@@ -221,7 +221,7 @@ def test_a_run_never_holds_more_than_two_versions_whatever_is_slow_or_fails(
         assert simulation.trainer.totals.trained_groups == 12 * 4
         return files.most_held
 
-    assert run_in_virtual_time(main()) == NUM_COPIES[True] == 2
+    assert run_in_virtual_time(main()) == NUM_VERSIONS_HELD[True] == 2
 
 
 def test_a_policy_that_does_not_fit_into_shared_memory_is_refused_before_anything_starts(tmp_path: Path) -> None:
