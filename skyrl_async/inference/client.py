@@ -5,22 +5,22 @@
           │                  └── prompt + tokens so far, rest of budget┘
           └── tokens with log-probs and versions; text decoded once
 
-What cannot be continued exactly (grammars, penalties) is never split: when its engine dies it begins anew in another.
+Every token of a completion carries its behavior log-prob and the policy version it was sampled under. Requests that cannot be continued
+exactly (grammars, penalties) are never split: they begin anew in another engine if theirs dies.
 
-Flows in: token ids or messages. Flows out: completions in which every token bears its behavior log-prob and the policy version
-it was sampled under. Knows nothing of groups, staleness or training, and does not pause engines: a paused engine holds what it
-is sent, so any number of clients (the trainer's, the endpoint's) can share engines without agreeing on anything.
+Groups, staleness and training are unknown here. The client does not pause engines: a paused engine holds its requests, so several clients
+(the trainer's, the endpoint's) can share engines without coordination.
 """
 
 import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError
-from skyrl_async.inference.continuation import OpenGenerations, continued, generate_once, stream_once
+from skyrl_async.inference.continuation import OpenGenerations, call_until_end, generate_once, stream_once
 from skyrl_async.inference.generation_state import GenerationState, head_of
 from skyrl_async.inference.placement import PlacementSettings
 from skyrl_async.inference.pool import EnginePool
@@ -44,22 +44,22 @@ logger = logging.getLogger(__name__)
 
 _client_ids = itertools.count()
 _CARRIED_BLOCK_TOKENS = 256
-"""Tokens that the death of an engine can cost a generation that nobody reads in blocks."""
+"""Most tokens of a generation that an engine's death costs, if nobody reads it in blocks."""
 
 
 class InferenceEngineClient:
-    """Routes generations to engines and continues what a weight update or a failure cut off.
+    """Routes generations to engines and continues them after a weight update or an engine's failure.
 
     Args:
         engines: the replicas, all serving the same policy.
         tokenizer: decodes completions.
         max_model_len: longest prompt plus answer in tokens, the same in every engine.
-        renderer: turns messages into token ids; without it only token ids can be given.
+        renderer: turns messages into token ids; None: requests must give token ids.
         name: prefix of request ids, unique among the clients of these engines.
-        carries_tokens: have engines send the tokens of long generations in blocks, so that an engine's death costs a
-            generation one block; otherwise, and where a block holds it all, it costs the tokens since the last weight update.
-        engine_wait_s: how long a request waits when no engine is left; None waits for as long as one may come back.
-        placement: how unequal engines are to be; None loads them all alike and moves no request.
+        carries_tokens: let engines send long generations in blocks, so that an engine's death costs one block. Otherwise it costs the
+            tokens since the last weight update.
+        engine_wait_s: longest wait of a request when no engine is left; None: as long as one may come back.
+        placement: weights of old requests; None loads engines alike and moves no request.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class InferenceEngineClient:
         self.pool = EnginePool(engines, wait_s=engine_wait_s, placement=placement)
         self._tokenizer = tokenizer
         self._renderer = renderer
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
+        """Longest prompt plus answer, in tokens."""
         self._carries_tokens = carries_tokens
         self._name = f"{name}-{next(_client_ids)}"
         self._request_numbers = itertools.count()
@@ -86,38 +87,33 @@ class InferenceEngineClient:
         self._counts = {"requests": 0, "tokens": 0, "abandoned_tokens": 0, "aborts": 0, "engine_failures": 0}
 
     @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus answer, in tokens."""
-        return self._max_model_len
-
-    @property
     def engines(self) -> tuple[InferenceEngine, ...]:
-        """The engines alive, as far as this client knows."""
+        """The engines known to be alive."""
         return self.pool.engines
 
     @property
     def deadlines(self) -> Deadlines:
-        """Deadlines that stand still while no engine is there."""
+        """Deadlines that stand still while there is no engine."""
         return self.pool.deadlines
 
     @property
     def num_abandoned_tokens(self) -> int:
-        """Tokens sampled for generations that were cancelled or failed; of an open engine call, what ``collect_open_tokens`` found."""
+        """Tokens of cancelled and failed generations; tokens still in an engine count only if ``collect_open_tokens`` found them."""
         return self._counts["abandoned_tokens"]
 
     async def add_engine(self, engine: InferenceEngine) -> None:
-        """Send requests to one more engine, once it has loaded what the others serve; see ``EnginePool.add``."""
+        """Send requests to one more engine, once it has loaded the version the others serve; see ``EnginePool.add``."""
         await self.pool.add(engine)
         logger.info("%s takes requests", engine.name)
 
     async def remove_engine(self, name: str, *, timeout_s: float = 60.0) -> InferenceEngine:
-        """Take an engine out, its requests going on elsewhere with their tokens; it can be closed then. See ``EnginePool.remove``."""
+        """Remove an engine and return it, to be closed; its requests continue elsewhere with their tokens. See ``EnginePool.remove``."""
         engine = await self.pool.remove(name, timeout_s=timeout_s)
         logger.info("%s was taken out", name)
         return engine
 
     def drop_engine(self, engine: InferenceEngine, reason: BaseException) -> None:
-        """Send nothing more to a dead or wedged engine; what it has in flight goes on elsewhere."""
+        """Send nothing more to a dead or wedged engine; its requests continue elsewhere."""
         if engine in self.pool.engines:
             logger.warning("%s is dead, its requests continue elsewhere: %s", engine.name, reason)
             self._counts["engine_failures"] += 1
@@ -170,7 +166,8 @@ class InferenceEngineClient:
             text = CompletionText.of(self._tokenizer, sampling)
             blocks = self._blocks(request, state, session_id, streams=streams)
             with self._open_generations.tracking(generation if sampling.is_resumable else None, state) as begin:
-                is_stopped = _add(begin, state, text)
+                state.add(begin)
+                is_stopped = bool(begin.token_ids) and _push(begin, state, text)
                 async with aclosing(blocks):
                     is_stopped = is_stopped or await _read(blocks, state, text)
             if state.has_ended:
@@ -190,7 +187,7 @@ class InferenceEngineClient:
         )
 
     async def collect_open_tokens(self) -> None:
-        """Have the generations that a checkpoint follows know what is in the engines; one that dies meanwhile is dropped."""
+        """Fetch the engines' tokens of the generations that a checkpoint reads. An engine that dies meanwhile is dropped."""
         await self._open_generations.collect(self.engines, self.drop_engine)
 
     async def stream_tokens(
@@ -219,7 +216,7 @@ class InferenceEngineClient:
                     state.truncate(num_kept)
                 is_last = num_kept is not None or block.finish_reason is not None
                 if not block.token_ids and not is_last:
-                    continue  # an engine that died, or was paused before its first token
+                    continue  # an engine died, or was paused before its first token
                 new_text = text.finish(is_stopped=num_kept is not None)[1] if is_last else text.take()
                 yield CompletionDelta(
                     token_ids=block.token_ids,
@@ -251,12 +248,12 @@ class InferenceEngineClient:
         return self._renderer.render(list(messages or ()))
 
     def _request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, priority: int) -> EngineRequest:
-        """What engines are asked for, on behalf of one generation. Raises ``PromptTooLongError``."""
+        """The engine request of one generation. Raises ``PromptTooLongError``."""
         if sampling.max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {sampling.max_tokens}")
-        budget = min(sampling.max_tokens, self._max_model_len - len(prompt_token_ids))
+        budget = min(sampling.max_tokens, self.max_model_len - len(prompt_token_ids))
         if budget < 1:
-            raise PromptTooLongError(len(prompt_token_ids), self._max_model_len)
+            raise PromptTooLongError(len(prompt_token_ids), self.max_model_len)
         self._counts["requests"] += 1
         return EngineRequest(
             request_id=f"{self._name}-{next(self._request_numbers)}",
@@ -269,12 +266,12 @@ class InferenceEngineClient:
     async def _blocks(
         self, request: EngineRequest, state: GenerationState, session_id: str | None, *, streams: bool
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield the tokens of one generation, from whichever engines live, and account for them."""
-        segments = continued(
-            request, state, lambda rest: self._segment(rest, request.request_id, session_id, streams=streams)
+        """Yield the tokens of one generation, from whichever engines are alive, and count them."""
+        calls = call_until_end(
+            request, state, lambda rest: self._call(rest, request.request_id, session_id, streams=streams)
         )
         try:
-            async with aclosing(segments) as blocks:
+            async with aclosing(calls) as blocks:
                 async for block in blocks:
                     yield block
         finally:
@@ -282,7 +279,7 @@ class InferenceEngineClient:
             self._count_end(state)
 
     def _count_end(self, state: GenerationState) -> None:
-        """Nothing more is sampled of a generation, whether it has ended or was cut off."""
+        """Count the tokens of a generation that has ended or was cut off."""
         if state.has_ended:
             self._counts["tokens"] += len(state.token_ids)
             record_tokens(len(state.token_ids))
@@ -291,10 +288,10 @@ class InferenceEngineClient:
             self._counts["abandoned_tokens"] += num_tokens
             record_cut_off(num_tokens)
 
-    async def _segment(
+    async def _call(
         self, request: EngineRequest, generation_id: str, session_id: str | None, *, streams: bool
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield what one engine samples of a generation; its death is an abort."""
+        """Yield what one engine samples of a generation; its death becomes an abort."""
         async with self.pool.slot(session_id, generation_id, request) as slot:
             report_engine(slot.engine.name)
             try:
@@ -309,20 +306,15 @@ class InferenceEngineClient:
 
 
 async def _read(blocks: AsyncIterator[EngineOutput], state: GenerationState, text: CompletionText) -> bool:
-    """Read to the end, or to where a stop string ends the text: then return True."""
+    """Read to the end; True if a stop string ended the text before."""
     async for block in blocks:
         if _push(block, state, text):
             return True
     return False
 
 
-def _add(begin: EngineOutput, state: GenerationState, text: CompletionText) -> bool:
-    """Begin with tokens sampled before; True where a stop string is among them."""
-    state.add(begin)
-    return bool(begin.token_ids) and _push(begin, state, text)
-
-
 def _push(block: EngineOutput, state: GenerationState, text: CompletionText) -> bool:
+    """Add a block's text; True, with the tokens after it cut off, if a stop string ended it."""
     num_kept = text.push(_text_tokens(block, text))
     if num_kept is not None:
         state.truncate(num_kept)
@@ -330,19 +322,10 @@ def _push(block: EngineOutput, state: GenerationState, text: CompletionText) -> 
 
 
 def _text_tokens(block: EngineOutput, text: CompletionText) -> tuple[int, ...]:
-    """The tokens of a block that are text: those of an end-of-sequence or a stop token, at which engines stop, are only on demand."""
+    """The tokens of a block that are text: a last end-of-sequence or stop token is text only on demand."""
     is_stopped = block.finish_reason is FinishReason.STOP and not text.includes_stop
     return block.token_ids[:-1] if is_stopped else block.token_ids
 
 
 def _only_delta(completion: Completion) -> CompletionDelta:
-    return CompletionDelta(
-        token_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        versions=completion.versions,
-        text=completion.text,
-        finish_reason=completion.finish_reason,
-        top_logprobs=completion.top_logprobs,
-        num_aborts=completion.num_aborts,
-        num_cached_tokens=completion.num_cached_tokens,
-    )
+    return CompletionDelta(**{field.name: getattr(completion, field.name) for field in fields(CompletionDelta)})

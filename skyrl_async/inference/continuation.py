@@ -1,10 +1,9 @@
-"""One generation from as many engine calls as it takes: what a weight update cuts off goes on in token space.
+"""One generation from as many engine calls as it takes: after a weight update it continues in token space.
 
-    request ──> segment ──abort──> prompt + tokens so far, rest of the budget ──> segment ──> ... ──> the end
+    request ──> call ──abort──> prompt + tokens so far, rest of the budget ──> call ──> ... ──> the end
 
-Flows in: a request, and a way to run one segment of it. Flows out: its tokens, without the aborts. It runs beside an engine, in
-the engine's process, so that a publish does not send every request in flight to its caller and back; and in the client, which
-also goes from a dead engine to another. It knows neither routing nor pauses: a paused engine holds what it is sent.
+This runs beside an engine, in the engine's process, so that a publish does not send every request in flight to its caller and back. It
+also runs in the client, which continues in another engine when one dies. A paused engine holds its requests, so pauses are unknown here.
 """
 
 import itertools
@@ -18,20 +17,20 @@ from skyrl_async.rollout.sampler import NOTHING_SAMPLED, OpenGeneration
 from skyrl_async.runtime.tasks import run_together
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
 
-Segment = Callable[[EngineRequest], AsyncGenerator[EngineOutput, None]]
-"""Runs one engine call; the last block has a finish reason, ``abort`` where the generation is to go on."""
+EngineCall = Callable[[EngineRequest], AsyncGenerator[EngineOutput, None]]
+"""Runs one engine call. Its last block has a finish reason; ``abort`` means that the generation is to continue."""
 
 
 def _always() -> bool:
     return True
 
 
-async def continued(
-    request: EngineRequest, state: GenerationState, segment: Segment, may_continue: Callable[[], bool] = _always
+async def call_until_end(
+    request: EngineRequest, state: GenerationState, call: EngineCall, may_continue: Callable[[], bool] = _always
 ) -> AsyncGenerator[EngineOutput, None]:
-    """Yield what ``segment`` yields, call after call, until the generation has ended; ``state`` follows, and may have ended before.
+    """Yield the blocks of call after call until the generation has ended, and add them to ``state``, which may have ended before.
 
-    An abort comes out only of a request that is not resumable, or may not go on here, and is then the end.
+    An abort is yielded, as the end, only if the request is not resumable or ``may_continue`` says no.
     """
     for number in itertools.count():
         if state.has_ended:
@@ -44,7 +43,7 @@ async def continued(
         rest = state.remaining_request(request, f"{request.request_id}.{number}" if number else request.request_id)
         state.begin_call(rest.request_id)
         is_continued = True
-        async with aclosing(segment(rest)) as blocks:
+        async with aclosing(call(rest)) as blocks:
             async for block in blocks:
                 state.add(block)
                 if block.finish_reason is FinishReason.ABORT:
@@ -61,7 +60,7 @@ def belongs_to(call_id: str, request_ids: Collection[str]) -> bool:
 
 
 async def stream_once(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-    """One call's blocks. Raises ``InferenceError`` when the engine ends it without a reason."""
+    """The blocks of one call. Raises ``InferenceError`` if the engine ends it without a finish reason."""
     reason = None
     blocks: AsyncIterator[EngineOutput] = engine.stream(request)
     try:
@@ -86,45 +85,40 @@ async def generate_once(engine: InferenceEngine, request: EngineRequest) -> Asyn
 def stream_to_end(
     engine: InferenceEngine, request: EngineRequest, state: GenerationState, may_continue: Callable[[], bool] = _always
 ) -> AsyncGenerator[EngineOutput, None]:
-    """Like ``engine.stream``, across aborts; ``state`` follows."""
-    return continued(request, state, lambda rest: stream_once(engine, rest), may_continue)
+    """``engine.stream``, continued across aborts; blocks are added to ``state``."""
+    return call_until_end(request, state, lambda rest: stream_once(engine, rest), may_continue)
 
 
 async def generate_to_end(
     engine: InferenceEngine, request: EngineRequest, state: GenerationState, may_continue: Callable[[], bool] = _always
 ) -> EngineOutput:
-    """Like ``engine.generate``, across aborts; ``state`` follows."""
-    blocks = continued(request, state, lambda rest: generate_once(engine, rest), may_continue)
+    """``engine.generate``, continued across aborts; tokens are added to ``state``."""
+    blocks = call_until_end(request, state, lambda rest: generate_once(engine, rest), may_continue)
     async with aclosing(blocks):
         async for _ in blocks:
             pass
     return state.output()
 
 
-def new_state(request: EngineRequest) -> GenerationState:
-    """Where the segments of ``request`` are state."""
-    return GenerationState(has_logprobs=request.sampling.reports_logprobs)
-
-
 async def fetch_partial_outputs(engine: InferenceEngine, generations: Collection[GenerationState]) -> None:
-    """Have generations know what the engine has sampled of them and not handed over yet. Raises what the engine raises."""
+    """Tell generations which tokens the engine has sampled and not handed over yet. Raises what the engine raises."""
     calls = [state.call_id for state in generations if state.call_id is not None]
     if not calls:
         return
-    held = await engine.partial_outputs(calls)
+    outputs = await engine.partial_outputs(calls)
     for state in generations:
-        state.set_engine_output(held)
+        state.set_engine_output(outputs)
 
 
 class OpenGenerations:
-    """Those in flight that somebody follows."""
+    """The running generations of a client that a checkpoint reads."""
 
     def __init__(self) -> None:
         self._states: set[GenerationState] = set()
 
     @contextmanager
     def tracking(self, generation: OpenGeneration | None, state: GenerationState) -> Iterator[EngineOutput]:
-        """Let ``generation`` read ``state`` while it grows; gives what it begins with."""
+        """Let ``generation`` read ``state`` while it grows; yields the tokens that it begins with."""
         if generation is None:
             yield NOTHING_SAMPLED
             return
@@ -138,12 +132,12 @@ class OpenGenerations:
     async def collect(
         self, engines: Sequence[InferenceEngine], on_death: Callable[[InferenceEngine, EngineDeadError], None]
     ) -> None:
-        """Have the generations know what is in the engines now; what an engine that dies meanwhile has sampled is lost."""
+        """Fetch from every engine what it has sampled and not handed over. The tokens of an engine that dies meanwhile are lost."""
 
-        async def ask(engine: InferenceEngine) -> None:
+        async def fetch(engine: InferenceEngine) -> None:
             try:
                 await fetch_partial_outputs(engine, tuple(self._states))
             except EngineDeadError as error:
                 on_death(engine, error)
 
-        await run_together({f"collect-{engine.name}": ask(engine) for engine in engines})
+        await run_together({f"collect-{engine.name}": fetch(engine) for engine in engines})

@@ -1,9 +1,8 @@
-"""Keeps the engines of a run alive: finds out which are dead or wedged, and puts others in their place.
+"""Keeps the engines of a run alive: detects dead and wedged ones, and starts others in their place.
 
-    heartbeat ──silence──> dead: dropped, killed ──backoff──> started anew ──client.add_engine (load, proof)──> serves
+    heartbeat ──silence──> dead: dropped, killed ──backoff──> started anew ──client.add_engine (load, verify)──> serves
 
-Flows in: the client's engines, a way to start one, front ends with clients of their own. Flows out: engines that serve, wherever requests
-come from. Does not know weights: whoever publishes them has told the client's pool how an engine is brought up to date.
+Weights are unknown here: the publisher's ``admission`` in the client's pool updates an engine that joins.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Member:
-    """One place in the fleet, and the engine that holds it now."""
+    """One place in the fleet, and the engine now in it."""
 
     def __init__(self, place: str, engine: InferenceEngine, life: EngineLife) -> None:
         self.place = place
@@ -34,15 +33,15 @@ class _Member:
         self.life = life
         self.death = _future()
         self.task: asyncio.Task[None]
-        """Supervises it."""
+        """Supervises the place."""
 
     def report_death(self, reason: str | None) -> None:
-        """Its engine serves no more, because of ``reason`` or because it was taken out. The first one counts."""
+        """Set why the engine serves no more; None: it was removed. Later calls change nothing."""
         if not self.death.done():
             self.death.set_result(reason)
 
     def replace_engine(self, engine: InferenceEngine) -> None:
-        """Another engine holds the place."""
+        """Put another engine in the place."""
         self.engine = engine
         self.death = _future()
 
@@ -51,12 +50,12 @@ class Fleet:
     """Listens to a client's pool, and supervises its engines while ``supervising`` lasts.
 
     Args:
-        client: whose engines these are. It must wait for engines (``engine_wait_s=None``) for the run to outlive the last one's death.
-        start: boots an engine of that name. Raises ``EngineStartError``.
+        client: has the engines. For a run to outlive its last engine it must wait for one (``engine_wait_s=None``).
+        start: boots an engine with the name given. Raises ``EngineStartError``.
         config: heartbeats, restarts, and how long to wait without any engine.
         say: takes a line for the people who watch.
-        front_ends: told which engines there are, at every change and every heartbeat interval.
-        lives: of engines that had one before they served, by name.
+        front_ends: learn which engines there are, at every change and every heartbeat interval.
+        lives: by name, of engines that were restarted before they served.
     """
 
     def __init__(
@@ -75,14 +74,14 @@ class Fleet:
         self._outage = Outage(client.pool, config.no_engine_timeout_s, say)
         self._front_ends = [FrontEndNotifier(front_end) for front_end in front_ends]
         self._lives = {} if lives is None else lives
-        """By place, which is the name of its first engine."""
+        """By place, which has the name of its first engine."""
         self._members: list[_Member] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._group: asyncio.TaskGroup
 
     @asynccontextmanager
     async def supervising(self) -> AsyncIterator[None]:
-        """Supervise while the block runs; then every engine is closed, those that came later too."""
+        """Supervise while the block runs; then close every engine, also those that joined later."""
         try:
             async with task_group() as self._group:
                 self._client.pool.listener = self
@@ -90,7 +89,7 @@ class Fleet:
                     self.engine_joined(engine)
                 for i, front_end in enumerate(self._front_ends):
                     interval_s = self._config.heartbeat_interval_s
-                    self._spawn(f"front-end-{i}-news", front_end.run(self._client.pool, interval_s))
+                    self._spawn(f"front-end-{i}-notifier", front_end.run(self._client.pool, interval_s))
                 try:
                     yield
                 finally:
@@ -103,7 +102,7 @@ class Fleet:
                 await member.engine.close()
 
     async def add_engine(self) -> str:
-        """Start one more engine and let it serve; returns its name, that of the first place that is free or was given up.
+        """Start one more engine and let it serve, in the first place that is free or was given up. Returns its name.
 
         Raises ``EngineStartError``, ``PublishError`` and ``EngineDeadError``; the place is free then.
         """
@@ -120,12 +119,12 @@ class Fleet:
         return place
 
     async def remove_engine(self, name: str) -> None:
-        """Have an engine's requests go on elsewhere, and close it; free its place.
+        """Continue an engine's requests elsewhere, close it and free its place.
 
         Args:
-            name: of the engine, or of its place, which may be empty: one that was given up, or whose next engine comes up.
+            name: the engine's, or its place's, also if that was given up or its next engine is starting.
 
-        Raises ``InferenceError`` for an unknown one, and for the only one that serves or may serve.
+        Raises ``InferenceError`` for an unknown name, and for the only engine that serves or may serve.
         """
         member = next((member for member in self._members if name in (member.place, member.engine.name)), None)
         if member is None:
@@ -142,11 +141,11 @@ class Fleet:
         self._forget(member)
 
     def states(self) -> dict[str, EngineState]:
-        """Of every place."""
+        """The state of every place."""
         return {place: life.state for place, life in self._lives.items()}
 
     def statistics(self) -> dict[str, float]:
-        """For the metrics, by their names."""
+        """Values by metric name."""
         return {
             "engines/serving": float(len(self._client.engines)),
             "engines/restarts": float(sum(life.num_restarts for life in self._lives.values())),
@@ -154,7 +153,7 @@ class Fleet:
         }
 
     def engine_joined(self, engine: InferenceEngine) -> None:
-        """See ``EngineListener``. A restarted one has its place."""
+        """See ``EngineListener``. A restarted engine has its place already."""
         member = next((member for member in self._members if member.engine is engine), None)
         if member is None:
             life = self._lives.setdefault(engine.name, EngineLife(self._config))
@@ -165,7 +164,7 @@ class Fleet:
         self._notify()
 
     async def engine_leaving(self, name: str) -> None:
-        """See ``EngineListener``. Front ends are told before its requests are handed back."""
+        """See ``EngineListener``. Front ends are told before the engine's requests are evicted."""
         self._member_of(name).report_death(None)
         self._outage.update()
         for front_end in self._front_ends:
@@ -191,7 +190,7 @@ class Fleet:
         return task
 
     async def _supervise(self, member: _Member) -> None:
-        """Consumes heartbeats, produces engines in the place of dead ones; ends when the engine is taken out or its place given up."""
+        """Consumes heartbeats, produces engines in the place of dead ones; ends when the engine is removed or its place given up."""
         while (reason := await self._death_of(member)) is not None:
             member.life.die()
             self._client.drop_engine(member.engine, EngineDeadError(reason))
@@ -201,7 +200,7 @@ class Fleet:
         self._forget(member)
 
     async def _death_of(self, member: _Member) -> str | None:
-        """Wait until the engine serves no more, and return why."""
+        """Wait until the engine serves no more, and return why; None: it was removed."""
         async with asyncio.TaskGroup() as tasks:
             beating = tasks.create_task(self._check_heartbeats(member), name=f"heartbeat-{member.engine.name}")
             death = await member.death
@@ -209,7 +208,7 @@ class Fleet:
         return death
 
     async def _check_heartbeats(self, member: _Member) -> None:
-        """Ask for heartbeats until one is not answered, which seals the engine's death."""
+        """Ask for heartbeats until one is not answered, which means the engine's death."""
         heartbeat = heartbeat_of(self._config)
         while True:
             await asyncio.sleep(heartbeat.interval_s)
@@ -222,7 +221,7 @@ class Fleet:
             member.life.answer()
 
     async def _restart(self, member: _Member, reason: str) -> bool:
-        """Start another engine in the place of a dead one, as often as it takes; False when no restart is left."""
+        """Start engines in the place of a dead one until one serves; False if no restart is left."""
         while (wait_s := member.life.restart()) is not None:
             await asyncio.sleep(wait_s)
             name = f"{member.place}.{member.life.num_restarts}"
@@ -251,11 +250,11 @@ class Fleet:
             )
 
     def _may_serve(self, place: str) -> bool:
-        """Whether an engine serves in the place, or comes up."""
+        """Whether an engine serves in the place or is starting there."""
         return place in self._lives and self._lives[place].state is not EngineState.given_up
 
     def _forget(self, member: _Member) -> None:
-        """Free its place. Idempotent."""
+        """Free the member's place. Idempotent."""
         if member in self._members:
             self._members.remove(member)
             del self._lives[member.place]

@@ -1,7 +1,6 @@
-"""Who is told what about a run's engines: front ends which there are, people when there are none.
+"""Who is told about a run's engines: front ends learn which there are, people when there is none.
 
-Flows in: a pool of engines that come and go. Flows out: front ends that send requests to the same ones, one line when the last is gone and
-one when the next is there, and the end of waiting after a deadline. Does not know why engines come and go.
+A front end sends requests to the same engines as the run. People read one line when the last engine is gone and one when the next serves.
 """
 
 import asyncio
@@ -21,15 +20,15 @@ _NOTIFY_TIMEOUT_S = 10.0
 
 
 class FrontEndPool(Protocol):
-    """Another client of the same engines, in a process of its own."""
+    """A client of the same engines in another process."""
 
     async def follow(self, engines: Sequence[InferenceEngine]) -> None:
-        """Send requests to these engines and no others. Raises ``InferenceError`` when it is gone."""
+        """Send requests to exactly these engines. Raises ``InferenceError`` if the front end is gone."""
         ...
 
 
 class FrontEndNotifier:
-    """Keeps a front end's engines those of a pool, also after a message that was lost or that it was too busy for."""
+    """Keeps a front end's engines those of a pool, also after a lost message."""
 
     def __init__(self, front_end: FrontEndPool) -> None:
         self._front_end = front_end
@@ -38,7 +37,7 @@ class FrontEndNotifier:
         self.changed = asyncio.Event()
 
     async def run(self, pool: EnginePool, interval_s: float) -> None:
-        """Consumes changes, produces messages; waits for ``changed``, or an interval at most. Runs until it is cancelled."""
+        """Consumes changes, produces messages; waits for ``changed``, at most ``interval_s``. Runs until cancelled."""
         while True:
             self.changed.clear()
             await self.notify(pool)
@@ -47,7 +46,7 @@ class FrontEndNotifier:
                     await self.changed.wait()
 
     async def notify(self, pool: EnginePool) -> None:
-        """Tell it which engines there are; that it does not answer is logged once."""
+        """Send the list of engines. A front end that does not answer is logged once."""
         async with self._lock:
             try:
                 async with asyncio.timeout(_NOTIFY_TIMEOUT_S):
@@ -61,11 +60,11 @@ class FrontEndNotifier:
 
 
 class Outage:
-    """The time in which no engine serves.
+    """Announces when no engine serves and when one does again; after a timeout nobody waits any more.
 
     Args:
-        pool: whose waiters are told when it is too long.
-        timeout_s: after which it is.
+        pool: its waiting requests fail after the timeout.
+        timeout_s: longest time without an engine.
         say: takes a line for the people who watch.
     """
 
@@ -77,7 +76,7 @@ class Outage:
         self._deadline: asyncio.TimerHandle | None = None
 
     def update(self) -> None:
-        """Engines have come or gone."""
+        """Compare with the pool's engines, which have changed."""
         loop = asyncio.get_running_loop()
         if not self._pool.engines and self._began is None:
             self._began = loop.time()
@@ -91,7 +90,7 @@ class Outage:
             self.end()
 
     def end(self) -> None:
-        """It is over, or of no interest any more. Idempotent."""
+        """Stop counting. Idempotent."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._began = self._deadline = None

@@ -1,8 +1,4 @@
-"""The segments of one generation, state to one sequence.
-
-Flows in: what engines sampled, block by block. Flows out: token ids, log-probs and versions of equal length, and why it ended.
-Does not know engines, text or routing.
-"""
+"""The tokens of one generation so far, from however many engine calls: ids, log-probs, versions, and why it ended."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,10 +9,10 @@ from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, TopLogp
 
 
 class GenerationState:
-    """The segments of one generation, as one sequence.
+    """One generation's tokens so far.
 
     Args:
-        has_logprobs: whether tokens must come with log-probs; else those that do come are dropped.
+        has_logprobs: whether every token must have a log-prob; if not, log-probs are dropped.
     """
 
     def __init__(self, *, has_logprobs: bool = True) -> None:
@@ -30,20 +26,20 @@ class GenerationState:
         """``stop`` or ``length`` once the generation has ended."""
         self.num_aborts = 0
         self.num_cached_tokens: int | None = None
-        """Of the first call's prompt; later calls' prompts set_engine_output tokens of the answer. None before its first tokens."""
+        """Cached tokens of the first call's prompt: later prompts contain tokens of the answer. None before the first token."""
         self.call_id: str | None = None
-        """Request id of the engine call that goes on."""
+        """Request id of the open engine call."""
         self._num_before_call = 0
         self._engine_output: EngineOutput | None = None
         self._has_stop_string = False
 
     @property
     def has_ended(self) -> bool:
-        """Nothing more is to be sampled."""
+        """Whether nothing more is to be sampled."""
         return self.finish_reason is not None
 
     def add(self, output: EngineOutput) -> None:
-        """Append what an engine sampled. Raises ``InferenceError`` when a token lacks its log-prob or version."""
+        """Append a block. Raises ``InferenceError`` if a token lacks its log-prob or version."""
         if not self._has_logprobs:
             output = replace(output, logprobs=())
         num_logprobs = len(output.token_ids) if self._has_logprobs else 0
@@ -65,20 +61,20 @@ class GenerationState:
             self.finish_reason = output.finish_reason
 
     def begin_call(self, request_id: str) -> None:
-        """An engine call begins that samples what is missing."""
+        """An engine call begins that samples the rest."""
         self.call_id = request_id
         self._num_before_call = len(self.token_ids)
         self._engine_output = None
 
     def set_engine_output(self, outputs: Mapping[str, EngineOutput]) -> None:
-        """Remember what engines, by request id, have sampled in calls that go on and not handed over yet."""
+        """Remember the open call's tokens that its engine has not handed over yet. ``outputs``: request id -> all tokens of that call."""
         if self.call_id is not None and self.call_id in outputs:
             self._engine_output = outputs[self.call_id]
 
     def partial_output(self) -> EngineOutput:
-        """All tokens known, with those that the open call's engine still holds; the finish reason is there once an engine ended it.
+        """All tokens known, including those that the engine has not handed over; the finish reason is set once an engine ended it.
 
-        Where a stop string did, the tokens say so themselves: who goes on from them finds it again.
+        It is None where a stop string did: whoever continues from the tokens finds the string again.
         """
         known = replace(self.output(), finish_reason=None if self._has_stop_string else self.finish_reason)
         if self._engine_output is None or self._num_before_call + len(self._engine_output.token_ids) <= len(
@@ -89,18 +85,18 @@ class GenerationState:
         return merged(head_of(known, self._num_before_call), outputs)
 
     def truncate(self, num_tokens: int) -> None:
-        """A stop string has ended the generation."""
+        """Keep ``num_tokens``: a stop string has ended the generation there."""
         for column in (self.token_ids, self.logprobs, self.versions, self.top_logprobs):
             del column[num_tokens:]
         self.finish_reason = FinishReason.STOP
         self._has_stop_string = True
 
     def num_remaining(self, request: EngineRequest) -> int:
-        """Tokens that ``request``, the whole generation's, has left to sample."""
+        """Tokens left to sample for ``request``, which is the whole generation's."""
         return request.sampling.max_tokens - len(self.token_ids)
 
     def remaining_request(self, request: EngineRequest, request_id: str) -> EngineRequest:
-        """What remains to be asked for of ``request``: its prompt plus the tokens so far, the rest of its budget."""
+        """The request for the rest: the prompt of ``request`` plus the tokens so far, and the rest of its budget."""
         if not self.token_ids:
             return replace(request, request_id=request_id)
         return replace(
@@ -116,7 +112,7 @@ class GenerationState:
         )
 
     def output(self) -> EngineOutput:
-        """All of it as what one engine call returns; ``abort``, which is not among ``num_aborts`` then, while it has not ended."""
+        """All tokens as one engine call's output. Before the end its reason is ``abort``, which ``num_aborts`` then leaves out."""
         return EngineOutput(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
@@ -128,29 +124,37 @@ class GenerationState:
         )
 
 
+def new_state(request: EngineRequest) -> GenerationState:
+    """An empty state for ``request``."""
+    return GenerationState(has_logprobs=request.sampling.reports_logprobs)
+
+
 class OpenCalls:
-    """The tokens so far of the calls that an engine in this process is working on."""
+    """The states of an engine's open calls."""
 
     def __init__(self) -> None:
         self._states: dict[str, GenerationState] = {}
 
     @contextmanager
     def tracking(self, request: EngineRequest) -> Iterator[GenerationState]:
-        """What the call yields is to be added to the one this gives."""
-        state = GenerationState(has_logprobs=request.sampling.reports_logprobs)
-        self._states[request.request_id] = state
+        """Yield the call's state, to which the caller adds what is sampled."""
+        state = self._states[request.request_id] = new_state(request)
         try:
             yield state
         finally:
-            self._states.pop(request.request_id, None)
+            del self._states[request.request_id]
 
-    def partial_output(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
-        """By request id, of those that are known."""
-        return {i: self._states[i].partial_output() for i in request_ids if i in self._states}
+    def find(self, request_ids: Collection[str]) -> dict[str, GenerationState]:
+        """The states of those requests that are open, by id."""
+        return {i: self._states[i] for i in request_ids if i in self._states}
+
+    def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
+        """The tokens so far of those requests that are open, by id."""
+        return {request_id: state.partial_output() for request_id, state in self.find(request_ids).items()}
 
 
 def head_of(output: EngineOutput, num_tokens: int) -> EngineOutput:
-    """The last block of a generation that a stop string ends."""
+    """The first tokens of a block that a stop string ends."""
     return replace(
         output,
         token_ids=output.token_ids[:num_tokens],
@@ -162,7 +166,7 @@ def head_of(output: EngineOutput, num_tokens: int) -> EngineOutput:
 
 
 def merged(first: EngineOutput, second: EngineOutput) -> EngineOutput:
-    """Two blocks of a stream, one after the other, as one."""
+    """Two consecutive blocks of a stream as one."""
     return EngineOutput(
         token_ids=first.token_ids + second.token_ids,
         logprobs=first.logprobs + second.logprobs,
@@ -175,7 +179,7 @@ def merged(first: EngineOutput, second: EngineOutput) -> EngineOutput:
 
 
 def without_abort(output: EngineOutput) -> EngineOutput:
-    """A block as the consumer of the whole generation sees it: an abort is no end, and is counted."""
+    """A block of a generation that continues: an abort is counted instead of ending it."""
     if output.finish_reason is not FinishReason.ABORT:
         return output
     return replace(output, finish_reason=None, num_aborts=output.num_aborts + 1)

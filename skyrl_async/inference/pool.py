@@ -2,8 +2,8 @@
 
     add ──admission──> slot ──calls──> drop (dead: calls are cut off) · remove (drained: calls come back with their tokens)
 
-Flows in: engines that join, leave and die. Flows out: a slot for each call, as soon as there is an engine. It knows neither what
-is generated nor how weights reach an engine: whoever publishes them sets ``admission``, whoever restarts engines listens.
+Each call gets an engine's slot, as soon as there is an engine. The pool does not know what is generated, nor how weights reach an engine:
+the publisher of weights sets ``admission``, and the fleet that restarts engines sets ``listener``.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError
 from skyrl_async.inference.placement import Placement, PlacementSettings
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.router import Router
+from skyrl_async.runtime.changes import Changes
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.types import EngineOutput, EngineRequest
 
@@ -23,60 +24,57 @@ Call = Callable[[InferenceEngine, EngineRequest], AsyncGenerator[EngineOutput, N
 """Runs one request in one engine."""
 
 Admission = Callable[[InferenceEngine], AbstractAsyncContextManager[None]]
-"""Makes an engine serve what the others serve; it takes requests from the block's end on, and no publish comes in between."""
+"""Makes an engine serve the version the others serve. It takes requests from the block's end on; no publish comes in between."""
 
 _NO_ENGINE = "no engine"
 _NONE_LEFT = "no inference engine is left: every one has died; see the run's log for the first failure"
 
 
 class EngineListener(Protocol):
-    """Who wants to know which engines a pool has."""
+    """Is told when engines join and leave a pool."""
 
     def engine_joined(self, engine: InferenceEngine) -> None:
-        """It takes requests from now on."""
+        """The engine takes requests from now on."""
         ...
 
     async def engine_leaving(self, name: str) -> None:
-        """It takes no request any more, and those that it has will be handed back when this returns."""
+        """The engine takes no more requests; those that it has are evicted once this returns."""
         ...
 
     def engine_died(self, name: str, reason: str) -> None:
-        """It takes no request any more, and what it had goes on elsewhere."""
+        """The engine takes no more requests; those that it had continue elsewhere."""
         ...
 
 
 class EngineSlot:
-    """One engine, and the calls that one client has open in it."""
+    """One engine and the calls that one client has open in it."""
 
     def __init__(self, engine: InferenceEngine) -> None:
         self.engine = engine
         self._open: dict[asyncio.Timeout, None] = {}
         self._num_calls = 0
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._changes = Changes()
         self._death: str | None = None
 
     @contextlib.contextmanager
     def open_call(self) -> Iterator[None]:
-        """One call more while the block lasts."""
+        """Count one more call while the block lasts."""
         self._num_calls += 1
-        self._empty.clear()
         try:
             yield
         finally:
             self._num_calls -= 1
-            if not self._num_calls:
-                self._empty.set()
+            self._changes.notify()
 
     async def blocks(self, call: Call, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """What ``call`` yields. Raises ``EngineDeadError`` as soon as the engine is said to be dead, whether or not it says so."""
+        """Yield the call's blocks. Raises ``EngineDeadError`` as soon as ``cut_off`` is called, even if the engine does not react."""
         async with aclosing(call(self.engine, request)) as blocks:
             while (block := await self._next(blocks)) is not None:
                 yield block
 
     async def wait_until_idle(self) -> None:
         """Return when no call is open."""
-        await self._empty.wait()
+        await self._changes.until(lambda: not self._num_calls)
 
     def cut_off(self, reason: str) -> None:
         """End every open call, now."""
@@ -106,9 +104,9 @@ class EnginePool:
     """The engines of one client.
 
     Args:
-        engines: those there are at first.
-        wait_s: seconds that a request waits when there is no engine; None waits until one comes or ``give_up`` says that none will.
-        placement: how unequal engines are to be; None loads them all alike and moves no request.
+        engines: the first engines.
+        wait_s: longest wait of a request for an engine, in seconds; None: until one joins or ``give_up`` is called.
+        placement: weights of old requests; None loads engines alike and moves no request.
     """
 
     def __init__(
@@ -122,13 +120,13 @@ class EnginePool:
         self._router = Router(tuple(self._slots))
         self._placement = Placement(placement)
         self._wait_s = wait_s
-        self._news = asyncio.Event()
+        self._changes = Changes()
         self.unavailable_reason: str | None = None
-        """Why no engine is to be waited for."""
+        """Why nobody should wait for an engine; None while one may come."""
         self.admission: Admission = _admit_at_once
         self.listener: EngineListener | None = None
         self.deadlines = Deadlines()
-        """They stand still while there is no engine and one is waited for, which is an outage."""
+        """Stand still during an outage: no engine is left, and one is waited for."""
 
     @property
     def engines(self) -> tuple[InferenceEngine, ...]:
@@ -137,7 +135,7 @@ class EnginePool:
 
     @property
     def is_expecting(self) -> bool:
-        """Whether it is worth waiting for an engine when there is none."""
+        """Whether requests wait for an engine if there is none."""
         return self._wait_s != 0 and self.unavailable_reason is None
 
     @property
@@ -149,7 +147,7 @@ class EnginePool:
     async def slot(
         self, session_id: str | None, generation_id: str, request: EngineRequest
     ) -> AsyncIterator[EngineSlot]:
-        """A place for one call of a generation, in the engine that it was moved to, the session's own, or the one with most room.
+        """The slot for one call of a generation: of the engine it was moved to, else the session's, else the least loaded.
 
         Raises ``NoEngineError`` like ``wait_for_engine``.
         """
@@ -168,38 +166,37 @@ class EnginePool:
             self._forget(name)
 
     def end_session(self, session_id: str) -> None:
-        """A session sends nothing more: the next one may have its place. Idempotent."""
+        """A session sends nothing more. Idempotent."""
         self._router.end_session(session_id)
 
     def rearrange(self) -> Mapping[str, Sequence[str]]:
-        """Engine -> requests in it that are to be evicted, for they go on in another then. For every weight update, while engines
-        are paused; see ``inference.placement``."""
+        """Engine -> its requests to evict, which then continue in another. Called at every weight update, while engines are paused;
+        see ``Placement.rearrange``."""
         return self._placement.rearrange(self._router.engine_names)
 
     async def wait_for_engine(self) -> None:
-        """Return once there is an engine. Raises ``NoEngineError`` when none is expected, or none has come in time."""
+        """Return once there is an engine. Raises ``NoEngineError`` if none is expected, or none comes in time."""
         if self._router.engine_names:
             return
         try:
             async with asyncio.timeout(self._wait_s) as deadline:
-                while not self._router.engine_names:
-                    self._require_expected()
-                    self._news.clear()
-                    await self._news.wait()
+                await self._changes.until(lambda: bool(self._router.engine_names) or not self.is_expecting)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
             raise NoEngineError(f"no inference engine has been there for {self._wait_s:g} s; try again") from error
+        if not self._router.engine_names:
+            raise NoEngineError(self.unavailable_reason or _NONE_LEFT)
 
     def give_up(self, reason: str) -> None:
-        """Let everybody who waits for an engine fail, now and from now on, until one is added."""
+        """Fail every wait for an engine, now and until one is added."""
         self.unavailable_reason = reason
         self._notify()
 
     async def add(self, engine: InferenceEngine) -> None:
-        """Send requests to one more engine, once it serves what the others serve.
+        """Send requests to one more engine, once it serves the version the others serve.
 
-        Raises ``StateError`` for a name that is not free, and what ``admission`` raises.
+        Raises ``StateError`` for a name in use, and what ``admission`` raises.
         """
         async with self.admission(engine):
             self._add(engine)
@@ -207,10 +204,10 @@ class EnginePool:
             self.listener.engine_joined(engine)
 
     async def remove(self, name: str, *, timeout_s: float) -> InferenceEngine:
-        """Send no more requests to an engine, have those in it go on elsewhere with their tokens, and return it.
+        """Send no more requests to an engine, continue its requests elsewhere with their tokens, and return it.
 
-        What cannot be continued runs to its end there; after ``timeout_s`` it is cut off, and begins anew in another engine.
-        Raises ``InferenceError`` for an unknown name, and for the last engine when no other is to be waited for.
+        Requests that cannot be continued run to their end there; after ``timeout_s`` they begin anew in another engine.
+        Raises ``InferenceError`` for an unknown name, and for the last engine if no other is expected.
         """
         names = self._router.engine_names
         if name not in names:
@@ -244,7 +241,7 @@ class EnginePool:
             self.listener.engine_died(name, reason)
 
     def follow(self, engines: Sequence[InferenceEngine]) -> None:
-        """Use these engines, which somebody else looks after. Calls in others go on until these end them."""
+        """Use exactly these engines, which somebody else supervises. Open calls in other engines run to their end."""
         named = {engine.name: engine for engine in engines}
         for name in self._router.engine_names:
             if name not in named:
@@ -256,12 +253,8 @@ class EnginePool:
         self._notify()
 
     def statistics(self) -> dict[str, float]:
-        """See ``Router.statistics``."""
+        """Engines, sessions and running requests; see ``Router.statistics``."""
         return self._router.statistics()
-
-    def _require_expected(self) -> None:
-        if not self.is_expecting:
-            raise NoEngineError(self.unavailable_reason or _NONE_LEFT)
 
     def _add(self, engine: InferenceEngine) -> None:
         self._router.add(engine.name)
@@ -270,8 +263,8 @@ class EnginePool:
         self._notify()
 
     def _notify(self) -> None:
-        """Engines have come or gone, or will not come: who waits for one, and how long, may depend on that."""
-        self._news.set()
+        """Wake whoever waits for an engine, and begin or end an outage."""
+        self._changes.notify()
         outages = self.deadlines.outages
         if self._router.engine_names:
             outages.end(_NO_ENGINE)
@@ -281,7 +274,7 @@ class EnginePool:
             outages.give_up(_NO_ENGINE, self.unavailable_reason or _NONE_LEFT)
 
     def _forget(self, name: str) -> None:
-        """Let go of an engine that was removed, with its last call."""
+        """Forget a removed engine once its last call has ended."""
         if self._router.is_free(name):
             self._slots.pop(name, None)
             self._placement.forget(name)

@@ -150,7 +150,7 @@ class DeterministicEngine:
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
         """See ``InferenceEngine.partial_outputs``."""
         self._gate.raise_if_dead()
-        return self._calls.partial_output(request_ids)
+        return self._calls.partial_outputs(request_ids)
 
     async def pause(self, mode: PauseMode) -> None:
         """See ``InferenceEngine.pause``. Sampling a token awaits nothing, so none is half done."""

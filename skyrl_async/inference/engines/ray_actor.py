@@ -16,8 +16,8 @@ from typing import Any
 import ray
 
 from skyrl_async.errors import EngineDeadError, EngineStartError
-from skyrl_async.inference.continuation import fetch_partial_outputs, generate_to_end, new_state, stream_to_end
-from skyrl_async.inference.generation_state import GenerationState
+from skyrl_async.inference.continuation import fetch_partial_outputs, generate_to_end, stream_to_end
+from skyrl_async.inference.generation_state import GenerationState, OpenCalls
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.inference.vllm.engine import VLLMEngine
 from skyrl_async.types import EngineOutput, EngineRequest, SamplingParams
@@ -44,7 +44,7 @@ class EngineActor:
         self._engine: VLLMEngine
         self._requests: dict[str, asyncio.Task[Any]] = {}
         self._evicted: set[str] = set()
-        self._states: dict[str, GenerationState] = {}
+        self._calls = OpenCalls()
         self._finished: dict[tuple[str, int], asyncio.Event] = {}
         """(caller, number) -> whether it is over, of each caller's newest ones."""
 
@@ -82,9 +82,8 @@ class EngineActor:
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
         """See ``InferenceEngine.partial_outputs``: of all the engine's calls that a request took."""
-        found = {i: self._states[i] for i in request_ids if i in self._states}
-        await fetch_partial_outputs(self._engine, found.values())
-        return {request_id: state.partial_output() for request_id, state in found.items()}
+        await fetch_partial_outputs(self._engine, self._calls.find(request_ids).values())
+        return self._calls.partial_outputs(request_ids)
 
     async def cancel(self, request_id: str) -> None:
         """End a request whose caller has gone."""
@@ -122,11 +121,11 @@ class EngineActor:
         task = asyncio.current_task()
         assert task is not None
         self._requests[request.request_id] = task
-        self._states[request.request_id] = state = new_state(request)
         try:
-            yield state
+            with self._calls.tracking(request) as state:
+                yield state
         finally:
-            del self._requests[request.request_id], self._states[request.request_id]
+            del self._requests[request.request_id]
             self._evicted.discard(request.request_id)
 
 

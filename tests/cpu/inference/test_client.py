@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, PromptTooLongError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.continuation import generate_to_end, new_state, stream_to_end
-from skyrl_async.inference.generation_state import GenerationState
+from skyrl_async.inference.continuation import generate_to_end, stream_to_end
+from skyrl_async.inference.generation_state import GenerationState, new_state
 from skyrl_async.inference.text import CompletionText
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine

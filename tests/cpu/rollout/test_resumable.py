@@ -136,13 +136,13 @@ def test_calls_of_an_engine_that_have_ended_say_so_and_those_cut_at_a_stop_strin
     """A stop string is in the tokens, and found in them again; an end token is none of the text."""
     sampling = SamplingParams(max_tokens=50)
     calls, request = OpenCalls(), EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=sampling)
-    with calls.following(request) as joined:
+    with calls.tracking(request) as joined:
         joined.add(sampled(range(5)))
-        assert calls.partial_output(["r"])["r"].finish_reason is None
+        assert calls.partial_outputs(["r"])["r"].finish_reason is None
         joined.add(sampled(range(5), finish_reason=FinishReason.STOP))
-        assert calls.partial_output(["r"])["r"].finish_reason is FinishReason.STOP
+        assert calls.partial_outputs(["r"])["r"].finish_reason is FinishReason.STOP
         joined.truncate(3)
-        assert calls.partial_output(["r"])["r"] == replace(sampled(range(3)), num_aborts=4)
+        assert calls.partial_outputs(["r"])["r"] == replace(sampled(range(3)), num_aborts=4)
 
 
 def test_what_cannot_be_continued_begins_anew_and_is_not_followed() -> None:

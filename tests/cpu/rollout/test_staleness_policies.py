@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.errors import ConfigError
-from skyrl_async.inference.continuation import generate_to_end, new_state
-from skyrl_async.inference.generation_state import GenerationState
+from skyrl_async.inference.continuation import generate_to_end
+from skyrl_async.inference.generation_state import GenerationState, new_state
 from skyrl_async.metrics.run_totals import BoundCost, RunTotals, needed_bound
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.rollout.staleness_policies import staleness_policy
