@@ -30,9 +30,9 @@ def _obey(commands: Connection, device: torch.device) -> None:
                 receiver.connect(place, rank)
                 commands.send("")
             elif name == "receive":
-                receiving = receiver.prepare(*arguments)
-                receiving()
-                commands.send(receiving.path)
+                path, fill = receiver.prepare(*arguments)
+                fill()
+                commands.send(path)
             else:  # a signal that this process sends itself when it knows the size, and has received nothing else
                 group = TransferGroup(place, rank=rank, device=device)
                 group.receive(functools.partial(_get_signal, arguments[0]))

@@ -1,12 +1,12 @@
 """An engine whose every bit can be reproduced: one request at a time, one token at a time, on the CPU, in this process.
 
-Flows in: ``EngineRequest`` and ``WeightUpdate``, as for any engine. Flows out: tokens that depend on the weights, the
-prompt, the sampling parameters and nothing else: not on what else is running, nor on where a request was aborted and
+Tokens depend on the weights, the prompt and the sampling parameters alone: not on other requests, nor on where a request was aborted and
 continued. There are no threads and no clock, so it runs on a virtual-time event loop. It is slow, and meant for tests.
 """
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -20,11 +20,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError, PublishError, RequestRefusedError
-from skyrl_async.inference.generation_state import OpenCalls
+from skyrl_async.inference.generation_state import OpenCalls, merged
 from skyrl_async.inference.policy_files import eos_token_ids, require_as_sent
 from skyrl_async.inference.protocol import pause_then_load
 from skyrl_async.inference.vllm.adapter import MergedAdapters, update_validator
 from skyrl_async.inference.vllm.weight_map import WeightMap
+from skyrl_async.runtime.changes import Changes
 from skyrl_async.types import (
     EngineOutput,
     EngineRequest,
@@ -43,7 +44,7 @@ class DeterministicEngine:
         name: unique among the run's engines.
         policy_dir: Hugging Face directory.
         version: policy version of the weights there.
-        adapter_rank: of the adapters that updates hold; 0: they hold all weights.
+        adapter_rank: rank of the adapters in updates; 0: updates hold all weights.
         max_model_len: longest prompt plus answer in tokens; None takes the model's own.
         seconds_per_token: how long a token takes on the event loop's clock, for tests in virtual time.
     """
@@ -58,45 +59,30 @@ class DeterministicEngine:
         max_model_len: int | None = None,
         seconds_per_token: float = 0.0,
     ) -> None:
-        self._name = name
+        self.name = name
+        """Name given."""
         self._model = _load_model(str(policy_dir))
         self._stop_token_ids = frozenset(eos_token_ids(str(policy_dir)))
         self._validator = update_validator(str(policy_dir), adapter_rank)
         self._adapters = MergedAdapters(self._model.state_dict())
         self._version = version
         self._num_loads = 0
-        self._max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
+        self.max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
+        """Longest prompt plus answer in tokens."""
         self._seconds_per_token = seconds_per_token
         self._gate = _Gate(name)
         self._calls = OpenCalls()
 
     def __reduce__(self) -> NoReturn:
-        """It is in one process, where updates load."""
+        """Refuse: updates load in this process only."""
         raise InferenceError(
-            f"engine {self._name} is deterministic and cannot be sent to another process: no weight update would reach its copy; "
+            f"engine {self.name} is deterministic and cannot be sent to another process: no weight update would reach its copy; "
             "set engine.backend=vllm"
         )
 
-    @property
-    def name(self) -> str:
-        """Name given."""
-        return self._name
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus answer in tokens."""
-        return self._max_model_len
-
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """See ``InferenceEngine.generate``."""
-        blocks = [block async for block in self.stream(request)]
-        return EngineOutput(
-            token_ids=sum((block.token_ids for block in blocks), ()),
-            logprobs=sum((block.logprobs for block in blocks), ()),
-            versions=sum((block.versions for block in blocks), ()),
-            finish_reason=blocks[-1].finish_reason,
-            top_logprobs=sum((block.top_logprobs for block in blocks), ()),
-        )
+        return functools.reduce(merged, [block async for block in self.stream(request)])
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See ``InferenceEngine.stream``; every block is one token, or the empty end of an aborted request.
@@ -110,8 +96,8 @@ class DeterministicEngine:
                 "leave them out, or set engine.backend=vllm"
             )
         num_prompt_tokens = len(request.prompt_token_ids)
-        if num_prompt_tokens >= self._max_model_len:
-            raise PromptTooLongError(num_prompt_tokens, self._max_model_len)
+        if num_prompt_tokens >= self.max_model_len:
+            raise PromptTooLongError(num_prompt_tokens, self.max_model_len)
         with self._calls.tracking(request) as state:
             async with contextlib.aclosing(self._tokens(request)) as blocks:
                 async for block in blocks:
@@ -120,10 +106,10 @@ class DeterministicEngine:
 
     async def _tokens(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         sequence = _Sequence(self._model, request, self._stop_token_ids)
-        with self._gate.visit(request.request_id) as visit:
+        with self._gate.call(request.request_id) as call:
             while True:
-                await self._gate.pass_time(self._seconds_per_token, visit)
-                if not await self._gate.may_sample(visit):
+                await self._gate.pass_time(self._seconds_per_token, call)
+                if not await self._gate.may_sample(call):
                     yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
                     return
                 token, logprobs = sequence.sample_next(self._num_loads)
@@ -143,7 +129,7 @@ class DeterministicEngine:
         if token in sampling.stop_token_ids or (token in self._stop_token_ids and not sampling.ignore_eos):
             return FinishReason.STOP
         num_new_tokens = len(sequence.token_ids) - len(request.prompt_token_ids)
-        if num_new_tokens >= request.sampling.max_tokens or len(sequence.token_ids) >= self._max_model_len:
+        if num_new_tokens >= request.sampling.max_tokens or len(sequence.token_ids) >= self.max_model_len:
             return FinishReason.LENGTH
         return None
 
@@ -161,7 +147,7 @@ class DeterministicEngine:
         self._gate.open()
 
     async def stage_weights(self, update: WeightUpdate) -> None:
-        """Nothing is prepared: it is loaded in no time of the loop's."""
+        """Nothing to prepare: loading takes no time on the event loop's clock."""
         self._gate.raise_if_dead()
 
     async def load_weights(self, update: WeightUpdate) -> None:
@@ -217,8 +203,8 @@ class DeterministicEngine:
         self._gate.kill()
 
 
-class _Visit:
-    """One request before the gate."""
+class _Call:
+    """One request in flight."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -226,15 +212,14 @@ class _Visit:
 
 
 class _Gate:
-    """Whether tokens may be sampled; state changes are synchronous."""
+    """Whether tokens may be sampled."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._mode: PauseMode | None = None
         self._is_dead = False
-        self._changed = asyncio.Event()
-        self._visits: set[_Visit] = set()
-        """Of requests in flight."""
+        self._changes = Changes()
+        self._calls: set[_Call] = set()
 
     @property
     def is_closed(self) -> bool:
@@ -245,63 +230,57 @@ class _Gate:
         if mode is PauseMode.ABORT and self._mode is not mode:
             self.abort()
         self._mode = mode
-        self._notify()
+        self._changes.notify()
 
     @contextlib.contextmanager
-    def visit(self, request_id: str) -> Iterator[_Visit]:
-        """A request is in flight while the block lasts."""
-        visit = _Visit(request_id)
-        self._visits.add(visit)
+    def call(self, request_id: str) -> Iterator[_Call]:
+        """Register a request while the block lasts."""
+        call = _Call(request_id)
+        self._calls.add(call)
         try:
-            yield visit
+            yield call
         finally:
-            self._visits.remove(visit)
+            self._calls.remove(call)
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """End requests that are in flight: these, or all."""
+        """End these requests, or all."""
         self.raise_if_dead()
-        for visit in self._visits:
-            visit.is_aborted |= request_ids is None or visit.request_id in request_ids
-        self._notify()
+        for call in self._calls:
+            call.is_aborted |= request_ids is None or call.request_id in request_ids
+        self._changes.notify()
 
     def open(self) -> None:
         self.raise_if_dead()
         self._mode = None
-        self._notify()
+        self._changes.notify()
 
     def kill(self) -> None:
         self._is_dead = True
-        self._notify()
+        self._changes.notify()
 
     def raise_if_dead(self) -> None:
         if self._is_dead:
             raise EngineDeadError(f"engine {self._name} is gone: closed")
 
-    async def pass_time(self, seconds: float, visit: _Visit) -> None:
-        """Wait for so long, or until the caller is aborted: what it began at a token is lost."""
+    async def pass_time(self, seconds: float, call: _Call) -> None:
+        """Wait, but not longer than until the call is aborted: a token that was begun is lost."""
         until = asyncio.get_running_loop().time() + seconds
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):
-                while not visit.is_aborted and not self._is_dead:
-                    await self._changed.wait()
+                await self._changes.until(lambda: call.is_aborted or self._is_dead)
 
-    async def may_sample(self, visit: _Visit) -> bool:
-        """Wait until the gate is open; False when the caller is aborted.
+    async def may_sample(self, call: _Call) -> bool:
+        """Wait until the gate is open; False if the call is aborted.
 
         Raises ``EngineDeadError``.
         """
-        while self.is_closed and not visit.is_aborted and not self._is_dead:
-            await self._changed.wait()
+        await self._changes.until(lambda: not self.is_closed or call.is_aborted or self._is_dead)
         self.raise_if_dead()
-        return not visit.is_aborted
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        return not call.is_aborted
 
 
 class _Sequence:
-    """One request's tokens and keys and values.
+    """One request's tokens, keys and values.
 
     The cache is always filled in the same steps, the original prompt at once and then token by token, so that a
     continued request computes the very same numbers as one that was never aborted.
@@ -348,7 +327,7 @@ class _Sequence:
         return logits
 
     def _ends_with(self, token_ids: Sequence[int]) -> bool:
-        """Whether the tokens sampled so far do."""
+        """Whether the sampled tokens end with these."""
         sampled = self.token_ids[self._num_prompt_tokens :]
         return not token_ids or sampled[-len(token_ids) :] == list(token_ids)
 
@@ -391,7 +370,7 @@ def _processed_logprobs(logits: torch.Tensor, sampling: SamplingParams) -> torch
 
 
 def _top_logprobs(logprobs: torch.Tensor, num_top_logprobs: int) -> tuple[TopLogprobs, ...]:
-    """Of one position: the likeliest tokens that truncation has left; nothing where none are asked for."""
+    """The likeliest tokens of one position that truncation has left; empty if none are asked for."""
     if num_top_logprobs == 0:
         return ()
     values, tokens = logprobs.topk(min(num_top_logprobs, len(logprobs)))

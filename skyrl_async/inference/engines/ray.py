@@ -1,11 +1,9 @@
-"""Engines in processes of their own: a Ray actor around each vLLM engine, and the adapter that makes it one again.
+"""Engines in processes of their own: a Ray actor around each vLLM engine, and the object that makes it an ``InferenceEngine`` again.
 
     RayEngine (any process) ── requests, blocks, control calls ──> EngineActor (its process) ──> VLLMEngine ──> core
 
-Flows in: ``VLLMEngineConfig`` values, one per engine. Flows out: ``RayEngine`` objects, which can be pickled and fulfil
-``InferenceEngine``. What a weight update aborts goes on inside the actor: only requests that cannot be continued come back with
-``abort``. What Ray says of a dead actor becomes ``EngineDeadError``; our own errors cross as they are. It does not know routing
-or weights.
+A ``RayEngine`` can be pickled. Requests that a weight update aborts continue inside the actor: only those that cannot be continued come
+back with ``abort``. Ray's errors of a dead actor become ``EngineDeadError``; our own errors cross as they are.
 """
 
 import asyncio
@@ -13,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,22 +27,28 @@ from skyrl_async.inference.engine_life import EngineLife
 from skyrl_async.inference.engines.ray_actor import EngineActor, StartedEngine
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
+from skyrl_async.runtime.tasks import run_together
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
 _MAX_CONCURRENT_CALLS = 1_000_000
-"""More than there will be: Ray lets further calls wait in line, and what a paused engine holds would keep its resumption there."""
+"""More than there will ever be. Ray queues calls past the limit, and requests held by a paused engine would keep ``resume`` queued."""
 _NUM_LOG_LINES_SHOWN = 20
 _RAY_GRACE_S = 5.0
-"""An engine misses its own deadline first and says why; Ray's side waits this much longer."""
+"""How much longer Ray's side waits, so that an engine misses its own deadline first and says why."""
 
 
 class RayEngine:
     """An ``InferenceEngine`` in a Ray actor; made by ``start_ray_engines``."""
 
     def __init__(self, name: str, actor: ActorHandle, started: StartedEngine) -> None:
-        self._name = name
+        self.name = name
+        """Name from the config."""
+        self.max_model_len = started.max_model_len
+        """Longest prompt plus answer in tokens."""
+        self.node_id = started.node_id
+        """Ray's name of the machine that it runs on."""
         self._actor = actor
         self._started = started
         self._caller = uuid.uuid4().hex
@@ -53,23 +57,8 @@ class RayEngine:
         """When the latest call in boot_lock has missed its deadline, on the loop's clock; 0 once it has answered."""
 
     def __reduce__(self) -> tuple[type, tuple[str, ActorHandle, StartedEngine]]:
-        """A copy has turns of its own."""
-        return RayEngine, (self._name, self._actor, self._started)
-
-    @property
-    def name(self) -> str:
-        """Name from the config."""
-        return self._name
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus answer in tokens."""
-        return self._started.max_model_len
-
-    @property
-    def node_id(self) -> str:
-        """Of the machine that it runs on, as Ray names it."""
-        return self._started.node_id
+        """A copy numbers its calls anew."""
+        return RayEngine, (self.name, self._actor, self._started)
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """See ``InferenceEngine.generate``."""
@@ -116,7 +105,7 @@ class RayEngine:
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """See ``InferenceEngine.switch_weights``."""
-        deadlines_s = 3 * self._started.call_timeout_s  # it checks an adapter's layers, pauses and loads
+        deadlines_s = 3 * self._started.call_timeout_s  # for checking an adapter's layers, pausing and loading
         seconds: float = await self._control_in_order("switch_weights", update, mode, timeout_s=deadlines_s)
         return seconds
 
@@ -136,7 +125,7 @@ class RayEngine:
             await self._actor.control.remote("ping", ())
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
-        """See ``InferenceEngine.evict``. Only to evict all of them takes as long as requests do, and has no deadline."""
+        """See ``InferenceEngine.evict``. Evicting all takes as long as requests do, and has no deadline."""
         if request_ids is not None:
             await self._answer("evict", self._actor.evict.remote(tuple(request_ids)))
             return
@@ -153,22 +142,22 @@ class RayEngine:
         ray.kill(self._actor)
 
     async def _control_in_order(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Run a call after the one before it, also after one whose caller was cancelled: the actor goes on with that.
+        """Run a call after the one before it, which the actor finishes even if its caller was cancelled.
 
-        Its deadline begins when that of the calls before is over, unless they have answered.
+        The deadline begins after that of the calls before, unless they have answered.
         """
         now = asyncio.get_running_loop().time()
         allowed_s = max(self._busy_until - now, 0.0) + (timeout_s or self._started.call_timeout_s)
         self._busy_until = busy_until = now + allowed_s
         call = self._actor.control_in_order.remote(method, args, self._caller, next(self._call_numbers))
-        goes_on = False
+        is_abandoned = False
         try:
             return await self._answer(method, call, allowed_s)
         except asyncio.CancelledError:
-            goes_on = True
+            is_abandoned = True
             raise
         finally:
-            if not goes_on and self._busy_until == busy_until:
+            if not is_abandoned and self._busy_until == busy_until:
                 self._busy_until = 0.0
 
     async def _control(self, method: str, *args: Any) -> Any:
@@ -185,7 +174,7 @@ class RayEngine:
 
     @contextlib.contextmanager
     def _cancelled_with_caller(self, request_id: str) -> Iterator[None]:
-        """Ray goes on with a call whose caller is cancelled: end the request in the engine."""
+        """End the request in the engine if its caller is cancelled: Ray would continue the call."""
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):
@@ -218,18 +207,18 @@ async def start_ray_engines(
     log_dir: Path,
     lives: Mapping[str, EngineLife] = MappingProxyType({}),
 ) -> list[RayEngine]:
-    """Start one engine per config, all at the same time, but one after another where several may be on one GPU: each measures there what
-    memory is left. Ray must be initialised.
+    """Start one engine per config, all at the same time. Where several may share a GPU they start one after another, since each measures
+    the memory left there. Ray must be initialised.
 
     Args:
         num_cpus: CPU slots that Ray reserves per engine.
         num_gpus: GPUs per engine.
         scheduling_strategies: where Ray puts each engine; None leaves that to Ray.
-        start_timeout_s: for those that start at the same time, in seconds.
-        log_dir: each engine writes ``<name>.log`` there; made when missing.
-        lives: by name; one whose process is killed while it boots takes a restart of its life, and boots again under its name.
+        start_timeout_s: longest boot of one engine, in seconds.
+        log_dir: each engine writes ``<name>.log`` there; made if missing.
+        lives: by name. An engine killed while it boots takes one of its restarts, and boots again under its name.
 
-    Raises ``EngineStartError`` with the engine's last log lines when one does not come up; then none is left.
+    Raises ``EngineStartError`` with the engine's last log lines if one does not come up; then none is left.
     """
     _require_resources(configs, {"CPU": num_cpus, "GPU": num_gpus})
     log_paths = _log_paths(configs, log_dir)
@@ -252,19 +241,9 @@ async def start_ray_engines(
 
             life = lives.get(config.name)
             boots[config.name] = _boot(make_actor, config.name, log_path, start_timeout_s, boot_lock, life)
-        engines = await _all(boots)
+        engines = list(await run_together(boots))
         on_failure.pop_all()
     return engines
-
-
-async def _all(boots: dict[str, Coroutine[Any, Any, RayEngine]]) -> list[RayEngine]:
-    """All results in order, or the first error."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(boot, name=f"boot {name}") for name, boot in boots.items()]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _log_paths(configs: Sequence[VLLMEngineConfig], log_dir: Path) -> list[Path]:
@@ -273,7 +252,7 @@ def _log_paths(configs: Sequence[VLLMEngineConfig], log_dir: Path) -> list[Path]
 
 
 def _require_resources(configs: Sequence[VLLMEngineConfig], needed_per_engine: dict[str, float]) -> None:
-    """Ray would wait for ever for a resource that the cluster lacks."""
+    """Raise ``EngineStartError`` for a resource that the cluster lacks: Ray would wait for it for ever."""
     available = ray.cluster_resources()
     for resource, num_per_engine in needed_per_engine.items():
         num_needed = num_per_engine * len(configs)
@@ -314,7 +293,7 @@ async def _boot(
     boot_lock: contextlib.AbstractAsyncContextManager[None],
     life: EngineLife | None,
 ) -> RayEngine:
-    """Start one engine, in ``boot_lock``; again where it is killed meanwhile and its ``life`` has restarts left."""
+    """Start one engine, under ``boot_lock``; again if it is killed meanwhile and its ``life`` has restarts left."""
     while True:
         actor = make_actor()
         try:
@@ -337,7 +316,7 @@ async def _boot(
 
 
 def _was_killed(error: RayError) -> bool:
-    """Whether a process of the engine was ended from outside: another may come up."""
+    """Whether a process of the engine was ended from outside, so that another may come up."""
     if isinstance(error, RayTaskError):
         return isinstance(error.cause, EngineDeadError)
     return isinstance(error, RayActorError) and not error.actor_init_failed

@@ -1,8 +1,8 @@
-"""A vLLM engine in a Ray actor's process: its requests, which a caller can end, and every other call.
+"""A vLLM engine in a Ray actor's process: its requests, which callers can cancel, and every other call.
 
     RayEngine (any process) ──> EngineActor ──> VLLMEngine ──> core
 
-Flows in: what ``RayEngine`` calls. Flows out: the engine's answers. What a weight update aborts goes on in here.
+Requests that a weight update aborts continue here.
 """
 
 import asyncio
@@ -25,18 +25,18 @@ from skyrl_async.types import EngineOutput, EngineRequest, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedEngine:
-    """What is known of an engine when it is up."""
+    """Values of an engine that has booted."""
 
     max_model_len: int
     node_id: str
     call_timeout_s: float
     """Deadline of a control call."""
     checksum_timeout_s: float
-    """And of a checksum."""
+    """Deadline of a checksum."""
 
 
 class EngineActor:
-    """Owns one ``VLLMEngine``, and the tasks of the requests in it so that a caller can end them."""
+    """Owns one ``VLLMEngine``, and its requests' tasks, so that callers can cancel them."""
 
     def __init__(self, config: VLLMEngineConfig, log_path: str) -> None:
         _redirect_output(log_path)
@@ -46,13 +46,10 @@ class EngineActor:
         self._evicted: set[str] = set()
         self._calls = OpenCalls()
         self._finished: dict[tuple[str, int], asyncio.Event] = {}
-        """(caller, number) -> whether it is over, of each caller's newest ones."""
+        """(caller, number) -> set once that ordered call is over; only each caller's newest are kept."""
 
     async def start(self) -> StartedEngine:
-        """Boot.
-
-        One token is sampled: vLLM boots with models that its kernels for the device then turn out not to support.
-        """
+        """Boot, and sample one token: vLLM boots with models that its kernels for the device then turn out not to support."""
         self._engine = await VLLMEngine.start(self._config)
         request = EngineRequest(request_id="boot", prompt_token_ids=(0,), sampling=SamplingParams(max_tokens=1))
         try:
@@ -81,28 +78,28 @@ class EngineActor:
                     yield block
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
-        """See ``InferenceEngine.partial_outputs``: of all the engine's calls that a request took."""
+        """See ``InferenceEngine.partial_outputs``; with the tokens of all the engine's calls for a request."""
         await fetch_partial_outputs(self._engine, self._calls.find(request_ids).values())
         return self._calls.partial_outputs(request_ids)
 
     async def cancel(self, request_id: str) -> None:
-        """End a request whose caller has gone."""
+        """End a request whose caller is gone."""
         if task := self._requests.get(request_id):
             task.cancel()
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
-        """See ``InferenceEngine.evict``. Requests leave wherever in the engine they are, also between two of its calls."""
+        """See ``InferenceEngine.evict``. Requests also leave between two of the engine's calls."""
         leaving = self._requests.keys() if request_ids is None else self._requests.keys() & set(request_ids)
         self._evicted |= leaving
         await self._engine.evict(None if request_ids is None else leaving)
 
     async def control(self, method: str, args: tuple[Any, ...]) -> Any:
-        """Any other method of the engine."""
+        """Call any other method of the engine."""
         return await getattr(self._engine, method)(*args)
 
     async def control_in_order(self, method: str, args: tuple[Any, ...], caller: str, number: int) -> Any:
-        """Like ``control``, once the caller's turns before this one (counted from 0) are over, however they ended: Ray starts an
-        actor's calls in any order."""
+        """``control``, after the caller's calls with smaller numbers (counted from 0) are over: Ray starts an actor's calls in any
+        order."""
         over = self._finished.setdefault((caller, number), asyncio.Event())
         if number:
             await self._finished.setdefault((caller, number - 1), asyncio.Event()).wait()
@@ -113,7 +110,7 @@ class EngineActor:
             over.set()
 
     def _unless_evicted(self, request: EngineRequest) -> Callable[[], bool]:
-        """Whether a request may go on in this engine after an abort."""
+        """A function: whether the request may continue in this engine after an abort."""
         return lambda: request.request_id not in self._evicted
 
     @contextlib.contextmanager
@@ -130,7 +127,7 @@ class EngineActor:
 
 
 def _redirect_output(log_path: str) -> None:
-    """Send everything that this process and its children print to a file of their own."""
+    """Send the output of this process and its children to a file."""
     with open(log_path, "ab", buffering=0) as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())

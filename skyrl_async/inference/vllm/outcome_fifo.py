@@ -1,29 +1,33 @@
-"""How threads of other processes on this machine say that they are done, without anybody asking again and again.
+"""How threads of other processes on this machine report that they are done, without polling: a line per outcome in a FIFO.
 
-Flows in: lines written to a FIFO, one per outcome. Flows out: the first that is a failure. Knows nothing of what is done.
+OutcomeFifo (an engine's process) ── path ──> worker process: run_and_report(work, path) ──line──> first_failure
 """
 
 import asyncio
+import contextlib
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-DONE = "ok"
+_DONE = "ok"
 
 
 class OutcomeFifo:
-    """A context manager around a FIFO, which it makes and removes; the loop waits for it as for a socket."""
+    """The reading end: a context manager that makes and removes a FIFO, which the event loop waits for as for a socket."""
 
     path: Path
-    """Within the context."""
+    """The FIFO's path, within the context."""
     _descriptor: int
 
     def __enter__(self) -> Self:
         self.path = Path(tempfile.mkdtemp(prefix="skyrl_async-")) / "outcomes"
         os.mkfifo(self.path)
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)  # never at its end, whoever comes and goes
+        self._descriptor = os.open(
+            self.path, os.O_RDWR | os.O_NONBLOCK
+        )  # never at its end, whoever opens and closes it
         return self
 
     def __exit__(
@@ -34,12 +38,12 @@ class OutcomeFifo:
         self.path.parent.rmdir()
 
     async def first_failure(self, *, num_outcomes: int) -> str | None:
-        """Wait for so many lines; the first of them that is not ``ok``."""
+        """Wait for ``num_outcomes`` lines, and return the first failure among them."""
         received = ""
         while received.count("\n") < num_outcomes:
             await self._readable()
             received += os.read(self._descriptor, 1 << 16).decode()
-        return next((line for line in received.splitlines() if line != DONE), None)
+        return next((line for line in received.splitlines() if line != _DONE), None)
 
     async def _readable(self) -> None:
         loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
@@ -48,3 +52,22 @@ class OutcomeFifo:
             await is_readable.wait()
         finally:
             loop.remove_reader(self._descriptor)
+
+
+def run_and_report(work: Callable[[], None], fifo_path: str) -> None:
+    """Run ``work`` and report how it ended."""
+    try:
+        work()
+    except Exception as error:
+        report(fifo_path, error)
+    else:
+        report(fifo_path, None)
+
+
+def report(fifo_path: str, failure: Exception | None) -> None:
+    """Write an outcome to the FIFO, if anybody still reads it."""
+    outcome = _DONE if failure is None else f"{type(failure).__name__}: {failure}".replace("\n", " ")[:1000]
+    with contextlib.suppress(OSError):
+        fifo = os.open(fifo_path, os.O_WRONLY | os.O_NONBLOCK)
+        os.write(fifo, f"{outcome}\n".encode())
+        os.close(fifo)

@@ -5,20 +5,17 @@
     shared (CUDA): the trainer's copies on this device ─────────────────────────┤
     start ──> update ──────────────────────────────────────────────────> swap, or load ──> finish
 
-Flows in: ``update_info`` dictionaries ``{"path": file}``, and places where files are broadcast. Flows out: the model's weights, replaced
-in place on CPU or CUDA. vLLM imports this module in each worker (``worker_extension_cls``), which registers the backend there, and asks the
-kernel for the CPU's matrix tiles. It knows neither versions nor pauses: nothing may run in the engine between the start and the finish of
-an update.
+The model's weights are replaced in place. Each worker imports this module (``worker_extension_cls``), which registers the backend and asks
+the kernel for the CPU's matrix tiles. Versions and pauses are unknown here: nothing may run in the engine between the start and the finish
+of an update.
 """
 
-import contextlib
 import functools
 import hashlib
 import itertools
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,7 +35,7 @@ from vllm.platforms import current_platform
 
 from skyrl_async.inference.vllm.boot import TRANSFER_BACKEND
 from skyrl_async.inference.vllm.load_plan import LoadPlan, Swap
-from skyrl_async.inference.vllm.outcome_fifo import DONE
+from skyrl_async.inference.vllm.outcome_fifo import report, run_and_report
 from skyrl_async.inference.vllm.weight_map import WeightMap
 from skyrl_async.inference.vllm.weight_receiver import WeightReceiver
 from skyrl_async.weights.shared_tensor import device_key, opened
@@ -52,10 +49,10 @@ _NUM_PROBE_ROWS = 64
 
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
-    """A group in which files are broadcast (see ``transfer_group.GroupPlace``); who maps the trainer's files needs none."""
+    """A group in which files are broadcast (see ``transfer_group.GroupPlace``). Engines that map the trainer's files need none."""
 
     rank: int
-    """Of this engine, >= 1."""
+    """This engine's rank, >= 1."""
     host: str
     port: int
     name: str
@@ -71,19 +68,19 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
     path: str
     """Safetensors file under Hugging Face names; it may be deleted once the update is finished."""
     load_bucket_bytes: int = DEFAULT_LOAD_BUCKET_BYTES
-    """Most bytes of the file that are handed to the model, or kept mapped, at a time; a larger tensor apart."""
+    """Most bytes of the file given to the model, or kept mapped, at a time; only a single larger tensor exceeds it."""
     shared: dict[str, dict[str, dict[str, Any]]] | None = None
-    """``shared_tensor.device_key`` -> name -> handle: the file's tensors on devices, to be read until the update is finished."""
+    """``shared_tensor.device_key`` -> name -> handle of the file's tensors on devices, readable until the update is finished."""
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
-    """Loads chunks through the model's own ``load_weights``, so fused and sharded layers come out as at boot."""
+    """Loads chunks as the model's own ``load_weights`` does, so that fused and sharded layers are as at boot."""
 
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
-        """Be ready to receive in that group. One worker of an engine does, into memory that the others can map."""
+        """Prepare to receive in a group. One worker of an engine does, into memory that the others map."""
         if self.parallel_config.rank != 0:
             return
         if self._receiver is None:
@@ -92,16 +89,16 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         rank = group.pop("rank")
         self._receiver.connect(GroupPlace(**group), rank)
 
-    def receive(self, source: str, keep: Sequence[str], tell: str) -> str | None:
-        """Begin to receive the trainer's file ``source`` in a thread; returns where it will be (None: another worker receives).
+    def receive(self, source: str, keep: Sequence[str], fifo_path: str) -> str | None:
+        """Receive the trainer's file ``source`` in a thread. Returns the path where it will be; None: another worker receives it.
 
-        ``tell`` is as in ``stage``. Files received before are let go of, but for those of the names in ``keep``.
+        Files received before are dropped unless named in ``keep``. The outcome is reported to ``fifo_path``.
         """
         if self._receiver is None:
             return None
-        receiving = self._receiver.prepare(source, keep)
-        threading.Thread(target=run_and_report, args=(receiving, tell), name="receiving", daemon=True).start()
-        return receiving.path
+        path, fill = self._receiver.prepare(source, keep)
+        threading.Thread(target=run_and_report, args=(fill, fifo_path), name="receiving", daemon=True).start()
+        return path
 
     _receiver: WeightReceiver | None = None
     _plan: LoadPlan | None = None
@@ -109,20 +106,20 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     _staged: tuple[str, list[Swap]] | None = None
     _is_reloading = False
 
-    def stage(self, update_info: ShmUpdateInfo, tell: str) -> None:
-        """Begin to prepare the weights of a file in a thread, in memory of their own, and return; the model goes on with its own.
+    def stage(self, update_info: ShmUpdateInfo, fifo_path: str) -> None:
+        """Prepare the weights of a file in a thread, in memory of their own. The outcome is reported to ``fifo_path``.
 
-        ``tell`` is a FIFO: a line is written to it in the end. A model without a plan stages nothing.
+        A model without a plan stages nothing.
         """
         self._staged = None
         try:
             with WeightMap(update_info.path, update_info.load_bucket_bytes) as weights:
                 plan = self._plan_for(weights)
         except Exception as error:
-            _tell(tell, error)
+            report(fifo_path, error)
             return
         stage = functools.partial(self._stage, plan, update_info)
-        threading.Thread(target=run_and_report, args=(stage, tell), name="staging", daemon=True).start()
+        threading.Thread(target=run_and_report, args=(stage, fifo_path), name="staging", daemon=True).start()
 
     def _stage(self, plan: LoadPlan | None, update_info: ShmUpdateInfo) -> None:
         if plan is not None:
@@ -130,16 +127,16 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                 self._staged = update_info.path, list(plan.swaps(weights, in_place=False))
 
     def start_weight_update(self) -> None:
-        """Which way the weights come is known with the first chunk."""
+        """Nothing to do: only the first chunk says how its weights are loaded."""
 
     def update_weights(self, update_info: dict[str, str]) -> None:
-        """Load one chunk; the base class would synchronise an accelerator, which a CPU has not."""
+        """Load one chunk. The base class would synchronise an accelerator, which a CPU does not have."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        """Take what was staged of the file, or load it: by the plan, or else as at boot."""
+        """Swap in the staged weights of the file, or load it: by the plan if there is one, else as at boot."""
         staged, self._staged = self._staged, None
         if staged is not None and staged[0] == update_info.path:
             old = [swap() for swap in staged[1]]
@@ -158,7 +155,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             self._load_as_at_boot(weights.buckets())
 
     def _opened(self, update_info: ShmUpdateInfo) -> list[tuple[str, torch.Tensor]] | None:
-        """The tensors where the trainer shares them on this device; None: they are to be read from the file."""
+        """The tensors that the trainer shares on this device; None: read them from the file."""
         if update_info.shared is None:
             return None
         try:
@@ -179,7 +176,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             self.model.load_weights(bucket)
 
     def finish_weight_update(self) -> None:
-        """Process and pack what was loaded as at boot; on return nothing reads any more what the trainer shared."""
+        """Process and pack weights loaded as at boot. On return nothing reads the trainer's shared tensors any more."""
         if self._is_reloading:
             self._is_reloading = False
             finalize_layerwise_reload(self.model, self.model_config)
@@ -198,34 +195,16 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         return self._plan
 
     def shutdown(self) -> None:
-        """Let go of what was received."""
+        """Drop received files."""
         if self._receiver is not None:
             self._receiver.close()
 
 
-def run_and_report(work: Callable[[], None], fifo_path: str) -> None:
-    try:
-        work()
-    except Exception as error:
-        _tell(fifo_path, error)
-    else:
-        _tell(fifo_path, None)
-
-
-def _tell(fifo_path: str, failure: Exception | None) -> None:
-    """Say how it ended to whoever waits at the FIFO, if anybody still does."""
-    outcome = DONE if failure is None else f"{type(failure).__name__}: {failure}".replace("\n", " ")[:1000]
-    with contextlib.suppress(OSError):
-        fifo = os.open(fifo_path, os.O_WRONLY | os.O_NONBLOCK)
-        os.write(fifo, f"{outcome}\n".encode())
-        os.close(fifo)
-
-
 def _repack_shared_weights(model: torch.nn.Module) -> None:
-    """Pack again the linear layers that share a weight with another module, such as a tied head.
+    """Pack the linear layers again that share a weight with another module, such as a tied head.
 
-    On CPU a linear layer multiplies by a packed copy of its weight. A reload packs the layers that it loads; a tied
-    head is not among them, and would go on with the old weights. Loaded ones have given their unpacked weight away.
+    On CPU a linear layer multiplies by a packed copy of its weight. A reload packs the layers that it loads; without this, a tied head
+    would keep the old weights. Layers that were loaded have no unpacked weight any more.
     """
     for module in model.modules():
         quant_method = getattr(module, "quant_method", None)
@@ -234,33 +213,33 @@ def _repack_shared_weights(model: torch.nn.Module) -> None:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker: what ``collective_rpc`` can ask beside vLLM's own methods."""
+    """Mixed into vLLM's worker: methods for ``collective_rpc``."""
 
     def load_update(self, chunks: list[dict[str, str]]) -> None:
-        """A whole update by vLLM's own methods, of any transfer, in one call: each would be a round trip inside the pause."""
+        """Load a whole update in one call: vLLM's own methods would each cost a round trip inside the pause."""
         self.start_weight_update()  # type: ignore[attr-defined]
         for chunk in chunks:
             self.update_weights(chunk)  # type: ignore[attr-defined]
         self.finish_weight_update()  # type: ignore[attr-defined]
 
-    def receive_weights(self, source: str, keep: Sequence[str], tell: str) -> str | None:
+    def receive_weights(self, source: str, keep: Sequence[str], fifo_path: str) -> str | None:
         """See ``ShmWeightTransferEngine.receive``."""
-        path: str | None = self.weight_transfer_engine.receive(source, keep, tell)  # type: ignore[attr-defined]
+        path: str | None = self.weight_transfer_engine.receive(source, keep, fifo_path)  # type: ignore[attr-defined]
         return path
 
-    def stage_weights(self, update_info: dict[str, str], tell: str) -> None:
+    def stage_weights(self, update_info: dict[str, str], fifo_path: str) -> None:
         """See ``ShmWeightTransferEngine.stage``."""
         engine = self.weight_transfer_engine  # type: ignore[attr-defined]
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
-            engine.stage(engine.parse_update_info(update_info), tell)
+            engine.stage(engine.parse_update_info(update_info), fifo_path)
 
     def put_blank_adapter(self, name: str, adapter_id: int, rank: int) -> None:
-        """Have an adapter that adds nothing, of zeros: vLLM's own, that it warms up with."""
+        """Add an adapter of zeros: the one that vLLM warms up with."""
         lora_manager = self.model_runner.lora_manager  # type: ignore[attr-defined]
         lora_manager.add_dummy_lora(LoRARequest(name, adapter_id, "zeros"), rank)
 
     def layers_without_adapters(self, names: list[str]) -> list[str]:
-        """The layers among those of an adapter's tensors that vLLM has no adapters for."""
+        """Those layers of an adapter's tensors for which vLLM has no adapters."""
         manager: LoRAModelManager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
         mapper = None if mapper is None else mapper.get_rename_mapper()
@@ -268,9 +247,9 @@ class WorkerExtension:
         return sorted({parse_fine_tuned_lora_name(name, mapper)[0] for name in names} - known)
 
     def weight_digest(self) -> str:
-        """Digest of every parameter, of adapters, and on CPU of what every packed linear layer multiplies by.
+        """Digest of every parameter, of adapters, and on CPU of every packed linear layer.
 
-        vLLM's own checksums cover neither: packing empties the parameters, and adapters are none.
+        vLLM's own checksums leave the latter two out: packing empties parameters, and adapters are no parameters.
         """
         digest = hashlib.sha256()
         for name, value in sorted(self.compute_weight_checksums().items()):  # type: ignore[attr-defined]
@@ -296,7 +275,7 @@ def _effective_weight_digest(module: torch.nn.Module) -> str:
 
 
 def _input_width(module: torch.nn.Module) -> int:
-    """Columns of the weight that a linear layer has packed and given away."""
+    """Columns of the weight of a linear layer whose unpacked weight is gone."""
     width = getattr(module, "input_size_per_partition", None)
     return int(module.input_size if width is None else width)
 

@@ -57,14 +57,14 @@ def test_memory_is_given_back_by_the_thread_that_fills_the_next_file_and_not_whe
     receiver = WeightReceiver(torch.device("cpu"))
     nobody = GroupPlace(host="127.0.0.1", port=1, name="n", num_members=2, backend=GLOO, timeout_s=0.01)
     receiver.connect(nobody, 1)
-    first = Path(receiver.prepare("first", ()).path)
-    receiving = receiver.prepare("second", ())
+    first = Path(receiver.prepare("first", ())[0])
+    path, fill = receiver.prepare("second", ())
     assert first.exists()
     with pytest.raises(RuntimeError):
-        receiving()
-    assert not first.exists() and Path(receiving.path).exists()
+        fill()
+    assert not first.exists() and Path(path).exists()
     receiver.close()
-    assert not Path(receiving.path).exists()
+    assert not Path(path).exists()
 
 
 def test_a_receiver_keeps_the_files_it_is_told_to_and_lets_go_of_the_others(
