@@ -54,7 +54,7 @@ class RayEngine:
         self._caller = uuid.uuid4().hex
         self._call_numbers = itertools.count()
         self._busy_until = 0.0
-        """When the latest call in boot_lock has missed its deadline, on the loop's clock; 0 once it has answered."""
+        """Deadline of the latest ordered call, on the loop's clock; 0 once it has answered."""
 
     def __reduce__(self) -> tuple[type, tuple[str, ActorHandle, StartedEngine]]:
         """A copy numbers its calls anew."""

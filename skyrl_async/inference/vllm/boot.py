@@ -1,7 +1,6 @@
 """How a vLLM engine is started: its configuration, its environment, and a core process that never outlives this one.
 
-Flows in: ``VLLMEngineConfig``. Flows out: a running ``AsyncLLM``. vLLM is imported only after the environment that it
-reads at import is set. Nothing is known of requests and weight updates.
+vLLM is imported only after the environment that it reads at import is set. Requests and weight updates are unknown here.
 """
 
 import contextlib
@@ -27,36 +26,36 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 TRANSFER_BACKEND = "shm"
-"""Of vLLM's weight transfer: files in shared memory, mapped or received."""
+"""Name of the weight-transfer backend: files in shared memory, mapped or received."""
 _WORKER_EXTENSION = "skyrl_async.inference.vllm.weight_transfer.WorkerExtension"
 _PR_SET_PDEATHSIG = 1
 _CORE_END_S = 5.0
-"""A core is seen to end a moment before its exit code is there."""
+"""Longest wait for an ended core's exit code."""
 _cores: list[BaseProcess] = []
-"""Of the engine that this process booted last."""
+"""Core processes of the engine that this process booted last."""
 _HASHED_PER_SECOND = 128 << 20
-"""Bytes that any core hashes: a tenth of what was measured of one."""
+"""Bytes per second that any core hashes: a tenth of the measured rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMEngineConfig:
-    """Everything an engine is started with; plain values, so that it can be sent to another process."""
+    """All settings of an engine; plain values, so that it can be sent to another process."""
 
     name: str
     """Unique among the run's engines."""
     policy_dir: str
     """Hugging Face directory: config, safetensors, and a tokenizer, without which no grammar can constrain an answer."""
     dtype: str = "float32"
-    """Of the served weights: ``float32``, ``bfloat16`` or ``float16``."""
+    """Dtype of the served weights: ``float32``, ``bfloat16`` or ``float16``."""
     device: str = "cpu"
-    """``cpu`` or ``cuda``; what vLLM's build supports."""
+    """``cpu`` or ``cuda``, as vLLM's build supports."""
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
     """Longest prompt plus answer in tokens; None takes the model's own."""
     max_num_seqs: int = 64
     gpu_memory_utilization: float = 0.85
     cpu_kv_cache_gb: int = 1
-    """GiB."""
+    """KV cache on CPU, GiB."""
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
     stream_interval: int = 10
@@ -65,19 +64,19 @@ class VLLMEngineConfig:
     call_timeout_s: float = 60.0
     """Deadline of a control call; an engine that misses it counts as dead."""
     adapter_targets: tuple[str, ...] = ()
-    """Names, or their ends, of the layers that adapters are on; empty: of all linear ones. Others are spared the computation."""
+    """Names, or their ends, of the layers with adapters; empty: all linear ones. Other layers save the computation."""
     extra_args: dict[str, Any] = field(default_factory=dict)
     """More of vLLM's ``AsyncEngineArgs``."""
     version: int = 0
     """Policy version of the weights in ``policy_dir``."""
     adapter_rank: int = 0
-    """Of the adapters that updates hold, which are computed beside the weights in ``policy_dir``; 0: updates hold all weights."""
+    """Rank of the adapters in updates, computed beside the weights in ``policy_dir``; 0: updates hold all weights."""
     seed: int = 0
-    """Of the run; each engine draws from a stream of its own, made of this and its name."""
+    """Seed of the run; each engine's own seed is made of this and its name."""
 
     @property
     def checksum_timeout_s(self) -> float:
-        """Deadline of a checksum: vLLM's workers each bring their weights to the host and hash them there, on one core."""
+        """Deadline of a checksum: each worker copies its weights to the host and hashes them on one core."""
         return self.call_timeout_s + num_weight_bytes(self.policy_dir) / self.tensor_parallel_size / _HASHED_PER_SECOND
 
 
@@ -88,13 +87,13 @@ def _set_environment(config: VLLMEngineConfig) -> None:
         # The core runs the model itself: an executor process of its own would busy-wait on a second core.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE=str(config.cpu_kv_cache_gb))
     elif config.dtype == "float32":
-        # FlashAttention takes 16 bits alone, and the products of Triton's attention would be of 10 bits of mantissa (tf32), unlike
-        # those of the layers and of training: log-probs would be further off than rounding explains.
+        # FlashAttention takes 16-bit dtypes only, and Triton's attention would multiply with 10 bits of mantissa (tf32), unlike layers
+        # and training: log-probs would differ by more than rounding.
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
 def boot(config: VLLMEngineConfig) -> "AsyncLLM":
-    """Start vLLM, and leave the environment variables that it reads set. Blocks until the core is up."""
+    """Start vLLM. Blocks until the core is up, and leaves vLLM's environment variables set."""
     _set_environment(config)
     with warnings.catch_warnings():
         # vLLM and what it imports warn of their own deprecations; a forked core inherits the filter.
@@ -112,7 +111,7 @@ def boot(config: VLLMEngineConfig) -> "AsyncLLM":
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Import without looking for garbage, a seventh of the time; nor is what was imported looked through ever after."""
+    """Collect no garbage during imports, which saves a seventh of the time, and never look through the imported objects later."""
     gc.disable()
     try:
         yield
@@ -122,7 +121,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _register_architectures(config: VLLMEngineConfig) -> None:
-    """Import the model's class here: on a machine's first run vLLM would inspect it in another process, for 8 s."""
+    """Import the model's class in this process: on a machine's first run vLLM would inspect it in another, for 8 s."""
     from vllm.model_executor.models import ModelRegistry
 
     for architecture in read_config(config.policy_dir).get("architectures", []):
@@ -167,9 +166,9 @@ def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
 
 
 def is_core_killed(error: Exception) -> bool:
-    """Whether the engine that was booted last failed of that with ``error``: it was short of memory, say, and may come up next time.
+    """Whether the last boot failed with ``error`` because its core was killed, such as for lack of memory: the next boot may succeed.
 
-    vLLM kills cores, too, where something else went wrong. That this one ended first only its message says.
+    vLLM also kills cores after other failures. Only its message says that this core ended first.
     """
     if "Engine core initialization failed" not in str(error):
         return False
@@ -179,7 +178,7 @@ def is_core_killed(error: Exception) -> bool:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends, however it ends."""
+    """Let the kernel kill this process when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
@@ -193,8 +192,7 @@ class _BoundForkProcess(ForkProcess):
         _cores.append(self)
 
     def run(self) -> None:
-        # What is garbage in the parent is not this process's to collect: a process group would wait for threads that a fork
-        # leaves behind.
+        # Collecting the parent's garbage here would block: a process group would wait for threads that a fork does not copy.
         gc.freeze()
         _die_with_parent()
         super().run()
@@ -220,10 +218,10 @@ class _BoundSpawnContext(SpawnContext):
 
 @contextlib.contextmanager
 def _core_processes(method: str) -> Iterator[None]:
-    """Within, vLLM starts engine cores by ``fork`` or ``spawn``, bound to the life of the calling thread.
+    """In this block vLLM starts cores by ``fork`` or ``spawn``, bound to the life of the calling thread.
 
-    A forked core inherits what is imported and boots in half the time; vLLM itself would not fork inside a Ray actor.
-    ``fork`` is for CPU only.
+    A forked core inherits imported modules and boots in half the time; vLLM itself would not fork inside a Ray actor. ``fork`` is for CPU
+    only.
     """
     from vllm.v1.engine import utils
 

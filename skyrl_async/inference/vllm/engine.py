@@ -3,8 +3,8 @@
     generate / stream ──> AsyncLLM (frontend, this process) ──zmq──> engine core (a process of its own) ──> workers
     pause / load_weights / checksum ──────── utility calls, each with a deadline ───────┘
 
-Flows in: ``EngineRequest`` and ``WeightUpdate``. Flows out: ``EngineOutput``, or one of our errors. It knows nothing of
-text, of other engines, of retries and of Ray. vLLM is imported in functions, never before ``start`` has been called.
+vLLM's errors become ours. Text, other engines, retries and Ray are unknown here. vLLM is imported in functions, never before ``start`` is
+called.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ from skyrl_async.inference.vllm.adapter import AdapterSlot, update_validator
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig, boot, is_core_killed
 from skyrl_async.inference.vllm.outcome_fifo import OutcomeFifo
 from skyrl_async.inference.vllm.requests import engine_output, partial_output, versions_of, vllm_sampling_params
+from skyrl_async.runtime.changes import Changes
 from skyrl_async.runtime.tasks import run_together
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
 
@@ -61,18 +62,18 @@ class VLLMEngine:
         self._may_be_paused = False
         self._control_lock = asyncio.Lock()
         self._requests: dict[str, bool] = {}
-        """Those in flight, and whether each can be continued."""
-        self._is_empty = asyncio.Event()
+        """Engine calls in flight -> whether each can be continued."""
+        self._changes = Changes()
         self._death: str | None = None
         self._open_deadlines: set[asyncio.Timeout] = set()
         self._received: dict[str, str] = {}
-        """The trainer's file -> the same in memory of this engine's, where it was broadcast."""
+        """Path of the trainer's file -> path of its broadcast copy in this engine's memory."""
 
     @classmethod
     async def start(cls, config: VLLMEngineConfig) -> Self:
         """Boot the engine. Blocks the event loop while it boots, and leaves vLLM's environment variables set.
 
-        Raises ``EngineStartError``, or ``EngineDeadError`` where its core was killed; then no process is left.
+        Raises ``EngineStartError``, or ``EngineDeadError`` if its core was killed; then no process is left.
         """
         # No local variable holds the AsyncLLM: vLLM's imports keep tracebacks, and thereby this frame, for ever.
         try:
@@ -82,7 +83,7 @@ class VLLMEngine:
             raise failure(f"engine {config.name} did not come up: {type(error).__name__}: {error}") from error
 
     async def _started(self) -> Self:
-        """Notice the core's death at once, whether or not a request waits for it; label the weights."""
+        """Watch the core processes, so that a death is noticed at once; label the weights."""
         loop = asyncio.get_running_loop()
         for process in self._core_processes():
             loop.add_reader(process.sentinel, self._kill, f"its core process {process.pid} died")
@@ -114,7 +115,7 @@ class VLLMEngine:
         raise self._kill("a request ended without an output")
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """See ``InferenceEngine.stream``. The first block is a single token, unless the request sets the interval itself."""
+        """See ``InferenceEngine.stream``. The first block is a single token, unless the request sets the interval."""
         from vllm.sampling_params import RequestOutputKind
 
         num_sent = 0
@@ -133,20 +134,20 @@ class VLLMEngine:
                 num_top_logprobs = request.sampling.num_top_logprobs
                 block = engine_output(completion, versions, num_top_logprobs, output.num_cached_tokens)
                 if request.stream_interval and num_sent == 0 and block.finish_reason is None:
-                    held = block  # vLLM sends the first token at once: a reader in a hurry would not set the interval
+                    held = block  # vLLM sends the first token at once, which a request that sets the interval does not need
                 else:
                     yield block if held is None else merged(held, block)
                     held = None
                 num_sent = num_total
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
-        """See ``InferenceEngine.partial_outputs``: what the core has handed to the frontend."""
+        """See ``InferenceEngine.partial_outputs``; the tokens that the core has handed to the frontend."""
         self._raise_if_dead()
         open_ids = self._llm.output_processor.external_req_ids
         return {i: partial_output(self._request_state(i)) for i in request_ids if i in open_ids}
 
     async def pause(self, mode: PauseMode) -> None:
-        """See ``InferenceEngine.pause``. While a request that cannot be continued is in the engine, all are kept."""
+        """See ``InferenceEngine.pause``. All requests are kept while one is in the engine that cannot be continued."""
         async with self._control_lock:
             await self._pause(mode)
 
@@ -162,7 +163,7 @@ class VLLMEngine:
         self._pause_mode = mode
 
     async def resume(self) -> None:
-        """See ``InferenceEngine.resume``. It comes after every pause begun before, whether or not that was cancelled."""
+        """See ``InferenceEngine.resume``. It waits for every pause begun before, cancelled or not."""
         async with self._control_lock:
             if not self._may_be_paused:
                 return
@@ -171,17 +172,17 @@ class VLLMEngine:
             self._may_be_paused = False
 
     async def connect_transfer(self, init_info: dict[str, Any]) -> None:
-        """Be ready to receive in the trainer's process group (``init_info``: its place, and this engine's ``rank``)."""
+        """Prepare to receive in the trainer's process group (``init_info``: its place, and this engine's ``rank``)."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info=init_info)
         await self._control("connect the weight transfer", self._llm.init_weight_transfer_engine, request)
 
     async def receive_weights(self, update: WeightUpdate, keep: Collection[str]) -> None:
-        """Take part in a broadcast of the update's file beside generation, however long it takes; it is loaded from what came.
+        """Receive a broadcast of the update's file, beside generation and without a deadline; it is loaded from the copy received.
 
-        What was received before is let go of, but for the files in ``keep``, paths as the trainer has them. Raises ``PublishError``
-        where it broke off: another group is to be connected then.
+        Files received before are dropped unless in ``keep``, by the trainer's paths. Raises ``PublishError`` if the broadcast breaks off;
+        then a new group must be connected.
         """
         (chunk,) = update.chunks
         source = str(chunk["path"])
@@ -199,7 +200,7 @@ class VLLMEngine:
         self._received[source] = next(path for path in paths if path is not None)
 
     def _as_received(self, update: WeightUpdate) -> WeightUpdate:
-        """The update as this engine loads it: from what it received, where it did."""
+        """The update with the paths of received copies instead of the trainer's."""
 
         def own(chunk: dict[str, Any]) -> dict[str, Any]:
             path = self._received.get(chunk.get("path", ""))
@@ -212,7 +213,7 @@ class VLLMEngine:
         return replace(update, chunks=tuple(map(own, update.chunks)))
 
     async def stage_weights(self, update: WeightUpdate) -> None:
-        """See ``InferenceEngine.stage_weights``; only on a CPU there is something to prepare, and nothing of adapters."""
+        """See ``InferenceEngine.stage_weights``. Only all weights, on a CPU, are prepared."""
         if self._config.device != "cpu" or self._adapter is not None:
             return
         for chunk in self._as_received(update).chunks:
@@ -237,18 +238,18 @@ class VLLMEngine:
             await self._load_checked(await self._checked(update))
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
-        """See ``InferenceEngine.switch_weights``; what is refused never pauses it."""
+        """See ``InferenceEngine.switch_weights``. A refused update never pauses the engine."""
         async with self._control_lock:
             self._raise_if_dead()
             checked = await self._checked(update)
-            asked = time.monotonic()  # the loop of a Ray actor (uvloop) knows milliseconds, and of when it last waited
+            asked = time.monotonic()  # the clock of a Ray actor's loop (uvloop) has milliseconds, and is old
             await self._pause(mode)
             acknowledge_seconds = time.monotonic() - asked
             await self._load_checked(checked)
             return acknowledge_seconds
 
     async def _checked(self, update: WeightUpdate) -> WeightUpdate:
-        """The update as this engine loads it. Raises ``PublishError``."""
+        """The update as this engine loads it, after all checks. Raises ``PublishError``."""
         update = self._as_received(update)
         self._validator.check(update)
         if update.is_compared:
@@ -279,7 +280,7 @@ class VLLMEngine:
             loading = self._adapter.load(update)
         else:
             loading = self._llm.collective_rpc("load_update", args=(list(update.chunks),))
-        await run_together(  # in this order, without a round trip between them: the engine stands still
+        await run_together(  # in this order, without a round trip between them: the engine is paused
             {
                 "load": loading,
                 "label": self._llm.update_weight_version(str(update.version)),
@@ -297,12 +298,12 @@ class VLLMEngine:
     async def checksum(self) -> str:
         """See ``InferenceEngine.checksum``; one digest over all workers."""
         timeout_s = self._config.checksum_timeout_s
-        async with self._control_lock:  # so that no heartbeat is waited for beside it
+        async with self._control_lock:  # so that no heartbeat is awaited beside it
             digests = await self._call_core(timeout_s, "checksum", self._llm.collective_rpc, "weight_digest")
         return digests[0] if len(digests) == 1 else "+".join(digests)
 
     async def statistics(self) -> dict[str, int]:
-        """Requests inside the engine, and the processes that it consists of."""
+        """Requests inside the engine, and its process ids."""
         self._raise_if_dead()
         return {
             "num_requests": self._llm.get_num_unfinished_requests(),
@@ -311,22 +312,20 @@ class VLLMEngine:
         }
 
     async def ping(self) -> None:
-        """See ``InferenceEngine.ping``. A control call under way has its own deadline, and may keep the core busy until then."""
+        """See ``InferenceEngine.ping``. Returns at once during a control call, which has a deadline of its own."""
         self._raise_if_dead()
         if not self._control_lock.locked():
             await self._control("a heartbeat", self._llm.engine_core.is_scheduler_paused_async)
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
-        """See ``InferenceEngine.evict``; also calls that continue one of the requests."""
+        """See ``InferenceEngine.evict``. Calls that continue one of the requests are ended too."""
         self._raise_if_dead()
         resumable = [name for name, is_resumable in self._requests.items() if is_resumable]
         if request_ids is not None:
             await self._llm.abort([name for name in resumable if belongs_to(name, request_ids)])
             return
         await self._llm.abort(resumable)
-        while self._requests:
-            self._is_empty.clear()
-            await self._is_empty.wait()
+        await self._changes.until(lambda: not self._requests)
 
     async def close(self) -> None:
         """See ``InferenceEngine.close``."""
@@ -335,7 +334,7 @@ class VLLMEngine:
     async def _run(
         self, request: EngineRequest, output_kind: "RequestOutputKind"
     ) -> "AsyncGenerator[RequestOutput, None]":
-        """vLLM's outputs of one request, its errors as ours."""
+        """Yield vLLM's outputs of one request, and raise its errors as ours."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
@@ -373,24 +372,23 @@ class VLLMEngine:
             raise refusal(f"engine {self.name} refused request {request.request_id}: {error}") from error
         finally:
             self._requests.pop(request.request_id, None)
-            if not self._requests:
-                self._is_empty.set()
+            self._changes.notify()
 
     def _request_state(self, request_id: str) -> Any:
-        """The frontend's record of a running request; an output tells its tokens' versions only when it is the last."""
+        """The frontend's record of a running request. Only a request's last output has its tokens' versions."""
         processor = self._llm.output_processor
         return processor.request_states[processor.external_req_ids[request_id][0]]
 
     async def _control(self, what: str, call: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
-        """Await a utility call of the core within the deadline of such calls."""
+        """Await a control call of the core, within its deadline."""
         return await self._call_core(self._config.call_timeout_s, what, call, *args, **kwargs)
 
     async def _call_core(
         self, timeout_s: float | None, what: str, call: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any
     ) -> T:
-        """Await what the core has to do. vLLM leaves such a call pending for ever when the core dies.
+        """Await a call of the core; end it when the core dies, since vLLM would leave it pending for ever.
 
-        Whatever goes wrong, the core's state is unknown afterwards: the engine is dead.
+        After any failure the core's state is unknown, and the engine is dead.
         """
         self._raise_if_dead()
         try:
@@ -414,7 +412,7 @@ class VLLMEngine:
             raise self._kill(self._death)
 
     def _kill(self, reason: str) -> EngineDeadError:
-        """Kill the core, fail everything that waits for it, and return the error that says why. Idempotent."""
+        """Kill the core, fail all calls that wait for it, and return the error to raise. Idempotent."""
         if self._death is None:
             self._death = reason
             logger.info("engine %s ends: %s", self.name, reason)
@@ -425,8 +423,8 @@ class VLLMEngine:
             if self._adapter is not None:
                 self._adapter.close()
             self._llm.shutdown()
-            # vLLM's own watch over the core may have begun the shutdown: it leaves the sockets for this loop to close later,
-            # and the end of their context, which vLLM leaves to the collector, waits for that.
+            # If vLLM's own watch over the core has begun the shutdown, it leaves the sockets for this loop to close later; the end of
+            # their context, which vLLM leaves to the garbage collector, waits for that.
             self._llm.engine_core.resources()
             self._llm.engine_core.ctx._shadow_obj.destroy(linger=0)
             error = EngineDeadError(f"engine {self.name} is gone: {reason}")

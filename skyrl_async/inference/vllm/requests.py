@@ -1,8 +1,4 @@
-"""Our requests in vLLM's words, and its outputs in ours.
-
-Flows in: ``EngineRequest`` and vLLM's ``CompletionOutput``. Flows out: vLLM's ``SamplingParams`` and ``EngineOutput``. It knows no
-engine. vLLM is imported in functions, so that nothing of it is before an engine has booted.
-"""
+"""Converts our requests to vLLM's, and its outputs to ours. vLLM is imported in functions, so never before an engine has booted."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +16,7 @@ if TYPE_CHECKING:
 def vllm_sampling_params(
     request: EngineRequest, *, output_kind: "RequestOutputKind", stop_token_ids: list[int], stream_interval: int
 ) -> Any:
-    """What vLLM samples by; ``stream_interval`` holds where the request names none. Raises vLLM's own errors."""
+    """vLLM's ``SamplingParams``; ``stream_interval`` applies if the request sets none. Raises vLLM's own errors."""
     from vllm.sampling_params import SamplingParams
 
     sampling = request.sampling
@@ -46,7 +42,7 @@ def vllm_sampling_params(
         stream_interval=request.stream_interval or stream_interval,
         skip_clone=True,
     )
-    # As the frontend leaves it that tokenizes bad words, which here come as tokens: an engine may have no tokenizer.
+    # vLLM's frontend sets this when it tokenizes bad words. Here they are tokens already: an engine may have no tokenizer.
     params._bad_words_token_ids = [list(word) for word in sampling.bad_words] or None
     return params
 
@@ -91,7 +87,7 @@ def engine_output(
 
 
 def partial_output(state: Any) -> EngineOutput:
-    """All tokens so far of a request that goes on, from the frontend's record of it."""
+    """All tokens so far of a running request, from the frontend's record."""
     completion = state._new_completion_output(list(state.detokenizer.output_token_ids), None, None)
     num_top_logprobs = state.logprobs_processor.num_logprobs or 0
     versions = versions_of(state._weight_version_spans())
@@ -99,7 +95,7 @@ def partial_output(state: Any) -> EngineOutput:
 
 
 def _top_logprobs(flat: "FlatLogprobs", num_top_logprobs: int) -> tuple[TopLogprobs, ...]:
-    """Per position the likeliest tokens; those that truncation or a grammar has excluded are left out.
+    """The likeliest tokens of each position, without those that truncation or a grammar has excluded.
 
     A position holds the sampled token and then the likeliest ones, the sampled one among them once or twice.
     """
@@ -112,5 +108,5 @@ def _top_logprobs(flat: "FlatLogprobs", num_top_logprobs: int) -> tuple[TopLogpr
 
 
 def versions_of(spans: "Sequence[WeightVersionSpan] | None") -> list[int]:
-    """One version per token from vLLM's spans of tokens."""
+    """One version per token, from vLLM's spans."""
     return [int(span.version) for span in spans or () for _ in range(span.start, span.end)]
