@@ -1,10 +1,7 @@
-"""One engine's life in a fleet: a state machine without I/O and without a clock.
+"""The life of one engine in a fleet: a state machine without I/O and without a clock.
 
-    starting ──> serving <──> suspect ──silent for too long──> dead ──> restarting ──> serving
-       └────────────┴───────────────its death is seen───────────┘ └──restarts used up──> given_up
-
-Flows in: heartbeats asked for and answered, deaths, times. Flows out: a state, and when a restart is due. Knows neither engines nor how
-they are started.
+starting ──> serving <──> suspect ──silent for too long──> dead ──> restarting ──> serving
+   └────────────┴───────────────its death is seen───────────┘ └──restarts used up──> given_up
 """
 
 from enum import Enum
@@ -17,22 +14,22 @@ _MAX_BACKOFF_S = 60.0
 
 
 class EngineState(Enum):
-    """Where an engine stands."""
+    """State of an engine."""
 
     starting = "starting"
-    """Coming up for the first time; takes no requests."""
+    """Boots for the first time; takes no requests."""
     serving = "serving"
     suspect = "suspect"
-    """Takes requests, and has left a heartbeat unanswered for an interval."""
+    """Takes requests, but has not answered a heartbeat for an interval."""
     dead = "dead"
     restarting = "restarting"
-    """Another one comes up in its place; takes no requests."""
+    """Another engine boots in its place; takes no requests."""
     given_up = "given_up"
     """Dead for good."""
 
 
 class EngineLife:
-    """See the module.
+    """Counts heartbeats, deaths and restarts of one engine.
 
     Args:
         config: when an engine counts as dead, and how often it is started again.
@@ -43,7 +40,7 @@ class EngineLife:
         self.state = EngineState.starting
         self.num_restarts = 0
         self.num_missed = 0
-        """Intervals without an answer, over its life."""
+        """Heartbeat intervals without an answer, in total."""
         self._num_deaths_in_a_row = 0
         self._silence: Silence
 
@@ -53,7 +50,7 @@ class EngineLife:
         self._silence = Silence(heartbeat_of(self._config), now)
 
     def tick(self, now: float) -> bool:
-        """The heartbeat is still unanswered; True when the engine is dead by that. See ``heartbeat.Silence``."""
+        """The heartbeat is still unanswered; True if that means death. See ``heartbeat.Silence``."""
         self._move({EngineState.serving, EngineState.suspect}, EngineState.suspect)
         self.num_missed += 1
         return self._silence.tick(now)
@@ -64,12 +61,12 @@ class EngineLife:
         self._num_deaths_in_a_row = 0
 
     def die(self) -> None:
-        """It is dead."""
+        """The engine is dead."""
         self._move(set(EngineState) - {EngineState.dead, EngineState.given_up}, EngineState.dead)
         self._num_deaths_in_a_row += 1
 
     def restart(self) -> float | None:
-        """Take one of the restarts; returns the seconds to wait before it, or None when none is left."""
+        """Use one restart; returns the seconds to wait before it, or None if none is left."""
         if self.num_restarts >= self._config.max_restarts:
             self._move({EngineState.dead, EngineState.restarting}, EngineState.given_up)
             return None
@@ -80,7 +77,7 @@ class EngineLife:
         return float(min(self._config.restart_backoff_s * 2 ** (self._num_deaths_in_a_row - 1), _MAX_BACKOFF_S))
 
     def serve(self) -> None:
-        """It takes requests from now on."""
+        """The engine takes requests from now on."""
         self._move({EngineState.starting, EngineState.restarting}, EngineState.serving)
 
     def _move(self, allowed: set[EngineState], to: EngineState) -> None:

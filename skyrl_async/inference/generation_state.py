@@ -142,7 +142,7 @@ class OpenCalls:
         try:
             yield state
         finally:
-            del self._states[request.request_id]
+            self._states.pop(request.request_id, None)
 
     def find(self, request_ids: Collection[str]) -> dict[str, GenerationState]:
         """The states of those requests that are open, by id."""

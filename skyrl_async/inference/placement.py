@@ -2,13 +2,10 @@
 
     oldest requests ─> engine-0: few, fast     ...     newest requests ─> engine-n: many, slow
 
-An engine serves each of its requests the faster, the fewer it has; a trainer that holds a staleness bound waits for its oldest
-group, and under any other policy the oldest are what is masked, given up or too old. So every engine gets the same *weight* of
-requests instead of the same number, and an old request weighs more: the oldest share an engine with few others. A weight update is
-the moment to move them, since it makes every key and value be computed anew.
-
-Flows in: requests that start and end, with their priorities. Flows out: loads for the router, and at a weight update the moves that
-put requests right. Does not know engines, and of a priority only that smaller is older.
+An engine with fewer requests serves each of them faster. A trainer that holds a staleness bound waits for its oldest group; under any other
+policy the oldest groups are masked, dropped or too old. So every engine gets the same *weight* of requests instead of the same number, and
+an old request weighs more: the oldest share an engine with few others. Requests move at weight updates, when keys and values are computed
+anew in any case. Of a priority only this is known: smaller is older.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,20 +16,20 @@ from skyrl_async.types import EngineRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementSettings:
-    """How unequal engines are."""
+    """Weights of requests by age."""
 
     oldest_weight: float
-    """What the oldest requests weigh, >= 1; the newest weigh 1, those between ``oldest_weight ** (age / oldest_age)``."""
+    """Weight of the oldest requests, >= 1. The newest weigh 1, others ``oldest_weight ** (age / oldest_age)``."""
     oldest_age: int
-    """Priorities between the newest request and one of full weight, >= 1."""
+    """Difference in priority between the newest request and one of full weight, >= 1."""
 
 
 def default_oldest_weight(max_staleness_steps: int, *, is_waited_for: bool) -> float:
-    """What pays on long-tailed lengths, by ``benchmarks/staleness_policies.py``.
+    """The best weight on long-tailed lengths, by ``benchmarks/staleness_policies.py``.
 
     Args:
         max_staleness_steps: >= 0.
-        is_waited_for: whether training waits for its oldest groups; elsewhere their tails are merely the better for being over sooner.
+        is_waited_for: whether training waits for its oldest groups; otherwise their early end is merely useful.
     """
     return 1.5 * (max_staleness_steps + 1) if is_waited_for else 2.0
 
@@ -48,7 +45,7 @@ class Placement:
     """The requests of one client.
 
     Args:
-        settings: None weighs all alike and moves none.
+        settings: None: all requests weigh the same, and none is moved.
     """
 
     def __init__(self, settings: PlacementSettings | None = None) -> None:
@@ -58,12 +55,12 @@ class Placement:
         self._newest = 0
         self._newest_at_update = -1
         self._expected = 0
-        """What the newest priority will be at the next update if as many come as between the last two: ages count from there."""
+        """The newest priority expected at the next update, if as many requests come as since the last one. Ages count from it."""
         self._num_started = 0
         self._wanted: dict[str, str] = {}
 
     def weight_of(self, priority: int) -> float:
-        """Of a request now."""
+        """Weight of a request now."""
         if self._settings is None:
             return 1.0
         if priority > self._newest_at_update:
@@ -72,11 +69,11 @@ class Placement:
         return float(self._settings.oldest_weight**age)
 
     def load(self, engine: str) -> float:
-        """Weight of the requests in an engine; sums that differ by rounding alone are equal."""
+        """Weight of the requests in an engine, rounded so that equal sums compare equal."""
         return round(self._weights.get(engine, 0.0), 6)
 
     def wanted_engine(self, generation_id: str) -> str | None:
-        """Where it is to go on after it was moved; None leaves that to the router."""
+        """The engine in which a moved generation continues; None leaves that to the router."""
         return self._wanted.pop(generation_id, None)
 
     def start(self, generation_id: str, call: EngineRequest, engine: str) -> None:
@@ -88,19 +85,19 @@ class Placement:
         self._num_started += call.num_sampled_tokens == 0
 
     def end(self, generation_id: str) -> None:
-        """It has ended, or left its engine."""
+        """The generation has ended, or left its engine."""
         running = self._running.pop(generation_id)
         self._weights[running.engine] -= running.weight
 
     def forget(self, engine: str) -> None:
-        """It has gone, with its last request."""
+        """The engine is gone, and its last request has ended."""
         self._weights.pop(engine, None)
 
     def rearrange(self, engines: Sequence[str]) -> Mapping[str, Sequence[str]]:
-        """Engine -> calls in it that are to end, to go on in another engine; called at a weight update.
+        """Engine -> its calls to end, so that they continue in another engine. Called at a weight update.
 
-        The oldest fill the first engine up to its share of all weight, and so on. Room is kept for as many new requests as
-        came since the last update.
+        The oldest requests fill the first engine up to its share of all weight, and so on. Space is left for as many new requests as came
+        since the last update.
         """
         if self._settings is None or len(engines) < 2:
             return {}

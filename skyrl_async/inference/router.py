@@ -1,7 +1,4 @@
-"""Which engine serves the next request: a state machine without I/O.
-
-Flows in: requests that start and end, engines that come and go. Flows out: an engine's name. Knows neither engines nor tokens.
-"""
+"""Which engine serves the next request: a state machine without I/O that knows engines by name."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,13 +7,13 @@ from skyrl_async.errors import NoEngineError, StateError
 
 
 class Router:
-    """Least loaded first, then fewest sessions; a session stays with its engine while that lives, so that its prefix stays cached there.
+    """Routes to the least loaded engine, then the one with fewest sessions; a session keeps its engine, where its prefix is cached.
 
     Args:
-        engine_names: the engines there are at first, in order of preference between equals.
-        max_sessions: sessions remembered; the least recently used is forgotten first and routed anew.
-        max_idle_s: a session whose last request began longer ago is forgotten too, since labels of requests never say that they end. An
-            hour: longer than a turn takes.
+        engine_names: the first engines, in order of preference between equals.
+        max_sessions: sessions remembered; past it the least recently used is forgotten, and routed anew.
+        max_idle_s: a session whose last request began longer ago is forgotten, since some clients never say that one ends. An hour is
+            longer than a turn takes.
     """
 
     def __init__(
@@ -24,9 +21,9 @@ class Router:
     ) -> None:
         self._num_running: dict[str, int] = dict.fromkeys(engine_names, 0)
         self._num_leaving: dict[str, int] = {}
-        """Requests that have yet to end, of engines that were removed."""
+        """Removed engines -> requests that have yet to end."""
         self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        """Engine and time of the last request, the least recently used first; only of engines that requests may go to."""
+        """Session -> engine and time of the last request, least recently used first; without removed engines."""
         self._num_sessions: dict[str, int] = dict.fromkeys(engine_names, 0)
         self._max_sessions = max_sessions
         self._max_idle_s = max_idle_s
@@ -44,11 +41,13 @@ class Router:
         load: Callable[[str], float] | None = None,
         wanted: str | None = None,
     ) -> str:
-        """Count one more request on the engine this returns. Raises ``NoEngineError`` when there is none.
+        """Choose an engine and count one more request on it. Raises ``NoEngineError`` if there is none.
 
-        ``now`` is in seconds and never goes back. ``load`` says how full an engine is, by default the number of its requests. Equally full
-        ones are told apart by their sessions, which come back when engines are idle. The engine that is ``wanted`` is taken while it
-        lives, and the session's from then on.
+        Args:
+            session_id: keeps the engine of its last request.
+            now: seconds, never decreasing.
+            load: how full an engine is; by default the number of its requests. Sessions decide between equals.
+            wanted: the engine to choose if it is alive, also for the session from then on.
         """
         if not self._num_running:
             raise NoEngineError(
@@ -67,7 +66,7 @@ class Router:
         return name
 
     def end(self, name: str) -> None:
-        """One request on ``name`` is over, also when that engine was removed meanwhile."""
+        """One request on ``name`` has ended, which may have been removed meanwhile."""
         counts = self._num_running if name in self._num_running else self._num_leaving
         if not counts.get(name):
             raise StateError(f"{name} has no running request to end")
@@ -76,23 +75,23 @@ class Router:
             del counts[name]
 
     def end_session(self, session_id: str) -> None:
-        """It sends nothing more. Idempotent; unknown ones are fine."""
+        """Forget a session. Idempotent; unknown ones are fine."""
         name, _ = self._sessions.pop(session_id, (None, 0.0))
         if name is not None:
             self._num_sessions[name] -= 1
 
     def is_free(self, name: str) -> bool:
-        """Whether an engine of that name can be added: none has it, nor a request of one that had it."""
+        """Whether the name is unused, also by requests of a removed engine."""
         return name not in self._num_running and name not in self._num_leaving
 
     def add(self, name: str) -> None:
-        """Send requests to ``name`` too. Raises ``StateError`` for a name that is not free."""
+        """Send requests to ``name`` too. Raises ``StateError`` for a name in use."""
         if not self.is_free(name):
             raise StateError(f"the name {name} is taken, by an engine or by requests that have yet to leave it")
         self._num_running[name] = self._num_sessions[name] = 0
 
     def remove(self, name: str) -> None:
-        """Send nothing more to ``name``; what runs there may end later, and its sessions are routed anew. Idempotent."""
+        """Send nothing more to ``name``. Its requests may end later, and its sessions are routed anew. Idempotent."""
         if num_leaving := self._num_running.pop(name, 0):
             self._num_leaving[name] = num_leaving
         if self._num_sessions.pop(name, 0):
@@ -104,7 +103,7 @@ class Router:
         return self._num_running[name]
 
     def statistics(self) -> dict[str, float]:
-        """Engines alive, sessions that stay with one, requests running in all, and on the emptiest and the fullest."""
+        """Engines, sessions with an engine, and requests running: in all, and on the emptiest and the fullest engine."""
         loads = list(self._num_running.values()) or [0]
         return {
             "engines": float(len(self._num_running)),

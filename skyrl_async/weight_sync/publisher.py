@@ -1,10 +1,9 @@
-"""Publishes a policy version to every engine: gather, send and load, of which the last alone pauses them; all or nothing.
+"""Publishes a policy version to every engine: gather, send and load. Only loading pauses engines. All or nothing.
 
     policy ──gather──> staging ──send──> buckets ──load: (stage) pause, load──> every engine acknowledged ──> resume
-       training waits     └ training goes on    └ an engine that comes up later ──checksum──> load ──checksum──> takes requests
+       training waits     └ training goes on    └ an engine that joins later ──checksum──> load ──checksum──> takes requests
 
-Flows in: versions and the policy that holds them; engines that join. Flows out: engines that serve them, and how long each phase took.
-Does not know requests, groups or the trainer. Pausing is an acknowledgement of each engine, never a sleep (contract 5).
+Every engine acknowledges its pause; nothing sleeps instead (contract 5). Requests, groups and the trainer are unknown here.
 """
 
 import asyncio
@@ -42,9 +41,9 @@ Follower = Callable[[WeightUpdate], Awaitable[None]]
 """Loads a version that engines serve."""
 
 _RETRY_PAUSE_S = 1.0
-"""What is full or refuses may need a moment."""
+"""Seconds before another try, for what is full or refuses."""
 _QUICK_CHECKSUM_BYTES = 16 << 20
-"""Of weights whose checksum may be computed after every publish: 2 MB take 5 to 15 ms of a core, 60 MB 160."""
+"""Size of weights whose checksum is computed after every publish: 2 MB take 5 to 15 ms of a core, 60 MB 160."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,47 +51,47 @@ class PublishTimes:
     """Seconds of one publish."""
 
     version: int
-    """Served from now on."""
+    """Policy version that engines now serve."""
     gather: float
-    """Collecting the weights: overlaps generation, not training."""
+    """Copying the weights to staging memory: overlaps generation, not training."""
     send: float
     """Moving them to where engines load them: overlaps generation and training."""
     stage: float
     """Engines preparing to load, beside generation."""
     acknowledge: float
-    """From the pause request until the first engine has ended the step that it is in, whose tokens count: it has not paused before."""
+    """From the pause request until the first engine has finished its current step, whose tokens count."""
     pause: float
-    """From then until the last engine has resumed: the longest that one can have sampled nothing."""
+    """From then until the last engine has resumed: the longest time for which an engine may have sampled nothing."""
     load: float
-    """Part of the pause, until the last engine has loaded."""
+    """The part of the pause until the last engine has loaded."""
     num_bytes: int
-    """Of the weights."""
+    """Size of the weights."""
 
 
 class WeightPublisher:
-    """Brings every engine from one policy version to the next.
+    """Moves every engine from one policy version to the next.
 
-    ``publish`` does it in one go. A trainer that wants to go on meanwhile awaits ``gather``, and lets ``send`` and then ``load`` run
-    beside its next step, in a task of its own.
+    ``publish`` does all of it. A trainer that continues meanwhile awaits ``gather``, and runs ``send`` and then ``load`` in a task beside
+    its next step.
 
     Args:
-        client: knows which engines live.
+        client: knows which engines are alive.
         policy: holds the weights.
-        directory: where buckets are written, in shared memory; made here, emptied by ``close``.
+        directory: where buckets are written, in shared memory; made if missing, emptied by ``close``.
         bucket_bytes: most bytes that are sent at a time.
         load_bucket_bytes: most bytes that an engine loads at a time, see ``weight_sync.load_bucket_mb``.
-        double_buffer: keep the version served while the next one is sent and loaded, and prepare that in the engines' memory.
+        double_buffer: keep the served version while the next one is sent and loaded, and prepare the next one in the engines' memory.
         pause_mode: what happens to requests in flight.
-        trace: one span per phase.
+        trace: gets one span per phase.
         probe_prompt_token_ids: prompt after which the engines' log-probs are compared with the trainer's; empty: never.
         max_logprob_gap: nats per token past which that comparison fails.
-        verify_checksums: ask engines for their checksums after every publish, not after the first alone, which is what an engine that
-            comes up later is held against; None: where weights are so small that it takes next to no time.
-        max_retries: times that sending or loading is tried again where it failed, before it is an error.
-        hold_engines: engines have their devices in its block, where they share them.
-        broadcast: brings what was sent to engines that cannot map it; None: all can.
-        share: lets engines load from the policy workers' devices; by default from files alone.
-        followers: load each version too, after the engines serve it, such as workers that recompute log-probs.
+        verify_checksums: ask engines for their checksums after every publish instead of only the first; engines that join later are
+            compared with them. None: only if the weights are so small that it takes next to no time.
+        max_retries: how often a failed sending or loading is tried again before it is an error.
+        hold_engines: in its block engines have the devices that they share.
+        broadcast: sends versions to engines that cannot map their files; None: all can.
+        share: lets engines load from the policy workers' devices; the default uses files only.
+        followers: also load each version after the engines serve it, such as workers that recompute log-probs.
         clock: seconds, for the times reported.
     """
 
@@ -135,13 +134,13 @@ class WeightPublisher:
         self._slots = VersionSlots()
         self._slots_changes = Changes()
         self._gathered: tuple[int, float] | None = None
-        """(version, seconds) of what is in the policy's staging memory."""
+        """(version, seconds) of the weights in the policy's staging memory."""
         self._staging_lock = asyncio.Lock()
         self._is_capacity_checked = False
         self._send_numbers = itertools.count()
         self._threads = DaemonThreads("weight-files")
         self._deletions: dict[asyncio.Future[None], Callable[[], None]] = {}
-        """Begun in a thread, and what each does: the kernel frees memory about as fast as it is written."""
+        """Deletions running in threads: the kernel frees memory only about as fast as it is written."""
         self._updater = EngineWeightUpdater(client, pause_mode=pause_mode, trace=trace, clock=clock)
         self._verifier = WeightVerifier(
             client=client,
@@ -154,21 +153,21 @@ class WeightPublisher:
         )
         self._engines_change = asyncio.Lock()
         self.lag = LagMonitor()
-        """Told of the versions published; may be told of every step."""
+        """Lags by the versions published, or by every step if ``trained`` is called for each."""
         client.pool.admission = self.admission
 
     @property
     def serving(self) -> WeightUpdate | None:
-        """What every engine serves; its files stay until the next publish has succeeded. None before the first."""
+        """The update that every engine serves; its files stay until the next publish has succeeded. None before the first."""
         return self._slots.serving
 
     @property
     def keeps_served_version(self) -> bool:
-        """Whether the version served is there for an engine that comes up while the next one is sent: with a dual buffer."""
+        """Whether an engine that joins while a version is sent can load the one before: only with a double buffer."""
         return self._double_buffer
 
     async def publish(self, version: int) -> PublishTimes:
-        """Make every engine serve ``version``; on return all have acknowledged it, one at least. Raises what the phases raise."""
+        """Make every engine serve ``version``; on return all, and at least one, have acknowledged it. Raises what the phases raise."""
         await self.gather(version)
         await self.send(version)
         times = await self.load()
@@ -180,13 +179,13 @@ class WeightPublisher:
         return times
 
     def trained(self, version: int) -> None:
-        """The policy holds ``version`` from now on, published or not: what ``lag_values`` are measured by."""
+        """The policy holds ``version`` from now on, published or not; ``lag_values`` are measured by it."""
         self.lag.trained(version, self._clock())
 
     async def gather(self, version: int) -> None:
-        """Copy the policy's weights to its staging memory; on return they may change. Waits for a ``send`` under way.
+        """Copy the policy's weights to its staging memory; on return they may change. Waits for a running ``send``.
 
-        Raises ``ConfigError``, the first time, when shared memory has no room for the weights.
+        Raises ``ConfigError`` at the first call if shared memory has no room for the weights.
         """
         async with self._staging_lock:
             started = self._clock()
@@ -199,12 +198,11 @@ class WeightPublisher:
             self._gathered = version, self._clock() - started
 
     async def send(self, version: int) -> bool:
-        """Send what was gathered, for ``load`` to take up: versions are sent one after the other, beside training and generation.
+        """Send the gathered version, which ``load`` then loads. Versions are sent one after another, beside training and generation.
 
-        Without a dual buffer it first waits until the version before is loaded, and deletes its buckets. Returns False where
-        policy workers died with the copy after a further step, or where another version was gathered since, which a run never does: a
-        newer one is to come then.
-        Raises ``PublishError`` when there is no room, after the retries; whatever fails, none of its buckets is left.
+        Without a double buffer this first waits until the version before is loaded, and deletes its buckets. Returns False if policy
+        workers died with the copy after a further step, or another version was gathered since; then a newer one follows.
+        Raises ``PublishError`` if there is no room, after the retries. After any failure none of its buckets is left.
         """
         async with self._staging_lock:
             if self._gathered is None or self._gathered[0] != version:
@@ -228,12 +226,12 @@ class WeightPublisher:
             return True
 
     async def load(self) -> PublishTimes | None:
-        """Make every engine serve the newest version sent; on return all have acknowledged it, one at least.
+        """Make every engine serve the newest version sent; on return all, and at least one, have acknowledged it.
 
-        None where engines serve it already. Where several were sent, which a run never does, those before the newest are never loaded.
-        An engine that dies meanwhile is closed; where none is left but one may come back, that one is waited for.
-        Raises ``PublishError`` when an engine refuses, after the retries: the version before goes on being served everywhere. Raises
-        ``NoEngineError`` when no engine is left and none is expected, and what a follower raises.
+        Returns None if engines serve it already. Older versions sent meanwhile are never loaded. An engine that dies is closed; if none is
+        left, this waits for one that may come back.
+        Raises ``PublishError`` if an engine refuses, after the retries: every engine still serves the version before. Raises
+        ``NoEngineError`` if no engine is left and none is expected, and what a follower raises.
         """
         times = await self._retried(self._load_newest)
         if times is None:
@@ -251,10 +249,10 @@ class WeightPublisher:
 
     @asynccontextmanager
     async def admission(self, engine: InferenceEngine) -> AsyncIterator[None]:
-        """Bring an engine to the version being served and prove it; in the block it may begin to serve. See ``pool.Admission``.
+        """Let an engine load and verify the served version; in the block it may begin to serve. See ``pool.Admission``.
 
-        Before the first publish there is nothing to load; without a dual buffer it waits for the version that is being sent. Where engines
-        share devices, it is done in their turn. Raises ``PublishError`` and ``EngineDeadError``: it must not serve.
+        Before the first publish there is nothing to load. Without a double buffer this waits for the version being sent. Engines that share
+        devices load while they hold them. After ``PublishError`` or ``EngineDeadError`` the engine must not serve.
         """
         while True:
             await self._slots_changes.until(lambda: not self._slots.lacks_served_files)
@@ -278,7 +276,7 @@ class WeightPublisher:
         self.lag.joined(engine.name, serving.version)
 
     def lags(self) -> dict[str, Lag]:
-        """How far each engine lags behind the trainer now, by name."""
+        """Each engine's lag behind the trainer now, by name."""
         self._forget_engines_that_left()
         return self.lag.lags(self._clock())
 
@@ -292,7 +290,7 @@ class WeightPublisher:
             self.lag.left(name)
 
     async def _retried(self, attempt: Callable[[bool], Awaitable[T]]) -> T:
-        """Try as often as was said; the attempt is told whether it is the last."""
+        """Try up to ``max_retries`` times more; the attempt is told whether it is the last."""
         for num_remaining in range(self._max_retries, 0, -1):
             try:
                 return await attempt(False)
@@ -355,7 +353,7 @@ class WeightPublisher:
         )
 
     async def _deliver(self, engines: list[InferenceEngine], update: WeightUpdate) -> float:
-        """Have all of them hold the update, where they cannot map it; those that die leave the list. Returns how long that took."""
+        """Broadcast the update to engines that cannot map it; dead ones are removed from the list. Returns the seconds it took."""
         if self._broadcast is None:
             return 0.0
         started = self._clock()
@@ -364,9 +362,9 @@ class WeightPublisher:
         return self._clock() - started
 
     async def _send(self, version: int) -> WeightUpdate:
-        """Write the buckets, in the room of those that are being deleted.
+        """Write the buckets once old ones are deleted.
 
-        Raises ``PublishError`` where there is no room for them; whatever fails, none is left.
+        Raises ``PublishError`` if there is no room. After any failure none is left.
         """
         await self._deleted()
         directory = self._directory / f"{version:06d}-{next(self._send_numbers)}"
@@ -383,7 +381,7 @@ class WeightPublisher:
         return replace(update, chunks=tuple(chunk | limit if "path" in chunk else chunk for chunk in update.chunks))
 
     def _delete(self, update: WeightUpdate | None) -> None:
-        """Begin to delete the files of an update: whoever is cancelled meanwhile, it goes on, and ``close`` leaves nothing of it."""
+        """Begin to delete the files of an update. Cancellations do not stop it, and ``close`` finishes it."""
         if update is not None and files_of(update):
             self._begin_deletion(partial(delete_update_files, update))
 
@@ -392,7 +390,7 @@ class WeightPublisher:
         self._deletions[future] = delete
 
     async def _deleted(self) -> None:
-        """Wait until the room of what is being deleted is free."""
+        """Wait until running deletions have freed their memory."""
         if self._deletions:
             done, _ = await asyncio.wait(self._deletions)
             for deletion in done:
@@ -408,7 +406,7 @@ class WeightPublisher:
         return await self._verifier.verify_checksums(version)
 
     def close(self) -> None:
-        """Delete the buckets, here and now, those too that a thread has begun to delete. Idempotent."""
+        """Delete all buckets now, also those that a thread has begun to delete. Idempotent."""
         for update in self._slots.clear():
             delete_update_files(update)
         for delete in self._deletions.values():
