@@ -1,8 +1,6 @@
-"""What an engine reads of a policy's files by itself: its stop tokens, and the headers of safetensors files.
+"""What an engine reads of a policy's files: stop tokens, and the headers of safetensors files, by which it checks weight updates.
 
-Flows in: a Hugging Face directory, or the chunks of a weight update. Flows out: plain values, or ``PublishError`` for
-an update that cannot be the policy's. Of weights only headers are read, and their bytes where they are to be compared; this module knows
-neither torch nor vllm.
+Of weights only headers are read, and their bytes if a checksum is to be compared. Neither torch nor vLLM is imported.
 """
 
 import json
@@ -18,7 +16,7 @@ Manifest = dict[str, tuple[str, tuple[int, ...]]]
 """Hugging Face parameter name -> (dtype name such as ``float32``, shape)."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
-"""Any one of them holds a tokenizer's vocabulary."""
+"""Each of them can hold a tokenizer's vocabulary."""
 _TIED_HEAD = "lm_head.weight"
 
 
@@ -41,7 +39,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def eos_token_ids(policy_dir: str) -> tuple[int, ...]:
-    """Tokens that end an answer: those of the generation config (else the model config), and the tokenizer's own."""
+    """Tokens that end an answer: the generation config's (else the model config's) and the tokenizer's."""
     directory = Path(policy_dir)
     config = read_config(policy_dir)
     declared = _read_object(directory / "generation_config.json").get("eos_token_id")
@@ -53,7 +51,7 @@ def eos_token_ids(policy_dir: str) -> tuple[int, ...]:
 
 
 def has_tokenizer(policy_dir: str) -> bool:
-    """Whether there is a tokenizer's vocabulary in the directory. Raises ``PolicyError`` for a broken ``tokenizer.json``."""
+    """Whether the directory has a tokenizer's vocabulary. Raises ``PolicyError`` for a broken ``tokenizer.json``."""
     _read_object(Path(policy_dir) / "tokenizer.json")
     return any((Path(policy_dir) / name).exists() for name in TOKENIZER_FILES)
 
@@ -80,7 +78,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(policy_dir: str) -> Manifest:
-    """Names, dtypes and shapes in the directory's safetensors files; empty where it has none."""
+    """Names, dtypes and shapes in the directory's safetensors files; empty if it has none."""
     manifest: Manifest = {}
     for path in sorted(Path(policy_dir).glob("*.safetensors")):
         manifest.update(_read_header(path))
@@ -88,12 +86,12 @@ def read_manifest(policy_dir: str) -> Manifest:
 
 
 def num_weight_bytes(policy_dir: str) -> int:
-    """Of the directory's safetensors files; 0 where it has none."""
+    """Size of the directory's safetensors files; 0 if it has none."""
     return sum(path.stat().st_size for path in Path(policy_dir).glob("*.safetensors"))
 
 
 def _read_header(path: Path) -> Manifest:
-    """Header of one safetensors file, which must be complete. Raises ``OSError`` or ``ValueError``."""
+    """Header of one complete safetensors file. Raises ``OSError`` or ``ValueError``."""
     with path.open("rb") as file:
         num_header_bytes = int.from_bytes(file.read(8), "little")
         num_file_bytes = path.stat().st_size
@@ -110,7 +108,7 @@ def _read_header(path: Path) -> Manifest:
 
 
 class UpdateValidator:
-    """Decides whether a weight update can be the policy's, before anything is touched."""
+    """Checks that a weight update can be the policy's, before anything is changed."""
 
     def __init__(self, policy_dir: str) -> None:
         self._policy_dir = policy_dir
@@ -119,7 +117,7 @@ class UpdateValidator:
         self._dtypes: dict[str, str] | None = None
 
     def check(self, update: WeightUpdate) -> None:
-        """Raise ``PublishError`` unless names and shapes are the policy's, and the chunks hold the manifest."""
+        """Raise ``PublishError`` unless names and shapes are the policy's, and the chunks match the manifest."""
         if update.adapter is not None:
             raise PublishError(
                 f"weight update {update.version} holds an adapter alone, and this engine takes all weights"
@@ -131,7 +129,7 @@ class UpdateValidator:
         require_same("the chunks", sent, update.manifest, update.version)
 
     def accept(self, update: WeightUpdate) -> None:
-        """Hold later updates to the dtypes of this one."""
+        """Require the dtypes of this update of later ones."""
         self._dtypes = {name: dtype for name, (dtype, _) in update.manifest.items()}
 
     def _check_manifest(self, update: WeightUpdate) -> None:
@@ -155,7 +153,7 @@ def _without_head(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ..
 
 
 def require_same(what: str, found: Mapping[str, object], expected: Mapping[str, object], version: int) -> None:
-    """Raise ``PublishError``, saying where ``what`` differs, unless both are equal."""
+    """Raise ``PublishError`` with the first difference unless both are equal."""
     if missing := sorted(expected.keys() - found.keys()):
         raise PublishError(f"weight update {version}: {what} lacks {missing[0]} (and {len(missing) - 1} more names)")
     if unknown := sorted(found.keys() - expected.keys()):
@@ -168,7 +166,7 @@ def require_same(what: str, found: Mapping[str, object], expected: Mapping[str, 
 
 
 def require_as_sent(update: WeightUpdate) -> None:
-    """Raise ``PublishError`` unless the files hold the bytes that were written as this version, where that is to be compared."""
+    """Raise ``PublishError`` if the files' checksum is to be compared and is not the one sent."""
     if not update.is_compared or update.crc32 is None:
         return
     found, paths = 0, [Path(chunk["path"]) for chunk in update.chunks]
@@ -184,7 +182,7 @@ def require_as_sent(update: WeightUpdate) -> None:
 
 
 def chunk_manifest(chunk: dict[str, Any], version: int) -> Manifest:
-    """What one chunk holds, a safetensors file (``path``). Raises ``PublishError`` where it is none, or incomplete."""
+    """Manifest of one chunk, a safetensors file (``path``). Raises ``PublishError`` if it is none, or incomplete."""
     if "path" not in chunk:
         raise PublishError(f"weight update {version}: a chunk with keys {sorted(chunk)} is no file (path)")
     try:

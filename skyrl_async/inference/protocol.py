@@ -1,6 +1,5 @@
-"""What the client needs of an engine. Implemented over vLLM, over Ray, by the deterministic engine and by the simulator.
-
-An engine does not know retries, text, chat or other engines: tokens in, tokens with provenance out.
+"""The engine interface: tokens in, tokens with log-probs and versions out. Implemented over vLLM, over Ray, by the deterministic engine and
+by the simulator. Retries, text, chat and other engines are unknown to an engine.
 """
 
 import asyncio
@@ -27,11 +26,11 @@ class InferenceEngine(Protocol):
         ...
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
-        """Sample until the end, or until a pause in abort mode: then ``finish_reason`` is ``abort`` and all tokens so far
-        are returned, unless the engine goes on with them by itself and says so in ``num_aborts``. While the engine is paused
-        a new request waits inside it. Cancelling the call ends the request.
+        """Sample until the end, or until a pause in abort mode. That returns all tokens so far with ``finish_reason`` ``abort``, unless the
+        engine continues the request by itself and counts that in ``num_aborts``. While the engine is paused a new request waits inside
+        it. Cancelling the call ends the request.
 
-        Raises ``RequestRefusedError`` for a request that it cannot serve.
+        Raises ``RequestRefusedError`` for a request that the engine cannot serve.
         """
         ...
 
@@ -40,43 +39,42 @@ class InferenceEngine(Protocol):
         ...
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
-        """What is sampled so far of those of the requests that are in the engine, by id, from their first token on; with a finish
-        reason where that is all. Nothing is taken from them; one that is ending may be missing."""
+        """All tokens so far of those requests that are in the engine, by id; with a finish reason if there are no more. The requests are
+        not changed. One that is ending may be missing."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Return once no further token is sampled under the current version, and a load that was cancelled has come to its end.
-        Idempotent.
+        """Return once no further token is sampled under the current version, and any cancelled load has ended. Idempotent.
 
-        An engine that serves requests which are not ``sampling.is_resumable`` freezes while it holds one, whatever the mode.
+        While the engine holds a request that is not ``sampling.is_resumable``, it freezes requests in every mode.
         """
         ...
 
     async def resume(self) -> None:
-        """Sample again, after every pause called before, also a cancelled one. Idempotent."""
+        """Sample again, after all pauses called before, also cancelled ones. Idempotent."""
         ...
 
     async def stage_weights(self, update: WeightUpdate) -> None:
-        """Prepare for ``load_weights`` of the update what can be prepared while tokens are sampled, which takes as much memory as the
-        weights; what was staged before is dropped. Nothing has to be done.
+        """Prepare as much of loading the update as possible while tokens are sampled, which takes as much memory as the weights. An update
+        staged before is dropped. An engine may do nothing.
 
-        Raises ``PublishError`` when that is not possible: the update is to be loaded all the same.
+        Raises ``PublishError`` if it cannot; the update can be loaded all the same.
         """
         ...
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Replace all weights by ``update``, drop every cached key and value, and serve ``update.version``.
 
-        Only called between ``pause`` and ``resume``. Raises ``PublishError``, with the old weights untouched, when the
-        update cannot be the policy's (unknown names, other shapes, missing files), or is to be compared and is not what was sent; any
-        later failure is ``EngineDeadError``.
+        Only called between ``pause`` and ``resume``. Raises ``PublishError``, with the old weights unchanged, if the update cannot be the
+        policy's (unknown names, other shapes, missing files), or its bytes are to be compared and differ from those sent. Any later failure
+        is ``EngineDeadError``.
         """
         ...
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """``pause``, then ``load_weights``, without a round trip in between; returns the seconds until it had paused.
 
-        What ``load_weights`` refuses may be refused before the pause. See ``pause_then_load``.
+        It may refuse an update before it pauses.
         """
         ...
 
@@ -85,29 +83,29 @@ class InferenceEngine(Protocol):
         ...
 
     async def checksum(self) -> str:
-        """Digest of the weights held; equal weights give equal digests on engines of the same kind."""
+        """Digest of the weights; equal weights give equal digests on engines of the same kind."""
         ...
 
     async def ping(self) -> None:
-        """Return when the engine is able to sample. A wedged one does not: the caller sets the deadline."""
+        """Return if the engine can sample. A wedged engine never returns: the caller sets the deadline."""
         ...
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
-        """End requests in flight that can go on elsewhere: their ``finish_reason`` is ``abort``, with all tokens so far.
+        """End running requests that can continue elsewhere, with ``finish_reason`` ``abort`` and all tokens so far.
 
         Args:
-            request_ids: these, where they have not ended; also while the engine is paused. None: all of them; then it returns when
-                the others have run to their ends, and nothing is sent to the engine meanwhile.
+            request_ids: the requests to end, also while the engine is paused. None: all; then this returns when the others have run to
+                their end, and nothing may be sent to the engine meanwhile.
         """
         ...
 
     async def close(self) -> None:
-        """Release everything, whatever is in flight. Idempotent."""
+        """Release everything, also with requests in flight. Idempotent."""
         ...
 
 
 async def pause_then_load(engine: InferenceEngine, update: WeightUpdate, mode: PauseMode) -> float:
-    """``InferenceEngine.switch_weights`` of an engine to which a call is no round trip."""
+    """``InferenceEngine.switch_weights`` for an engine in this process, where calls cost no round trip."""
     clock = asyncio.get_running_loop().time
     asked = clock()
     await engine.pause(mode)

@@ -1,7 +1,6 @@
-"""Turns the tokens of one completion into its text, once, whole or in blocks, and finds where a stop string ends it.
+"""Turns the tokens of a completion into text, whole or in blocks, and finds where a stop string ends it.
 
-Flows in: token ids. Flows out: text, and how many tokens are kept. A stop string may begin in one segment and end in another,
-so engines do not look for them: only here are all tokens of a completion in one place.
+A stop string may begin in one engine call and end in another, so engines do not look for them: only here are all tokens in one place.
 """
 
 from collections.abc import Sequence
@@ -27,10 +26,10 @@ class CompletionText:
 
     Args:
         tokenizer: decodes ids.
-        stop: strings that end the completion: the first to be complete does, whatever the blocks.
-        skip_special_tokens: leave special tokens out of the text; stop strings cannot match them then.
+        stop: strings that end the completion; the first one to be complete does, however the text is cut into blocks.
+        skip_special_tokens: leave special tokens out of the text; stop strings then cannot match them.
         includes_stop: keep the stop string in the text.
-        min_tokens: stop strings that end within the text of so many tokens are passed over.
+        min_tokens: ignore stop strings that end within the text of this many tokens.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class CompletionText:
         self.includes_stop = includes_stop
         self._min_tokens = min_tokens
         self._min_end: int | None = None if min_tokens else 0
-        """Characters in the text of ``min_tokens`` tokens; None before there are as many."""
+        """Characters in the text of ``min_tokens`` tokens; None before there are that many."""
         self._token_ids: list[int] = []
         self._text = ""
         self._num_text_tokens = 0
@@ -57,7 +56,7 @@ class CompletionText:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, sampling: SamplingParams) -> Self:
-        """The text that ``sampling`` asks for."""
+        """An empty text with the options of ``sampling``."""
         return cls(
             tokenizer,
             sampling.stop,
@@ -67,7 +66,7 @@ class CompletionText:
         )
 
     def push(self, token_ids: Sequence[int]) -> int | None:
-        """Add tokens. Returns None, or how many tokens are kept in all when a stop string ended the text."""
+        """Add tokens. Returns how many are kept in all if a stop string ended the text, else None."""
         self._token_ids.extend(token_ids)
         if not self._stop:
             return None  # decoded when the text is asked for
@@ -82,7 +81,7 @@ class CompletionText:
         return None
 
     def take(self) -> str:
-        """New text that is final: complete characters that cannot be the beginning of a stop string."""
+        """New final text: complete characters that cannot be the beginning of a stop string."""
         if not self._stop:
             self._extend_text()
         end = len(self._text) - self._num_held_back()
@@ -91,7 +90,7 @@ class CompletionText:
         return block
 
     def finish(self, *, is_stopped: bool) -> tuple[str, str]:
-        """The whole text, and what of it ``take`` has not returned. Incomplete characters come out as U+FFFD."""
+        """The whole text, and the part that ``take`` has not returned. Incomplete characters become U+FFFD."""
         if not is_stopped:
             self._text = self._decode(self._token_ids)
         return self._text, self._text[self._num_emitted :]
@@ -104,7 +103,7 @@ class CompletionText:
     def _extend_text(self) -> str:
         """Decode from a window that begins at a character boundary, so that a long completion costs linear time.
 
-        Returns the text behind it that ends in an incomplete character, and is decoded again with what follows.
+        Returns text that ends in an incomplete character, and is decoded again with the next tokens.
         """
         before = self._decode(self._token_ids[self._window_start : self._num_text_tokens])
         new = self._decode(self._token_ids[self._window_start :])[len(before) :]

@@ -1,7 +1,6 @@
-"""What an adapter costs per token on a CPU: two small products per layer, where vLLM would copy A and B for each token of a batch.
+"""Adapters on a CPU at the cost of two small products per layer, where vLLM would copy A and B for each token of a batch.
 
-Flows in: layers' inputs and outputs, from vLLM's layers. Flows out: outputs with B A x added. vLLM's own operations are for many adapters
-in a batch; here all requests bear the same one. A batch of which that is not true goes to vLLM's.
+vLLM's own operations are for batches with many adapters; here all requests have the same one. Other batches go to vLLM's operations.
 """
 
 from typing import Any
@@ -12,7 +11,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 
 class OneAdapterCPU(PunicaWrapperCPU):
-    """vLLM's operations on adapters, but for batches of one adapter."""
+    """vLLM's adapter operations, with a faster one for batches of one adapter."""
 
     def add_lora_linear(
         self,
@@ -27,7 +26,7 @@ class OneAdapterCPU(PunicaWrapperCPU):
         """Add ``scale B A x`` to each part of ``y``.
 
         Args:
-            y: (N, out), outputs of a layer, of its parts side by side where it is fused of several; written to in place.
+            y: (N, out), outputs of a layer, or of the parts of a fused one side by side; written in place.
             x: (N, in).
             lora_a_stacked: per part, (adapters, 1, rank, in).
             lora_b_stacked: per part, (adapters, 1, out of the part, rank).
@@ -48,6 +47,6 @@ class OneAdapterCPU(PunicaWrapperCPU):
 
 
 def use_on_cpus() -> None:
-    """Have vLLM's models on CPUs, of this process, use it; other platforms have kernels of their own."""
+    """Use ``OneAdapterCPU`` for models on CPUs in this process; other platforms have their own kernels."""
     name = f"{OneAdapterCPU.__module__}.{OneAdapterCPU.__qualname__}"
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: name)

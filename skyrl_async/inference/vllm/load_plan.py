@@ -1,10 +1,9 @@
-"""Which bytes of a weight update go where in a model on CPU: found once, followed at every update.
+"""Which bytes of a weight update go where in a model on CPU: recorded once, repeated at every update.
 
     model.load_weights on stand-ins ──recorded copies──> LoadPlan ──file──> new tensors and packed layers ──swap──> the model
 
-Flows in: vLLM's model and a mapped update. Flows out: swaps, each of which gives one parameter its new weights. vLLM's own reload copies
-each weight three times, packs on the way, and does all of it while the engine is paused; a plan does the copying and packing beside
-generation, if there is memory for it, and leaves the swap for the pause. A model that a plan cannot describe gets none.
+vLLM's own reload copies each weight three times and packs it, all while the engine is paused. A plan copies and packs beside generation, if
+there is memory for it, and leaves only swaps for the pause. A model that a plan cannot describe gets none.
 """
 
 import functools
@@ -32,20 +31,20 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from skyrl_async.inference.vllm.weight_map import WeightMap
 
 Swap = Callable[[], object]
-"""Gives one parameter, and the layers that multiply by it, new weights; returns the old ones, for to free them takes longer."""
+"""Sets new weights of one parameter and its layers; returns the old ones, since freeing them takes longer than the swap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Copy:
-    """One region of the file into one region of a parameter."""
+    """A copy from one region of the file to one region of a parameter."""
 
     into: tuple[tuple[int, ...], tuple[int, ...], int]
-    """Size, stride and storage offset, in elements."""
+    """The parameter's region: size, stride and storage offset, in elements."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     offset: int
-    """Bytes into the file."""
+    """Offset in the file, in bytes."""
 
     @property
     def num_bytes(self) -> int:
@@ -54,7 +53,7 @@ class _Copy:
 
 @dataclass(slots=True, kw_only=True)
 class _Target:
-    """A parameter or buffer and what is copied into it."""
+    """A parameter or buffer and the copies into it."""
 
     layer: nn.Module
     name: str
@@ -64,7 +63,7 @@ class _Target:
 
     @property
     def current(self) -> Tensor:
-        """As the model has it; empty where a packed copy has taken its place."""
+        """The model's tensor; empty if a packed copy has replaced it."""
         found = getattr(self.layer, self.name)
         assert isinstance(found, Tensor)
         return found
@@ -75,9 +74,9 @@ class _Target:
         return sum(torch.Size(copy.size).numel() for copy in self.copies) >= self.shape.numel()
 
     def read(self, weights: WeightMap, before: Tensor | None) -> Tensor:
-        """The new value: a view into the file where that holds it as it is, otherwise memory of its own.
+        """The new value: a view into the file if its bytes lie there in order, otherwise new memory.
 
-        ``before`` is the current value: elements that are not in the file keep theirs. None where a view will do.
+        ``before`` is the current value, for elements that are not in the file. None allows a view.
         """
         first = self.copies[0]
         if before is None and self._is_contiguous_in_file():
@@ -89,13 +88,13 @@ class _Target:
         return new
 
     def copy(self, weights: WeightMap, new: Tensor) -> None:
-        """Into memory that is there."""
+        """Copy the new value into ``new``."""
         for copy in self.copies:
             source = weights.region(copy.offset, copy.dtype, copy.size, copy.stride)
             new.as_strided(*copy.into).copy_(source)
 
     def _is_contiguous_in_file(self) -> bool:
-        """Whether the copies lay the file's bytes out just as they are there: fused layers whose parts were sent in order."""
+        """Whether the file has the value's bytes in order, as for fused layers whose parts were sent in order."""
         at, begin = 0, self.copies[0].offset
         for copy in sorted(self.copies, key=lambda copy: copy.into[2]):
             is_flat = copy.stride == _contiguous_stride(copy.size) and copy.into[1] == copy.stride
@@ -111,7 +110,7 @@ class _Target:
 
 
 class LoadPlan:
-    """See the module. Made by ``of``."""
+    """The copies of one model. Made by ``of``."""
 
     def __init__(self, model: nn.Module, targets: list[_Target]) -> None:
         self._model = model
@@ -119,9 +118,9 @@ class LoadPlan:
 
     @classmethod
     def of(cls, model: nn.Module, weights: WeightMap) -> "LoadPlan | None":
-        """The plan for files laid out like this one; None for a model whose loading is more than copies and packing.
+        """The plan for files laid out like this one; None if loading the model is more than copies and packing.
 
-        Nothing may run in the model meanwhile; it is as before afterwards.
+        Nothing may run in the model meanwhile. The model is unchanged afterwards.
         """
         if not all(_is_plain(layer) for layer in model.modules()):
             return None
@@ -134,20 +133,20 @@ class LoadPlan:
         return cls(model, targets)
 
     def swaps(self, weights: WeightMap, *, in_place: bool) -> Iterator[Swap]:
-        """One after the other; each is to be called when nothing runs in the model.
+        """Yield swaps one after another; each may be called only while nothing runs in the model.
 
         Args:
             weights: a file with the layout that the plan was made for.
-            in_place: write into the current memory where that is possible (nothing may run in the model from here on), so that only
-                one layer's packed weights are held twice. Otherwise current weights stay untouched up to the swaps.
+            in_place: write into the current memory where possible, so that only one layer's packed weights are held twice. Then nothing
+                may run in the model from here on. Otherwise current weights stay unchanged until the swaps.
         """
         for target in self._targets:
             yield self._swap(target, weights, in_place=in_place)
-            weights.count(sum(copy.num_bytes for copy in target.copies))
+            weights.note_copied(sum(copy.num_bytes for copy in target.copies))
 
     def _swap(self, target: _Target, weights: WeightMap, *, in_place: bool) -> Swap:
         parameter = target.current
-        if parameter.numel() == 0:  # packed, and given away
+        if parameter.numel() == 0:  # packed, without its own memory
             return functools.partial(_set_packed, target.layer, _packed(target.read(weights, None)))
         if in_place:
             target.copy(weights, parameter.data)
@@ -165,13 +164,13 @@ class LoadPlan:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes copies from the file into parameters, and whether anything else happens to these."""
+    """Records copies from the file into parameters, and whether anything else is done to these."""
 
     def __init__(self, weights: WeightMap, targets: dict[int, _Target]) -> None:
         super().__init__()
         self._weights = weights
         self.targets = targets
-        """By the identity of the parameter's storage."""
+        """Targets by the identity of the parameter's storage."""
         self.is_unplannable = False
 
     def __torch_dispatch__(
@@ -182,7 +181,7 @@ class _Recorder(TorchDispatchMode):
         target = self.targets.get(args[0].untyped_storage()._cdata)
         if target is None:
             return func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.fill_.Scalar:  # padding, which keeps what it was given at boot
+        if func is torch.ops.aten.fill_.Scalar:  # padding, which keeps its value from boot
             return args[0]
         offset = self._weights.offset_of(args[1]) if func is torch.ops.aten.copy_.default else None
         if offset is None or args[0].shape != args[1].shape:
@@ -202,7 +201,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _record(model: nn.Module, weights: WeightMap) -> _Recorder:
-    """Let the model load the file into stand-ins of its parameters, as they are before anything is packed."""
+    """Let the model load the file into stand-ins of its unpacked parameters, and record the copies."""
     infos = [(layer, get_layerwise_info(layer)) for layer in model.modules()]
     for layer, info in infos:
         info.kernel_tensors = get_layer_params_buffers(layer)
@@ -213,7 +212,7 @@ def _record(model: nn.Module, weights: WeightMap) -> _Recorder:
             restore_layer_on_meta(layer, info)
             for name, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
                 if hasattr(tensor, "weight_loader"):
-                    tensor.weight_loader = _get_original_loader(tensor)  # an earlier reload leaves its own around it
+                    tensor.weight_loader = _get_original_loader(tensor)  # an earlier reload has wrapped it
                 target = _Target(layer=layer, name=name, shape=tensor.shape, dtype=tensor.dtype)
                 targets.setdefault(tensor.untyped_storage()._cdata, target)
         with _Recorder(weights, targets) as recorder:
@@ -227,7 +226,7 @@ def _record(model: nn.Module, weights: WeightMap) -> _Recorder:
 
 
 def _are_all_read(weights: WeightMap, offsets: list[int]) -> bool:
-    """Whether each tensor of the file is copied from, in part at least: with several workers each takes its part."""
+    """Whether each tensor of the file is copied at least in part: each of several workers copies its part."""
     for _, tensor in itertools.chain.from_iterable(weights.buckets()):
         start = weights.offset_of(tensor)
         if start is None:
@@ -239,7 +238,7 @@ def _are_all_read(weights: WeightMap, offsets: list[int]) -> bool:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether loading the layer is copying, and packing for ``cpu_linear`` at most."""
+    """Whether loading the layer is only copying, and perhaps packing for ``cpu_linear``."""
     if is_deferred_attention_layer(layer):
         return type(layer) is Attention
     method = getattr(layer, "quant_method", None)
@@ -247,7 +246,7 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def _multiplies_packed(layer: nn.Module, parameter: Tensor) -> bool:
-    """Whether the layer has a packed copy of this very parameter: an output layer, also one tied to the embedding."""
+    """Whether the layer has a packed copy of this parameter, as an output layer, also one tied to the embedding."""
     return hasattr(layer, "cpu_linear") and layer._parameters.get("weight") is parameter
 
 
@@ -257,7 +256,7 @@ def _set_packed(layer: Any, packed: Any) -> object:
 
 
 def _packed(weight: Tensor) -> Callable[..., Tensor]:
-    """What ``cpu_linear`` becomes for this weight."""
+    """``cpu_linear`` for this weight."""
     layer = nn.Module()
     layer.weight = nn.Parameter(weight, requires_grad=False)
     dispatch_cpu_unquantized_gemm(layer, remove_weight=False)

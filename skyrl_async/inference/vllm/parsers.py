@@ -1,8 +1,7 @@
 """vLLM's parsers of tool calls and reasoning, without vLLM's server.
 
-Flows in: a parser's name and a tokenizer. Flows out: plain functions from a whole text to what it holds; they raise whatever
-vLLM's parser raises. vLLM is imported when the first parser is loaded: 4 s, once per process. Does not know requests, streams
-or engines.
+Parsers become plain functions of a whole text, which raise whatever vLLM's parser raises. vLLM is imported when the first parser is loaded,
+which takes 4 s once per process.
 """
 
 import logging
@@ -24,7 +23,7 @@ _PROBE = "probe"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCalls:
-    """What a tool parser finds in a text."""
+    """The result of a tool parser."""
 
     calls: tuple[tuple[str, str], ...]
     """Name and arguments (JSON text) of each call."""
@@ -37,10 +36,10 @@ class VLLMToolParser:
     """A loaded parser of tool calls."""
 
     name: str
-    """vLLM's."""
+    """vLLM's name of the parser."""
     extract: Callable[[str, Sequence[Tool]], FoundCalls]
     wants_special_tokens: bool
-    """vLLM would give it a text that spells special tokens."""
+    """Whether the parser needs text with special tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +47,17 @@ class VLLMReasoningParser:
     """A loaded parser of reasoning."""
 
     name: str
-    """vLLM's."""
+    """vLLM's name of the parser."""
     extract: Callable[[str], tuple[str, str]]
-    """Reasoning and content of an answer that begins in reasoning, where the parser has such a notion."""
+    """Reasoning and content of an answer, which begins in reasoning if the parser knows such answers."""
     start: str | None
-    """What opens a block of reasoning, where the parser says so."""
+    """Opens a block of reasoning; None if the parser does not say."""
     end: str | None
-    """What closes it."""
+    """Closes a block of reasoning; None if the parser does not say."""
 
 
 def load_tool_parser(name: str, tokenizer: "PreTrainedTokenizerFast") -> VLLMToolParser:
-    """vLLM's tool parser ``name``; ``ConfigError`` where vLLM has none, or it cannot read this tokenizer's text."""
+    """vLLM's tool parser ``name``; ``ConfigError`` if vLLM has none, or it cannot read this tokenizer's text."""
     _prepare_import("tool_call_parser", name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -87,7 +86,7 @@ def load_tool_parser(name: str, tokenizer: "PreTrainedTokenizerFast") -> VLLMToo
 
 
 def load_reasoning_parser(name: str, tokenizer: "PreTrainedTokenizerFast") -> VLLMReasoningParser:
-    """vLLM's reasoning parser ``name``; ``ConfigError`` where vLLM has none, or it cannot read this tokenizer's text."""
+    """vLLM's reasoning parser ``name``; ``ConfigError`` if vLLM has none, or it cannot read this tokenizer's text."""
     _prepare_import("reasoning_parser", name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -113,7 +112,7 @@ def load_reasoning_parser(name: str, tokenizer: "PreTrainedTokenizerFast") -> VL
 
 @contextmanager
 def _usable(field: str, name: str) -> Iterator[None]:
-    """Whatever vLLM's parser raises while it is tried becomes a ``ConfigError``."""
+    """Turn whatever vLLM's parser raises in the block into a ``ConfigError``."""
     try:
         yield
     except Exception as error:
@@ -124,7 +123,7 @@ def _usable(field: str, name: str) -> Iterator[None]:
 
 
 def _prepare_import(field: str, name: str) -> None:
-    """Set what vLLM reads at import, and keep what it says of each malformed answer out of the log."""
+    """Set the environment that vLLM reads at import, and silence its log lines about malformed answers."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     for logger in ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser"):

@@ -1,7 +1,4 @@
-"""The file of a weight update as tensors: mapped, not read, so that whoever loads it copies each byte once.
-
-Flows in: the path of a safetensors file. Flows out: tensors that lie in it, in load buckets. Knows neither vLLM nor models.
-"""
+"""The file of a weight update as tensors: mapped, not read, so that loading copies each byte once."""
 
 import json
 import mmap
@@ -21,7 +18,7 @@ class WeightMap:
 
     Args:
         path: a complete safetensors file; it may be deleted while it is mapped.
-        load_bucket_bytes: most bytes of the file that this process holds mapped pages of at a time, a larger tensor apart.
+        load_bucket_bytes: most bytes of mapped pages that this process holds at a time; only a single larger tensor exceeds it.
     """
 
     def __init__(self, path: str | Path, load_bucket_bytes: int) -> None:
@@ -31,7 +28,7 @@ class WeightMap:
         header = json.loads(self._memory[8 : 8 + num_header_bytes])
         header.pop("__metadata__", None)
         self.layout = bytes(self._memory[: 8 + num_header_bytes])
-        """Equal for updates that hold the same tensors at the same places."""
+        """The header's bytes: equal for updates with the same tensors at the same places."""
         self._entries = header
         self._whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._first = 8 + num_header_bytes
@@ -62,7 +59,7 @@ class WeightMap:
             yield bucket
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, of the dtype and shape it was sent with."""
+        """One tensor, with its dtype and shape."""
         entry = self._entries[name]
         start, stop = (self._first + offset for offset in entry["data_offsets"])
         dtype = getattr(torch, TORCH_NAMES[entry["dtype"]])
@@ -71,18 +68,18 @@ class WeightMap:
         return self._whole[start:stop].view(dtype).view(entry["shape"])
 
     def region(self, offset: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        """What lies ``offset`` bytes into the file, seen as such a tensor."""
+        """The bytes from ``offset`` on as a strided tensor."""
         num_usable = len(self._whole) // dtype.itemsize * dtype.itemsize
         return self._whole[:num_usable].view(dtype).as_strided(size, stride, offset // dtype.itemsize)
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Bytes into the file at which a view begins; None for any other tensor."""
+        """Offset in bytes of a view into the file; None for other tensors."""
         if tensor.untyped_storage().data_ptr() != self._whole.untyped_storage().data_ptr():
             return None
         return tensor.storage_offset() * tensor.element_size()
 
-    def count(self, num_bytes: int) -> None:
-        """So many more bytes were copied from the mapping: past a load bucket its pages are let go."""
+    def note_copied(self, num_bytes: int) -> None:
+        """Count bytes copied from the mapping, and release its pages after each load bucket."""
         self._num_read += num_bytes
         if self._num_read >= self._load_bucket_bytes:
             self._memory.madvise(mmap.MADV_DONTNEED)
