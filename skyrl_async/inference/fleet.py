@@ -234,13 +234,10 @@ class Fleet:
                 logger.error("%s does not serve: %s", name, reason)
             else:
                 return True
-        self._give_up(member, reason)
-        return False
-
-    def _give_up(self, member: _Member, reason: str) -> None:
         max_restarts = self._config.max_restarts
         logger.error("%s stays dead: engine.max_restarts=%d are used up (%s)", member.place, max_restarts, reason)
         self._end_wait_if_none_may_serve(reason)
+        return False
 
     def _end_wait_if_none_may_serve(self, reason: str) -> None:
         if not any(self._may_serve(place) for place in self._lives):

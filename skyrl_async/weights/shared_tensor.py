@@ -1,13 +1,13 @@
-"""A tensor that another process of this machine uses where it lies, without a copy and without a way over the bus.
+"""Tensors that other processes of this machine use in place, without a copy; and files that exist in memory alone.
 
     SharedTensor ──handle()──> plain values ──opened()──> the same memory, in the other process
 
-On CUDA the handle is one of CUDA IPC, for processes on the same GPU; in host memory it is the path of a memory file. Whoever shares a
-tensor keeps it until the others are done with it: memory that was given back may hold anything.
+A CUDA handle is CUDA IPC's, for processes on the same GPU. In host memory the handle is the path of a memory file. The owner keeps a shared
+tensor until the others are done with it.
 
-torch's own handles of CUDA tensors are for a sender that does not wait. They count one process that opens them, and the memory stays until
-it did, for ever where none does; and they bring an event to wait for, which whoever opens them never gives back. Here the owner says when a
-tensor is complete and when it ends, and neither is used.
+torch's own handles of CUDA tensors are for a sender that does not wait. They count the one process that opens them, and keep the memory
+until it has, for ever if none does. They also carry an event to wait for, which the opener never releases. Here the owner says when a tensor is
+complete and when it ends, so neither is used.
 """
 
 import base64
@@ -24,58 +24,58 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 _DEVICE_ARGUMENT = 6
-"""Of ``rebuild_cuda_tensor``: the device's number, which is another one in every process."""
+"""Index in ``rebuild_cuda_tensor``'s arguments of the device's number, which differs between processes."""
 _COUNTER_ARGUMENTS = slice(11, 13)
-"""Likewise: where torch counts who has still to let go of the tensor."""
+"""Likewise, of torch's reference counter."""
 _WAITS_FOR_EVENT_ARGUMENT = 14
-"""Likewise: whether the event is waited for."""
+"""Likewise, of whether to wait for the event."""
 
 
 def device_key(device: torch.device) -> str:
-    """Equal in all processes that use the device, whatever number it has there."""
+    """A name of the device that is equal in all processes, unlike its number."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
 
 
 @dataclass(slots=True)
 class MemoryFile:
-    """Empty at first."""
+    """A file without a name on any disk, which ends with the process that made it. Empty at first."""
 
     _file: FileIO = field(default_factory=lambda: FileIO(os.memfd_create("weights"), "r+"))
 
     @property
     def path(self) -> str:
-        """For this process and others of its user on this machine."""
+        """A path for this process and others of its user on this machine."""
         return f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """(num_bytes,) uint8: the file's content, to be written where it is reserved. Raises ``ValueError`` when it is closed."""
+        """(num_bytes,) uint8: the file's content; write only to reserved parts. Raises ``ValueError`` if the file is closed."""
         os.ftruncate(self._file.fileno(), num_bytes)
         return torch.frombuffer(mmap.mmap(self._file.fileno(), num_bytes), dtype=torch.uint8)
 
     def reserve(self, begin: int, num_bytes: int) -> None:
-        """Find memory for a part, in bytes. Raises ``OSError`` where there is none, ``ValueError`` when the file is closed."""
+        """Reserve memory for a part, in bytes. Raises ``OSError`` if there is none, ``ValueError`` if the file is closed."""
         os.posix_fallocate(self._file.fileno(), begin, num_bytes)
 
     def close(self) -> None:
-        """Give the memory back, once nobody maps it."""
+        """Release the memory, once nobody maps it."""
         self._file.close()
 
 
 class SharedTensor:
-    """A copy of a tensor, in memory that can be opened elsewhere.
+    """A copy of a tensor, in memory that other processes can open.
 
     Args:
         tensor: any; it may change afterwards.
-        dtype: of the copy.
-        device: ``cuda`` or ``cpu``: where the copy is.
+        dtype: the copy's.
+        device: the copy's, ``cuda`` or ``cpu``.
 
-    Raises ``torch.OutOfMemoryError`` (CUDA) or ``OSError`` (CPU) where there is no room.
+    Raises ``torch.OutOfMemoryError`` (CUDA) or ``OSError`` (CPU) if there is no room.
     """
 
     def __init__(self, tensor: Tensor, *, dtype: torch.dtype, device: torch.device) -> None:
         self._file: MemoryFile | None = None
         self._counters: list[tuple[bytes, int]] = []
-        """Of the handles on CUDA."""
+        """Reference counters of handles on CUDA."""
         if device.type == "cpu" and tensor.numel():
             self._file = MemoryFile()
             num_bytes = tensor.numel() * dtype.itemsize
@@ -87,11 +87,11 @@ class SharedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of the copy."""
+        """Size of the copy."""
         return self._copy.nbytes
 
     def handle(self) -> dict[str, Any]:
-        """What ``opened`` takes, of strings and integers. On CUDA the copy has to be complete: whoever opens it does not wait."""
+        """Plain values for ``opened``. On CUDA the copy must be complete: the opener does not wait."""
         return {
             "dtype": str(self._copy.dtype).removeprefix("torch."),
             "shape": list(self._copy.shape),
@@ -108,7 +108,7 @@ class SharedTensor:
         return base64.b64encode(pickle.dumps(arguments)).decode()
 
     def close(self) -> None:
-        """Give the memory back, also where nobody opened it; whoever did is to be done with it."""
+        """Release the memory. Nobody may use the tensor any more."""
         if self._file is not None:
             self._file.close()
         for counter in self._counters:
@@ -118,9 +118,9 @@ class SharedTensor:
 
 
 def opened(handle: dict[str, Any], device: torch.device) -> Tensor:
-    """The tensor of a handle, in the memory of whoever shares it; to be read, not written.
+    """The tensor of a handle, in its owner's memory; read-only.
 
-    Raises ``RuntimeError`` or ``OSError`` where that memory cannot be reached from here.
+    Raises ``RuntimeError`` or ``OSError`` if that memory cannot be reached from here.
     """
     dtype, shape, memory = getattr(torch, handle["dtype"]), handle["shape"], handle["memory"]
     if not math.prod(shape):

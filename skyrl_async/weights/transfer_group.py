@@ -2,11 +2,10 @@
 
     rank 0: host memory ──bucket──> [gloo: host to host | NCCL: its device to theirs] ──bucket──> host memory: ranks 1, 2, ...
 
-Flows in: where members meet, and bytes in host memory. Flows out: the same bytes in every member's. torch's default group, vLLM's
-groups and those of training are not touched, so members may be in any of them. Knows neither weights nor engines.
+torch's default group, vLLM's groups and those of training are not used, so members may be in any of them.
 
-A member that fails leaves, which closes its connections: with gloo the others fail at once then. One that merely stands still is waited for
-as long as the group's timeout says. A group in which anything failed is of no use any more.
+A member that fails leaves, which closes its connections: with gloo the others then fail at once. The others wait for a member that stands
+still until the group's timeout. After any failure a group is unusable.
 """
 
 import os
@@ -26,37 +25,37 @@ GLOO = "gloo"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlace:
-    """Where and how the members of a group meet; plain values, for it crosses processes."""
+    """Where and how a group forms; plain values, since it crosses processes."""
 
     host: str
-    """Of rank 0, as the others reach it."""
+    """Rank 0's host, as the others reach it."""
     port: int
-    """Of rank 0's store."""
+    """Port of rank 0's store."""
     name: str
-    """Unique within the store: groups may follow each other there."""
+    """Unique within the store, which may serve several groups one after another."""
     num_members: int
     """Rank 0 included."""
     backend: str
     """``gloo`` or ``nccl``."""
     timeout_s: float
-    """Longest that a member waits for the others, at the meeting and in each bucket."""
+    """Longest wait of a member for the others, when the group forms and in each bucket."""
 
 
 def open_store(host: str) -> dist.TCPStore:
-    """Where members meet, in this process; it serves as long as it is referred to."""
+    """A store in this process through which a group forms; it serves as long as it is referenced."""
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
 class TransferGroup:
-    """One member's end. Made when every member is there; blocks until then.
+    """One member's end. Creating it blocks until every member is there.
 
     Args:
         place: equal for all members.
         rank: 0 sends.
-        device: of this member, for NCCL; gloo does without.
+        device: this member's, for NCCL; gloo uses none.
         store: rank 0's own; the others connect to it.
 
-    Raises ``RuntimeError`` (``dist.DistError`` included) where the others do not come in time.
+    Raises ``RuntimeError`` (such as ``dist.DistError``) if the others do not come in time.
     """
 
     def __init__(self, place: GroupPlace, *, rank: int, device: torch.device, store: dist.Store | None = None) -> None:
@@ -68,7 +67,7 @@ class TransferGroup:
         self._sends = rank == 0
         self._device = device if place.backend == NCCL else torch.device("cpu")
         if place.backend == NCCL:
-            _meet(store, rank, place.num_members)
+            _wait_for_members(store, rank, place.num_members)
             with _failing_in_the_caller(), torch.cuda.device(device):
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
@@ -82,7 +81,7 @@ class TransferGroup:
             self._group = dist.ProcessGroupGloo(store, rank, place.num_members, options)
 
     def send(self, content: Tensor, bucket_bytes: int) -> None:
-        """Rank 0: (num_bytes,) uint8 in host memory to all others, ``bucket_bytes`` (>= 1) at a time."""
+        """Rank 0: send (num_bytes,) uint8 in host memory to all others, ``bucket_bytes`` (>= 1) at a time."""
         self._broadcast(torch.tensor([content.numel(), bucket_bytes]))
         for bucket in content.split(bucket_bytes):
             self._broadcast(bucket)
@@ -90,10 +89,10 @@ class TransferGroup:
     def receive(
         self, allocate: Callable[[int], Tensor], reserve: Callable[[int, int], None] = lambda begin, num_bytes: None
     ) -> None:
-        """The others: into what ``allocate`` makes for so many bytes: (num_bytes,) uint8 in host memory.
+        """The others: receive into the (num_bytes,) uint8 in host memory that ``allocate`` returns.
 
-        ``reserve`` is told before a bucket where it begins and how many bytes it has: memory is found for one at a time, since rank 0 waits
-        meanwhile.
+        ``reserve`` is called before each bucket with its begin and size in bytes: memory is reserved for one bucket at a time, since rank 0
+        waits meanwhile.
         """
         sizes = torch.zeros(2, dtype=torch.int64)
         self._broadcast(sizes)
@@ -107,7 +106,7 @@ class TransferGroup:
         self._group.abort()
 
     def _broadcast(self, values: Tensor) -> None:
-        """Rank 0's values into everybody's, a contiguous tensor in host memory; on return they are there."""
+        """Copy rank 0's contiguous tensor in host memory into everybody's; complete on return."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         if self._device.type == "cpu":
@@ -122,14 +121,14 @@ class TransferGroup:
                 values.copy_(bucket)
 
 
-def _meet(store: dist.Store, rank: int, num_members: int) -> None:
-    """Wait until every member is there, as long as the store's timeout says; NCCL, which connects later, waits for ever."""
+def _wait_for_members(store: dist.Store, rank: int, num_members: int) -> None:
+    """Wait for every member, at most the store's timeout: NCCL, which connects later, would wait for ever."""
     store.set(f"member-{rank}", "")
     store.wait([f"member-{member}" for member in range(num_members)])
 
 
 def _address_towards(host: str, port: int) -> str:
-    """Of the network interface by which this machine reaches that one; nothing is sent."""
+    """This machine's address on the network interface that reaches ``host``; nothing is sent."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
@@ -138,7 +137,7 @@ def _address_towards(host: str, port: int) -> str:
 
 @contextmanager
 def _failing_in_the_caller() -> Iterator[None]:
-    """Have NCCL groups made within raise where they are waited for; by default a timeout ends the whole process."""
+    """NCCL groups made in this block raise after a timeout; by default it ends the whole process."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"

@@ -58,9 +58,7 @@ class VLLMReasoningParser:
 
 def load_tool_parser(name: str, tokenizer: "PreTrainedTokenizerFast") -> VLLMToolParser:
     """vLLM's tool parser ``name``; ``ConfigError`` if vLLM has none, or it cannot read this tokenizer's text."""
-    _prepare_import("tool_call_parser", name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _importing("tool_call_parser", name):
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
 
@@ -87,9 +85,7 @@ def load_tool_parser(name: str, tokenizer: "PreTrainedTokenizerFast") -> VLLMToo
 
 def load_reasoning_parser(name: str, tokenizer: "PreTrainedTokenizerFast") -> VLLMReasoningParser:
     """vLLM's reasoning parser ``name``; ``ConfigError`` if vLLM has none, or it cannot read this tokenizer's text."""
-    _prepare_import("reasoning_parser", name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _importing("reasoning_parser", name):
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.reasoning import ReasoningParserManager
 
@@ -122,18 +118,22 @@ def _usable(field: str, name: str) -> Iterator[None]:
         ) from error
 
 
-def _prepare_import(field: str, name: str) -> None:
-    """Set the environment that vLLM reads at import, and silence its log lines about malformed answers."""
+@contextmanager
+def _importing(field: str, name: str) -> Iterator[None]:
+    """Import vLLM, with its environment set and its warnings and log lines about malformed answers silenced."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     for logger in ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
             import vllm  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"server.{field} must be none where vLLM is not installed, got {name!r}: {error}") from error
+        except ImportError as error:
+            raise ConfigError(
+                f"server.{field} must be none where vLLM is not installed, got {name!r}: {error}"
+            ) from error
+        yield
 
 
 def _check_known(field: str, name: str, known: Sequence[Any]) -> None:
