@@ -6,8 +6,8 @@ A CUDA handle is CUDA IPC's, for processes on the same GPU. In host memory the h
 tensor until the others are done with it.
 
 torch's own handles of CUDA tensors are for a sender that does not wait. They count the one process that opens them, and keep the memory
-until it has, for ever if none does. They also carry an event to wait for, which the opener never releases. Here the owner says when a tensor is
-complete and when it ends, so neither is used.
+until it has, for ever if none does. They also carry an event to wait for, which the opener never releases. Here the owner says when a
+tensor is complete and when it ends, so neither is used.
 """
 
 import base64
