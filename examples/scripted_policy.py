@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.data.dataset import load_prompts
-from skyrl_async.endpoint.parsing.parsing import AnswerParser
+from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.endpoint.sessions.settings import SessionSettings

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.endpoint.parsing.parsing import AnswerParser
+from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.types import Completion, CompletionDelta, FinishReason, SamplingParams

@@ -12,8 +12,8 @@ import httpx
 from openai import AsyncOpenAI
 from starlette.types import ASGIApp
 
-from skyrl_async.endpoint.parsing.parsing import AnswerParser
-from skyrl_async.endpoint.requests.context import Serving
+from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
+from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.types import CompletionDelta, SamplingParams

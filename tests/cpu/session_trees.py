@@ -80,10 +80,12 @@ class Policy:
         *,
         tools: list[dict[str, Any]] | None = None,
         num_tokens: int = 2,
-        echoes: Sequence[Message] = (),
+        other_forms: Sequence[Message] = (),
         **rest: Any,
     ) -> Turn:
         match, prompt = self.plan(messages, tools)
         is_constrained = rest.pop("is_constrained", False)
         done = completion(prompt, self.ids(num_tokens), text=str(reply.get("content") or ""), **rest)
-        return self.tree.commit(match, messages, reply, done, tools=tools, is_constrained=is_constrained, echoes=echoes)
+        return self.tree.commit(
+            match, messages, reply, done, tools=tools, is_constrained=is_constrained, other_forms=other_forms
+        )

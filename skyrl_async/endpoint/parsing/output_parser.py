@@ -1,28 +1,24 @@
-"""How the text of one completion is read: plainly, for reasoning and tool calls, or as a call that a grammar forced.
+"""How one completion is read: as plain text, for reasoning and tool calls, or as a call that a grammar forced.
 
-Flows in: text, whole or in blocks. Flows out: content, reasoning and tool calls; whole and joined blocks say the same. Does not
-know prompts, tokens or sampling.
+Does not know prompts, tokens or sampling.
 """
 
+import json
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from skyrl_async.chat import Tool
-from skyrl_async.endpoint.parsing.answers import AnswerDelta, ParsedAnswer, forced_tool_schema, parse_forced
-from skyrl_async.endpoint.parsing.parsing import AnswerParser
+from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
+from skyrl_async.endpoint.parsing.answers import AnswerDelta, make_tool_call
 from skyrl_async.types import StructuredOutput
 
 
 class OutputParser(Protocol):
-    """Reads one completion: ``whole`` once, or ``push`` for each block and ``finish``."""
+    """Reads one completion, whole or in blocks: ``push`` each block, then ``finish``. All parts joined say the same for any blocks."""
 
     @property
     def keeps_special_tokens(self) -> bool:
         """Whether the text must spell special tokens."""
-        ...
-
-    def whole(self, text: str) -> ParsedAnswer:
-        """The answer in a whole text."""
         ...
 
     def push(self, text: str) -> AnswerDelta:
@@ -35,7 +31,7 @@ class OutputParser(Protocol):
 
 
 def forced_call(tools: Sequence[Tool] | None, tool_choice: str) -> StructuredOutput | None:
-    """What sampling must obey so that the answer is a call; None where ``tool_choice`` demands none.
+    """The grammar under which an answer is a call; None if ``tool_choice`` demands none.
 
     Raises ``ValueError`` for tools of which no schema can be made.
     """
@@ -52,19 +48,18 @@ def output_parser_of(
     is_chat: bool,
     starts_in_reasoning: bool,
 ) -> OutputParser:
-    """The reading for one choice of a request.
+    """The parser for one choice of a request.
 
     Args:
         tool_choice: ``auto``, ``none``, ``required`` or the name of one of ``tools``.
-        is_chat: a raw prompt's completion is text and nothing else.
+        is_chat: False for a raw prompt, whose completion is text and nothing else.
         starts_in_reasoning: the prompt has opened a block of reasoning.
     """
     if not is_chat:
         return _Plain()
     if _is_forced(tools, tool_choice):
         return _Forced(tools or (), _named(tool_choice))
-    offered = tools if tool_choice != "none" else None
-    return _Parsed(parser, offered, starts_in_reasoning)
+    return parser.stream(tools=tools if tool_choice != "none" else None, starts_in_reasoning=starts_in_reasoning)
 
 
 def _is_forced(tools: Sequence[Tool] | None, tool_choice: str) -> bool:
@@ -80,37 +75,11 @@ class _Plain:
 
     keeps_special_tokens = False
 
-    def whole(self, text: str) -> ParsedAnswer:
-        return ParsedAnswer(content=text, reasoning=None, tool_calls=())
-
     def push(self, text: str) -> AnswerDelta:
         return AnswerDelta(content=text)
 
     def finish(self) -> AnswerDelta:
         return AnswerDelta()
-
-
-class _Parsed:
-    """Reasoning and tool calls are found by the model's parsers."""
-
-    def __init__(self, parser: AnswerParser, tools: Sequence[Tool] | None, starts_in_reasoning: bool) -> None:
-        self._parser = parser
-        self._tools = tools
-        self._starts_in_reasoning = starts_in_reasoning
-        self._stream = parser.stream(tools=tools, starts_in_reasoning=starts_in_reasoning)
-
-    @property
-    def keeps_special_tokens(self) -> bool:
-        return self._parser.keeps_special_tokens
-
-    def whole(self, text: str) -> ParsedAnswer:
-        return self._parser.parse(text, tools=self._tools, starts_in_reasoning=self._starts_in_reasoning)
-
-    def push(self, text: str) -> AnswerDelta:
-        return self._stream.push(text)
-
-    def finish(self) -> AnswerDelta:
-        return self._stream.finish()
 
 
 class _Forced:
@@ -123,13 +92,72 @@ class _Forced:
         self._name = name
         self._text = ""
 
-    def whole(self, text: str) -> ParsedAnswer:
-        return parse_forced(text, self._tools, self._name)
-
     def push(self, text: str) -> AnswerDelta:
         self._text += text
         return AnswerDelta()
 
     def finish(self) -> AnswerDelta:
-        parsed = self.whole(self._text)
-        return AnswerDelta(content=parsed.content or "", reasoning=parsed.reasoning or "", tool_calls=parsed.tool_calls)
+        return parse_forced(self._text, self._tools, self._name)
+
+
+def forced_tool_schema(tools: Sequence[Tool], name: str | None) -> str:
+    """The JSON schema, as JSON text, of an answer that must call.
+
+    Args:
+        tools: in OpenAI's chat form.
+        name: the one function to call: the answer is its arguments. None: the answer is a list, not empty, of
+            ``{"name", "parameters"}``, as vLLM has it for ``tool_choice: required``.
+
+    Raises:
+        ValueError: no tool is named so, or there is none at all.
+    """
+    if name is not None:
+        return json.dumps(_parameters(_function(tools, name)))
+    if not tools:
+        raise ValueError("tools must hold at least one function where tool_choice demands a call, got none")
+    definitions: dict[str, Any] = {}
+    calls = []
+    for tool in tools:
+        parameters = dict(_parameters(tool["function"]))
+        found = parameters.pop("$defs", None) or {}
+        if not isinstance(found, dict):
+            raise ValueError(f"$defs of a tool's parameters must be an object, got {type(found).__name__}")
+        for key, definition in found.items():
+            if definitions.setdefault(key, definition) != definition:
+                raise ValueError(f"tools must agree on the definition of {key!r} in their $defs, got two")
+        properties = {"name": {"type": "string", "enum": [tool["function"]["name"]]}, "parameters": parameters}
+        calls.append({"type": "object", "properties": properties, "required": ["name", "parameters"]})
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    return json.dumps(schema | ({"$defs": definitions} if definitions else {}))
+
+
+def parse_forced(text: str, tools: Sequence[Tool], name: str | None) -> AnswerDelta:
+    """The calls in an answer sampled under ``forced_tool_schema(tools, name)``.
+
+    One that was cut is content, as it was written. Never raises.
+    """
+    try:
+        spelled = json.loads(text)
+        if name is not None:
+            named = [(name, text.strip())] if isinstance(spelled, dict) else []
+        else:
+            named = [(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in spelled]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        named = []
+    known = {tool["function"]["name"] for tool in tools}
+    calls = tuple(make_tool_call(called, arguments) for called, arguments in named if called in known)
+    if not calls or len(calls) < len(named):
+        return AnswerDelta(content=text)
+    return AnswerDelta(tool_calls=calls)
+
+
+def _function(tools: Sequence[Tool], name: str) -> dict[str, Any]:
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            return dict(tool["function"])
+    names = ", ".join(tool["function"]["name"] for tool in tools) or "no function at all"
+    raise ValueError(f"tool_choice must name a function of tools, which hold {names}; got {name!r}")
+
+
+def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+    return function.get("parameters") or {"type": "object", "properties": {}}

@@ -47,6 +47,7 @@ class AnswerStream:
         read_calls: reads a text that begins with a call; None from it says that the text holds no call.
         read_reasoning: takes reasoning and content out of a whole text, for a model whose marks do not say it.
         starts_in_reasoning: the prompt has opened a block of reasoning.
+        keeps_special_tokens: whether the text must spell special tokens.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class AnswerStream:
         read_calls: Callable[[str], AnswerDelta | None],
         read_reasoning: Callable[[str], tuple[str, str]] | None = None,
         starts_in_reasoning: bool = False,
+        keeps_special_tokens: bool = False,
     ) -> None:
+        self.keeps_special_tokens = keeps_special_tokens
         self._marks = marks
         self._read_calls = read_calls
         self._read_reasoning = read_reasoning

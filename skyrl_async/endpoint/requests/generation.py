@@ -1,32 +1,29 @@
-"""What every surface samples through: a request becomes a prompt, the prompt a completion, the completion an answer.
+"""One planned request: samples its choices and reads them into answers, which become turns once they are delivered.
 
-    GenerationRequest ──Planner──> Planned ──sampler──> completion ──parser──> Answer, or blocks of one
-                         │  session's turn tree: exact ids of earlier turns              │
-                         └───────────────<── turns to commit once they are delivered ─<──┘
+    Planned ──sampler──> completion ──output parser──> Answer, or blocks of one
+                                                         └──> PendingTurns ──the client has it──> the session's turn tree
 
-Flows in: chat messages or raw prompt ids, of a session or of none. Flows out: answers, and the turns they are. Does not
-know wire formats, HTTP or engines.
+Does not know wire formats, HTTP or engines.
 """
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
 
 from skyrl_async.chat import ChatRenderer, Tool
-from skyrl_async.endpoint.parsing.answers import ParsedAnswer, ToolCall
-from skyrl_async.endpoint.parsing.output_parser import OutputParser, forced_call, output_parser_of
-from skyrl_async.endpoint.parsing.parsing import AnswerParser
-from skyrl_async.endpoint.parsing.stream_joining import joined_completion
-from skyrl_async.endpoint.requests.fields import refuse_inexact
-from skyrl_async.endpoint.requests.long_work import LONG_TEXT, LongWork, text_length
-from skyrl_async.endpoint.requests.pending_turns import PendingTurns, SampledTurn
-from skyrl_async.endpoint.requests.validation import bad_word_ids, known_ids, refused_values
+from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
+from skyrl_async.endpoint.parsing.answers import AnswerDelta, ParsedAnswer, ToolCall
+from skyrl_async.endpoint.parsing.output_parser import OutputParser, output_parser_of
 from skyrl_async.endpoint.sessions.session import Session
-from skyrl_async.endpoint.sessions.settings import ReasoningPolicy
 from skyrl_async.endpoint.sessions.tree import Match
-from skyrl_async.errors import PromptTooLongError
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.types import Completion, CompletionDelta, FinishReason, Message, SamplingParams
+
+_PROMPT_ROLE = "prompt"
+"""Stands for a raw prompt in a session's tree, where no chat message can equal it."""
+
+Slot = Callable[[], AbstractAsyncContextManager[object]]
+"""Waits until one more generation may run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +60,7 @@ class Answer:
     finish_reason: str
     """``stop``, ``length`` or ``tool_calls``."""
     stop_reason: str | int | None
-    """Which of the request's stop strings or stop tokens ended it."""
+    """The request's stop string or stop token that ended it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,265 +72,192 @@ class AnswerBlock:
     tool_calls: tuple[ToolCall, ...]
     """Whole calls."""
     delta: CompletionDelta
-    finish_reason: str | None
-    """Set in the last block only."""
+    answer: Answer | None
+    """All blocks joined; set in the last block only."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        return None if self.answer is None else self.answer.finish_reason
 
 
-Slot = Callable[[], AbstractAsyncContextManager[object]]
-"""Waits until one more generation may run."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SampledTurn:
+    """A finished choice, with all that its turn needs."""
+
+    match: Match
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] | None
+    reply: Message
+    """As a client sends it back."""
+    stop_string: str | None
+    """Ended the choice and is missing in the reply's text; some clients put it back."""
+    completion: Completion
+    is_constrained: bool
+    """It was sampled under a grammar."""
 
 
-class Planner:
-    """Plans the generations of one HTTP request.
+class PendingTurns:
+    """Keeps the finished choices of one request until a client has them: only then are they turns of its ``session``."""
 
-    Args:
-        sampler: samples.
-        renderer: turns messages into ids.
-        parser: finds reasoning and tool calls in text.
-        session: whose turns these will be; None outside of sessions.
-        reasoning_policy: see ``ReasoningPolicy``.
-        slot: entered around each generation.
-        long_work: renders and tokenizes long prompts.
-    """
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        renderer: ChatRenderer,
-        parser: AnswerParser,
-        *,
-        session: Session | None,
-        reasoning_policy: ReasoningPolicy,
-        slot: Slot,
-        long_work: LongWork,
-    ) -> None:
-        self.sampler = sampler
-        self.renderer = renderer
-        self.parser = parser
-        self.slot = slot
+    def __init__(self, session: Session | None) -> None:
         self._session = session
-        self._reasoning_policy = reasoning_policy
-        self._long_work = long_work
-        self.turns = PendingTurns(session)
+        self._sampled: list[_SampledTurn] = []
 
-    async def plan(self, request: GenerationRequest) -> "Planned":
-        """Render and check.
+    def add(self, turn: _SampledTurn) -> None:
+        """Keep a choice, if the request is of a session."""
+        if self._session is not None:
+            self._sampled.append(turn)
 
-        Raises ``ApiError`` for what cannot be rendered, ``PromptTooLongError`` when no room is left for an answer.
-        """
-        limit = min(self.sampler.max_model_len, request.max_total_tokens or self.sampler.max_model_len)
-        length = text_length((request.messages, request.tools, request.bad_words)) + len(request.prompt_token_ids or ())
-
-        def prepared(request: GenerationRequest = request) -> tuple[GenerationRequest, tuple[int, ...], Match]:
-            ready = self._with_forced_call(self._with_session_sampling(self._with_tokens(request)))
-            return ready, *self._prompt(ready, limit)
-
-        with self._overflows_counted():
-            request, prompt, match = await self._long_work.tokenize(self._session, prepared, is_long=length > LONG_TEXT)
-            if len(prompt) >= limit:
-                raise PromptTooLongError(len(prompt), limit)
-        return Planned(self, request, prompt, match, room=limit - len(prompt))
-
-    def _with_tokens(self, request: GenerationRequest) -> GenerationRequest:
-        """The tokens that the request names are the policy's, and bad words are tokens."""
-        sampling = request.sampling
-        self._known(sampling.stop_token_ids, "stop_token_ids")
-        self._known(sampling.allowed_token_ids, "allowed_token_ids")
-        self._known([token_id for token_id, _ in sampling.logit_bias], "logit_bias")
-        bad_words = bad_word_ids(request.bad_words, self.renderer.encode)
-        return replace(request, sampling=replace(sampling, bad_words=bad_words))
-
-    def _with_forced_call(self, request: GenerationRequest) -> GenerationRequest:
-        """Where a call is demanded sampling must make one, and where it is possible nothing may forbid it."""
-        with refused_values("tools"):
-            forced = forced_call(request.tools, request.tool_choice) if request.messages else None
-        if forced is None and (not request.tools or request.tool_choice != "auto"):
-            return request
-        # Where a call is possible and not demanded, the request's own schema would make it impossible.
-        return replace(request, sampling=replace(request.sampling, structured=forced))
-
-    def _with_session_sampling(self, request: GenerationRequest) -> GenerationRequest:
-        """In a session, how to sample is the trainer's choice: behavior log-probs must be those of its distribution."""
-        session = self._session
-        if session is None:
-            return request
-        asked = request.sampling
-        if session.sampling is not None:
-            refuse_inexact(asked)
-        sampling = session.sampling.applied_to(asked) if session.sampling is not None else asked
-        sampling = replace(sampling, reports_logprobs=True)
-        return replace(request, sampling=sampling, priority=session.priority, session_label=session.id)
-
-    async def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Ids of raw prompts. Raises ``PromptTooLongError`` where one cannot fit."""
-        encode, limit = self.renderer.encode, self.sampler.max_model_len
-        with self._overflows_counted():
-            return await self._long_work.tokenize(
-                self._session,
-                lambda: [encode(text, limit=limit) for text in texts],
-                is_long=sum(map(len, texts)) > LONG_TEXT,
+    def commit(self) -> None:
+        """Add the choices to the session, unless it has ended. Further calls do nothing."""
+        sampled, self._sampled = self._sampled, []
+        if self._session is None or not self._session.is_open:
+            return
+        for turn in sampled:
+            reply, missing = turn.reply, turn.stop_string
+            self._session.tree.commit(
+                turn.match,
+                turn.messages or (_raw_prompt(turn.completion.prompt_token_ids),),
+                reply,
+                turn.completion,
+                tools=turn.tools,
+                is_constrained=turn.is_constrained,
+                other_forms=() if missing is None else (reply | {"content": reply["content"] + missing},),
             )
 
-    @contextmanager
-    def _overflows_counted(self) -> Iterator[None]:
-        try:
-            yield
-        except PromptTooLongError:
-            if self._session is not None:
-                self._session.count_overflow()
-            raise
 
-    def _prompt(self, request: GenerationRequest, limit: int) -> tuple[tuple[int, ...], Match]:
-        """Prompt ids, and the turn of the session that they continue."""
-        nothing = Match(turn=None, num_messages=0)
-        if not request.messages:
-            return self._known(request.prompt_token_ids or (), "prompt"), nothing
-        with refused_values("messages"):
-            if request.prompt_token_ids is not None:
-                known = self._known(request.prompt_token_ids, "prefix_token_ids")
-                return self.renderer.render_next(request.messages, known, tools=request.tools, limit=limit), nothing
-            if self._session is None:
-                return self.renderer.render(request.messages, tools=request.tools, limit=limit), nothing
-            return self._session_prompt(request, self._session, limit)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationParts:
+    """What the generations of one HTTP request share."""
 
-    def _session_prompt(
-        self, request: GenerationRequest, session: Session, limit: int
-    ) -> tuple[tuple[int, ...], Match]:
-        match = session.tree.match(request.messages, tools=request.tools)
-        turn = match.turn
-        if turn is None:
-            return self.renderer.render(request.messages, tools=request.tools, limit=limit), match
-        if self._reasoning_policy is ReasoningPolicy.KEEP:
-            prompt = self.renderer.render_next(
-                request.messages, turn.token_ids, num_covered=match.num_messages, tools=request.tools, limit=limit
-            )
-            return prompt, match
-        rendered = self.renderer.render(request.messages, tools=request.tools, limit=limit)
-        extends = rendered[: len(turn.token_ids)] == turn.token_ids
-        return rendered, match if extends else Match(turn=None, num_messages=0)
-
-    def _known(self, token_ids: Sequence[int], param: str) -> tuple[int, ...]:
-        return known_ids(token_ids, self.renderer.vocab_size, param=param)
+    sampler: Sampler
+    renderer: ChatRenderer
+    parser: AnswerParser
+    slot: Slot
+    """Entered around each generation."""
+    turns: PendingTurns
 
 
 class Planned:
-    """One request, rendered and known to fit; made by ``Planner.plan``."""
+    """One request, rendered and known to fit; made by ``Planner.plan``.
+
+    Args:
+        prompt: its ids.
+        match: the turn of the session that the prompt continues.
+        room: tokens left in the context for each choice, >= 1.
+    """
 
     def __init__(
-        self, planner: Planner, request: GenerationRequest, prompt: tuple[int, ...], match: Match, *, room: int
+        self, parts: GenerationParts, request: GenerationRequest, prompt: tuple[int, ...], match: Match, *, room: int
     ) -> None:
-        self._planner = planner
+        self._parts = parts
         self._request = request
         self._match = match
         self._room = room
         self.prompt_token_ids = prompt
 
-    @property
-    def sampling(self) -> SamplingParams:
-        """How its choices are sampled, but for what differs between them and for the budget."""
-        return self._request.sampling
-
     async def answer(self, index: int = 0) -> Answer:
         """Choice ``index``, sampled to its end."""
-        reading = self._reading()
-        sampling = self._sampling(index, reading)
-        async with self._planner.slot():
-            completion = await self._planner.sampler.generate_tokens(
-                self.prompt_token_ids,
-                sampling,
-                session_id=self._request.session_label,
-                priority=self._request.priority,
+        request, parser = self._request, self._output_parser()
+        sampling = self._sampling(index, parser)
+        async with self._parts.slot():
+            completion = await self._parts.sampler.generate_tokens(
+                self.prompt_token_ids, sampling, session_id=request.session_label, priority=request.priority
             )
-        parsed = reading.whole(completion.text)
-        self._keep(parsed, completion, sampling)
-        return Answer(
-            content=parsed.content,
-            reasoning=parsed.reasoning,
-            tool_calls=parsed.tool_calls,
-            completion=completion,
-            finish_reason=_finish_reason(completion.finish_reason, parsed.tool_calls),
-            stop_reason=stop_string(self._planner.renderer, completion, sampling) or _stop_token(completion, sampling),
-        )
+        return self._finish([parser.push(completion.text), parser.finish()], completion, sampling)
 
     async def stream(self, index: int = 0) -> AsyncGenerator[AnswerBlock, None]:
         """Choice ``index`` in blocks; joined they equal ``answer``'s."""
-        reading = self._reading()
-        sampling = self._sampling(index, reading)
-        blocks: list[AnswerBlock] = []
-        async with self._planner.slot(), aclosing(self._deltas(sampling)) as deltas:
-            async for delta in deltas:
-                part = reading.push(delta.text)
-                if delta.finish_reason is not None:
-                    part += reading.finish()
-                block = AnswerBlock(
+        parser = self._output_parser()
+        sampling = self._sampling(index, parser)
+        parts: list[AnswerDelta] = []
+        deltas: list[CompletionDelta] = []
+        async with self._parts.slot(), aclosing(self._deltas(sampling)) as stream:
+            async for delta in stream:
+                is_last = delta.finish_reason is not None
+                part = parser.push(delta.text)
+                if is_last:
+                    part += parser.finish()
+                parts.append(part)
+                deltas.append(delta)
+                yield AnswerBlock(
                     content=part.content,
                     reasoning=part.reasoning,
                     tool_calls=part.tool_calls,
                     delta=delta,
-                    finish_reason=None,
+                    answer=self._finish(parts, _joined(self.prompt_token_ids, deltas), sampling) if is_last else None,
                 )
-                blocks.append(block)
-                if delta.finish_reason is not None:
-                    calls = tuple(call for b in blocks for call in b.tool_calls)
-                    block = replace(block, finish_reason=_finish_reason(delta.finish_reason, calls))
-                    self._keep_streamed(blocks, sampling)
-                yield block
 
     async def _deltas(self, sampling: SamplingParams) -> AsyncGenerator[CompletionDelta, None]:
         request = self._request
-        deltas = self._planner.sampler.stream_tokens(
+        deltas = self._parts.sampler.stream_tokens(
             self.prompt_token_ids, sampling, session_id=request.session_label, priority=request.priority
         )
         async for delta in deltas:
             yield delta
 
-    def _reading(self) -> OutputParser:
-        request, planner = self._request, self._planner
+    def _output_parser(self) -> OutputParser:
+        request, parser = self._request, self._parts.parser
         return output_parser_of(
-            planner.parser,
+            parser,
             tools=request.tools,
             tool_choice=request.tool_choice,
             is_chat=bool(request.messages),
-            starts_in_reasoning=planner.parser.starts_in_reasoning(self.prompt_token_ids),
+            starts_in_reasoning=parser.starts_in_reasoning(self.prompt_token_ids),
         )
 
-    def _sampling(self, index: int, reading: OutputParser) -> SamplingParams:
+    def _sampling(self, index: int, parser: OutputParser) -> SamplingParams:
         sampling = self._request.sampling
         return replace(
             sampling,
             max_tokens=min(sampling.max_tokens, self._room),
             seed=None if sampling.seed is None else sampling.seed + index,
-            skip_special_tokens=sampling.skip_special_tokens and not reading.keeps_special_tokens,
+            skip_special_tokens=sampling.skip_special_tokens and not parser.keeps_special_tokens,
         )
 
-    def _keep(self, parsed: ParsedAnswer, completion: Completion, sampling: SamplingParams) -> None:
-        """Keep a finished choice until its delivery is known."""
-        planner, request = self._planner, self._request
-        missing = None if sampling.includes_stop else stop_string(planner.renderer, completion, sampling)
-        planner.turns.add(
-            SampledTurn(
+    def _finish(self, parts: Sequence[AnswerDelta], completion: Completion, sampling: SamplingParams) -> Answer:
+        """The answer that ``parts`` add up to, kept until its delivery is known."""
+        parsed = AnswerDelta.joined(parts).as_whole()
+        stop_string = _stop_string(self._parts.renderer, completion, sampling)
+        self._parts.turns.add(
+            _SampledTurn(
                 match=self._match,
-                messages=request.messages,
-                tools=request.tools,
+                messages=self._request.messages,
+                tools=self._request.tools,
                 reply=_reply(parsed),
-                stop_string=missing,
+                stop_string=None if sampling.includes_stop else stop_string,
                 completion=completion,
                 is_constrained=sampling.structured is not None,
             )
         )
-
-    def _keep_streamed(self, blocks: Sequence[AnswerBlock], sampling: SamplingParams) -> None:
-        completion = joined_completion(self.prompt_token_ids, [block.delta for block in blocks])
-        parsed = ParsedAnswer(
-            content="".join(block.content for block in blocks),
-            reasoning="".join(block.reasoning for block in blocks),
-            tool_calls=tuple(call for block in blocks for call in block.tool_calls),
+        is_stop = completion.finish_reason is FinishReason.STOP
+        return Answer(
+            content=parsed.content,
+            reasoning=parsed.reasoning,
+            tool_calls=parsed.tool_calls,
+            completion=completion,
+            finish_reason="tool_calls" if parsed.tool_calls and is_stop else str(completion.finish_reason),
+            stop_reason=stop_string or _stop_token(completion, sampling),
         )
-        self._keep(parsed, completion, sampling)
 
 
-def stop_string(renderer: ChatRenderer, completion: Completion, sampling: SamplingParams) -> str | None:
-    """Which of the request's stop strings ended ``completion``."""
+def _joined(prompt_token_ids: tuple[int, ...], deltas: Sequence[CompletionDelta]) -> Completion:
+    """The completion that ``deltas``, at least one, are the blocks of."""
+    return Completion(
+        prompt_token_ids=prompt_token_ids,
+        token_ids=tuple(i for delta in deltas for i in delta.token_ids),
+        logprobs=tuple(p for delta in deltas for p in delta.logprobs),
+        versions=tuple(v for delta in deltas for v in delta.versions),
+        text="".join(delta.text for delta in deltas),
+        finish_reason=deltas[-1].finish_reason or FinishReason.STOP,
+        top_logprobs=tuple(top for delta in deltas for top in delta.top_logprobs),
+        num_aborts=sum(delta.num_aborts for delta in deltas),
+        num_cached_tokens=deltas[-1].num_cached_tokens,
+    )
+
+
+def _stop_string(renderer: ChatRenderer, completion: Completion, sampling: SamplingParams) -> str | None:
+    """The request's stop string that ended ``completion``."""
     if not sampling.includes_stop:
         return renderer.stop_string(completion.token_ids, completion.text, sampling.stop)
     if completion.finish_reason is not FinishReason.STOP:
@@ -347,10 +271,6 @@ def _stop_token(completion: Completion, sampling: SamplingParams) -> int | None:
     return last[0] if is_stopped else None
 
 
-def _finish_reason(finish: FinishReason, tool_calls: Sequence[ToolCall]) -> str:
-    return "tool_calls" if tool_calls and finish is FinishReason.STOP else str(finish)
-
-
 def _reply(parsed: ParsedAnswer) -> Message:
     """An answer as the message that a client sends back."""
     message: Message = {"role": "assistant", "content": parsed.content or ""}
@@ -359,6 +279,10 @@ def _reply(parsed: ParsedAnswer) -> Message:
     if parsed.tool_calls:
         message["tool_calls"] = [chat_tool_call(call) for call in parsed.tool_calls]
     return message
+
+
+def _raw_prompt(token_ids: Sequence[int]) -> Message:
+    return {"role": _PROMPT_ROLE, "content": " ".join(map(str, token_ids))}
 
 
 def chat_tool_call(call: ToolCall) -> dict[str, object]:

@@ -1,7 +1,6 @@
-"""Answers on their way to one client: a JSON body, or server-sent events with comments in silences.
+"""Sends a shared request's outcome to one client: a JSON body, or server-sent events with comments in silences.
 
-Flows in: work, whole or in events. Flows out: ASGI messages. A client that leaves no longer follows its work; one that has got
-everything says so to the work. Does not know what is generated.
+Does not know what is generated.
 """
 
 import asyncio
@@ -30,16 +29,16 @@ class EventStyle(Enum):
     openai = "openai"
     """``data: {...}``, and ``data: [DONE]`` at the end."""
     named = "named"
-    """``event: <type>`` and ``data: {...}``; the last event says that it is the last."""
+    """``event: <type>`` and ``data: {...}``; the type marks the last event."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work``; cancel it and raise ``ClientDisconnect`` when the client leaves. The body must have been read."""
+    """Run ``work``; cancel it and raise ``ClientDisconnect`` when the client disconnects. The body must have been read."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        worker.cancel()  # here and now: a write that was held up must not go on as if it had been read
+        worker.cancel()  # at once: a write that was held up must not go on as if it had been read
 
     async with task_group() as group:
         worker = group.create_task(work, name="request")
@@ -51,21 +50,20 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class Delivery(Response):
-    """Brings the outcome of ``work`` to one client.
+    """Sends the outcome of ``shared`` to one client.
 
     Args:
-        work: shared with the resends of the same request.
-        style: of events; None sends one JSON body.
+        style: how events are written; None sends one JSON body.
         keepalive_interval_s: silence after which a stream sends a comment, > 0.
-        on_closed: called once, when the client has its answer or has left.
+        on_closed: called once, when the client has its answer or has disconnected.
 
-    A failure before the first byte is an error body, in mid-stream an error event, after which the stream ends. A stream's first byte
-    waits for the first event, but no longer than for a comment.
+    A failure before the first byte becomes an error body; in mid-stream it becomes an error event and ends the stream. The first byte of a
+    stream waits for the first event or the first comment.
     """
 
     def __init__(
         self,
-        work: SharedRequest,
+        shared: SharedRequest,
         *,
         style: EventStyle | None,
         keepalive_interval_s: float,
@@ -74,7 +72,7 @@ class Delivery(Response):
         self.status_code = 200
         self.background = None
         self.media_type = "application/json" if style is None else "text/event-stream"
-        self._work = work
+        self._shared = shared
         self._style = style
         self._keepalive_interval_s = keepalive_interval_s
         self._on_closed = on_closed
@@ -82,7 +80,7 @@ class Delivery(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._work.followed():
+            with self._shared.connected():
                 if self._style is None:
                     await until_disconnect(receive, self._send_body(scope, receive, send))
                 else:
@@ -94,7 +92,7 @@ class Delivery(Response):
 
     async def _send_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            reply = await self._work.reply()
+            reply = await self._shared.reply()
         except Exception as error:
             await as_api_error(error).response_for(scope["path"])(scope, receive, send)
             return
@@ -106,23 +104,23 @@ class Delivery(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_events(self, scope: Scope, receive: Receive, send: Send, style: EventStyle) -> None:
-        events = await self._work.events(0, self._keepalive_interval_s)
-        if not events and self._work.has_failed:
+        events = await self._shared.events(0, self._keepalive_interval_s)
+        if not events and self._shared.has_failed:
             await self._send_body(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         num_sent = 0
-        while events or not self._work.is_done:
+        while events or not self._shared.is_done:
             num_sent += len(events)
             block = await _event_bytes(events, style) if events else _KEEPALIVE
             await send({"type": "http.response.body", "body": block, "more_body": True})
-            events = await self._work.events(num_sent, self._keepalive_interval_s)
+            events = await self._shared.events(num_sent, self._keepalive_interval_s)
         await self._send_end(send, style)
 
     async def _send_end(self, send: Send, style: EventStyle) -> None:
-        """What follows the last event, of work that has ended."""
+        """End a stream whose last event was sent."""
         try:
-            await self._work.reply()
+            await self._shared.reply()
         except Exception as error:  # headers are out: the failure becomes an event
             failure = as_api_error(error).body | ({"type": "error"} if style is EventStyle.named else {})
             await send({"type": "http.response.body", "body": await _event_bytes([failure], style), "more_body": True})
@@ -133,12 +131,12 @@ class Delivery(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _delivered(self) -> None:
-        """The client has every byte. After the last message it may be seen to leave before this goes on, so it is said before.
+        """Record that the client has every byte. Call it before the last message: the client may disconnect right after that one.
 
-        A client that was seen to leave while its last bytes waited to be written, which are dropped then, is dealt with first.
+        A disconnect that came while the last bytes waited to be written drops these bytes, and is handled first.
         """
         await asyncio.sleep(0)
-        self._work.delivered()
+        self._shared.delivered()
 
 
 async def _event_bytes(events: Iterable[Event], style: EventStyle) -> bytes:

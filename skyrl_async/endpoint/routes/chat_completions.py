@@ -7,23 +7,113 @@ log-probs and policy versions on request. A request open while weights change is
 
 import time
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, field_validator, model_validator
 from starlette.responses import Response
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.endpoint.requests.body_fields import ignored_metadata
-from skyrl_async.endpoint.requests.context import Serving
-from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, Planned, Planner, chat_tool_call
+from skyrl_async.endpoint.requests.fields import but_ignored, ignored_metadata, tool_name
+from skyrl_async.endpoint.requests.generation import (
+    Answer,
+    AnswerBlock,
+    GenerationRequest,
+    Planned,
+    chat_tool_call,
+)
 from skyrl_async.endpoint.requests.guard import ParsedRoute
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, done_apart
+from skyrl_async.endpoint.requests.planner import Planner
+from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.requests.response_parts import chat_logprobs, provenance, usage
 from skyrl_async.endpoint.requests.shared_request import Emit
-from skyrl_async.endpoint.routes.schema import ChatCompletionRequest
+from skyrl_async.endpoint.routes.schema import (
+    Checked,
+    ResponseFormat,
+    SamplingFields,
+    ToolDefinition,
+    functions_of,
+)
 from skyrl_async.runtime.tasks import run_together
 from skyrl_async.types import Completion, CompletionDelta
+
+
+class NamedFunction(BaseModel):
+    name: str
+
+
+class NamedToolChoice(BaseModel):
+    """OpenAI's ``tool_choice`` that names a function."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatCompletionRequest(SamplingFields):
+    """A body of ``POST /v1/chat/completions``: OpenAI's fields, vLLM's additions, and this package's."""
+
+    messages: Checked[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=0, ge=0, le=20)
+    tools: Checked[ToolDefinition] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    response_format: ResponseFormat | None = None
+    prefix_token_ids: Checked[int] | None = Field(default=None, min_length=1)
+    """Exact ids (prompt and completion) of the conversation up to and including the last assistant message: only what
+    follows is rendered, and nothing sampled is tokenized again."""
+    max_total_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of prompt and completion together."""
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _chooses_a_function(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type", "function") != "function":
+            raise ValueError(f"{value['type']!r} is not supported; choose auto, none, required or a function")
+        return value
+
+    @model_validator(mode="after")
+    def _tool_choice_has_tools(self) -> "ChatCompletionRequest":
+        names = [tool["function"]["name"] for tool in functions_of(self.tools)]
+        ignored = but_ignored(self.ignored_tools)
+        if self.chosen_tool not in ("auto", "none", "required", *names):
+            raise ValueError(f"tool_choice must name one of tools {names}, got {self.chosen_tool!r}{ignored}")
+        if self.chosen_tool == "required" and not names:
+            raise ValueError(f"tools must hold at least one function when tool_choice is required, got none{ignored}")
+        return self
+
+    @property
+    def ignored_tools(self) -> tuple[str, ...]:
+        """The tools that are no functions, by type and name."""
+        return tuple(tool_name(tool.model_dump()) for tool in self.tools or () if tool.function is None)
+
+    @property
+    def chosen_tool(self) -> str:
+        """``auto``, ``none``, ``required`` or a function's name."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            return self.tool_choice.function.name
+        return self.tool_choice or "auto"
+
+    def to_generation(self, session_label: str | None) -> GenerationRequest:
+        """The request without its wire format."""
+        return GenerationRequest(
+            messages=tuple(self.messages),
+            prompt_token_ids=None if self.prefix_token_ids is None else tuple(self.prefix_token_ids),
+            tools=functions_of(self.tools) or None,
+            tool_choice=self.chosen_tool,
+            sampling=self.sampling(
+                self.max_completion_tokens or self.max_tokens,
+                self.response_format.structured if self.response_format else None,
+                (self.top_logprobs or 0) if self.logprobs else 0,
+                shows_logprobs=bool(self.logprobs),
+            ),
+            max_total_tokens=self.max_total_tokens,
+            bad_words=tuple(self.bad_words or ()),
+            session_label=self.label(session_label),
+            priority=self.priority or 0,
+        )
 
 
 def make_router(serving: Serving) -> APIRouter:
@@ -38,7 +128,7 @@ def make_router(serving: Serving) -> APIRouter:
         async def call(planner: Planner) -> ChatCall:
             return ChatCall(await planner.plan(asked), body, serving.renderer, serving.model_name)
 
-        return await serving.exchange(request, call, is_stream=bool(body.stream))
+        return await serving.handle(request, call, is_stream=bool(body.stream))
 
     return router
 

@@ -11,21 +11,76 @@ from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.endpoint.requests.context import Serving
 from skyrl_async.endpoint.requests.errors import ApiError
-from skyrl_async.endpoint.requests.generation import Answer, Planned, Planner
+from skyrl_async.endpoint.requests.fields import refused
+from skyrl_async.endpoint.requests.generation import Answer, GenerationRequest, Planned
 from skyrl_async.endpoint.requests.guard import ParsedRoute
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, done_apart
+from skyrl_async.endpoint.requests.planner import Planner
+from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.requests.response_parts import completion_logprobs, provenance, usage
 from skyrl_async.endpoint.requests.shared_request import Emit
-from skyrl_async.endpoint.routes.schema import CompletionRequest
+from skyrl_async.endpoint.routes.schema import Checked, Label, ResponseFormat, SamplingFields
 from skyrl_async.runtime.tasks import run_together
 from skyrl_async.types import Completion, CompletionDelta
 
 _MAX_CHOICES = 1024
+
+
+class CompletionRequest(SamplingFields):
+    """A body of ``POST /v1/completions``: OpenAI's fields, vLLM's additions, and this package's."""
+
+    prompt: str | Checked[int] | Checked[str] | Checked[Checked[int]]
+    session_id: Label | list[Label] | None = None  # type: ignore[assignment]
+    """One for all prompts, or one for each."""
+    max_tokens: int | None = Field(default=16, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool | None = False
+    suffix: str | None = None
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _is_served(self) -> "CompletionRequest":
+        if self.suffix:
+            raise ValueError("suffix is not served; leave it out")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not served: log-probs are of sampled tokens; leave one of them out")
+        return self
+
+    @property
+    def prompts(self) -> "list[str] | list[list[int]]":
+        """One prompt or several, as a list of them."""
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        prompts: list[str] | list[list[int]] = [prompt] if is_one else prompt
+        return prompts
+
+    def labels(self, header: str | None) -> list[str | None]:
+        """The session's label of each prompt. ``ApiError`` where prompts and labels are not equally many."""
+        num_prompts = len(self.prompts)
+        if not isinstance(self.session_id, list):
+            return [self.label(header)] * num_prompts
+        if len(self.session_id) != num_prompts:
+            message = f"must be one label, or one for each of {num_prompts} prompts, got {len(self.session_id)}"
+            raise refused("session_id", message)
+        return [str(label) for label in self.session_id]
+
+    def to_generation(self, prompt_token_ids: tuple[int, ...], session_label: str | None) -> GenerationRequest:
+        """One prompt's request without its wire format."""
+        structured = self.response_format.structured if self.response_format else None
+        return GenerationRequest(
+            prompt_token_ids=prompt_token_ids,
+            sampling=self.sampling(
+                self.max_tokens, structured, self.logprobs or 0, shows_logprobs=self.logprobs is not None
+            ),
+            bad_words=tuple(self.bad_words or ()),
+            session_label=session_label,
+            priority=self.priority or 0,
+        )
 
 
 def make_router(serving: Serving) -> APIRouter:
@@ -40,7 +95,7 @@ def make_router(serving: Serving) -> APIRouter:
         async def call(planner: Planner) -> CompletionCall:
             return CompletionCall(await _plan(planner, body, label), body, serving.renderer, serving.model_name)
 
-        return await serving.exchange(request, call, is_stream=bool(body.stream))
+        return await serving.handle(request, call, is_stream=bool(body.stream))
 
     return router
 

@@ -5,7 +5,9 @@ the server to remember is refused. Does not know how prompts are made or tokens 
 """
 
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
@@ -13,17 +15,17 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.endpoint.parsing.stream_joining import joined_completion
-from skyrl_async.endpoint.requests.body_fields import ignored_metadata
-from skyrl_async.endpoint.requests.context import Serving
-from skyrl_async.endpoint.requests.generation import Planned, Planner
+from skyrl_async.endpoint.parsing.answers import ToolCall
+from skyrl_async.endpoint.requests.fields import ignored_metadata
+from skyrl_async.endpoint.requests.generation import Planned
 from skyrl_async.endpoint.requests.guard import ParsedRoute
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, done_apart
+from skyrl_async.endpoint.requests.planner import Planner
+from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.requests.response_parts import chat_logprobs, provenance
 from skyrl_async.endpoint.requests.shared_request import Emit
 from skyrl_async.endpoint.requests.streaming import EventStyle
-from skyrl_async.endpoint.routes.responses_output import ResponseWriter
-from skyrl_async.endpoint.routes.responses_schema import ResponsesRequest
+from skyrl_async.endpoint.routes.responses_schema import ResponsesRequest, item_id
 from skyrl_async.types import Completion, CompletionDelta, FinishReason
 
 
@@ -39,7 +41,7 @@ def make_router(serving: Serving) -> APIRouter:
         async def call(planner: Planner) -> ResponsesCall:
             return ResponsesCall(await planner.plan(asked), body, serving.renderer, serving.model_name)
 
-        return await serving.exchange(request, call, is_stream=bool(body.stream), style=EventStyle.named)
+        return await serving.handle(request, call, is_stream=bool(body.stream), style=EventStyle.named)
 
     return router
 
@@ -64,20 +66,20 @@ class ResponsesCall:
 
     async def stream(self, emit: Emit) -> None:
         """The response in events."""
-        writer, deltas = self._writer(emit), []
+        writer = self._writer(emit)
         writer.begin()
         async with aclosing(self._planned.stream()) as blocks:
             async for block in blocks:
-                deltas.append(block.delta)
                 writer.write(
                     reasoning=block.reasoning,
                     text=block.content,
                     tool_calls=block.tool_calls,
                     logprobs=self._logprobs(block.delta),
                 )
-        self._finish(writer, joined_completion(self._planned.prompt_token_ids, deltas))
+        assert block.answer is not None, "a stream ends with its answer"
+        self._finish(writer, block.answer.completion)
 
-    def _finish(self, writer: ResponseWriter, completion: Completion) -> dict[str, Any]:
+    def _finish(self, writer: "ResponseWriter", completion: Completion) -> dict[str, Any]:
         num_prompt, num_sampled = len(completion.prompt_token_ids), len(completion.token_ids)
         usage = {
             "input_tokens": num_prompt,
@@ -93,7 +95,7 @@ class ResponsesCall:
             provenance=origin if self._body.return_token_ids else {},
         )
 
-    def _writer(self, emit: Emit) -> ResponseWriter:
+    def _writer(self, emit: Emit) -> "ResponseWriter":
         body = self._body
         fields = {
             "created_at": int(time.time()),
@@ -124,3 +126,148 @@ class ResponsesCall:
         as_ids = bool(self._body.return_tokens_as_token_ids)
         entries: list[dict[str, Any]] = chat_logprobs(block, self._renderer, as_ids=as_ids)["content"]
         return entries
+
+
+Logprobs = Sequence[Mapping[str, Any]]
+"""One entry per token, in OpenAI's form."""
+
+
+@dataclass(slots=True)
+class _TextItem:
+    """The message or the reasoning that is being written."""
+
+    id: str
+    is_message: bool
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[Mapping[str, Any]] = field(default_factory=list)
+
+    @property
+    def events(self) -> str:
+        """What the events of its text are called."""
+        return "output_text" if self.is_message else "reasoning_text"
+
+    def part(self) -> dict[str, Any]:
+        """Its one content part, with the text so far."""
+        text = "".join(self.pieces)
+        if not self.is_message:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self.logprobs)}
+
+    def item(self, status: str) -> dict[str, Any]:
+        """The item as it stands."""
+        content = [] if status == "in_progress" else [self.part()]
+        if self.is_message:
+            return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
+        return {"id": self.id, "type": "reasoning", "status": status, "summary": [], "content": content}
+
+
+class ResponseWriter:
+    """Writes one response.
+
+    Args:
+        turn: 32 hex digits that the ids of the response and of its items share.
+        fields: of the response, beside those that are written here.
+        emit: gets every event.
+    """
+
+    def __init__(self, turn: str, fields: dict[str, Any], emit: Emit) -> None:
+        self._turn = turn
+        self._fields = fields
+        self._emit = emit
+        self._num_events = 0
+        self._output: list[dict[str, Any]] = []
+        self._open: _TextItem | None = None
+        self._logprobs: list[Mapping[str, Any]] = []
+
+    def begin(self) -> None:
+        """Announce the response."""
+        for kind in ("created", "in_progress"):
+            self._event(kind, response=self._response("in_progress"))
+
+    def write(
+        self, *, reasoning: str | None, text: str | None, tool_calls: Iterable[ToolCall], logprobs: Logprobs = ()
+    ) -> None:
+        """Add what a block holds. ``logprobs``: of all its tokens; they go with the text, or wait for it."""
+        self._logprobs.extend(logprobs)
+        if reasoning:
+            self._add_text(reasoning, is_message=False)
+        if text:
+            self._add_text(text, is_message=True)
+        for call in tool_calls:
+            self._add_call(call)
+
+    def finish(self, *, is_cut: bool, usage: Mapping[str, Any], provenance: dict[str, Any]) -> dict[str, Any]:
+        """End the response and return it. An answer without calls always has a message, if an empty one."""
+        if not any(item["type"] == "function_call" for item in self._output):
+            self._open_text(is_message=True)
+        self._close("incomplete" if is_cut else "completed")
+        kind = "incomplete" if is_cut else "completed"
+        response = self._response(kind) | {
+            "completed_at": None if is_cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "usage": usage,
+            **provenance,
+        }
+        self._event(kind, response=response)
+        return response
+
+    def _add_text(self, text: str, *, is_message: bool) -> None:
+        item = self._open_text(is_message=is_message)
+        item.pieces.append(text)
+        self._event(f"{item.events}.delta", **self._place(item), delta=text, **self._new_logprobs(item))
+
+    def _open_text(self, *, is_message: bool) -> _TextItem:
+        if self._open is not None and self._open.is_message == is_message:
+            return self._open
+        self._close()
+        identity = item_id("msg" if is_message else "rs", self._turn, len(self._output))
+        item = self._open = _TextItem(identity, is_message)
+        self._event("output_item.added", output_index=len(self._output), item=item.item("in_progress"))
+        self._event("content_part.added", **self._place(item), part=item.part())
+        return item
+
+    def _close(self, status: str = "completed") -> None:
+        """End the item that is being written, if one is."""
+        item, self._open = self._open, None
+        if item is None:
+            return
+        place = self._place(item)
+        self._new_logprobs(item)
+        logprobs = {"logprobs": list(item.logprobs)} if item.is_message else {}
+        self._event(f"{item.events}.done", **place, text="".join(item.pieces), **logprobs)
+        self._event("content_part.done", **place, part=item.part())
+        self._end_item(item.item(status))
+
+    def _add_call(self, call: ToolCall) -> None:
+        self._close()
+        place = {"item_id": item_id("fc", self._turn, len(self._output)), "output_index": len(self._output)}
+        item = {"id": place["item_id"], "type": "function_call", "call_id": call.id, "name": call.name}
+        begun = item | {"arguments": "", "status": "in_progress"}
+        self._event("output_item.added", output_index=len(self._output), item=begun)
+        self._event("function_call_arguments.delta", **place, delta=call.arguments)
+        self._event("function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
+        self._end_item(item | {"arguments": call.arguments, "status": "completed"})
+
+    def _end_item(self, item: dict[str, Any]) -> None:
+        self._event("output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+
+    def _place(self, item: _TextItem) -> dict[str, Any]:
+        return {"item_id": item.id, "output_index": len(self._output), "content_index": 0}
+
+    def _new_logprobs(self, item: _TextItem) -> dict[str, Any]:
+        """Log-probs that came since the last piece of text; reasoning's wait for the message."""
+        if not item.is_message:
+            return {}
+        new, self._logprobs = self._logprobs, []
+        item.logprobs.extend(new)
+        return {"logprobs": new}
+
+    def _response(self, status: str) -> dict[str, Any]:
+        response: dict[str, Any] = {"id": f"resp_{self._turn}", "object": "response", "status": status}
+        nothing = {"error": None, "incomplete_details": None, "usage": None}
+        return response | nothing | self._fields | {"output": list(self._output)}
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        self._emit({"type": f"response.{kind}", "sequence_number": self._num_events, **fields})
+        self._num_events += 1

@@ -12,9 +12,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, FiniteFloat
 from starlette.responses import Response
 
-from skyrl_async.endpoint.requests.context import Serving
 from skyrl_async.endpoint.requests.json_text import StrictJSONResponse, json_bytes_fairly
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, done_apart
+from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.sessions.session import Session, SessionSampling
 from skyrl_async.errors import SessionNotFoundError
 from skyrl_async.types import Trajectory
@@ -83,7 +83,7 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.post("/sessions/{session_id}/finish")
     async def finish_session(session_id: str, body: FinishSession) -> Response:
-        serving.exchange.end_session(store.get(session_id))
+        serving.handle.end_session(store.get(session_id))
         session = store.end(
             session_id,
             reward=body.reward,
@@ -102,7 +102,7 @@ def make_router(serving: Serving) -> APIRouter:
     @router.delete("/sessions/{session_id}")
     async def delete_session(session_id: str) -> Response:
         with contextlib.suppress(SessionNotFoundError):
-            serving.exchange.end_session(store.get(session_id))
+            serving.handle.end_session(store.get(session_id))
         store.delete(session_id)
         return Response(status_code=204)
 

@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from fastapi import FastAPI
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.endpoint.parsing.parsing import AnswerParser
-from skyrl_async.endpoint.requests.context import Serving
+from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.requests.errors import install_error_handlers
-from skyrl_async.endpoint.requests.generation import Planner
 from skyrl_async.endpoint.requests.guard import BodyLimit, KeyGuard
 from skyrl_async.endpoint.requests.long_work import LongWork
-from skyrl_async.endpoint.requests.request_handler import RequestHandler, Slots
+from skyrl_async.endpoint.requests.planner import Planner
+from skyrl_async.endpoint.requests.request_handler import RequestHandler, Serving, Slots
 from skyrl_async.endpoint.routes import (
     chat_completions,
     completions,
@@ -27,7 +26,6 @@ from skyrl_async.endpoint.routes import (
     operations,
     responses,
     sessions,
-    tokenization,
 )
 from skyrl_async.endpoint.routes.operations import Statistics
 from skyrl_async.endpoint.sessions.session import Session
@@ -69,14 +67,14 @@ def create_app(
         on_session_end: Told the id of a session that is closed, by which the sampler knew its requests; more than once, maybe.
     """
     settings = session_settings or SessionSettings()
-    reader = parser or AnswerParser.of(renderer.tokenizer)
+    answer_parser = parser or AnswerParser.of(renderer.tokenizer)
     long_work = LongWork()
 
     def make_planner(session: Session | None, slots: Slots) -> Planner:
         return Planner(
             sampler,
             renderer,
-            reader,
+            answer_parser,
             session=session,
             reasoning_policy=settings.reasoning_policy,
             slot=slots,
@@ -91,7 +89,7 @@ def create_app(
         clock=clock,
         front_end=settings.front_end,
     )
-    exchange = RequestHandler(
+    handler = RequestHandler(
         make_planner,
         clock=clock,
         max_concurrent_requests=max_concurrent_requests,
@@ -103,17 +101,17 @@ def create_app(
         renderer=renderer,
         model_name=model_name,
         sessions=store,
-        exchange=exchange,
+        handle=handler,
         long_work=long_work,
     )
 
     def figures() -> Mapping[str, float]:
-        return {**statistics(), **store.statistics(), **exchange.statistics()}
+        return {**statistics(), **store.statistics(), **handler.statistics()}
 
     app = FastAPI(title="skyrl_async", docs_url=None, redoc_url=None)
     app.state.serving = serving
     install_error_handlers(app)
-    for surface in (chat_completions, completions, responses, messages, tokenization):
+    for surface in (chat_completions, completions, responses, messages):
         app.include_router(surface.make_router(serving))
     app.include_router(sessions.make_router(serving))
     app.include_router(operations.make_router(serving, figures, created=int(time.time())))

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from skyrl_async.endpoint.server.forwarding import Forwarding
-from skyrl_async.endpoint.server.sweeping import sweep_sessions
 from skyrl_async.endpoint.sessions.settings import SessionSettings
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.runtime.heartbeat import DEFAULT, Heartbeat
@@ -138,7 +137,7 @@ class EndpointServer:
             logger.info("endpoint on http://%s:%d/v1", *bound)
             _settle_memory()
             address.set_result(bound)
-            sweeping = group.create_task(sweep_sessions(app.state.serving), name="endpoint-sweeper")
+            sweeping = group.create_task(app.state.serving.sweep_sessions(), name="endpoint-sweeper")
             await self._stopping.wait()
             sweeping.cancel()
         await self._forwarding.close()
@@ -147,7 +146,7 @@ class EndpointServer:
         from transformers import AutoTokenizer
 
         from skyrl_async.chat import ChatRenderer
-        from skyrl_async.endpoint.parsing.parsing import AnswerParser
+        from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
         from skyrl_async.endpoint.server.app import create_app
         from skyrl_async.inference.client import InferenceEngineClient
 

@@ -166,7 +166,7 @@ class TurnTree:
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         is_constrained: bool = False,
-        echoes: Sequence[Message] = (),
+        other_forms: Sequence[Message] = (),
     ) -> Turn:
         """Add a turn.
 
@@ -177,7 +177,7 @@ class TurnTree:
             completion: with its whole prompt.
             tools: the request's.
             is_constrained: it was sampled under a grammar.
-            echoes: other forms in which the reply may come back, such as with the stop string that its text lacks.
+            other_forms: forms in which the reply may come back, such as with the stop string that its text lacks.
 
         Raises ``StateError`` when ``match`` is not of this tree and these messages, when the prompt does not begin with the matched turn's
         ids, when the completion has not one log-prob and version per token, or when the tree is closed. The tree is then as it was.
@@ -195,7 +195,7 @@ class TurnTree:
             num_messages=len(messages) + 1,
             is_constrained=is_constrained,
         )
-        self._place(turn, self._roots.setdefault(tools_key(tools), _Node()), keys, (reply, *echoes))
+        self._place(turn, self._roots.setdefault(tools_key(tools), _Node()), keys, (reply, *other_forms))
         self._num_sampled_tokens += len(completion.token_ids)
         self._side_requests.add(
             None if turn.parent is None else turn.parent.index,
@@ -203,7 +203,7 @@ class TurnTree:
             keys,
             match.num_messages,
             reply,
-            frozenset(message_key(form) for form in (reply, *echoes)),
+            frozenset(message_key(form) for form in (reply, *other_forms)),
             has_tools=bool(tools),
             num_tokens=len(completion.token_ids),
         )

@@ -15,9 +15,8 @@ from pydantic import BaseModel
 from skyrl_async.endpoint.parsing.answers import ToolCall
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.generation import chat_tool_call
-from skyrl_async.endpoint.routes.messages_input import chat_messages, tool_input
-from skyrl_async.endpoint.routes.messages_output import MessageWriter
-from skyrl_async.endpoint.routes.messages_schema import MessagesRequest
+from skyrl_async.endpoint.routes.messages import MessageWriter
+from skyrl_async.endpoint.routes.messages_schema import MessagesRequest, chat_messages, tool_input
 from skyrl_async.errors import NoEngineError
 from tests.cpu.scripted_sampler import RENDERER, RUN_KEY, ScriptedSampler, scripted_endpoint, training_session
 from tests.cpu.tiny_chat import END, spelled

@@ -13,23 +13,17 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_async.chat import ChatRenderer, Tool
-from skyrl_async.endpoint.parsing import parsing
-from skyrl_async.endpoint.parsing.answers import make_tool_call
-from skyrl_async.endpoint.parsing.formats import (
+from skyrl_async.endpoint.parsing import answer_parser
+from skyrl_async.endpoint.parsing.answer_parser import (
     REASONING_PARSERS,
     TOOL_FORMATS,
+    AnswerParser,
     reasoning_parser_for,
     tool_parser_for,
 )
-from skyrl_async.endpoint.parsing.parsing import (
-    AnswerDelta,
-    AnswerParser,
-    AnswerStream,
-    ParsedAnswer,
-    forced_tool_schema,
-    parse_forced,
-)
-from skyrl_async.endpoint.parsing.splitting import Marks
+from skyrl_async.endpoint.parsing.answers import AnswerDelta, ParsedAnswer, make_tool_call
+from skyrl_async.endpoint.parsing.output_parser import forced_tool_schema, parse_forced
+from skyrl_async.endpoint.parsing.splitting import AnswerStream, Marks
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.vllm.parsers import FoundCalls, VLLMReasoningParser, VLLMToolParser
 from tests.cpu.chat_templates import LLAMA3, MISTRAL, QWEN3, QWEN25, llama3, mistral, qwen3, qwen25
@@ -198,8 +192,8 @@ def test_no_beginning_of_a_call_begins_inside_another() -> None:
 
 
 def test_a_template_without_marks_is_not_parsed_and_needs_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(parsing, "load_tool_parser")
-    monkeypatch.delattr(parsing, "load_reasoning_parser")
+    monkeypatch.delattr(answer_parser, "load_tool_parser")
+    monkeypatch.delattr(answer_parser, "load_reasoning_parser")
     for parser in (AnswerParser(TOKENIZER), AnswerParser(qwen3())):
         assert summary(parser.parse(HERMES, tools=TOOLS)) == (HERMES, None, [])
         assert not parser.keeps_special_tokens
@@ -452,13 +446,17 @@ def test_a_prompt_that_opens_reasoning_is_told_from_one_that_speaks_of_it() -> N
 def test_a_named_function_is_forced_by_its_parameters() -> None:
     assert json.loads(forced_tool_schema(TOOLS, "look")) == TOOLS[0]["function"]["parameters"]
     assert json.loads(forced_tool_schema(TOOLS, "stop")) == {"type": "object", "properties": {}}
-    answer = parse_forced(' {"city": "Köln"}\n', TOOLS, "look")
+    answer = parse_forced(' {"city": "Köln"}\n', TOOLS, "look").as_whole()
     assert summary(answer) == (None, None, [("look", '{"city": "Köln"}')])
 
 
 def test_required_calls_are_a_list_of_names_and_parameters() -> None:
     text = '[{"name": "look", "parameters": {"city": "猫"}}, {"name": "stop", "parameters": {}}]'
-    assert summary(parse_forced(text, TOOLS, None)) == (None, None, [("look", '{"city": "猫"}'), ("stop", "{}")])
+    assert summary(parse_forced(text, TOOLS, None).as_whole()) == (
+        None,
+        None,
+        [("look", '{"city": "猫"}'), ("stop", "{}")],
+    )
 
 
 @pytest.mark.parametrize("name", ["look", "stop", None])
@@ -495,7 +493,7 @@ def test_forcing_a_function_that_is_not_offered_is_refused() -> None:
     name=st.sampled_from(["look", None]),
 )
 def test_a_forced_answer_that_was_cut_is_content(text: str, name: str | None) -> None:
-    answer = parse_forced(text, TOOLS, name)
+    answer = parse_forced(text, TOOLS, name).as_whole()
     assert answer.tool_calls or answer.content == text
     assert parse_forced("[" * 100_000, TOOLS, name).content == "[" * 100_000
 

@@ -1,4 +1,4 @@
-"""Work and its exchange: whatever the order of asking, sampling, failing, leaving and closing, a turn is committed exactly once."""
+"""Whatever the order of asking, sampling, failing, disconnecting and closing, a turn is committed exactly once."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from skyrl_async.endpoint.parsing.parsing import AnswerParser
+from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.requests.shared_request import Emit, Event, SharedRequest
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.sessions.session import SessionLimits
@@ -143,7 +143,7 @@ class Client:
         return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
 
 
-class ExchangeMachine(RuleBasedStateMachine):
+class RequestMachine(RuleBasedStateMachine):
     """Clients of two sessions, an engine under control, and the loop run a few iterations at a time."""
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ class ExchangeMachine(RuleBasedStateMachine):
     def close_session(self, which: int, then: int) -> None:
         session = self.sessions[which]
         if session.is_open:
-            self.serving.exchange.end_session(session)
+            self.serving.handle.end_session(session)
             self.serving.sessions.finish(session.id, reward=1.0)
             self.num_turns_when_closed[session.id] = session.num_turns
         self.iterate(then)
@@ -280,7 +280,7 @@ class ExchangeMachine(RuleBasedStateMachine):
         self.iterate(30)
 
 
-TestExchange = pytest.mark.slow(ExchangeMachine.TestCase)
+TestExchange = pytest.mark.slow(RequestMachine.TestCase)
 TestExchange.settings = settings(
     max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -318,7 +318,7 @@ async def _settle() -> None:
         await asyncio.sleep(0)
 
 
-def _work(log: list[str], produced: "asyncio.Future[str] | None" = None, **arguments: Any) -> SharedRequest:
+def _shared(log: list[str], produced: "asyncio.Future[str] | None" = None, **arguments: Any) -> SharedRequest:
     async def produce(emit: Emit) -> Event:
         log.append("begun")
         emit({"n": 1})
@@ -333,93 +333,93 @@ def _work(log: list[str], produced: "asyncio.Future[str] | None" = None, **argum
     return SharedRequest(produce, **arguments)
 
 
-async def test_followers_share_one_run_and_a_late_one_gets_all_events() -> None:
+async def test_connections_share_one_run_and_a_late_one_gets_all_events() -> None:
     log: list[str] = []
-    work = _work(log)
-    with work.followed():
-        assert await work.reply() == {"text": "done"}
-        with work.followed():
-            assert await work.reply() == {"text": "done"}
-            assert await work.events(0, 9) == [{"n": 1}, {"n": 2}]
-            assert await work.events(2, 9) == []
-        work.delivered()
+    shared = _shared(log)
+    with shared.connected():
+        assert await shared.reply() == {"text": "done"}
+        with shared.connected():
+            assert await shared.reply() == {"text": "done"}
+            assert await shared.events(0, 9) == [{"n": 1}, {"n": 2}]
+            assert await shared.events(2, 9) == []
+        shared.delivered()
     assert log == ["begun"]
 
 
-async def test_the_last_to_leave_cancels_and_the_first_does_not() -> None:
+async def test_the_last_connection_to_close_cancels_and_the_first_does_not() -> None:
     log: list[str] = []
-    left: list[SharedRequest] = []
-    work = _work(log, asyncio.get_running_loop().create_future(), on_left=left.append)
-    with work.followed():
-        with work.followed():
-            assert await work.events(0, 9) == [{"n": 1}]
-        assert not left
-    assert left == [work]
+    abandoned: list[SharedRequest] = []
+    shared = _shared(log, asyncio.get_running_loop().create_future(), on_abandoned=abandoned.append)
+    with shared.connected():
+        with shared.connected():
+            assert await shared.events(0, 9) == [{"n": 1}]
+        assert not abandoned
+    assert abandoned == [shared]
     await asyncio.sleep(0)
     assert log == ["begun", "cancelled"]
 
 
-async def test_a_delivery_is_told_once() -> None:
+async def test_a_delivery_is_recorded_once() -> None:
     told: list[SharedRequest] = []
-    work = _work([], on_delivered=told.append, on_left=lambda _: pytest.fail("somebody has it"))
-    with work.followed():
-        await work.reply()
-        work.delivered()
-        work.delivered()
-    assert told == [work]
+    shared = _shared([], on_delivered=told.append, on_abandoned=lambda _: pytest.fail("somebody has it"))
+    with shared.connected():
+        await shared.reply()
+        shared.delivered()
+        shared.delivered()
+    assert told == [shared]
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-async def test_work_that_is_ended_raises_the_reason_in_all_followers(is_begun: bool) -> None:
+async def test_a_cancelled_request_raises_the_reason_on_all_connections(is_begun: bool) -> None:
     log: list[str] = []
-    work = _work(log, asyncio.get_running_loop().create_future())
+    shared = _shared(log, asyncio.get_running_loop().create_future())
 
-    async def follow() -> None:
-        with work.followed():
+    async def connect() -> None:
+        with shared.connected():
             num_seen = 0
-            while not work.is_done:
-                num_seen += len(await work.events(num_seen, 1e6))
-            assert work.has_failed
-            await work.reply()
+            while not shared.is_done:
+                num_seen += len(await shared.events(num_seen, 1e6))
+            assert shared.has_failed
+            await shared.reply()
 
-    followers = [asyncio.ensure_future(follow()) for _ in range(2)]
+    connections = [asyncio.ensure_future(connect()) for _ in range(2)]
     if is_begun:
         await asyncio.sleep(0.0)
         await asyncio.sleep(0.0)
-    work.end(NoEngineError("over"))
-    for follower in followers:
+    shared.cancel(NoEngineError("over"))
+    for connection in connections:
         with pytest.raises(NoEngineError, match="over"):
-            await follower
+            await connection
     assert log == (["begun", "cancelled"] if is_begun else [])
 
 
-async def test_a_follower_that_is_cancelled_while_its_work_is_ended_stays_cancelled() -> None:
-    work = _work([], asyncio.get_running_loop().create_future())
+async def test_a_connection_that_is_cancelled_with_its_request_stays_cancelled() -> None:
+    shared = _shared([], asyncio.get_running_loop().create_future())
 
-    async def follow() -> None:
-        with work.followed():
-            await work.reply()
+    async def connect() -> None:
+        with shared.connected():
+            await shared.reply()
 
-    follower = asyncio.ensure_future(follow())
+    connection = asyncio.ensure_future(connect())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    work.end(NoEngineError("over"))
-    follower.cancel()
+    shared.cancel(NoEngineError("over"))
+    connection.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await follower
+        await connection
 
 
-async def test_what_is_recorded_is_the_same_again_and_holds_nothing_of_what_made_it() -> None:
-    work = _work([])
-    with work.followed():
-        reply = await work.reply()
-        again = SharedRequest(work.recorded())
-    with again.followed():
+async def test_a_replay_is_the_same_outcome_and_holds_nothing_that_made_it() -> None:
+    shared = _shared([])
+    with shared.connected():
+        reply = await shared.reply()
+        again = SharedRequest(shared.replay())
+    with again.connected():
         assert await again.reply() == reply
         assert await again.events(0, 9) == [{"n": 1}, {"n": 2}]
 
 
-async def test_a_failure_after_everyone_has_left_is_logged_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_without_connections_is_logged_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     async def produce(emit: Emit) -> Event:
         try:
             await asyncio.get_running_loop().create_future()
@@ -427,10 +427,10 @@ async def test_a_failure_after_everyone_has_left_is_logged_and_nothing_else(capl
             raise NoEngineError("in the middle of leaving") from None
         raise AssertionError
 
-    work = SharedRequest(produce)
+    shared = SharedRequest(produce)
     with caplog.at_level(logging.INFO):
-        with work.followed():
-            await work.events(0, 0)
+        with shared.connected():
+            await shared.events(0, 0)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert "in the middle of leaving" in caplog.text

@@ -16,9 +16,8 @@ from pydantic import BaseModel
 from skyrl_async.endpoint.parsing.answers import ToolCall
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.generation import chat_tool_call
-from skyrl_async.endpoint.routes.responses_input import chat_messages
-from skyrl_async.endpoint.routes.responses_output import ResponseWriter
-from skyrl_async.endpoint.routes.responses_schema import ResponsesRequest
+from skyrl_async.endpoint.routes.responses import ResponseWriter
+from skyrl_async.endpoint.routes.responses_schema import ResponsesRequest, chat_messages
 from skyrl_async.errors import NoEngineError
 from skyrl_async.types import StructuredOutput
 from tests.cpu.scripted_sampler import RENDERER, RUN_KEY, ScriptedSampler, scripted_endpoint, training_session

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skyrl_async.endpoint.parsing.parsing import AnswerParser
+from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.server.app import create_app
 from tests.cpu.malformed_bodies import bodies, post_paths
 from tests.cpu.scripted_sampler import CONTROLLER_KEY, RENDERER, TOKENIZER, ScriptedSampler

@@ -155,7 +155,7 @@ def test_ids_that_the_harness_made_up_do_not_hide_a_turn(policy: Policy) -> None
 
 def test_a_reply_may_come_back_with_the_stop_string_that_its_text_lacks(policy: Policy) -> None:
     """As smolagents sends it; the ids hold it already."""
-    turn = policy.answer([user("a")], assistant("code"), echoes=[assistant("code"), assistant("code</code>")])
+    turn = policy.answer([user("a")], assistant("code"), other_forms=[assistant("code"), assistant("code</code>")])
     for text in ("code", "code</code>"):
         messages = [user("a"), assistant(text), user("b")]
         assert policy.tree.match(messages).turn is turn

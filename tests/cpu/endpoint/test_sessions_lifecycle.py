@@ -13,9 +13,8 @@ import pytest
 from openai import AsyncOpenAI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skyrl_async.endpoint.requests.context import Serving
+from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.server.app import create_app
-from skyrl_async.endpoint.server.sweeping import sweep_sessions
 from skyrl_async.endpoint.sessions.session import SessionLimits
 from skyrl_async.endpoint.sessions.settings import SessionSettings
 from skyrl_async.errors import NoEngineError, RequestRefusedError
@@ -87,7 +86,7 @@ async def test_the_sampler_hears_of_every_session_that_ends(sampler: HeldSampler
         assert ended == [finished.id, deleted.id]
         now = 1e6
         async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
-            sweeping = tasks.create_task(sweep_sessions(served.serving, interval_s=0.01))
+            sweeping = tasks.create_task(served.serving.sweep_sessions(interval_s=0.01))
             while len(ended) < 3:  # noqa: ASYNC110 - nobody is told but the sampler
                 await asyncio.sleep(0.01)
             sweeping.cancel()
@@ -252,7 +251,7 @@ async def test_a_request_keeps_its_session_from_being_idle_but_not_from_its_life
         assert served.serving.sessions.sweep() == []
         now[0] = 100.0
         (expired,) = served.serving.sessions.sweep()
-        served.serving.exchange.end_session(expired)
+        served.serving.handle.end_session(expired)
         assert (await asking).status_code == 401
         assert await session.finish() == []
 
@@ -569,7 +568,7 @@ async def test_memory_stays_flat_over_ten_thousand_sessions() -> None:
 
 def sweep(serving: Serving) -> None:
     for session in serving.sessions.sweep():
-        serving.exchange.end_session(session)
+        serving.handle.end_session(session)
 
 
 def num_objects() -> int:

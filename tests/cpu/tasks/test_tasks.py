@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.endpoint.parsing.parsing import AnswerParser
+from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.errors import ConfigError
 from skyrl_async.tasks.lagged_fibonacci import (
     LaggedFibonacciEnv,

@@ -1,0 +1,165 @@
+"""Turns a request into a prompt: renders it, finds the turn that it continues, and applies the session's sampling.
+
+    GenerationRequest ──Planner──> Planned
+                           └─ the session's turn tree: exact ids of earlier turns
+
+Does not know wire formats, HTTP or engines.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from skyrl_async.chat import ChatRenderer
+from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
+from skyrl_async.endpoint.parsing.output_parser import forced_call
+from skyrl_async.endpoint.requests.errors import ApiError
+from skyrl_async.endpoint.requests.fields import known_ids, refuse_inexact, refused_values
+from skyrl_async.endpoint.requests.generation import GenerationParts, GenerationRequest, PendingTurns, Planned, Slot
+from skyrl_async.endpoint.requests.long_work import LONG_TEXT, LongWork, text_length
+from skyrl_async.endpoint.sessions.session import Session
+from skyrl_async.endpoint.sessions.settings import ReasoningPolicy
+from skyrl_async.endpoint.sessions.tree import Match
+from skyrl_async.errors import PromptTooLongError
+from skyrl_async.rollout.sampler import Sampler
+
+
+class Planner:
+    """Plans the generations of one HTTP request.
+
+    Args:
+        session: gets the turns; None outside of sessions.
+        slot: entered around each generation.
+        long_work: renders and tokenizes long prompts.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        renderer: ChatRenderer,
+        parser: AnswerParser,
+        *,
+        session: Session | None,
+        reasoning_policy: ReasoningPolicy,
+        slot: Slot,
+        long_work: LongWork,
+    ) -> None:
+        self.turns = PendingTurns(session)
+        self._parts = GenerationParts(sampler=sampler, renderer=renderer, parser=parser, slot=slot, turns=self.turns)
+        self._max_model_len = sampler.max_model_len
+        self._renderer = renderer
+        self._session = session
+        self._reasoning_policy = reasoning_policy
+        self._long_work = long_work
+
+    async def plan(self, request: GenerationRequest) -> Planned:
+        """Render the prompt and check that it fits.
+
+        Raises ``ApiError`` for what cannot be rendered, ``PromptTooLongError`` when no room is left for an answer.
+        """
+        limit = min(self._max_model_len, request.max_total_tokens or self._max_model_len)
+        length = text_length((request.messages, request.tools, request.bad_words)) + len(request.prompt_token_ids or ())
+
+        def prepared(request: GenerationRequest = request) -> tuple[GenerationRequest, tuple[int, ...], Match]:
+            ready = self._with_forced_call(self._with_session_sampling(self._with_tokens(request)))
+            return ready, *self._prompt(ready, limit)
+
+        with self._overflows_counted():
+            request, prompt, match = await self._long_work.tokenize(self._session, prepared, is_long=length > LONG_TEXT)
+            if len(prompt) >= limit:
+                raise PromptTooLongError(len(prompt), limit)
+        return Planned(self._parts, request, prompt, match, room=limit - len(prompt))
+
+    def _with_tokens(self, request: GenerationRequest) -> GenerationRequest:
+        """Check the token ids that the request names, and encode its bad words."""
+        sampling = request.sampling
+        self._known(sampling.stop_token_ids, "stop_token_ids")
+        self._known(sampling.allowed_token_ids, "allowed_token_ids")
+        self._known([token_id for token_id, _ in sampling.logit_bias], "logit_bias")
+        bad_words = _bad_word_ids(request.bad_words, self._renderer.encode)
+        return replace(request, sampling=replace(sampling, bad_words=bad_words))
+
+    def _with_forced_call(self, request: GenerationRequest) -> GenerationRequest:
+        """Constrain sampling to a call if one is demanded; drop other constraints if one is possible."""
+        with refused_values("tools"):
+            forced = forced_call(request.tools, request.tool_choice) if request.messages else None
+        if forced is None and (not request.tools or request.tool_choice != "auto"):
+            return request
+        # The request's own schema would make an optional call impossible.
+        return replace(request, sampling=replace(request.sampling, structured=forced))
+
+    def _with_session_sampling(self, request: GenerationRequest) -> GenerationRequest:
+        """Apply the session's sampling: behavior log-probs must be those of the trainer's distribution."""
+        session = self._session
+        if session is None:
+            return request
+        asked = request.sampling
+        if session.sampling is not None:
+            refuse_inexact(asked)
+        sampling = session.sampling.applied_to(asked) if session.sampling is not None else asked
+        sampling = replace(sampling, reports_logprobs=True)
+        return replace(request, sampling=sampling, priority=session.priority, session_label=session.id)
+
+    async def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Ids of raw prompts. Raises ``PromptTooLongError`` where one cannot fit."""
+        encode, limit = self._renderer.encode, self._max_model_len
+        with self._overflows_counted():
+            return await self._long_work.tokenize(
+                self._session,
+                lambda: [encode(text, limit=limit) for text in texts],
+                is_long=sum(map(len, texts)) > LONG_TEXT,
+            )
+
+    @contextmanager
+    def _overflows_counted(self) -> Iterator[None]:
+        try:
+            yield
+        except PromptTooLongError:
+            if self._session is not None:
+                self._session.count_overflow()
+            raise
+
+    def _prompt(self, request: GenerationRequest, limit: int) -> tuple[tuple[int, ...], Match]:
+        """Prompt ids, and the turn of the session that they continue."""
+        nothing = Match(turn=None, num_messages=0)
+        if not request.messages:
+            return self._known(request.prompt_token_ids or (), "prompt"), nothing
+        with refused_values("messages"):
+            if request.prompt_token_ids is not None:
+                known = self._known(request.prompt_token_ids, "prefix_token_ids")
+                return self._renderer.render_next(request.messages, known, tools=request.tools, limit=limit), nothing
+            if self._session is None:
+                return self._renderer.render(request.messages, tools=request.tools, limit=limit), nothing
+            return self._session_prompt(request, self._session, limit)
+
+    def _session_prompt(
+        self, request: GenerationRequest, session: Session, limit: int
+    ) -> tuple[tuple[int, ...], Match]:
+        match = session.tree.match(request.messages, tools=request.tools)
+        turn = match.turn
+        if turn is None:
+            return self._renderer.render(request.messages, tools=request.tools, limit=limit), match
+        if self._reasoning_policy is ReasoningPolicy.KEEP:
+            prompt = self._renderer.render_next(
+                request.messages, turn.token_ids, num_covered=match.num_messages, tools=request.tools, limit=limit
+            )
+            return prompt, match
+        rendered = self._renderer.render(request.messages, tools=request.tools, limit=limit)
+        extends = rendered[: len(turn.token_ids)] == turn.token_ids
+        return rendered, match if extends else Match(turn=None, num_messages=0)
+
+    def _known(self, token_ids: Sequence[int], param: str) -> tuple[int, ...]:
+        return known_ids(token_ids, self._renderer.vocab_size, param=param)
+
+
+def _bad_word_ids(words: Sequence[str], encode: Callable[[str], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """The token sequences that make ``words``, at the beginning and in the middle of a text, as vLLM finds them."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        bare, spaced = encode(word.lstrip()), encode(f" {word.lstrip()}")
+        if not bare:
+            raise ApiError(400, f"bad_words must hold words, got {word!r}", code="invalid_value", param="bad_words")
+        found.append(bare)
+        if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
+            found.append(spaced)
+    return tuple(found)
