@@ -25,7 +25,7 @@ from skyrl_async.config.schema.deepspeed import read_user_config
 from skyrl_async.config.schema.run import Config, Device, TrainingBackendName, WeightTransfer
 from skyrl_async.endpoint.sessions.rows import BranchPolicy
 from skyrl_async.endpoint.sessions.session import SessionLimits
-from skyrl_async.endpoint.sessions.settings import ReasoningPolicy, SessionSettings
+from skyrl_async.endpoint.sessions.settings import BranchPolicy, ReasoningPolicy, SessionLimits, SessionSettings
 from skyrl_async.inference.front_end_notifier import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.registries import POLICY_LOSSES

@@ -29,8 +29,7 @@ from examples.terminus import task as terminus
 from examples.verifiers_env import script as verifiers_env_script
 from examples.verifiers_env import task as verifiers_env
 from skyrl_async.endpoint.server.serve import start_server
-from skyrl_async.endpoint.sessions.session import SessionLimits
-from skyrl_async.endpoint.sessions.settings import SessionSettings
+from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionSettings
 from skyrl_async.generators.agent.reward import AgentEpisode
 from skyrl_async.types import ENVIRONMENT_VERSION, Prompt, Trajectory
 

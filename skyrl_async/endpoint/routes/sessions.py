@@ -15,7 +15,8 @@ from starlette.responses import Response
 from skyrl_async.endpoint.requests.json_text import StrictJSONResponse, json_bytes_fairly
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, done_apart
 from skyrl_async.endpoint.requests.request_handler import Serving
-from skyrl_async.endpoint.sessions.session import Session, SessionSampling
+from skyrl_async.endpoint.sessions.session import Session
+from skyrl_async.endpoint.sessions.settings import SessionOutcome, SessionSampling
 from skyrl_async.errors import SessionNotFoundError
 from skyrl_async.types import Trajectory
 from skyrl_async.version_spans import spans_of
@@ -71,7 +72,7 @@ def make_router(serving: Serving) -> APIRouter:
             sampling=SessionSampling(**body.sampling.model_dump()) if body.sampling else None,
             priority=body.priority,
             label=body.label,
-            limits=replace(store.limits, **asked),
+            limits=replace(store.settings.limits, **asked),
         )
         base_url = f"{request.base_url}v1"
         created = {"id": session.id, "api_key": key, "base_url": base_url, "model": serving.model_name, "state": "open"}
@@ -79,18 +80,12 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.get("/sessions/{session_id}")
     async def show_session(session_id: str) -> Response:
-        return StrictJSONResponse(_shown(store.get(session_id), has_left_out=not store.trains_side_requests))
+        return StrictJSONResponse(_shown(store.get(session_id), has_left_out=not store.settings.trains_side_requests))
 
     @router.post("/sessions/{session_id}/finish")
     async def finish_session(session_id: str, body: FinishSession) -> Response:
         serving.handle.end_session(store.get(session_id))
-        session = store.end(
-            session_id,
-            reward=body.reward,
-            metrics=body.metrics,
-            is_truncated=body.is_truncated,
-            is_abandoned=body.is_abandoned,
-        )
+        session = store.finish(session_id, SessionOutcome(**body.model_dump(exclude_none=True)))
 
         def finished() -> bytes:
             rows = [_row(row) for row in session.rows()]

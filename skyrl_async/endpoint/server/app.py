@@ -81,14 +81,7 @@ def create_app(
             long_work=long_work,
         )
 
-    store = SessionStore(
-        limits=settings.limits,
-        branches=settings.branches,
-        trains_constrained=settings.trains_constrained,
-        trains_side_requests=settings.trains_side_requests,
-        clock=clock,
-        front_end=settings.front_end,
-    )
+    store = SessionStore(settings, clock=clock)
     handler = RequestHandler(
         make_planner,
         clock=clock,

@@ -5,33 +5,22 @@
     turn 4                              row 2: 4 trained (its history was rewritten)
     turn 5                              no row: a side request
 
-Flows in: a turn tree and how the session ended. Flows out: trajectories whose ids, log-probs and versions are those sampled, each
-sampled token trained in exactly one of them. Does not know how turns are matched, nor advantages.
+Ids, log-probs and versions are those sampled, and each sampled token is trained in at most one row. Does not know how turns are matched,
+nor advantages.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import chain
 
+from skyrl_async.endpoint.sessions.settings import BranchPolicy, SessionOutcome, SessionSettings
 from skyrl_async.endpoint.sessions.tree import Turn, TurnTree
 from skyrl_async.types import ENVIRONMENT_VERSION, FinishReason, Trajectory
 
 
-class BranchPolicy(StrEnum):
-    """Which branches of a session become rows; a branch is the path to a turn that no other turn continues."""
-
-    ALL = "all"
-    """Each, in the order in which their last turns were sampled."""
-    LONGEST = "longest"
-    """The one with the most sampled tokens, the newest of several."""
-    LAST = "last"
-    """That of the turn sampled last."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """Consecutive response tokens, each with what a trajectory says of it."""
+    """Consecutive response tokens with their entries in a trajectory."""
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
@@ -41,7 +30,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Branch:
-    """One row to be."""
+    """One future row."""
 
     path: tuple[Turn, ...]
     first_trained: int
@@ -52,46 +41,26 @@ class _Branch:
         return self.path[self.first_trained :]
 
 
-def rows(
-    tree: TurnTree,
-    *,
-    reward: float,
-    branches: BranchPolicy = BranchPolicy.ALL,
-    trains_constrained: bool = False,
-    trains_side_requests: bool = False,
-    metrics: Mapping[str, float] | None = None,
-    is_truncated: bool = False,
-    is_abandoned: bool = False,
-    sample_index: int | None = None,
-) -> tuple[Trajectory, ...]:
-    """One trajectory per kept branch, with weights that add up to 1. Side requests are no branches, unless they are trained.
+def rows(tree: TurnTree, outcome: SessionOutcome, settings: SessionSettings) -> tuple[Trajectory, ...]:
+    """One trajectory per kept branch, with weights that add up to 1; none for a tree without turns.
 
-    A turn is trained in the first row that contains it and context in the others, whose importance ratios are without it. A turn that a
-    grammar constrained is context too, because its log-probs are of the tokens that the grammar left, the trainer's of all; with
-    ``trains_constrained`` only its tokens with a log-prob of exactly 0.0, which were forced. A row in which nothing is left to train is
-    dropped, unless it would be the only one; an abandoned session's rows are all kept and train nothing. ``num_turns`` and ``num_aborts``
-    are of the turns that the row trains, so that their sums are the session's. ``is_truncated`` also where a row's last turn ran out of
-    tokens. A tree without turns has no rows.
+    - Side requests are left out, unless ``trains_side_requests``.
+    - A turn is trained in the first row that contains it. It is context in the others, whose importance ratios leave it out.
+    - A turn sampled under a grammar is context: its log-probs are of the tokens that the grammar left, the trainer's of all.
+      With ``trains_constrained`` only its forced tokens, with a log-prob of exactly 0.0, are.
+    - A row without a trained token is dropped, unless it would be the only one. An abandoned session
+      keeps all its rows, which train nothing.
+    - ``num_turns`` and ``num_aborts`` count the turns that the row trains, so that they add up to the session's.
+    - A row whose last turn ran out of tokens is truncated.
     """
-    left_out = set() if trains_side_requests else set(tree.side_requests)
-    kept = _branches([turn for turn in tree.turns if turn not in left_out], branches)
-    masks = [[_mask(turn, is_abandoned, trains_constrained) for turn in branch.trained] for branch in kept]
-    alive = [i for i, turns in enumerate(masks) if is_abandoned or any(map(any, turns))] or list(
-        range(min(1, len(kept)))
-    )
-    return tuple(
-        _row(
-            kept[i],
-            masks[i],
-            reward=reward,
-            weight=1 / len(alive),
-            metrics=dict(metrics or {}),
-            is_truncated=is_truncated or kept[i].path[-1].addition.finish_reason is FinishReason.LENGTH,
-            is_abandoned=is_abandoned,
-            sample_index=sample_index,
-        )
-        for i in alive
-    )
+    left_out = set() if settings.trains_side_requests else set(tree.side_requests)
+    branches = _branches([turn for turn in tree.turns if turn not in left_out], settings.branches)
+    masked = [
+        (branch, [_mask(turn, outcome.is_abandoned, settings.trains_constrained) for turn in branch.trained])
+        for branch in branches
+    ]
+    kept = [(branch, masks) for branch, masks in masked if outcome.is_abandoned or any(map(any, masks))] or masked[:1]
+    return tuple(_row(branch, masks, outcome, weight=1 / len(kept)) for branch, masks in kept)
 
 
 def _branches(turns: Sequence[Turn], policy: BranchPolicy) -> list[_Branch]:
@@ -110,7 +79,7 @@ def _branches(turns: Sequence[Turn], policy: BranchPolicy) -> list[_Branch]:
 
 
 def _mask(turn: Turn, is_abandoned: bool, trains_constrained: bool) -> tuple[int, ...]:
-    """(T,) 1 for the tokens of the turn that are trained."""
+    """(T,) 1 for each token of the turn that is trained, 0 for the others."""
     if is_abandoned or (turn.is_constrained and not trains_constrained):
         return (0,) * len(turn.addition.token_ids)
     if turn.is_constrained:
@@ -118,17 +87,8 @@ def _mask(turn: Turn, is_abandoned: bool, trains_constrained: bool) -> tuple[int
     return (1,) * len(turn.addition.token_ids)
 
 
-def _row(
-    branch: _Branch,
-    masks: Sequence[tuple[int, ...]],
-    *,
-    reward: float,
-    weight: float,
-    metrics: dict[str, float],
-    is_truncated: bool,
-    is_abandoned: bool,
-    sample_index: int | None,
-) -> Trajectory:
+def _row(branch: _Branch, masks: Sequence[tuple[int, ...]], outcome: SessionOutcome, *, weight: float) -> Trajectory:
+    ran_out = branch.path[-1].addition.finish_reason is FinishReason.LENGTH
     pieces = [piece for i, turn in enumerate(branch.path) for piece in _pieces(branch, i, turn, masks)]
     return Trajectory(
         prompt_token_ids=branch.path[0].addition.prompt_token_ids,
@@ -136,19 +96,18 @@ def _row(
         loss_mask=tuple(chain.from_iterable(piece.loss_mask for piece in pieces)),
         logprobs=tuple(chain.from_iterable(piece.logprobs for piece in pieces)),
         versions=tuple(chain.from_iterable(piece.versions for piece in pieces)),
-        reward=reward,
+        reward=outcome.reward,
         num_turns=len(branch.trained),
-        is_truncated=is_truncated,
+        is_truncated=outcome.is_truncated or ran_out,
         num_aborts=sum(turn.addition.num_aborts for turn in branch.trained),
-        sample_index=sample_index,
         weight=weight,
-        is_abandoned=is_abandoned,
-        metrics=metrics,
+        is_abandoned=outcome.is_abandoned,
+        metrics=dict(outcome.metrics),
     )
 
 
 def _pieces(branch: _Branch, i: int, turn: Turn, masks: Sequence[tuple[int, ...]]) -> list[_Piece]:
-    """What turn ``i`` adds to the response: what came before it from elsewhere, then its own tokens."""
+    """What turn ``i`` adds to the response: the context before it, then its own tokens."""
     added = turn.addition
     between = [] if i == 0 else [_context(added.prompt_token_ids)]
     if i < branch.first_trained:

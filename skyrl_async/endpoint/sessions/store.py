@@ -1,21 +1,19 @@
 """All sessions of one front end, with the keys that reach them.
 
-Flows in: sessions to create, keys to check, rewards, the time. Flows out: sessions, their rows, those that expired. Only the digest
-of a key is kept, and what is finished or expired is kept only so long: memory is bounded by the sessions that are open. Does not know
-HTTP, engines or what is in a turn.
+Only the digest of a key is kept. Finished and expired sessions are forgotten in time, so that the open ones bound the memory. Does not
+know HTTP, engines or what is in a turn.
 """
 
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from hashlib import sha256
 from hmac import compare_digest
 
-from skyrl_async.endpoint.sessions.rows import BranchPolicy
-from skyrl_async.endpoint.sessions.session import Session, SessionLimits, SessionSampling, SessionState
+from skyrl_async.endpoint.sessions.session import Session, SessionState
+from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionOutcome, SessionSampling, SessionSettings
 from skyrl_async.errors import SessionNotFoundError
-from skyrl_async.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -24,44 +22,25 @@ _NOT_TRAINED = (
     "trainer.algorithm.policy_loss_type=decoupled_ppo or rollout_is trains them (said once)"
 )
 _NO_DIGEST = bytes(32)
-"""Compared with where there is no session, so that a wrong id takes as long as a wrong secret."""
+"""Compared with if there is no session, so that a wrong id takes as long as a wrong secret."""
 
 
 class SessionStore:
     """Creates, finds, finishes, expires and forgets sessions.
 
     Args:
-        limits: of sessions that bring none of their own.
-        branches: which branches become rows.
-        trains_constrained: whether tokens sampled under a grammar are trained, where it left a choice.
-        trains_side_requests: whether side requests are among them.
+        settings: how sessions are treated, and which front end this is.
         clock: seconds, never going back.
-        key_prefix: what keys begin with.
-        front_end: which front end this is, >= 0; it is part of every key.
-        max_finished: finished and expired sessions kept until they are deleted, >= 1; past it those closed first are forgotten.
+        max_finished: finished and expired sessions kept until they are deleted, >= 1; beyond it the one closed first is forgotten.
     """
 
-    def __init__(
-        self,
-        *,
-        limits: SessionLimits,
-        branches: BranchPolicy,
-        trains_side_requests: bool = False,
-        clock: Callable[[], float],
-        trains_constrained: bool = False,
-        key_prefix: str = "sk",
-        front_end: int = 0,
-        max_finished: int = 1000,
-    ) -> None:
+    def __init__(self, settings: SessionSettings, *, clock: Callable[[], float], max_finished: int = 1000) -> None:
         if max_finished < 1:
             raise ValueError(f"max_finished must be >= 1, got {max_finished}")
-        self.limits = limits
-        self._branches = branches
-        self._trains_constrained = trains_constrained
+        self.settings = settings
         self._has_warned = False
-        self.trains_side_requests = trains_side_requests
         self._clock = clock
-        self._key_start = f"{key_prefix}-{front_end}"
+        self._key_start = f"sk-{settings.front_end}"
         self._max_finished = max_finished
         self._sessions: dict[str, Session] = {}
         self._digests: dict[str, bytes] = {}
@@ -77,12 +56,12 @@ class SessionStore:
         label: str | None = None,
         limits: SessionLimits | None = None,
     ) -> tuple[Session, str]:
-        """A new session and its key, which nothing here keeps."""
+        """A new session and its key, which is not kept."""
         session_id, secret = secrets.token_hex(8), secrets.token_hex(24)
         key = f"{self._key_start}-{session_id}-{secret}"
         session = Session(
             session_id,
-            limits=limits or self.limits,
+            limits=limits or self.settings.limits,
             now=self._clock(),
             sampling=sampling,
             priority=priority,
@@ -100,7 +79,7 @@ class SessionStore:
         return self._sessions.get(session_id) if is_right else None
 
     def get(self, session_id: str) -> Session:
-        """``SessionNotFoundError`` for one that never was, was deleted or is forgotten."""
+        """The session of an id; ``SessionNotFoundError`` if it never was, was deleted or is forgotten."""
         session = self._sessions.get(session_id)
         if session is None:
             raise SessionNotFoundError(
@@ -109,62 +88,32 @@ class SessionStore:
             )
         return session
 
-    def finish(
-        self,
-        session_id: str,
-        *,
-        reward: float,
-        metrics: Mapping[str, float] | None = None,
-        is_truncated: bool = False,
-        is_abandoned: bool = False,
-    ) -> tuple[Trajectory, ...]:
-        """The session's rows, as ``Session.finish``; again: the same rows, whatever the reward."""
-        return self.end(
-            session_id, reward=reward, metrics=metrics, is_truncated=is_truncated, is_abandoned=is_abandoned
-        ).rows()
-
-    def end(
-        self,
-        session_id: str,
-        *,
-        reward: float,
-        metrics: Mapping[str, float] | None = None,
-        is_truncated: bool = False,
-        is_abandoned: bool = False,
-    ) -> Session:
-        """``finish``, except that its rows are yet to be made, by ``Session.rows``."""
+    def finish(self, session_id: str, outcome: SessionOutcome) -> Session:
+        """End the session as ``Session.finish`` does, and return it; ``Session.rows`` makes its rows."""
         session = self.get(session_id)
         if session.expire(self._clock()):
             self._totals["expired"] += 1
         is_first = session.state is not SessionState.FINISHED
-        if session.has_constrained_turns and not (self._trains_constrained or self._has_warned):
+        if session.has_constrained_turns and not (self.settings.trains_constrained or self._has_warned):
             self._has_warned = True
             logger.warning(_NOT_TRAINED, session_id)
-        session.end(
-            reward=reward,
-            branches=self._branches,
-            trains_constrained=self._trains_constrained,
-            trains_side_requests=self.trains_side_requests,
-            metrics=metrics,
-            is_truncated=is_truncated,
-            is_abandoned=is_abandoned,
-        )
+        session.finish(outcome, self.settings)
         if is_first:
             self._totals["finished"] += 1
             self._keep_closed(session)
         return session
 
     def delete(self, session_id: str) -> None:
-        """Its key reaches nothing any more; unknown ids are fine."""
+        """Delete a session, so that its key is unknown; no-op for an unknown id."""
         session = self._forget(session_id)
         if session is not None:
             session.delete()
             self._totals["deleted"] += 1
 
     def sweep(self) -> list[Session]:
-        """Expire the open sessions that are past a deadline; these."""
+        """Expire the open sessions that are past a deadline, and return them."""
         now = self._clock()
-        expired = [session for session in self._open() if session.expire(now)]
+        expired = [session for session in self._sessions.values() if session.expire(now)]
         self._totals["expired"] += len(expired)
         for session in expired:
             self._keep_closed(session)
@@ -179,9 +128,6 @@ class SessionStore:
         }
         num_requests = sum(session.num_requests_open for session in self._sessions.values())
         return {name: float(value) for name, value in (now | totals | {"open_requests": num_requests}).items()}
-
-    def _open(self) -> list[Session]:
-        return [session for session in self._sessions.values() if session.is_open]
 
     def _keep_closed(self, session: Session) -> None:
         self._closed.pop(session.id, None)
@@ -199,7 +145,7 @@ class SessionStore:
 
 
 def front_end_of(key: str) -> int | None:
-    """Which front end holds the session of a key; None for what is no session key."""
+    """Index of the front end that holds the session of a key; None if it is no session's key."""
     parts = key.rsplit("-", 3)
     is_key = len(parts) == 4 and parts[1].isascii() and parts[1].isdigit() and len(parts[1]) <= 9
     return int(parts[1]) if is_key else None

@@ -17,8 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.requests.shared_request import Emit, Event, SharedRequest
 from skyrl_async.endpoint.server.app import create_app
-from skyrl_async.endpoint.sessions.session import SessionLimits
-from skyrl_async.endpoint.sessions.settings import SessionSettings
+from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionOutcome, SessionSettings
 from skyrl_async.errors import NoEngineError
 from skyrl_async.types import Completion, CompletionDelta, FinishReason, SamplingParams
 from tests.cpu.tiny_chat import END, RENDERER, TOKENIZER, spelled
@@ -220,7 +219,7 @@ class RequestMachine(RuleBasedStateMachine):
         session = self.sessions[which]
         if session.is_open:
             self.serving.handle.end_session(session)
-            self.serving.sessions.finish(session.id, reward=1.0)
+            self.serving.sessions.finish(session.id, SessionOutcome(reward=1.0))
             self.num_turns_when_closed[session.id] = session.num_turns
         self.iterate(then)
 

@@ -7,10 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_async.endpoint.sessions.rows import BranchPolicy, rows
+from skyrl_async.endpoint.sessions.rows import rows as rows_of
+from skyrl_async.endpoint.sessions.settings import BranchPolicy, SessionOutcome, SessionSettings
 from skyrl_async.endpoint.sessions.tree import Match, Turn, TurnTree
 from skyrl_async.types import ENVIRONMENT_VERSION, FinishReason, Message, Trajectory
 from tests.cpu.session_trees import FIRST_SAMPLED_ID, Policy, assistant, call, completion, system, tool, user
+
+
+def rows(tree: TurnTree, **how: Any) -> tuple[Trajectory, ...]:
+    """The rows for an outcome and settings, given field by field."""
+    outcome = {name: how.pop(name) for name in list(how) if name in SessionOutcome.__dataclass_fields__}
+    return rows_of(tree, SessionOutcome(**outcome), SessionSettings(**how))
 
 
 @pytest.fixture
@@ -38,7 +45,7 @@ def test_a_conversation_is_one_row_with_what_came_between_as_context(policy: Pol
         assistant("d"),
         completion((*first.token_ids, 5), (12,), logprobs=(-0.3,), version=4, num_aborts=2),
     )
-    row = only(rows(policy.tree, reward=0.5, metrics={"tests_passed": 1.0}, sample_index=2))
+    row = only(rows(policy.tree, reward=0.5, metrics={"tests_passed": 1.0}))
     assert row == Trajectory(
         prompt_token_ids=(1, 2),
         response_token_ids=(10, 11, 5, 12),
@@ -48,7 +55,6 @@ def test_a_conversation_is_one_row_with_what_came_between_as_context(policy: Pol
         reward=0.5,
         num_turns=2,
         num_aborts=3,
-        sample_index=2,
         metrics={"tests_passed": 1.0},
     )
 

@@ -5,6 +5,7 @@ import logging
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -12,11 +13,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from skyrl_async.config.schema.run import ServerConfig
-from skyrl_async.endpoint.sessions.rows import BranchPolicy
-from skyrl_async.endpoint.sessions.session import Session, SessionLimits, SessionSampling, SessionState
+from skyrl_async.endpoint.sessions.session import Session, SessionState
+from skyrl_async.endpoint.sessions.settings import (
+    BranchPolicy,
+    SessionLimits,
+    SessionOutcome,
+    SessionSampling,
+    SessionSettings,
+)
 from skyrl_async.endpoint.sessions.store import SessionStore, front_end_of
 from skyrl_async.errors import SessionClosedError, SessionNotFoundError, StateError
-from skyrl_async.types import FinishReason, SamplingParams
+from skyrl_async.types import FinishReason, SamplingParams, Trajectory
 from tests.cpu.session_trees import Policy, assistant, user
 
 
@@ -42,8 +49,7 @@ MakeStore = Callable[..., SessionStore]
 def make_store(clock: Clock) -> MakeStore:
     def make(max_finished: int = 1000, **limits: float) -> SessionStore:
         return SessionStore(
-            limits=SessionLimits(**limits),  # type: ignore[arg-type]
-            branches=BranchPolicy.ALL,
+            SessionSettings(limits=SessionLimits(**limits)),  # type: ignore[arg-type]
             clock=clock,
             max_finished=max_finished,
         )
@@ -54,6 +60,10 @@ def make_store(clock: Clock) -> MakeStore:
 @pytest.fixture
 def store(make_store: MakeStore) -> SessionStore:
     return make_store()
+
+
+def finish(store: SessionStore, session_id: str, **outcome: Any) -> tuple[Trajectory, ...]:
+    return store.finish(session_id, SessionOutcome(**outcome)).rows()
 
 
 def say(session: Session, text: str = "b", **rest: object) -> None:
@@ -89,10 +99,9 @@ def test_a_key_reaches_its_session_and_nothing_else_does(store: SessionStore) ->
 
 
 def test_a_key_names_its_front_end(clock: Clock) -> None:
-    limits = SessionLimits()
-    store = SessionStore(limits=limits, branches=BranchPolicy.ALL, clock=clock, key_prefix="sk-session", front_end=3)
+    store = SessionStore(SessionSettings(front_end=3), clock=clock)
     session, key = store.create()
-    assert key.startswith(f"sk-session-3-{session.id}-")
+    assert key.startswith(f"sk-3-{session.id}-")
     assert store.authenticate(key) is session
     assert front_end_of(key) == 3
     assert [front_end_of(text) for text in ("", "sk-secret", "a-b-c-d", "sk-²-c-d", "sk--1-c")] == [None] * 5
@@ -102,7 +111,7 @@ def test_no_key_is_kept_shown_or_logged(store: SessionStore, caplog: pytest.LogC
     with caplog.at_level(logging.DEBUG):
         session, key = store.create(label="group 3")
         say(session)
-        store.authenticate(key), store.finish(session.id, reward=1.0), store.sweep(), store.delete(session.id)
+        store.authenticate(key), finish(store, session.id, reward=1.0), store.sweep(), store.delete(session.id)
     secret = key.rpartition("-")[2]
     session, key = store.create()
     everything = [repr(each) for each in (session, store, vars(session), vars(store))]
@@ -116,9 +125,9 @@ def test_no_key_is_kept_shown_or_logged(store: SessionStore, caplog: pytest.LogC
 def test_finishing_again_gives_the_first_rows_whatever_the_reward(store: SessionStore) -> None:
     session, key = store.create()
     say(session)
-    first = store.finish(session.id, reward=1.0, metrics={"steps": 3.0})
+    first = finish(store, session.id, reward=1.0, metrics={"steps": 3.0})
     assert [(row.reward, row.metrics, row.is_abandoned) for row in first] == [(1.0, {"steps": 3.0}, False)]
-    assert store.finish(session.id, reward=-1.0, is_abandoned=True) is first
+    assert finish(store, session.id, reward=-1.0, is_abandoned=True) is first
     assert store.authenticate(key) is session
     assert store.statistics()["finished_total"] == 1
 
@@ -130,7 +139,7 @@ def test_a_finished_session_accepts_nothing_and_keeps_its_figures(store: Session
     policy = Policy(tree)
     policy.answer([user("a")], assistant("b"))
     assert (session.last_text, session.newest_messages) == ("b", (user("a"), assistant("b")))
-    store.finish(session.id, reward=1.0)
+    finish(store, session.id, reward=1.0)
     for attempt in (lambda: session.begin_request(0.0), lambda: session.tree):
         with pytest.raises(SessionClosedError, match=f"session {session.id} is finished; begin a new session"):
             attempt()
@@ -145,15 +154,15 @@ def test_a_finished_session_accepts_nothing_and_keeps_its_figures(store: Session
 def test_a_reward_that_is_no_number_leaves_the_session_open(store: SessionStore, reward: float) -> None:
     session, _ = store.create()
     with pytest.raises(ValueError, match="reward must be a finite number, got"):
-        store.finish(session.id, reward=reward)
+        finish(store, session.id, reward=reward)
     assert session.is_open
 
 
 def test_the_branch_policy_is_the_store_s(clock: Clock) -> None:
-    store = SessionStore(limits=SessionLimits(), branches=BranchPolicy.LAST, clock=clock)
+    store = SessionStore(SessionSettings(branches=BranchPolicy.LAST), clock=clock)
     session, _ = store.create()
     say(session, "b"), say(session, "c")
-    assert len(store.finish(session.id, reward=1.0)) == 1
+    assert len(finish(store, session.id, reward=1.0)) == 1
 
 
 def test_deleting_is_idempotent_and_ends_the_key(store: SessionStore) -> None:
@@ -161,13 +170,13 @@ def test_deleting_is_idempotent_and_ends_the_key(store: SessionStore) -> None:
     store.delete(session.id), store.delete(session.id), store.delete("never was")
     assert session.state is SessionState.DELETED
     assert store.authenticate(key) is None
-    for attempt in (lambda: store.get(session.id), lambda: store.finish(session.id, reward=1.0)):
+    for attempt in (lambda: store.get(session.id), lambda: finish(store, session.id, reward=1.0)):
         with pytest.raises(SessionNotFoundError, match=f"there is no session '{session.id}'"):
             attempt()
     with pytest.raises(SessionClosedError, match="is deleted"):
         session.begin_request(0.0)
     with pytest.raises(SessionClosedError, match="is deleted"):
-        session.finish(reward=1.0)
+        session.finish(SessionOutcome(reward=1.0), SessionSettings())
     assert store.statistics()["deleted_total"] == 1
 
 
@@ -181,14 +190,14 @@ def test_after_the_last_turn_the_next_request_is_refused(make_store: MakeStore) 
     with pytest.raises(SessionClosedError, match=r"has sampled 2 turns, the most it may \(max_turns=2\)"):
         session.begin_request(0.0)
     assert session.is_open and session.num_requests_open == 0
-    assert [row.is_truncated for row in store.finish(session.id, reward=1.0)] == [True, True]
+    assert [row.is_truncated for row in finish(store, session.id, reward=1.0)] == [True, True]
 
 
 def test_a_session_that_used_its_last_turn_and_asked_no_more_is_not_truncated(make_store: MakeStore) -> None:
     store = make_store(max_turns=1)
     session, _ = store.create()
     say(session)
-    assert not store.finish(session.id, reward=1.0)[0].is_truncated
+    assert not finish(store, session.id, reward=1.0)[0].is_truncated
 
 
 def test_sampled_tokens_are_capped(make_store: MakeStore) -> None:
@@ -215,8 +224,8 @@ def test_a_session_that_an_overflow_ended_is_truncated(store: SessionStore) -> N
         say(session)
         session.count_overflow()
     say(recovered)
-    assert {row.is_truncated for row in store.finish(ended.id, reward=1.0)} == {True}
-    assert {row.is_truncated for row in store.finish(recovered.id, reward=1.0)} == {False}
+    assert {row.is_truncated for row in finish(store, ended.id, reward=1.0)} == {True}
+    assert {row.is_truncated for row in finish(store, recovered.id, reward=1.0)} == {False}
 
 
 def test_a_session_may_bring_limits_of_its_own(make_store: MakeStore) -> None:
@@ -240,7 +249,7 @@ def test_an_idle_session_expires_and_its_rows_are_abandoned(store: SessionStore,
     with pytest.raises(SessionClosedError, match=r"has expired: it was idle for 600 s \(idle_timeout_s\)"):
         session.begin_request(600.0)
     assert store.authenticate(key) is session
-    (row,) = store.finish(session.id, reward=1.0)
+    (row,) = finish(store, session.id, reward=1.0)
     assert row.is_abandoned and row.num_sampled_tokens == 0
     assert session.state is SessionState.FINISHED
     assert store.statistics()["expired_total"] == store.statistics()["finished_total"] == 1
@@ -254,7 +263,7 @@ def test_a_session_past_its_deadline_is_refused_and_abandoned_before_any_sweep(
     clock.now = 700.0
     with pytest.raises(SessionClosedError, match="it was idle for 600 s"):
         session.begin_request(clock.now)
-    assert store.finish(session.id, reward=1.0)[0].is_abandoned
+    assert finish(store, session.id, reward=1.0)[0].is_abandoned
     assert store.sweep() == []
     assert store.statistics()["expired_total"] == 1
 
@@ -354,7 +363,7 @@ def test_limits_are_those_of_the_configuration_unless_told_otherwise() -> None:
 def test_finished_sessions_are_forgotten_in_the_order_of_closing(make_store: MakeStore, clock: Clock) -> None:
     store = make_store(max_finished=2)
     sessions = [store.create()[0] for _ in range(4)]
-    store.finish(sessions[2].id, reward=1.0)
+    finish(store, sessions[2].id, reward=1.0)
     clock.now = 600.0
     assert store.sweep() == [sessions[0], sessions[1], sessions[3]]
     for forgotten in (sessions[2], sessions[0]):
@@ -370,8 +379,8 @@ def test_an_expired_session_that_is_finished_counts_as_closed_then(make_store: M
     one, other = (store.create()[0] for _ in range(2))
     clock.now = 600.0
     store.sweep()
-    store.finish(one.id, reward=1.0)
-    store.finish(store.create()[0].id, reward=1.0)
+    finish(store, one.id, reward=1.0)
+    finish(store, store.create()[0].id, reward=1.0)
     assert store.get(one.id) is one and other.state is SessionState.DELETED
 
 
@@ -379,7 +388,7 @@ def test_an_open_session_is_never_forgotten(make_store: MakeStore) -> None:
     store = make_store(max_finished=1)
     kept, key = store.create()
     for _ in range(10):
-        store.finish(store.create()[0].id, reward=1.0)
+        finish(store, store.create()[0].id, reward=1.0)
     assert store.authenticate(key) is kept
 
 
@@ -396,7 +405,7 @@ def test_memory_stays_flat_over_three_thousand_sessions(make_store: MakeStore, c
             if end == "left to expire":
                 store.sweep()
             else:
-                store.finish(session.id, reward=1.0)
+                finish(store, session.id, reward=1.0)
             if end == "deleted":
                 store.delete(session.id)
         gc.collect()
@@ -423,8 +432,7 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         self.store = SessionStore(
-            limits=SessionLimits(idle_timeout_s=10, lifetime_s=50, max_turns=4),
-            branches=BranchPolicy.ALL,
+            SessionSettings(limits=SessionLimits(idle_timeout_s=10, lifetime_s=50, max_turns=4)),
             clock=self.clock,
             max_finished=2,
         )
@@ -485,10 +493,10 @@ class StoreMachine(RuleBasedStateMachine):
         session = self.session_of[key]
         if session in self.gone:
             with pytest.raises(SessionNotFoundError):
-                self.store.finish(session.id, reward=reward)
+                finish(self.store, session.id, reward=reward)
             return
         state, is_due = session.state, self.is_due(session)
-        found = self.store.finish(session.id, reward=reward)
+        found = finish(self.store, session.id, reward=reward)
         if state is SessionState.FINISHED:
             assert found is self.rewarded[session]
             return

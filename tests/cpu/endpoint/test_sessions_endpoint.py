@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_async.endpoint.sessions.rows import BranchPolicy
-from skyrl_async.endpoint.sessions.settings import ReasoningPolicy, SessionSettings
+from skyrl_async.endpoint.sessions.settings import BranchPolicy, ReasoningPolicy, SessionSettings
 from skyrl_async.types import SamplingParams
 from tests.cpu.scripted_sampler import RENDERER, RUN_KEY, ScriptedSampler
 from tests.cpu.session_endpoint import (

@@ -15,8 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.server.app import create_app
-from skyrl_async.endpoint.sessions.session import SessionLimits
-from skyrl_async.endpoint.sessions.settings import SessionSettings
+from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionSettings
 from skyrl_async.errors import NoEngineError, RequestRefusedError
 from tests.cpu.scripted_sampler import CONTROLLER_KEY, RENDERER, RUN_KEY
 from tests.cpu.session_endpoint import (
