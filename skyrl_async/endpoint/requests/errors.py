@@ -1,7 +1,6 @@
 """Every failure as an OpenAI error body: ``{"error": {"message", "type", "param", "code"}}``.
 
-Flows in: exceptions raised by routes, by FastAPI and by this package. Flows out: JSON responses. Of an unexpected
-exception the log gets the traceback and the client only the class.
+The client learns only the class of an unexpected exception; the log has its traceback.
 """
 
 import logging
@@ -28,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 _NO_ENGINE_RETRY_S = 10
-"""An engine boots in tens of seconds."""
+"""Engines boot in tens of seconds."""
 
 
 class ApiError(Exception):
-    """A refusal a route decided on."""
+    """A failure with its HTTP status and OpenAI error body."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        # litellm goes by this word, and retries a 401 that is called an invalid request.
+        # litellm retries a 401 of the type invalid_request_error.
         kind = {401: "authentication_error"}.get(
             self.status, "invalid_request_error" if self.status < 500 else "server_error"
         )
@@ -62,13 +61,23 @@ class ApiError(Exception):
         return StrictJSONResponse(self.body, self.status, headers=self.headers)
 
     def response_for(self, path: str) -> JSONResponse:
-        """The response in the manner of the surface at ``path``: Anthropic's SDK looks for a type beside the error."""
+        """The response in the format of the surface at ``path``: Anthropic's SDK looks for a type beside the error."""
         outer = {"type": "error"} if path.startswith("/v1/messages") else {}
         return StrictJSONResponse(outer | self.body, self.status, headers=self.headers)
 
 
+_API_ERRORS: Mapping[type[Exception], tuple[int, str]] = {
+    PromptTooLongError: (400, "context_length_exceeded"),
+    NoEngineError: (503, "no_engine"),
+    RequestRefusedError: (400, "invalid_value"),
+    SessionClosedError: (401, "session_closed"),  # the one status at which every harness gives up at once
+    SessionNotFoundError: (404, "session_not_found"),
+}
+"""This package's failures -> status and code."""
+
+
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of a failure; an unexpected one is logged. Lets go of its tracebacks, whose frames hold the request."""
+    """The answer to a failure; an unexpected one is logged. Clears the failure's tracebacks, whose frames hold the request."""
     answer = _api_error(error)
     failure: BaseException | None = error
     while failure is not None:
@@ -81,21 +90,15 @@ def _api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case PromptTooLongError():
-            return ApiError(400, str(error), code="context_length_exceeded", param="messages")
-        case NoEngineError():
-            return ApiError(503, str(error), code="no_engine", headers={"Retry-After": str(_NO_ENGINE_RETRY_S)})
-        case RequestRefusedError():
-            return ApiError(400, str(error), code="invalid_value")
-        case SessionClosedError():
-            # The one status every harness gives up on at once.
-            return ApiError(401, str(error), code="session_closed")
-        case SessionNotFoundError():
-            return ApiError(404, str(error), code="session_not_found")
         case RequestValidationError():
             return _validation_error(error)
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), code=_CODES.get(error.status_code))
+    for kind, (status, code) in _API_ERRORS.items():
+        if isinstance(error, kind):
+            param = "messages" if kind is PromptTooLongError else None
+            headers = {"Retry-After": str(_NO_ENGINE_RETRY_S)} if kind is NoEngineError else None
+            return ApiError(status, str(error), code=code, param=param, headers=headers)
     logger.error("a request failed unexpectedly", exc_info=error)
     return _unexpected(error)
 
@@ -105,7 +108,7 @@ def _unexpected(error: Exception) -> ApiError:
 
 
 _KIND_OF_VALUE = re.compile(r"str|int|bool|float|none|(list|dict|constrained|function|nullable)[-\[].*")
-"""What pydantic puts into the path of a field that may be one of several things."""
+"""A part of the field's path that pydantic adds for a union."""
 
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
@@ -133,21 +136,12 @@ def install_error_handlers(app: FastAPI) -> None:
         return as_api_error(error).response_for(request.url.path)
 
     async def answer_unexpected(_request: Request, error: Exception) -> Response:
-        return _unexpected(error).response()  # the ASGI server logs it: the exception goes on to there
+        return _unexpected(error).response()  # the exception goes on to the ASGI server, which logs it
 
-    async def nobody_is_left(_request: Request, _error: Exception) -> Response:
+    async def answer_nobody(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)
 
-    for kind in (
-        HTTPException,
-        RequestValidationError,
-        ApiError,
-        PromptTooLongError,
-        NoEngineError,
-        RequestRefusedError,
-        SessionClosedError,
-        SessionNotFoundError,
-    ):
+    for kind in (HTTPException, RequestValidationError, ApiError, *_API_ERRORS):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(Exception, answer_unexpected)
-    app.add_exception_handler(ClientDisconnect, nobody_is_left)
+    app.add_exception_handler(ClientDisconnect, answer_nobody)

@@ -15,7 +15,7 @@ from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.parsing.answers import AnswerDelta, ParsedAnswer, ToolCall
 from skyrl_async.endpoint.parsing.output_parser import OutputParser, output_parser_of
 from skyrl_async.endpoint.sessions.session import Session
-from skyrl_async.endpoint.sessions.tree import Match
+from skyrl_async.endpoint.sessions.tree import Match, Turn, TurnTree
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.types import Completion, CompletionDelta, FinishReason, Message, SamplingParams
 
@@ -80,50 +80,24 @@ class AnswerBlock:
         return None if self.answer is None else self.answer.finish_reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SampledTurn:
-    """A finished choice, with all that its turn needs."""
-
-    match: Match
-    messages: tuple[Message, ...]
-    tools: tuple[Tool, ...] | None
-    reply: Message
-    """As a client sends it back."""
-    stop_string: str | None
-    """Ended the choice and is missing in the reply's text; some clients put it back."""
-    completion: Completion
-    is_constrained: bool
-    """It was sampled under a grammar."""
-
-
 class PendingTurns:
     """Keeps the finished choices of one request until a client has them: only then are they turns of its ``session``."""
 
     def __init__(self, session: Session | None) -> None:
         self._session = session
-        self._sampled: list[_SampledTurn] = []
+        self._commits: list[Callable[[TurnTree], Turn]] = []
 
-    def add(self, turn: _SampledTurn) -> None:
-        """Keep a choice, if the request is of a session."""
+    def add(self, commit: Callable[[TurnTree], Turn]) -> None:
+        """Keep a choice, as the call that adds its turn to a tree."""
         if self._session is not None:
-            self._sampled.append(turn)
+            self._commits.append(commit)
 
     def commit(self) -> None:
         """Add the choices to the session, unless it has ended. Further calls do nothing."""
-        sampled, self._sampled = self._sampled, []
-        if self._session is None or not self._session.is_open:
-            return
-        for turn in sampled:
-            reply, missing = turn.reply, turn.stop_string
-            self._session.tree.commit(
-                turn.match,
-                turn.messages or (_raw_prompt(turn.completion.prompt_token_ids),),
-                reply,
-                turn.completion,
-                tools=turn.tools,
-                is_constrained=turn.is_constrained,
-                other_forms=() if missing is None else (reply | {"content": reply["content"] + missing},),
-            )
+        commits, self._commits = self._commits, []
+        if self._session is not None and self._session.is_open:
+            for commit in commits:
+                commit(self._session.tree)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,16 +192,19 @@ class Planned:
     def _finish(self, parts: Sequence[AnswerDelta], completion: Completion, sampling: SamplingParams) -> Answer:
         """The answer that ``parts`` add up to, kept until its delivery is known."""
         parsed = AnswerDelta.joined(parts).as_whole()
+        request, match, reply = self._request, self._match, _reply(parsed)
         stop_string = _stop_string(self._parts.renderer, completion, sampling)
+        is_missing = stop_string is not None and not sampling.includes_stop
         self._parts.turns.add(
-            _SampledTurn(
-                match=self._match,
-                messages=self._request.messages,
-                tools=self._request.tools,
-                reply=_reply(parsed),
-                stop_string=None if sampling.includes_stop else stop_string,
-                completion=completion,
+            lambda tree: tree.commit(
+                match,
+                request.messages or (_raw_prompt(completion.prompt_token_ids),),
+                reply,
+                completion,
+                tools=request.tools,
                 is_constrained=sampling.structured is not None,
+                # Some clients put the stop string back.
+                other_forms=(reply | {"content": f"{reply['content']}{stop_string}"},) if is_missing else (),
             )
         )
         is_stop = completion.finish_reason is FinishReason.STOP

@@ -1,7 +1,6 @@
-"""``/sessions``: what a controller does with sessions. Harnesses, which hold a session's key, are not let in here.
+"""``/sessions``: a controller makes, shows, rewards and deletes sessions here.
 
-Flows in: requests to make, look at, reward and delete sessions. Flows out: keys, states and training rows. Does not know
-generation.
+A session's own key is refused here: a harness must not reward itself. Does not know generation.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from skyrl_async.version_spans import spans_of
 
 
 class SamplingBody(BaseModel):
-    """How a session samples, whatever its harness asks for."""
+    """A session's sampling, whatever its harness asks."""
 
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -33,7 +32,7 @@ class SamplingBody(BaseModel):
 
 
 class LimitsBody(BaseModel):
-    """Limits of one session; those left out are the server's."""
+    """Limits of one session; the server's apply where one is left out."""
 
     max_turns: int | None = Field(default=None, ge=1, lt=2**63)
     max_tokens: int | None = Field(default=None, ge=1, lt=2**63)
@@ -59,8 +58,18 @@ class FinishSession(BaseModel):
     is_abandoned: bool = False
 
 
+_SHOWN = (
+    *("id", "label", "num_turns", "num_sampled_tokens", "num_requests_open", "num_overflows", "was_cut_short"),
+    *("last_text", "last_finish_reason"),
+)
+_ROW = (
+    *("prompt_token_ids", "response_token_ids", "loss_mask", "logprobs", "reward", "weight", "num_turns", "num_aborts"),
+    *("is_truncated", "is_abandoned", "metrics"),
+)
+
+
 def make_router(serving: Serving) -> APIRouter:
-    """The controller's surface over ``serving``."""
+    """The controller's routes."""
     router = APIRouter()
     store = serving.sessions
 
@@ -91,8 +100,8 @@ def make_router(serving: Serving) -> APIRouter:
             rows = [_row(row) for row in session.rows()]
             return json_bytes_fairly({"id": session_id, "state": "finished", "trajectories": rows})
 
-        told = await done_apart(finished, is_long=session.num_sampled_tokens > LONG_TEXT)
-        return Response(told, media_type="application/json")
+        body_bytes = await done_apart(finished, is_long=session.num_sampled_tokens > LONG_TEXT)
+        return Response(body_bytes, media_type="application/json")
 
     @router.delete("/sessions/{session_id}")
     async def delete_session(session_id: str) -> Response:
@@ -106,35 +115,10 @@ def make_router(serving: Serving) -> APIRouter:
 
 def _shown(session: Session, *, has_left_out: bool) -> dict[str, Any]:
     num_side_requests, num_side_tokens = session.side_figures if has_left_out else (0, 0)
-    return {
-        "id": session.id,
-        "state": str(session.state),
-        "label": session.label,
-        "num_turns": session.num_turns,
-        "num_sampled_tokens": session.num_sampled_tokens,
-        "num_side_requests": num_side_requests,
-        "num_side_tokens": num_side_tokens,
-        "num_requests_open": session.num_requests_open,
-        "num_overflows": session.num_overflows,
-        "was_cut_short": session.was_cut_short,
-        "messages": session.newest_messages,
-        "last_text": session.last_text,
-        "last_finish_reason": session.last_finish_reason,
-    }
+    shown = {name: getattr(session, name) for name in _SHOWN}
+    side = {"num_side_requests": num_side_requests, "num_side_tokens": num_side_tokens}
+    return shown | side | {"state": str(session.state), "messages": session.newest_messages}
 
 
 def _row(row: Trajectory) -> dict[str, Any]:
-    return {
-        "prompt_token_ids": row.prompt_token_ids,
-        "response_token_ids": row.response_token_ids,
-        "loss_mask": row.loss_mask,
-        "logprobs": row.logprobs,
-        "policy_versions": spans_of(row.versions),
-        "reward": row.reward,
-        "weight": row.weight,
-        "num_turns": row.num_turns,
-        "num_aborts": row.num_aborts,
-        "is_truncated": row.is_truncated,
-        "is_abandoned": row.is_abandoned,
-        "metrics": row.metrics,
-    }
+    return {name: getattr(row, name) for name in _ROW} | {"policy_versions": spans_of(row.versions)}

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SHUTDOWN_GRACE_S = 5.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSettings:

@@ -1,12 +1,11 @@
 """The turns of one session as a tree, found again by what a harness sends back.
 
-    tools ── system ── user ══ turn 0 ── tool ══ turn 1        ── a message somebody wrote
-                        │         └───── tool ══ turn 2        ══ a turn that was sampled: exact ids, log-probs, versions
+    tools ── system ── user ══ turn 0 ── tool ══ turn 1        ── a message that was not sampled
+                        │         └───── tool ══ turn 2        ══ a sampled turn: exact ids, log-probs, versions
                         └══ turn 3 (the same request again)
 
-Flows in: the messages of requests, and the turns sampled for them. Flows out: the deepest turn that a request continues, and all
-turns with exactly the tokens they were sampled as. Each conversation is a path of message keys from its tools, so a request is
-matched in one walk. Does not know templates, parsers, HTTP, rewards or time.
+Each conversation is a path of message keys from its tools, so a request is matched in one walk. Turns keep exactly the tokens they were
+sampled as. Does not know templates, parsers, HTTP, rewards or time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,9 +24,9 @@ class Turn:
     """One sampled reply. It holds what it adds to its parent, so that a long conversation is stored once."""
 
     index: int
-    """Position in the order of committing."""
+    """Position in the order of commits."""
     parent: "Turn | None" = field(repr=False)
-    """The sampled turn whose ids the prompt begins with; None where a conversation begins."""
+    """The sampled turn whose ids begin the prompt; None for the first of a conversation."""
     addition: Completion = field(repr=False)
     """The completion with its prompt cut to what follows the parent's ids, and without ``top_logprobs``."""
     message: Message = field(repr=False)
@@ -39,7 +38,7 @@ class Turn:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Prompt and completion: what the prompt of a turn that continues this one begins with."""
+        """Prompt and completion, which begin the prompt of every turn that continues this one."""
         return (*self.prompt_token_ids, *self.addition.token_ids)
 
     @property
@@ -47,11 +46,6 @@ class Turn:
         *before, last = (turn.addition for turn in self.path())
         parts = chain.from_iterable((added.prompt_token_ids, added.token_ids) for added in before)
         return tuple(chain(chain.from_iterable(parts), last.prompt_token_ids))
-
-    @property
-    def completion(self) -> Completion:
-        """The completion with its whole prompt, without ``top_logprobs``."""
-        return replace(self.addition, prompt_token_ids=self.prompt_token_ids)
 
     def path(self) -> "list[Turn]":
         """The turns from the conversation's first to this one."""
@@ -66,31 +60,31 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """What of a request's messages is known in exact ids."""
+    """How far a request's messages are known in exact ids."""
 
     turn: Turn | None
     num_messages: int
     """``messages[:num_messages]`` are covered by ``turn.token_ids``; 0 without a turn."""
     keys: tuple[MessageKey, ...] = field(default=(), repr=False)
-    """Of the messages matched, so that ``commit`` need not make them again; empty: it does."""
+    """Keys of the matched messages; ``commit`` makes them if empty."""
 
 
 class _Node:
-    """A conversation: the messages on the path to it."""
+    """A conversation: the messages on the path to this node."""
 
     __slots__ = ("children", "turns")
 
     def __init__(self) -> None:
         self.children: dict[MessageKey, _Node] = {}
         self.turns: list[Turn] = []
-        """Those whose conversation, reply included, this is. Several when equal replies were sampled for equal requests."""
+        """The turns that end this conversation; several if equal replies were sampled for equal requests."""
 
     def child(self, key: MessageKey) -> "_Node":
         return self.children.setdefault(key, _Node())
 
 
 class TurnTree:
-    """All turns of a session. Not for use by several threads."""
+    """All turns of a session. Not thread-safe."""
 
     def __init__(self) -> None:
         self._roots: dict[str, _Node] = {}
@@ -104,7 +98,7 @@ class TurnTree:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """In the order of committing; parents come before their children."""
+        """In the order of commits; parents come before their children."""
         return tuple(self._turns)
 
     @property
@@ -118,7 +112,7 @@ class TurnTree:
 
     @property
     def side_requests(self) -> tuple[Turn, ...]:
-        """The turns that were asked beside the task; see ``SideRequests``."""
+        """The turns that are no part of the session's task; ``side_requests`` defines them."""
         found = self._side_requests.found()
         return tuple(turn for turn in self._turns if turn.index in found)
 
@@ -128,24 +122,24 @@ class TurnTree:
 
     @property
     def newest_turn(self) -> Turn | None:
-        """No side request, unless there is nothing else."""
+        """The newest turn that is no side request; None without one."""
         return self._newest_of_task()[0]
 
     @property
     def newest_messages(self) -> tuple[Message, ...]:
-        """The conversation of the newest turn: its request's messages and its reply."""
+        """The conversation of ``newest_turn``: its request's messages and its reply."""
         return self._newest_of_task()[1]
 
     def match(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] | None = None) -> Match:
         """The deepest sampled turn whose whole conversation equals a prefix of ``messages``, asked with the same ``tools``.
 
-        Reasoning that is echoed must be what was sampled. Between turns that say the same in the same place, the one whose tool-call
-        ids are echoed is meant, else the newest.
+        Reasoning that a client sends back must be the sampled one. Of turns with equal replies to equal requests, tool-call ids decide,
+        else the newest turn is taken.
         """
         keys = tuple(message_key(message) for message in messages)
         node = self._roots.get(tools_key(tools))
         mismatches: dict[Turn, int] = {}
-        """Tool-call ids that differ on the way, per turn that is possible."""
+        """Possible turn -> number of tool-call ids that differ on its path."""
         found: Turn | None = None
         for key, message in zip(keys, messages, strict=True):
             node = node.children.get(key) if node is not None else None
@@ -171,13 +165,13 @@ class TurnTree:
         """Add a turn.
 
         Args:
-            match: what ``match`` said of ``messages``; one without a turn where the prompt does not begin with its ids.
+            match: the result of ``match`` for ``messages``; one without a turn if the prompt does not begin with its ids.
             messages: the request's.
             reply: as it went out.
             completion: with its whole prompt.
             tools: the request's.
-            is_constrained: it was sampled under a grammar.
-            other_forms: forms in which the reply may come back, such as with the stop string that its text lacks.
+            is_constrained: whether it was sampled under a grammar.
+            other_forms: further forms in which clients send the reply back, such as with its stop string.
 
         Raises ``StateError`` when ``match`` is not of this tree and these messages, when the prompt does not begin with the matched turn's
         ids, when the completion has not one log-prob and version per token, or when the tree is closed. The tree is then as it was.
@@ -226,21 +220,12 @@ class TurnTree:
         self._num_turns += 1
 
     def close(self) -> None:
-        """Let go of all turns and accept no more; ``num_turns`` and ``num_sampled_tokens`` remain."""
+        """Drop all turns and accept no more; ``num_turns`` and ``num_sampled_tokens`` remain."""
         self._is_closed = True
         self._roots, self._turns, self._newest, self._side_requests = {}, [], {}, SideRequests()
 
-    def statistics(self) -> dict[str, float]:
-        parents = {turn.parent for turn in self._turns if turn.parent is not None}
-        return {
-            "turns": float(len(self._turns)),
-            "branches": float(len(self._turns) - len(parents)),
-            "roots": float(sum(turn.parent is None for turn in self._turns)),
-            "sampled_tokens": float(self._num_sampled_tokens),
-        }
-
     def _check_extends(self, parent: Turn | None, completion: Completion) -> int:
-        """How many ids of the prompt are the parent's."""
+        """The number of the prompt's ids that are the parent's."""
         _check_lengths(completion)
         if parent is None:
             return 0
@@ -266,7 +251,7 @@ class TurnTree:
 
 
 def _possible(turns: Sequence[Turn], message: Message, mismatches: dict[Turn, int]) -> dict[Turn, int]:
-    """Of turns that say ``message``, those that may be meant, with the ids that differ on the whole way to them."""
+    """The turns among ``turns``, whose reply is ``message``, that it may repeat -> tool-call ids that differ on their paths."""
     if not turns:
         return {}
     reasoning, ids = reasoning_of(message), call_ids(message)
@@ -275,7 +260,7 @@ def _possible(turns: Sequence[Turn], message: Message, mismatches: dict[Turn, in
         is_possible = turn.parent is None or turn.parent in mismatches
         if is_possible and (not reasoning or reasoning == reasoning_of(turn.message)):
             pairs = zip(ids, call_ids(turn.message), strict=False)
-            differ = sum(bool(echoed and sent and echoed != sent) for echoed, sent in pairs)
+            differ = sum(bool(received and sent and received != sent) for received, sent in pairs)
             possible[turn] = differ + (mismatches[turn.parent] if turn.parent is not None else 0)
     return possible
 

@@ -37,7 +37,7 @@ def test_a_conversation_grows_as_one_chain_of_ids(policy: Policy) -> None:
         assert child.prompt_token_ids[: len(parent.token_ids)] == parent.token_ids
     assert policy.tree.turns == tuple(turns)
     assert policy.tree.newest_messages == (*messages[:-2], assistant("reply 9"))
-    assert policy.tree.statistics() == {"turns": 10, "branches": 1, "roots": 1, "sampled_tokens": 20}
+    assert (policy.tree.num_turns, policy.tree.num_sampled_tokens) == (10, 20)
 
 
 def test_a_turn_gives_back_its_completion_whole(policy: Policy) -> None:
@@ -46,8 +46,8 @@ def test_a_turn_gives_back_its_completion_whole(policy: Policy) -> None:
     messages = [user("a"), assistant("b"), user("c")]
     turn = policy.tree.commit(policy.tree.match(messages), messages, assistant("c"), sent)
     assert turn.addition.prompt_token_ids == (7, 8)
-    assert (turn.completion.prompt_token_ids, turn.token_ids) == (sent.prompt_token_ids, (*sent.prompt_token_ids, 9))
-    assert (turn.completion.text, turn.completion.num_aborts, turn.completion.versions) == ("c", 2, (3,))
+    assert (turn.prompt_token_ids, turn.token_ids) == (sent.prompt_token_ids, (*sent.prompt_token_ids, 9))
+    assert (turn.addition.text, turn.addition.num_aborts, turn.addition.versions) == ("c", 2, (3,))
 
 
 def test_a_new_session_matches_nothing(policy: Policy) -> None:
