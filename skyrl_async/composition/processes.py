@@ -23,8 +23,6 @@ from skyrl_async.config.rules.devices import engine_device, training_device
 from skyrl_async.config.rules.transfer import devices_are_shared
 from skyrl_async.config.schema.deepspeed import read_user_config
 from skyrl_async.config.schema.run import Config, Device, TrainingBackendName, WeightTransfer
-from skyrl_async.endpoint.sessions.rows import BranchPolicy
-from skyrl_async.endpoint.sessions.session import SessionLimits
 from skyrl_async.endpoint.sessions.settings import BranchPolicy, ReasoningPolicy, SessionLimits, SessionSettings
 from skyrl_async.inference.front_end_notifier import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
@@ -218,7 +216,7 @@ async def serving_endpoint(
         engines,
         num_front_ends=config.server.num_front_ends,
         outages=outages if config.generator.needs_endpoint else None,
-        on_given_up=shutdown.fail if shutdown is not None else None,
+        on_failure=shutdown.fail if shutdown is not None else None,
     )
     async with processes as front_ends:
         endpoint = Endpoint(

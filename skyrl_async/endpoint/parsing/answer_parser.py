@@ -1,11 +1,10 @@
-"""The text of an answer, taken apart into content, reasoning and tool calls.
+"""Splits the text of an answer into content, reasoning and tool calls, with vLLM's parsers.
 
-Flows in: an answer's text, whole or in blocks. Flows out: values without wire format; joined blocks equal the whole. A text is
-never refused: what no parser understands is content, as it was written. Does not know prompts, sampling or HTTP.
+No text is refused: a text that no parser understands is content. Does not know prompts, sampling or HTTP.
 
-``auto`` chooses vLLM's parsers by marks in the chat template (``formats``). Reasoning stands at an answer's beginning, between the
-marks that vLLM's parser names; a tool call begins with a mark of its format. So a stream passes on what is certain, and only
-what follows the beginning of a call waits for vLLM's parser of whole texts. Line breaks around reasoning belong to its marks.
+``auto`` chooses vLLM's parsers by marks in the chat template (``TOOL_FORMATS``, ``REASONING_PARSERS``). Reasoning stands at the beginning
+of an answer, between the marks that vLLM's parser names; a tool call begins with a mark of its format. So a stream passes on certain text
+at once: only text after the beginning of a call waits for vLLM's parser of whole texts. Line breaks around reasoning belong to its marks.
 """
 
 import json
@@ -37,13 +36,13 @@ class ToolFormat:
     """One way to write tool calls."""
 
     parsers: tuple[str, ...]
-    """vLLM's names for what reads it; ``auto`` takes the first."""
+    """vLLM's names of its parsers; ``auto`` takes the first."""
     marks: tuple[str, ...]
-    """A template that holds all of these speaks it."""
+    """A template that holds all of these uses this format."""
     starts: tuple[str, ...]
     """Every call begins with one of these; none begins inside another."""
     end: str | None = None
-    """Ends every call, where vLLM's parser would also take one that was cut for whole."""
+    """Ends every call; set if vLLM's parser accepts calls that were cut short."""
 
 
 TOOL_FORMATS = (
@@ -73,27 +72,27 @@ TOOL_FORMATS = (
     ),
     ToolFormat(parsers=("seed_oss",), marks=("<seed:tool_call>",), starts=("<seed:tool_call>",), end="</function>"),
 )
-"""The first whose marks a template holds is its format."""
+"""A template's format is the first whose marks it holds."""
 
 REASONING_PARSERS = (("<seed:think>", "seed_oss"), ("[THINK]", "mistral"), ("<think>", "qwen3"))
-"""A mark in the template and vLLM's name for what reads such reasoning; the first that is found."""
+"""(mark in the template, vLLM's name of its parser); the first that is found counts."""
 
 UNKNOWN = ToolFormat(parsers=(), marks=(), starts=("",))
 """Calls may begin anywhere: nothing is certain before the end."""
 
 
 def tool_parser_for(template: str) -> str | None:
-    """vLLM's tool parser for what a chat template teaches; None where it teaches no tool calls that are known here."""
+    """vLLM's tool parser for a chat template; None if its format is not among ``TOOL_FORMATS``."""
     return next((f.parsers[0] for f in TOOL_FORMATS if all(mark in template for mark in f.marks)), None)
 
 
 def reasoning_parser_for(template: str) -> str | None:
-    """vLLM's reasoning parser for a chat template; None for one without reasoning."""
+    """vLLM's reasoning parser for a chat template; None without reasoning."""
     return next((parser for mark, parser in REASONING_PARSERS if mark in template), None)
 
 
 def format_of(parser: str | None) -> ToolFormat:
-    """What one of vLLM's tool parsers reads; ``UNKNOWN`` for one that is not listed here."""
+    """The format that one of vLLM's tool parsers reads; ``UNKNOWN`` if it is not listed."""
     return next((f for f in TOOL_FORMATS if parser in f.parsers), UNKNOWN)
 
 
@@ -148,7 +147,7 @@ class AnswerParser:
         return cls(tokenizer, tools=tools, reasoning=reasoning)
 
     def starts_in_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends in an open block of reasoning, so that its answer begins inside of one."""
+        """Whether a prompt ends in an open block of reasoning, in which its answer begins."""
         start = self._reasoning.start if self._reasoning else None
         if not start:
             return False
@@ -156,17 +155,17 @@ class AnswerParser:
         return str(end).rstrip().endswith(start)
 
     def parse(self, text: str, *, tools: Sequence[Tool] | None, starts_in_reasoning: bool = False) -> ParsedAnswer:
-        """The answer in a whole text. Never raises: what cannot be parsed is content, as it was written.
+        """The answer in a whole text. Never raises: text that cannot be parsed is content.
 
         Args:
-            tools: those of the request; without any, a call is content.
+            tools: the request's; without any, a call is content.
             starts_in_reasoning: the prompt has opened a block of reasoning.
         """
         stream = self.stream(tools=tools, starts_in_reasoning=starts_in_reasoning)
         return (stream.push(text) + stream.finish()).as_whole()
 
     def stream(self, *, tools: Sequence[Tool] | None, starts_in_reasoning: bool = False) -> AnswerStream:
-        """Takes one answer apart as it grows; arguments as for ``parse``."""
+        """Splits one answer while it grows; arguments as for ``parse``."""
         offered = tuple(tools or ())
         return AnswerStream(
             self._marks if offered and self._tools else self._marks.without_calls(),
@@ -177,14 +176,14 @@ class AnswerParser:
         )
 
     def _read_calls(self, text: str, tools: Sequence[Tool]) -> AnswerDelta | None:
-        """The calls in a text that begins with one, and the words around them; None where it holds no whole call."""
+        """The calls in a text that begins with one, and the content around them; None if it holds no whole call."""
         assert self._tools is not None
         try:
             found = self._tools.extract(text, tools)
             if not found.calls or not _are_whole(found, text, self._format.end):
                 self._log_once(logging.INFO, self._tools.name, "it found no whole call")
                 return None
-        except Exception as error:  # whatever a model writes is data
+        except Exception as error:  # a model may write anything
             self._log_once(logging.WARNING, self._tools.name, f"{type(error).__name__}: {error}")
             return None
         calls = tuple(make_tool_call(name, arguments) for name, arguments in found.calls)
@@ -195,7 +194,7 @@ class AnswerParser:
         assert self._reasoning is not None
         try:
             reasoning, content = self._reasoning.extract(text)
-        except Exception as error:  # whatever a model writes is data
+        except Exception as error:  # a model may write anything
             self._log_once(logging.WARNING, self._reasoning.name, f"{type(error).__name__}: {error}")
             return "", text
         return (reasoning, content) if reasoning or content else ("", text)
@@ -235,7 +234,7 @@ def _load(
 
 
 def _marks(reasoning: VLLMReasoningParser | None, call_starts: tuple[str, ...]) -> Marks:
-    """The marks at which answers are split here. Reasoning's count only if they alone say what vLLM's parser does."""
+    """The marks at which answers are split. Reasoning's are used only if splitting there equals vLLM's parser."""
     if reasoning is None or not reasoning.start or not reasoning.end:
         return Marks(calls=call_starts)
     if reasoning.extract(f"{reasoning.start}a{reasoning.end}b") != ("a", "b"):

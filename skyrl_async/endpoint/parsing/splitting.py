@@ -1,7 +1,6 @@
 """Splits a growing answer at the marks of reasoning and of tool calls.
 
-Flows in: blocks of text. Flows out: what each makes certain; whatever the blocks, joined they say the same. Does not know who
-reads tool calls, nor in which format.
+Each block returns what has become certain; joined, the parts say the same for any blocks. Does not know the formats of tool calls.
 
     opening ──mark, or the prompt's──> reasoning ──mark, or a call's──> content ──a call's mark──> calls
        └────────────────anything else────────────────────────────────────^
@@ -16,14 +15,14 @@ from skyrl_async.endpoint.parsing.answers import AnswerDelta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """Where answers are split."""
+    """Texts at which answers are split."""
 
     reasoning: tuple[str, str] | None = None
-    """What opens and what closes it."""
+    """The opening and the closing mark."""
     calls: tuple[str, ...] = ()
-    """Beginnings of a tool call; the empty string where it may begin anywhere."""
+    """Beginnings of a tool call; an empty string if it may begin anywhere."""
     calls_ending_reasoning: tuple[str, ...] = ()
-    """Those that close reasoning too."""
+    """Beginnings of a tool call that close reasoning too."""
 
     def without_calls(self) -> "Marks":
         """The marks for a request without tools."""
@@ -44,8 +43,8 @@ class AnswerStream:
 
     Args:
         marks: where it is split.
-        read_calls: reads a text that begins with a call; None from it says that the text holds no call.
-        read_reasoning: takes reasoning and content out of a whole text, for a model whose marks do not say it.
+        read_calls: reads a text that begins with a call; returns None if the text holds no call.
+        read_reasoning: splits a whole text into reasoning and content, for a model whose marks do not suffice.
         starts_in_reasoning: the prompt has opened a block of reasoning.
         keeps_special_tokens: whether the text must spell special tokens.
     """
@@ -65,17 +64,17 @@ class AnswerStream:
         self._read_reasoning = read_reasoning
         self._starts_in_reasoning = starts_in_reasoning
         self._pending = ""
-        self._glue = ""
-        """White space to drop until the phase's first words."""
+        self._dropped_space = ""
+        """White space that is dropped until the phase's first words."""
         self._space = ""
         """White space before the first call, which is content only if there is no call."""
-        self._has_spoken = False
+        self._has_content = False
         self._phase = _Phase.OPENING if marks.reasoning else _Phase.CONTENT
         if read_reasoning is not None:
             self._phase = _Phase.WHOLE
 
     def push(self, text: str) -> AnswerDelta:
-        """What a further block makes certain."""
+        """Add a block; returns what has become certain."""
         self._pending += text
         delta = AnswerDelta()
         before = None
@@ -85,14 +84,14 @@ class AnswerStream:
         return delta
 
     def finish(self) -> AnswerDelta:
-        """What was held back. The answer ends here."""
+        """End the answer; returns what was held back."""
         delta = AnswerDelta()
         if self._phase is _Phase.WHOLE and self._read_reasoning is not None:
             reasoning, self._pending = self._read_reasoning(self._pending)
             self._phase = _Phase.CONTENT
             delta = AnswerDelta(reasoning=reasoning) + self.push("")
         if self._phase is _Phase.REASONING or (self._phase is _Phase.OPENING and self._starts_in_reasoning):
-            return delta + AnswerDelta(reasoning=self._pending.lstrip(self._glue).rstrip("\n"))
+            return delta + AnswerDelta(reasoning=self._pending.lstrip(self._dropped_space).rstrip("\n"))
         found = self._read_calls(self._pending) if self._phase is _Phase.CALLS else None
         if found is None:
             return delta + AnswerDelta(content=self._space + self._pending)
@@ -101,15 +100,15 @@ class AnswerStream:
 
     def _advance(self) -> AnswerDelta:
         if self._phase is _Phase.OPENING:
-            self._open()
+            self._advance_opening()
         elif self._phase is _Phase.REASONING:
-            return self._reason()
+            return self._advance_reasoning()
         elif self._phase is _Phase.CONTENT:
-            return self._sample_turn()
+            return self._advance_content()
         return AnswerDelta()
 
-    def _open(self) -> None:
-        """Find whether the answer opens reasoning itself; a model may do so although its prompt has."""
+    def _advance_opening(self) -> None:
+        """Find whether the answer opens reasoning itself; a model may do so although its prompt already has."""
         assert self._marks.reasoning is not None
         start, _ = self._marks.reasoning
         text = self._pending.lstrip()
@@ -121,30 +120,30 @@ class AnswerStream:
             self._phase = _Phase.CONTENT
             return
         self._phase = _Phase.REASONING
-        self._glue = "\n"
+        self._dropped_space = "\n"
 
-    def _reason(self) -> AnswerDelta:
+    def _advance_reasoning(self) -> AnswerDelta:
         assert self._marks.reasoning is not None
         _, end = self._marks.reasoning
         marks = (end, *self._marks.calls_ending_reasoning)
-        text = self._pending.lstrip(self._glue)
+        text = self._pending.lstrip(self._dropped_space)
         position = _first(text, marks)
         certain = text[: len(text) - _num_held_back(text, marks) if position is None else position].rstrip("\n")
         if position is None:
             self._pending = text[len(certain) :]
-            self._glue = "" if certain else self._glue
+            self._dropped_space = "" if certain else self._dropped_space
         else:
             self._pending = text[position:].removeprefix(end)
-            self._glue = "\n"
+            self._dropped_space = "\n"
             self._phase = _Phase.CONTENT
         return AnswerDelta(reasoning=certain)
 
-    def _sample_turn(self) -> AnswerDelta:
-        text = self._pending.lstrip(self._glue)
+    def _advance_content(self) -> AnswerDelta:
+        text = self._pending.lstrip(self._dropped_space)
         position = _first(text, self._marks.calls)
         num_certain = len(text) - _num_held_back(text, self._marks.calls) if position is None else position
         certain = text[:num_certain]
-        is_space = not self._has_spoken and not certain.strip()
+        is_space = not self._has_content and not certain.strip()
         if position is not None:
             self._phase = _Phase.CALLS
             self._space = certain if is_space else ""
@@ -154,18 +153,18 @@ class AnswerStream:
         self._pending = text[num_certain:]
         if is_space:
             return AnswerDelta()
-        self._has_spoken = True
-        self._glue = ""
+        self._has_content = True
+        self._dropped_space = ""
         return AnswerDelta(content=certain)
 
 
 def _first(text: str, marks: tuple[str, ...]) -> int | None:
-    """Where the first of ``marks`` begins in a text."""
+    """Position of the first of ``marks`` in a text."""
     return min((position for mark in marks if (position := text.find(mark)) >= 0), default=None)
 
 
 def _num_held_back(text: str, marks: tuple[str, ...]) -> int:
-    """Length of the longest end of a text that may be the beginning of one of ``marks``."""
+    """Length of the longest suffix of a text that may begin one of ``marks``."""
     longest = 0
     for mark in marks:
         lengths = range(min(len(mark) - 1, len(text)), longest, -1)

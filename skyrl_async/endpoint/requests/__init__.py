@@ -1,1 +1,1 @@
-"""What a request passes on its way to a completion and back, whatever the surface."""
+"""A request's way to a completion and back, for any surface."""

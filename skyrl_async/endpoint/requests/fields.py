@@ -1,8 +1,7 @@
-"""The fields of vLLM's requests that are not served: those that would change what is sampled, and those that change nothing of it.
+"""Reads and refuses fields of request bodies, for any surface.
 
-Flows in: the fields of a body that its schema does not have, and sampling parameters. Flows out: nothing, or a refusal by name. Does
-not know which surface asks.
-Together with the schemas it knows every field of the vLLM that is installed, which a test holds it to.
+A refusal names the field, what was found and what is served. Together with the schemas, ``REFUSED`` and ``IGNORED`` hold every field of
+the installed vLLM's requests; a test checks it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ def refused(where: str, message: str, *, code: str = "invalid_value") -> ApiErro
 
 
 def unsupported(where: str, kind: object, served: str) -> ApiError:
-    """A 400 about something whose ``type`` is not served."""
+    """A 400 about an item whose ``type`` is not served."""
     return refused(f"{where}.type", f"{kind!r} is not supported; {served}", code="unsupported_value")
 
 
@@ -52,8 +51,8 @@ def texts_at(parent: Mapping[str, Any], key: str, where: str, fields: Mapping[st
     """The texts of ``parent[key]``: a string, null, or a list of text parts.
 
     Args:
-        where: of the parent; empty for the body.
-        fields: part type -> the key of its text. Parts of another type are refused by name.
+        where: place of the parent; empty for the body.
+        fields: part type -> the key of its text. Parts of other types are refused by name.
     """
     value, where = parent.get(key), f"{where}.{key}".removeprefix(".")
     if value is None:
@@ -80,7 +79,7 @@ def chat_content(texts: Sequence[str]) -> str | list[dict[str, str]]:
 
 
 def chat_tool(tool: Mapping[str, Any], where: str, *, parameters: str) -> Tool:
-    """A function tool in chat form. ``parameters`` is the key of its JSON schema here; absent and null are left out."""
+    """A function tool in chat form, without absent and null fields. ``parameters`` is the key of its JSON schema."""
     schema = tool.get(parameters)
     if schema is not None and not isinstance(schema, dict):
         raise refused(f"{where}.{parameters}", f"must be a JSON schema, got {_kind(schema)}")
@@ -94,29 +93,29 @@ def chat_tool(tool: Mapping[str, Any], where: str, *, parameters: str) -> Tool:
 
 
 def tool_name(tool: Mapping[str, Any]) -> str:
-    """What a tool that is no function is called in replies and errors: its type, and its name if it has one."""
+    """The name of a tool that is no function, for replies and errors: its type, and its own name if it has one."""
     inner = tool.get(tool["type"])
     name = tool.get("name") or (inner.get("name") if isinstance(inner, dict) else None)
     return f"{tool['type']} {name}" if isinstance(name, str) else str(tool["type"])
 
 
 def ignored_metadata(ignored: Sequence[str]) -> dict[str, str]:
-    """``metadata`` of a reply that says which tools were ignored; nothing where none were."""
+    """``metadata`` of a reply, naming the ignored tools; empty without any."""
     return {"ignored_tools": ", ".join(ignored)} if ignored else {}
 
 
-def but_ignored(ignored: Sequence[str]) -> str:
-    """The end of an error about tools."""
+def ignored_note(ignored: Sequence[str]) -> str:
+    """The end of an error about tools, naming the ignored ones."""
     return f"; ignored, because only functions can be called here: {', '.join(ignored)}" if ignored else ""
 
 
 def checked_choice(choice: str, tools: Sequence[Tool], ignored: Sequence[str] = ()) -> str:
-    """``choice`` (``auto``, ``none``, ``required`` or a name) if ``tools``, beside which others were ignored, can satisfy it."""
+    """``choice`` (``auto``, ``none``, ``required`` or a name) if ``tools`` can satisfy it; ``ApiError`` otherwise."""
     names = [tool["function"]["name"] for tool in tools]
     if choice == "required" and not names:
-        raise refused("tool_choice", f"asks for a call, but tools holds no function{but_ignored(ignored)}")
+        raise refused("tool_choice", f"asks for a call, but tools holds no function{ignored_note(ignored)}")
     if choice not in ("auto", "none", "required", *names):
-        message = f"names the function {choice!r}, which is not among the tools {names}{but_ignored(ignored)}"
+        message = f"names the function {choice!r}, which is not among the tools {names}{ignored_note(ignored)}"
         raise refused("tool_choice", message)
     return choice
 
@@ -131,9 +130,9 @@ def _listed(kinds: Mapping[str, str]) -> str:
 
 @contextmanager
 def refused_values(param: str) -> Iterator[None]:
-    """A ``ValueError`` of the block refuses the request's ``param``.
+    """Turn a ``ValueError`` of the block into a refusal of ``param``.
 
-    A ``ConfigError`` passes: though also a ``ValueError``, it is the chat template's fault and not the client's.
+    A ``ConfigError``, though a ``ValueError`` too, passes: it is the chat template's fault and not the client's.
     """
     try:
         yield
@@ -144,7 +143,7 @@ def refused_values(param: str) -> Iterator[None]:
 
 
 def known_ids(token_ids: Sequence[int], vocab_size: int, *, param: str) -> tuple[int, ...]:
-    """``token_ids``, all of them in ``[0, vocab_size)``; ``ApiError`` 400 otherwise."""
+    """``token_ids`` if all are in ``[0, vocab_size)``; ``ApiError`` 400 otherwise."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         unknown = next(i for i in token_ids if not 0 <= i < vocab_size)
         raise ApiError(
@@ -174,7 +173,7 @@ REFUSED: Mapping[str, str] = {
     "truncate_prompt_tokens": "prompts are not cut; send a shorter one",
     "use_beam_search": "answers are sampled; set n",
 }
-"""What would change prompt, sampling or result -> what to do instead."""
+"""Fields that would change prompt, sampling or result -> advice."""
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"thinking_token_budget": (-1,), "best_of": (1,)}
 """Further values that ask for nothing."""
@@ -182,7 +181,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"thinking_token_budget": (-1,), "best
 REFUSED_UNLESS_TRUE: Mapping[str, str] = {
     "add_generation_prompt": "a prompt that ends in no turn of the assistant's can be sent to /v1/completions as tokens",
 }
-"""What is on unless it is switched off -> what to do instead."""
+"""Fields that may be left out or true -> advice."""
 
 IGNORED: Mapping[str, str] = {
     "cache_salt": "prefixes are cached for all",
@@ -191,34 +190,34 @@ IGNORED: Mapping[str, str] = {
     "guided_decoding_backend": "the engine has one",
     "include_reasoning": "reasoning stands in a field of its own",
     "kv_transfer_params": "nothing is disaggregated",
-    "length_penalty": "of beam search, which is refused",
-    "max_tool_calls": "of tools that the server runs",
+    "length_penalty": "belongs to beam search, which is refused",
+    "max_tool_calls": "limits tools that the server runs",
     "media_io_kwargs": "there is text only",
     "mm_payload": "there is text only",
     "mm_processor_kwargs": "there is text only",
     "parallel_tool_calls": "the policy's calls are told as they were sampled",
     "prompt_cache_key": "prefixes are cached for all",
-    "reasoning_effort": "how much is thought is the policy's affair",
+    "reasoning_effort": "the policy decides how long it reasons",
     "request_id": "replies have ids of their own",
     "return_mm_kwargs": "there is text only",
     "return_prompt_text": "return_token_ids has the prompt's tokens",
-    "return_token_offsets": "of surfaces that render only",
+    "return_token_offsets": "belongs to surfaces that only render",
     "routed_experts_prompt_start": "experts are not reported",
     "service_tier": "there is one",
     "spaces_between_special_tokens": "nothing is put between tokens",
     "store": "nothing is stored",
     "stream_interval": "blocks of a stream are the engine's",
     "truncation": "prompts are not cut, and an overlong one is refused",
-    "truncation_side": "of truncate_prompt_tokens, which is refused",
+    "truncation_side": "belongs to truncate_prompt_tokens, which is refused",
     "user": "sessions have keys",
-    "vllm_xargs": "of extensions, of which there are none",
+    "vllm_xargs": "there are no extensions",
     "watermarking": "no watermark is configured",
 }
-"""What changes nothing that is sampled -> why."""
+"""Fields that change nothing that is sampled -> why."""
 
 
 def refuse_unserved(fields: Mapping[str, Any]) -> None:
-    """Raise ``ApiError`` for a field that asks for what is not served."""
+    """Raise ``ApiError`` for a field with a value that is not served."""
     for name, advice in REFUSED.items():
         value = fields.get(name)
         if not any(type(value) is type(off) and value == off for off in _OFF + _NEUTRAL.get(name, ())):
@@ -229,11 +228,11 @@ def refuse_unserved(fields: Mapping[str, Any]) -> None:
 
 
 _INEXACT = ("min_tokens", "logit_bias", "allowed_token_ids", "bad_words")
-"""What samples from another distribution than the one whose log-probs the trainer computes."""
+"""Parameters that change the distribution away from the one whose log-probs the trainer computes."""
 
 
 def refuse_inexact(asked: SamplingParams) -> None:
-    """Raise ``ApiError`` for what a session that samples for a trainer must not be asked."""
+    """Raise ``ApiError`` for parameters that a session with the trainer's sampling must not get."""
     for name in _INEXACT:
         if getattr(asked, name):
             reason = "changes the distribution that this session's trainer computes log-probs of"

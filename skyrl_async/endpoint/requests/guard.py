@@ -1,10 +1,10 @@
-"""What a request passes before any route: its key, which says who asks, and the checks of its body.
+"""Checks a request's key and body before any route, as plain ASGI, so that routes still see disconnects.
 
-Flows in: ASGI messages. Flows out: the same with a ``Principal`` in their scope and the body in one piece, or a refusal. Plain ASGI,
-so that routes keep their view of disconnects. Keys are compared in constant time and never logged.
+    a key of the run          samples outside of sessions
+    a key of the controller   does that too, and makes, rewards and exports sessions
+    a session's key           samples in that session only: an agent in a sandbox must not reward itself
 
-Three kinds of keys: the run's samples, uncaptured; the controller's does that too, and makes, rewards and exports sessions; a
-session's samples in that session and does nothing else, because what runs inside a sandbox must not reward itself.
+Keys are compared in constant time and never logged. A route finds a ``Principal`` in its scope and the body in one piece.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_async.endpoint.requests.errors import ApiError
-from skyrl_async.endpoint.requests.json_text import TooManyValuesError, parse_fairly, refusal_of
+from skyrl_async.endpoint.requests.json_text import TooManyValuesError, json_refusal, parse_stepwise
 from skyrl_async.endpoint.requests.long_work import LARGE_BODY, LONG_BODY, LongWork
 from skyrl_async.endpoint.sessions.session import Session
 from skyrl_async.endpoint.sessions.store import SessionStore, front_end_of
@@ -37,29 +37,29 @@ _PRINCIPAL = "skyrl_async.principal"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """Who asks."""
+    """The sender of a request, by its key."""
 
     session: Session | None = None
-    """The session whose key was sent."""
+    """The session of the key, if it is a session's."""
     is_controller: bool = False
-    """May make, reward and export sessions."""
+    """Whether it may make, reward and export sessions."""
 
 
 def principal_of(scope: Scope) -> Principal:
-    """Who sent the request; the guard has let it through."""
+    """The sender of a request that has passed ``KeyGuard``."""
     principal: Principal = scope[_PRINCIPAL]
     return principal
 
 
 class KeyGuard:
-    """Finds out who asks, and refuses whom it does not know.
+    """Finds the principal of each request, and refuses unknown keys and forbidden paths.
 
     Args:
-        api_keys: of the run.
-        controller_keys: of those who run sessions.
-        sessions: know their own keys.
+        api_keys: the run's.
+        controller_keys: the controllers'.
+        sessions: check the keys of sessions.
 
-    Without any run's or controller's key everybody is a controller, but for those who send a session's key. ``/health`` is open.
+    Without keys of the run and of controllers, every request without a session's key is a controller's. ``/health`` is open.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class KeyGuard:
             await self._app(scope, receive, send)
             return
         principal = self._principal(presented_key(Headers(scope=scope)))
-        refusal = _UNKNOWN_KEY if principal is None else _trespass(principal, scope)
+        refusal = _UNKNOWN_KEY if principal is None else _forbidden(principal, scope)
         if refusal is not None:
             await refusal.response_for(scope["path"])(scope, receive, send)
             return
@@ -87,7 +87,7 @@ class KeyGuard:
         if key is not None and (session := self._sessions.authenticate(key)) is not None:
             return Principal(session=session)
         if not self._run_digests and not self._controller_digests:
-            # The key of a session that is gone makes nobody a controller.
+            # The key of a deleted session is no controller's.
             return Principal(is_controller=True) if key is None or front_end_of(key) is None else None
         presented = _digest(key or "")
         is_controller = [hmac.compare_digest(presented, digest) for digest in self._controller_digests]
@@ -105,8 +105,8 @@ _UNKNOWN_KEY = ApiError(
 )
 
 
-def _trespass(principal: Principal, scope: Scope) -> ApiError | None:
-    """Why this request is none of ``principal``'s business, or None."""
+def _forbidden(principal: Principal, scope: Scope) -> ApiError | None:
+    """The refusal of a path that ``principal`` may not use; None if it may."""
     path = scope["path"]
     inner = _SESSION_PATH.fullmatch(path)
     if inner is not None:
@@ -120,7 +120,7 @@ def _trespass(principal: Principal, scope: Scope) -> ApiError | None:
 
 
 def presented_key(headers: Headers) -> str | None:
-    """A bearer key, or Anthropic's header."""
+    """The key in a bearer header or in Anthropic's; None without one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
@@ -132,11 +132,11 @@ def _digest(key: str) -> bytes:
 
 
 class BodyLimit:
-    """Reads bodies whole, and refuses those above ``max_body_bytes`` (413) and those that are text but not JSON (400).
+    """Reads bodies whole. Refuses a body above ``max_body_bytes`` (413), and text that is not JSON (400).
 
     Args:
-        timeout_s: what a client gets to send a body; then 408.
-        long_work: reads and parses long ones.
+        timeout_s: time for a client to send a body; then 408.
+        long_work: limits large bodies and parses long ones.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, timeout_s: float, long_work: LongWork) -> None:
@@ -170,7 +170,7 @@ class BodyLimit:
     async def _read(
         self, scope: Scope, receive: Receive, large_bodies: asyncio.Semaphore, held: contextlib.ExitStack
     ) -> list[bytes]:
-        """The parts of the whole body; from where it is a large one ``held`` is one of ``large_bodies``."""
+        """The parts of the whole body. Acquires one of ``large_bodies`` as soon as the body is large; ``held`` releases it."""
         parts: list[bytes] = []
         num_bytes, is_large = 0, False
         async with aclosing(body_chunks(scope, receive, self._max_body_bytes, self._timeout_s)) as chunks:
@@ -188,16 +188,16 @@ _BODY = "skyrl_async.body"
 
 @dataclass(slots=True)
 class _Body:
-    """A body that has been read."""
+    """A body that was read."""
 
     parse: Callable[[], Any] | None
-    """Returns, or raises, what parsing it came to, once; None for a short one, which is yet to be parsed."""
+    """Returns or raises the result of parsing, once; None for a short body, which the route parses."""
     release: Callable[[], None]
-    """Lets the session's next large body in; idempotent."""
+    """Admits the session's next large body; idempotent."""
 
 
 class ParsedRoute(APIRoute):
-    """A route whose long bodies have been parsed."""
+    """A route that takes long bodies as ``BodyLimit`` parsed them."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -221,24 +221,24 @@ class _ParsedRequest(Request):
         return parse()
 
     def forget_body(self) -> None:
-        """It is answered from now on: what FastAPI makes of a request stays until a collection."""
+        """Drop the bytes: FastAPI's objects hold the request until a garbage collection."""
         self.__dict__.pop("_body", None)
 
 
 def release_body(scope: Scope) -> None:
-    """The body of this request has become a prompt: the session's next large one may be read."""
+    """Admit the session's next large body: this request's has become a prompt."""
     body: _Body | None = scope.get(_BODY)
     if body is not None:
         body.release()
 
 
 def _checked(parts: list[bytes]) -> tuple[bytes, Callable[[], Any] | None]:
-    """The body, and what ``json.loads`` does with a long one; ``ApiError`` for one that is refused."""
+    """The body, and the outcome of ``json.loads`` for a long one. Raises ``ApiError`` for a body that is refused."""
     body = b"".join(parts)
     parts.clear()
     try:
         text = body.decode()
-        reason = refusal_of(text)
+        reason = json_refusal(text)
     except UnicodeDecodeError as error:
         reason = f"the body must be JSON in UTF-8, got byte {body[error.start]:#04x} at {error.start}"
     if reason is not None:
@@ -246,7 +246,7 @@ def _checked(parts: list[bytes]) -> tuple[bytes, Callable[[], Any] | None]:
     if len(body) <= LONG_BODY:
         return body, None
     try:
-        parsed = parse_fairly(text)
+        parsed = parse_stepwise(text)
     except TooManyValuesError as error:
         raise ApiError(413, str(error), code="request_too_large") from None
     except (ValueError, RecursionError) as error:
@@ -261,11 +261,11 @@ def _raise(error: Exception) -> None:
 async def body_chunks(
     scope: Scope, receive: Receive, max_body_bytes: int, timeout_s: float
 ) -> AsyncGenerator[bytes, None]:
-    """A request's body as it comes.
+    """A request's body in the chunks that arrive.
 
     Args:
-        max_body_bytes: a larger one is refused.
-        timeout_s: what its client gets to send it; the time between two chunks that this is not asked for one does not count.
+        max_body_bytes: a larger body is refused.
+        timeout_s: time for the client to send it; time in which no chunk is asked for does not count.
 
     Raises ``ApiError`` 413 or 408, and ``ClientDisconnect``.
     """

@@ -1,7 +1,4 @@
-"""JSON as it goes over the wire: strictly JSON, strictly UTF-8, whatever the values hold.
-
-Flows in: bodies, and values to send. Flows out: why a body is refused, and bytes. Does not know what they mean.
-"""
+"""Strict JSON in strict UTF-8, parsed and written without holding up the event loop."""
 
 import asyncio
 import itertools
@@ -18,7 +15,7 @@ T = TypeVar("T")
 MAX_VALUES, MAX_CONTAINERS = 1_000_000, 20_000
 """Most numbers and strings, and most lists and objects, in a body. The ids of a context of a million tokens fit."""
 MANY_VALUES = 4096
-"""They are written in some two milliseconds."""
+"""Values that are written in some two milliseconds."""
 LONG_LIST = 512
 """Values, each with some twenty others in it at most, that are written within ten milliseconds."""
 _FEW_VALUES = 20_000
@@ -28,7 +25,7 @@ _SUSPICIOUS = ("NaN", "Infinity", "\\ud", "\\uD")
 
 
 class StrictJSONResponse(JSONResponse):
-    """A JSON body, of values that a client may have brought."""
+    """A JSON response that may hold a client's own values."""
 
     def render(self, content: Any) -> bytes:
         return json_bytes(content)
@@ -44,27 +41,27 @@ def json_bytes(content: Any, errors: str = "backslashreplace") -> bytes:
     return text.encode(errors=errors)
 
 
-def json_bytes_fairly(content: Any, errors: str = "backslashreplace") -> bytes:
-    """``json_bytes`` for a thread: long lists are written in pieces, so that other threads run meanwhile."""
+def json_bytes_stepwise(content: Any, errors: str = "backslashreplace") -> bytes:
+    """``json_bytes`` for a thread: writes long lists in pieces, so that other threads run meanwhile."""
     match content:
         case dict():
             items = (
-                json_bytes(key, errors) + b":" + json_bytes_fairly(value, errors) for key, value in content.items()
+                json_bytes(key, errors) + b":" + json_bytes_stepwise(value, errors) for key, value in content.items()
             )
             return b"{" + b",".join(items) + b"}"
         case list() | tuple() if len(content) > LONG_LIST:
             pieces = (json_bytes(content[i : i + LONG_LIST], errors)[1:-1] for i in range(0, len(content), LONG_LIST))
             return b"[" + b",".join(pieces) + b"]"
         case list() | tuple():
-            return b"[" + b",".join(json_bytes_fairly(value, errors) for value in content) + b"]"
+            return b"[" + b",".join(json_bytes_stepwise(value, errors) for value in content) + b"]"
     return json_bytes(content, errors)
 
 
-async def written(content: Any) -> bytes:
-    """``json_bytes``, in a thread where it takes long."""
+async def encode_json(content: Any) -> bytes:
+    """``json_bytes``, in a thread if there are many values."""
     if _num_values(content) <= MANY_VALUES:
         return json_bytes(content)
-    return await asyncio.to_thread(json_bytes_fairly, content)
+    return await asyncio.to_thread(json_bytes_stepwise, content)
 
 
 def _num_values(content: Any) -> int:
@@ -77,22 +74,22 @@ def _num_values(content: Any) -> int:
     return 1
 
 
-def parse_fairly(text: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """``json.loads`` for a thread: where there is much to make, it is made step by step, so that other threads run meanwhile.
+def parse_stepwise(text: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """``json.loads`` for a thread: makes many values step by step, so that other threads run meanwhile.
 
-    Raises ``TooManyValuesError``, beside what ``json.loads`` raises: to check, write and free them would hold up the interpreter.
+    Raises ``TooManyValuesError`` besides the errors of ``json.loads``: to check, write and free so many would hold up the interpreter.
     """
     if sum(map(text.count, ",[{")) <= _FEW_VALUES:
         return json.loads(text, parse_constant=parse_constant)
-    return _FairDecoder(parse_constant).decode(text)
+    return _StepwiseDecoder(parse_constant).decode(text)
 
 
 class TooManyValuesError(ValueError):
-    """A JSON text holds more values than anyone needs."""
+    """A JSON text holds too many values."""
 
 
-class _FairDecoder(json.JSONDecoder):
-    """Python's own parser instead of the one in C, which lets nothing else run; counts values."""
+class _StepwiseDecoder(json.JSONDecoder):
+    """Parses in Python, because the parser in C lets nothing else run; counts values."""
 
     def __init__(self, parse_constant: Callable[[str], Any] | None) -> None:
         super().__init__(
@@ -121,19 +118,19 @@ def _counted(make: Callable[..., T], limit: int) -> Callable[..., T]:
     return counted
 
 
-def refusal_of(text: str) -> str | None:
-    """Why a request's body is no JSON though Python's parser might take it, in words; None for one to parse."""
+def json_refusal(text: str) -> str | None:
+    """The reason why a body is no JSON though Python's parser may accept it; None if there is none."""
     if not any(mark in text for mark in _SUSPICIOUS):
         return None
     try:
-        value = parse_fairly(text, parse_constant=_refuse_constant)
-        json_bytes_fairly(value, errors="strict")
+        value = parse_stepwise(text, parse_constant=_refuse_constant)
+        json_bytes_stepwise(value, errors="strict")
     except _ConstantError as error:
         return f"the body must be JSON, which has no {error}"
     except UnicodeEncodeError:
         return "the body must be JSON of Unicode text, got half of a surrogate pair"
     except (ValueError, RecursionError):
-        return None  # the parser of the route says it better
+        return None  # the route's parser has the better message
     return None
 
 

@@ -1,7 +1,6 @@
-"""What takes too long for the event loop, done in threads: nothing from one session holds up another.
+"""Runs in threads what would hold up the event loop, so that no session holds up another.
 
-Flows in: work of a session, and how long the text is that it is about. Flows out: its result. A session has one piece of long work
-done at a time, so that a hundred of its requests take one thread, and the memory of a few bodies. Does not know what is done.
+Each session has one piece of long work done at a time: a hundred of its requests take one thread, and the memory of a few bodies.
 """
 
 import asyncio
@@ -17,13 +16,13 @@ T = TypeVar("T")
 LONG_TEXT = 4096
 """Characters that are tokenized, or values that are written, in some two milliseconds."""
 LONG_BODY = 2**14
-"""Bytes that are parsed in as long, at the worst."""
+"""Bytes that are parsed in some two milliseconds, at the worst."""
 LARGE_BODY = 2**18
-"""Bytes; as much of any request is read at once."""
+"""Bytes of a request that are read without a limit on how many requests do."""
 _NUM_LARGE_BODIES = 4
-"""Being read, or waiting to become prompts, of all requests outside of sessions together. A session has one."""
+"""Large bodies in memory that are not yet prompts, for all requests outside of sessions together. A session has one."""
 _NUM_TOKENIZING = 2
-"""Threads: as many sessions may have a prompt that takes seconds before another session's long prompt waits."""
+"""Threads: this many sessions may have a prompt that takes seconds before another session's long prompt waits."""
 
 
 def text_length(value: Any, enough: int = LONG_TEXT) -> int:
@@ -42,13 +41,13 @@ def text_length(value: Any, enough: int = LONG_TEXT) -> int:
     return length
 
 
-async def done_apart(work: Callable[[], T], *, is_long: bool) -> T:
-    """What ``work`` returns, which is done in a thread if it ``is_long``: what one request asks for at its end, once."""
+async def in_thread_if(work: Callable[[], T], *, is_long: bool) -> T:
+    """Run ``work`` in a thread if it ``is_long``. For work that a request has once, at its end."""
     return await asyncio.to_thread(work) if is_long else work()
 
 
 class LongWork:
-    """Threads, and whose turn it is: requests outside of sessions are one session."""
+    """Threads for long work, one piece per session at a time. Requests outside of sessions count as one session."""
 
     def __init__(self) -> None:
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="endpoint-parse")
@@ -57,18 +56,18 @@ class LongWork:
         self._common = _Limits(num_large_bodies=_NUM_LARGE_BODIES)
 
     def large_bodies(self, session: Session | None) -> asyncio.Semaphore:
-        """One is held from where a body turns out to be large until it is a prompt, or refused."""
+        """Limits large bodies: acquire it for a large body, and release it when the body is a prompt or refused."""
         return self._limits_of(session).bodies
 
     async def parse(self, session: Session | None, work: Callable[[], T], *, is_long: bool) -> T:
-        """What ``work`` returns, which is done here and now unless it ``is_long``: work in one thread, because it holds the interpreter.
+        """Run ``work``, in the one thread for parsing if it ``is_long``: parsing holds the interpreter.
 
-        Long work whose request was cancelled is done to its end, and the session's next waits for that.
+        Long work of a cancelled request still runs to its end, and the session's next waits for it.
         """
         return await self._run(self._parsing, session, work) if is_long else work()
 
     async def tokenize(self, session: Session | None, work: Callable[[], T], *, is_long: bool) -> T:
-        """The same for work that mostly lets the interpreter go, in several threads."""
+        """Run ``work``, in one of several threads if it ``is_long``: tokenizing mostly releases the interpreter."""
         return await self._run(self._tokenizing, session, work) if is_long else work()
 
     async def _run(self, threads: ThreadPoolExecutor, session: Session | None, work: Callable[[], T]) -> T:
@@ -86,7 +85,7 @@ class LongWork:
 
 
 class _Limits:
-    """What one session may have at once."""
+    """Limits of one session."""
 
     def __init__(self, num_large_bodies: int = 1) -> None:
         self.work = asyncio.Lock()

@@ -55,7 +55,7 @@ class Planner:
     async def plan(self, request: GenerationRequest) -> Planned:
         """Render the prompt and check that it fits.
 
-        Raises ``ApiError`` for what cannot be rendered, ``PromptTooLongError`` when no room is left for an answer.
+        Raises ``ApiError`` if the messages cannot be rendered, ``PromptTooLongError`` if no room is left for an answer.
         """
         limit = min(self._max_model_len, request.max_total_tokens or self._max_model_len)
         length = text_length((request.messages, request.tools, request.bad_words)) + len(request.prompt_token_ids or ())
@@ -101,7 +101,7 @@ class Planner:
         return replace(request, sampling=sampling, priority=session.priority, session_label=session.id)
 
     async def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Ids of raw prompts. Raises ``PromptTooLongError`` where one cannot fit."""
+        """Ids of raw prompts. Raises ``PromptTooLongError`` if one cannot fit."""
         encode, limit = self._renderer.encode, self._max_model_len
         with self._overflows_counted():
             return await self._long_work.tokenize(
@@ -120,7 +120,7 @@ class Planner:
             raise
 
     def _prompt(self, request: GenerationRequest, limit: int) -> tuple[tuple[int, ...], Match]:
-        """Prompt ids, and the turn of the session that they continue."""
+        """Prompt ids, and the session's turn that they continue."""
         nothing = Match(turn=None, num_messages=0)
         if not request.messages:
             return self._known(request.prompt_token_ids or (), "prompt"), nothing
@@ -153,7 +153,7 @@ class Planner:
 
 
 def _bad_word_ids(words: Sequence[str], encode: Callable[[str], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """The token sequences that make ``words``, at the beginning and in the middle of a text, as vLLM finds them."""
+    """The token sequences that spell ``words`` at the beginning and in the middle of a text, as in vLLM."""
     found: list[tuple[int, ...]] = []
     for word in words:
         bare, spaced = encode(word.lstrip()), encode(f" {word.lstrip()}")

@@ -21,7 +21,7 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.fields import refused_values
 from skyrl_async.endpoint.requests.guard import principal_of, release_body
-from skyrl_async.endpoint.requests.json_text import json_bytes_fairly
+from skyrl_async.endpoint.requests.json_text import json_bytes_stepwise
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, LongWork, text_length
 from skyrl_async.endpoint.requests.planner import Planner
 from skyrl_async.endpoint.requests.resends import RequestIdentity, SessionRequests, identity_of
@@ -209,7 +209,7 @@ class Serving:
         def answered() -> bytes:
             if text_length(content, enough=limit) > limit:
                 raise ApiError(413, f"at most {limit} characters are tokenized at once, got more: send them in parts")
-            return json_bytes_fairly(answer())
+            return json_bytes_stepwise(answer())
 
         session = principal_of(request.scope).session
         with refused_values("messages"):

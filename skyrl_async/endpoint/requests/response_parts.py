@@ -1,7 +1,4 @@
-"""Pieces of replies that several surfaces have in common.
-
-Flows in: completions and blocks of them. Flows out: parts of JSON bodies. Does not know requests.
-"""
+"""Parts of JSON replies that several surfaces share."""
 
 from typing import Any
 
@@ -10,11 +7,11 @@ from skyrl_async.types import Completion, CompletionDelta
 from skyrl_async.version_spans import spans_of
 
 _LEAST_LOGPROB = -9999.0
-"""OpenAI's and vLLM's word for impossible: JSON has no infinity."""
+"""OpenAI and vLLM write -inf so: JSON has no infinity."""
 
 
 def provenance(block: Completion | CompletionDelta) -> dict[str, Any]:
-    """Exact tokens of a choice or block; spans count from its first token."""
+    """Exact tokens of a choice or block. Version spans count from its first token."""
     return {
         "token_ids": block.token_ids,
         "token_logprobs": block.logprobs,
@@ -57,7 +54,7 @@ def _token(token_id: int, renderer: ChatRenderer, as_ids: bool) -> str:
 def completion_logprobs(
     block: Completion | CompletionDelta, renderer: ChatRenderer, offset: int, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """``logprobs`` of a text completion's choice or chunk; ``offset`` is of its text, in characters."""
+    """``logprobs`` of a text completion's choice or chunk; ``offset``: characters before its text."""
     offsets = []
     for token_id in block.token_ids:
         offsets.append(offset)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from skyrl_async.endpoint.requests.errors import as_api_error
-from skyrl_async.endpoint.requests.json_text import written
+from skyrl_async.endpoint.requests.json_text import encode_json
 from skyrl_async.endpoint.requests.shared_request import Event, SharedRequest
 from skyrl_async.runtime.tasks import task_group
 
@@ -96,7 +96,7 @@ class Delivery(Response):
         except Exception as error:
             await as_api_error(error).response_for(scope["path"])(scope, receive, send)
             return
-        body = await written(reply or {})
+        body = await encode_json(reply or {})
         headers = [*self.raw_headers, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -144,5 +144,5 @@ async def _event_bytes(events: Iterable[Event], style: EventStyle) -> bytes:
     for event in events:
         if style is EventStyle.named:
             lines += [b"event: ", str(event["type"]).encode(), b"\n"]
-        lines += [b"data: ", await written(event), b"\n\n"]
+        lines += [b"data: ", await encode_json(event), b"\n\n"]
     return b"".join(lines)

@@ -1,1 +1,1 @@
-"""One module per surface: its routes, what clients may ask, and what they are answered."""
+"""One module per surface: routes, bodies and replies."""

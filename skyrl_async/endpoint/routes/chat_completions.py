@@ -1,8 +1,7 @@
 """``POST /v1/chat/completions``.
 
-Flows in: chat requests. Flows out: OpenAI replies, whole or streamed, with reasoning and tool calls, and with exact ids,
-log-probs and policy versions on request. A request open while weights change is held by the sampler and finished:
-``finish_reason`` is never ``abort``. Does not know engines or sessions.
+Replies carry exact ids, log-probs and policy versions on request. The sampler holds a request that is open while weights change, and
+finishes it: ``finish_reason`` is never ``abort``. Does not know engines or sessions.
 """
 
 import time
@@ -15,7 +14,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from starlette.responses import Response
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.endpoint.requests.fields import but_ignored, ignored_metadata, tool_name
+from skyrl_async.endpoint.requests.fields import ignored_metadata, ignored_note, tool_name
 from skyrl_async.endpoint.requests.generation import (
     Answer,
     AnswerBlock,
@@ -24,7 +23,7 @@ from skyrl_async.endpoint.requests.generation import (
     chat_tool_call,
 )
 from skyrl_async.endpoint.requests.guard import ParsedRoute
-from skyrl_async.endpoint.requests.long_work import LONG_TEXT, done_apart
+from skyrl_async.endpoint.requests.long_work import LONG_TEXT, in_thread_if
 from skyrl_async.endpoint.requests.planner import Planner
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.requests.response_parts import chat_logprobs, provenance, usage
@@ -77,7 +76,7 @@ class ChatCompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def _tool_choice_has_tools(self) -> "ChatCompletionRequest":
         names = [tool["function"]["name"] for tool in functions_of(self.tools)]
-        ignored = but_ignored(self.ignored_tools)
+        ignored = ignored_note(self.ignored_tools)
         if self.chosen_tool not in ("auto", "none", "required", *names):
             raise ValueError(f"tool_choice must name one of tools {names}, got {self.chosen_tool!r}{ignored}")
         if self.chosen_tool == "required" and not names:
@@ -117,7 +116,7 @@ class ChatCompletionRequest(SamplingFields):
 
 
 def make_router(serving: Serving) -> APIRouter:
-    """The chat surface over ``serving``."""
+    """The route of chat completions."""
     router = APIRouter(route_class=ParsedRoute)
 
     @router.post("/v1/chat/completions")
@@ -148,7 +147,7 @@ class ChatCall:
             {f"{self._common['id']}-{i}": self._planned.answer(i) for i in range(self._body.num_choices)}
         )
         num_tokens = sum(len(answer.completion.token_ids) for answer in answers)
-        choices = await done_apart(
+        choices = await in_thread_if(
             lambda: [self._choice(i, answer) for i, answer in enumerate(answers)],
             is_long=num_tokens * (1 + (self._body.top_logprobs or 0)) > LONG_TEXT,
         )
@@ -160,7 +159,7 @@ class ChatCall:
         return reply | self._extras()
 
     async def stream(self, emit: Emit) -> None:
-        """The answer in chunks, those of ``n`` choices interleaved."""
+        """The answer in chunks; those of ``n`` choices are interleaved."""
         ends = await run_together(
             {f"{self._common['id']}-{i}": self._stream_choice(i, emit) for i in range(self._body.num_choices)}
         )
@@ -168,7 +167,7 @@ class ChatCall:
             emit(self._chunk([]) | {"usage": self._usage(sum(num for num, _ in ends), ends[0][1])})
 
     def _usage(self, num_tokens: int, first: Completion | CompletionDelta) -> dict[str, Any]:
-        """``first``: the first choice; what of the prompt was cached for the others is not told."""
+        """``first``: the first choice, whose cached prompt tokens are reported."""
         return usage(len(self._planned.prompt_token_ids), num_tokens, first.num_cached_tokens)
 
     async def _stream_choice(self, index: int, emit: Emit) -> tuple[int, CompletionDelta]:
@@ -177,7 +176,7 @@ class ChatCall:
         is_begun = False
         async with aclosing(self._planned.stream(index)) as blocks:
             async for block in blocks:
-                if not is_begun:  # only now: until the first event a failure has a status of its own
+                if not is_begun:  # not earlier: until the first event a failure has a status of its own
                     emit(self._chunk([_role_choice(index)]) | self._extras())
                     is_begun = True
                 emit(self._chunk([self._chunk_choice(index, block, num_calls)]))
@@ -211,7 +210,7 @@ class ChatCall:
         return provenance(block) if self._body.return_token_ids else {}
 
     def _extras(self) -> dict[str, Any]:
-        """What OpenAI's reply does not have, nor its first chunk."""
+        """Fields beside OpenAI's, for the reply and the first chunk."""
         prompt_ids = {"prompt_token_ids": self._planned.prompt_token_ids} if self._body.return_token_ids else {}
         metadata = ignored_metadata(self._body.ignored_tools)
         return prompt_ids | ({"metadata": metadata} if metadata else {})

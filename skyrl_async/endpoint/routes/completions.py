@@ -1,7 +1,6 @@
 """``POST /v1/completions``: raw prompts, as text or as token ids.
 
-Flows in: completion requests. Flows out: OpenAI replies, whole or streamed. In a session each one is a turn without parent.
-Does not know engines or sessions.
+In a session each one is a turn without parent. Does not know engines or sessions.
 """
 
 import time
@@ -19,7 +18,7 @@ from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.fields import refused
 from skyrl_async.endpoint.requests.generation import Answer, GenerationRequest, Planned
 from skyrl_async.endpoint.requests.guard import ParsedRoute
-from skyrl_async.endpoint.requests.long_work import LONG_TEXT, done_apart
+from skyrl_async.endpoint.requests.long_work import LONG_TEXT, in_thread_if
 from skyrl_async.endpoint.requests.planner import Planner
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.requests.response_parts import completion_logprobs, provenance, usage
@@ -36,7 +35,7 @@ class CompletionRequest(SamplingFields):
 
     prompt: str | Checked[int] | Checked[str] | Checked[Checked[int]]
     session_id: Label | list[Label] | None = None  # type: ignore[assignment]
-    """One for all prompts, or one for each."""
+    """One label for all prompts, or one for each."""
     max_tokens: int | None = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = False
@@ -53,14 +52,14 @@ class CompletionRequest(SamplingFields):
 
     @property
     def prompts(self) -> "list[str] | list[list[int]]":
-        """One prompt or several, as a list of them."""
+        """The prompts as a list, also if there is one."""
         prompt: Any = self.prompt
         is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
         prompts: list[str] | list[list[int]] = [prompt] if is_one else prompt
         return prompts
 
     def labels(self, header: str | None) -> list[str | None]:
-        """The session's label of each prompt. ``ApiError`` where prompts and labels are not equally many."""
+        """The session label of each prompt. ``ApiError`` unless there is one label, or as many as prompts."""
         num_prompts = len(self.prompts)
         if not isinstance(self.session_id, list):
             return [self.label(header)] * num_prompts
@@ -84,7 +83,7 @@ class CompletionRequest(SamplingFields):
 
 
 def make_router(serving: Serving) -> APIRouter:
-    """The completions surface over ``serving``."""
+    """The route of text completions."""
     router = APIRouter(route_class=ParsedRoute)
 
     @router.post("/v1/completions")
@@ -140,7 +139,7 @@ class CompletionCall:
             {f"{self._common['id']}-{index}": plan.answer(i) for index, (plan, i) in enumerate(self._choices)}
         )
         num_tokens = sum(len(answer.completion.token_ids) for answer in answers)
-        choices = await done_apart(
+        choices = await in_thread_if(
             lambda: [self._choice(index, answer) for index, answer in enumerate(answers)],
             is_long=num_tokens * (1 + (self._body.logprobs or 0)) > LONG_TEXT,
         )
@@ -150,7 +149,7 @@ class CompletionCall:
         }
 
     async def stream(self, emit: Emit) -> None:
-        """The answer in chunks, those of all choices interleaved."""
+        """The answer in chunks; those of all choices are interleaved."""
         ends = await run_together(
             {f"{self._common['id']}-{i}": self._stream_choice(i, emit) for i in range(len(self._choices))}
         )

@@ -1,7 +1,6 @@
 """``POST /v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's Messages API with text and tools.
 
-Flows in: messages of content blocks. Flows out: messages, whole or as events, and counts. Does not know how prompts are
-made or tokens sampled.
+A message is written piece by piece, with the same code whole and streamed. Does not know how prompts are made or tokens sampled.
 """
 
 import json
@@ -28,7 +27,7 @@ from skyrl_async.types import FinishReason
 
 
 def make_router(serving: Serving) -> APIRouter:
-    """The Messages surface over ``serving``."""
+    """The routes of Anthropic's Messages API."""
     router = APIRouter(route_class=ParsedRoute)
 
     @router.post("/v1/messages")
@@ -105,7 +104,7 @@ class MessagesCall:
         return reasoning if self._body.shows_thinking else None
 
     def _extras(self) -> dict[str, Any]:
-        """What Anthropic's message does not have."""
+        """Fields beside Anthropic's."""
         prompt_ids = {"prompt_token_ids": self._planned.prompt_token_ids} if self._body.return_token_ids else {}
         metadata = ignored_metadata(self._body.ignored_tools)
         return prompt_ids | ({"metadata": metadata} if metadata else {})
@@ -115,8 +114,7 @@ class MessageWriter:
     """Writes one message.
 
     Args:
-        name: 32 hex digits; makes the message's id and signs its thinking.
-        model_name: of the policy.
+        name: 32 hex digits, for the message's id and the signature of its thinking.
         num_prompt_tokens: for ``usage``.
         emit: gets every event.
     """
@@ -136,7 +134,7 @@ class MessageWriter:
         self._event("message_start", message=self._message(None, None, 0) | extra)
 
     def write(self, *, reasoning: str | None, text: str | None, tool_calls: Iterable[ToolCall]) -> None:
-        """Add what a block holds."""
+        """Add a block's reasoning, text and calls."""
         if reasoning:
             self._add_text("thinking", reasoning)
         if text:
@@ -153,7 +151,7 @@ class MessageWriter:
         num_cached_tokens: int = 0,
         extra: dict[str, Any],
     ) -> dict[str, Any]:
-        """End the message and return it. An answer without calls always has a block of text, if an empty one."""
+        """End the message and return it. A message without calls always has a block of text, even an empty one."""
         if not any(block["type"] == "tool_use" for block in self._content):
             self._open_block("text")
         self._close_block()
@@ -218,7 +216,8 @@ class MessageWriter:
             "stop_reason": stop_reason,
             "stop_sequence": stop_sequence,
             "usage": {
-                "input_tokens": self._num_prompt_tokens - num_cached_tokens,  # Anthropic's are beside the cached ones
+                "input_tokens": self._num_prompt_tokens
+                - num_cached_tokens,  # Anthropic counts cached tokens separately
                 "output_tokens": num_sampled_tokens,
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": num_cached_tokens,

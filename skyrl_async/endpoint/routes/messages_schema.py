@@ -1,6 +1,6 @@
-"""What clients may ask of ``POST /v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's API with text and tools.
+"""Bodies of ``POST /v1/messages`` and ``/v1/messages/count_tokens``, as generation requests: Anthropic's API with text and tools.
 
-Flows in: bodies. Flows out: generation requests. Fields that are not here and server tools are ignored. Does not know HTTP.
+Messages become the ones that a chat client would have sent, so that a session finds its turns. Unknown fields and server tools are ignored.
 """
 
 import json
@@ -27,7 +27,7 @@ from skyrl_async.endpoint.routes.schema import Checked, SamplingFields, StopStri
 from skyrl_async.types import Message, StructuredOutput
 
 _RAW_ARGUMENTS = "__raw_arguments__"
-"""The one key of a ``tool_use`` input whose call had arguments that are no JSON object: Anthropic's input must be one."""
+"""The key under which a ``tool_use`` input holds arguments that are no JSON object: Anthropic's input must be one."""
 _TEXT = {"text": "text"}
 
 
@@ -45,7 +45,7 @@ def chat_messages(messages: Sequence[Mapping[str, Any]], system: Any) -> tuple[M
 
 
 def tool_input(arguments: str) -> dict[str, Any]:
-    """A call's arguments as the ``input`` of a ``tool_use`` block; ``chat_messages`` makes equal arguments of it."""
+    """A call's arguments as the ``input`` of a ``tool_use`` block; ``chat_messages`` restores equal arguments from it."""
     if arguments.strip() in ("", "null"):
         return {}
     try:
@@ -69,7 +69,7 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> list[Message]:
 
 
 def _blocks(message: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    """The content as blocks: a string is one of text."""
+    """The content as blocks; a string is one block of text."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
@@ -79,7 +79,7 @@ def _blocks(message: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
 
 
 def _user_messages(message: Mapping[str, Any], where: str) -> list[Message]:
-    """Tool results are messages of their own in chat; text around them becomes user messages, in the same order."""
+    """Tool results become messages of their own; text around them becomes user messages, in the same order."""
     chat: list[Message] = []
     texts: list[str] = []
 
@@ -116,7 +116,7 @@ def _assistant_message(message: Mapping[str, Any], where: str) -> Message:
             case "thinking":
                 reasoning.append(string_at(block, "thinking", at))
             case "redacted_thinking":
-                pass  # another server's, and unreadable
+                pass  # another server wrote it, encrypted
             case "tool_use":
                 calls.append(_chat_call(block, at))
             case kind:
@@ -138,7 +138,7 @@ def _chat_call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 class Conversation(BaseModel):
-    """What makes a prompt: all there is in a body of ``POST /v1/messages/count_tokens``."""
+    """The fields that make a prompt: a body of ``POST /v1/messages/count_tokens``."""
 
     messages: Checked[dict[str, Any]] = Field(min_length=1)
     model: str | None = None
@@ -160,12 +160,12 @@ class Conversation(BaseModel):
 
     @property
     def ignored_tools(self) -> tuple[str, ...]:
-        """The tools that Anthropic's servers run or have a schema for, by type and name."""
+        """The tools that only Anthropic's servers know, by type and name."""
         return tuple(tool_name(tool) for tool in self.tools or () if _is_ignored(tool))
 
 
 class ThinkingConfig(BaseModel):
-    """Anthropic's ``thinking``; how much is thought is the policy's affair."""
+    """Anthropic's ``thinking``; the policy decides how long it reasons."""
 
     type: str | None = None
 
@@ -190,7 +190,7 @@ class MessagesRequest(Conversation, SamplingFields):
 
     @property
     def shows_thinking(self) -> bool:
-        """Reasoning is part of the content, unless switched off."""
+        """Whether reasoning is part of the content."""
         return self.thinking is None or self.thinking.type != "disabled"
 
     def to_generation(self, session_label: str | None) -> GenerationRequest:
@@ -228,5 +228,5 @@ class MessagesRequest(Conversation, SamplingFields):
 
 
 def _is_ignored(tool: dict[str, Any]) -> bool:
-    """Whether it is no tool that the client describes and runs (``custom``)."""
+    """Whether a tool is another than one that the client describes and runs (``custom``)."""
     return tool.get("type") is not None and string_at(tool, "type", "tools") != "custom"

@@ -17,7 +17,7 @@ from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.routes.schema import Checked, ToolDefinition, functions_of
 
 Statistics = Callable[[], Mapping[str, float]]
-"""Figures by name, such as the client's ``statistics``."""
+"""Returns figures by name."""
 
 
 class TokenizeRequest(BaseModel):

@@ -1,7 +1,7 @@
 """``POST /v1/responses``: OpenAI's Responses API without a store.
 
-Flows in: input items. Flows out: responses, whole or as events. Every request brings its whole conversation; what needs
-the server to remember is refused. Does not know how prompts are made or tokens sampled.
+Every request brings its whole conversation; fields that need a store are refused. A response is written piece by piece, with the same
+code whole and streamed. Does not know how prompts are made or tokens sampled.
 """
 
 import time
@@ -19,7 +19,7 @@ from skyrl_async.endpoint.parsing.answers import ToolCall
 from skyrl_async.endpoint.requests.fields import ignored_metadata
 from skyrl_async.endpoint.requests.generation import Planned
 from skyrl_async.endpoint.requests.guard import ParsedRoute
-from skyrl_async.endpoint.requests.long_work import LONG_TEXT, done_apart
+from skyrl_async.endpoint.requests.long_work import LONG_TEXT, in_thread_if
 from skyrl_async.endpoint.requests.planner import Planner
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.requests.response_parts import chat_logprobs, provenance
@@ -30,7 +30,7 @@ from skyrl_async.types import Completion, CompletionDelta, FinishReason
 
 
 def make_router(serving: Serving) -> APIRouter:
-    """The Responses surface over ``serving``."""
+    """The route of OpenAI's Responses API."""
     router = APIRouter(route_class=ParsedRoute)
 
     @router.post("/v1/responses")
@@ -60,7 +60,7 @@ class ResponsesCall:
         answer = await self._planned.answer()
         writer = self._writer(lambda _: None)
         num_logprobs = len(answer.completion.token_ids) * (1 + (self._body.top_logprobs or 0))
-        logprobs = await done_apart(lambda: self._logprobs(answer.completion), is_long=num_logprobs > LONG_TEXT)
+        logprobs = await in_thread_if(lambda: self._logprobs(answer.completion), is_long=num_logprobs > LONG_TEXT)
         writer.write(reasoning=answer.reasoning, text=answer.content, tool_calls=answer.tool_calls, logprobs=logprobs)
         return self._finish(writer, answer.completion)
 
@@ -120,7 +120,7 @@ class ResponsesCall:
         return ResponseWriter(uuid4().hex, fields, emit)
 
     def _logprobs(self, block: Completion | CompletionDelta) -> list[dict[str, Any]]:
-        """One entry per token, where asked for."""
+        """One entry per token, if asked for."""
         if not self._body.has_logprobs:
             return []
         as_ids = bool(self._body.return_tokens_as_token_ids)
@@ -134,7 +134,7 @@ Logprobs = Sequence[Mapping[str, Any]]
 
 @dataclass(slots=True)
 class _TextItem:
-    """The message or the reasoning that is being written."""
+    """A message or reasoning while it is written."""
 
     id: str
     is_message: bool
@@ -143,7 +143,7 @@ class _TextItem:
 
     @property
     def events(self) -> str:
-        """What the events of its text are called."""
+        """The name of its text in event types."""
         return "output_text" if self.is_message else "reasoning_text"
 
     def part(self) -> dict[str, Any]:
@@ -165,8 +165,8 @@ class ResponseWriter:
     """Writes one response.
 
     Args:
-        turn: 32 hex digits that the ids of the response and of its items share.
-        fields: of the response, beside those that are written here.
+        turn: 32 hex digits, shared by the ids of the response and its items.
+        fields: further fields of the response.
         emit: gets every event.
     """
 
@@ -187,7 +187,7 @@ class ResponseWriter:
     def write(
         self, *, reasoning: str | None, text: str | None, tool_calls: Iterable[ToolCall], logprobs: Logprobs = ()
     ) -> None:
-        """Add what a block holds. ``logprobs``: of all its tokens; they go with the text, or wait for it."""
+        """Add a block. ``logprobs`` are those of all its tokens; they go with the text, or wait for it."""
         self._logprobs.extend(logprobs)
         if reasoning:
             self._add_text(reasoning, is_message=False)
@@ -197,7 +197,7 @@ class ResponseWriter:
             self._add_call(call)
 
     def finish(self, *, is_cut: bool, usage: Mapping[str, Any], provenance: dict[str, Any]) -> dict[str, Any]:
-        """End the response and return it. An answer without calls always has a message, if an empty one."""
+        """End the response and return it. A response without calls always has a message, even an empty one."""
         if not any(item["type"] == "function_call" for item in self._output):
             self._open_text(is_message=True)
         self._close("incomplete" if is_cut else "completed")
@@ -227,7 +227,7 @@ class ResponseWriter:
         return item
 
     def _close(self, status: str = "completed") -> None:
-        """End the item that is being written, if one is."""
+        """End the open item, if there is one."""
         item, self._open = self._open, None
         if item is None:
             return

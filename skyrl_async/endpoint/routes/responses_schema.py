@@ -1,7 +1,7 @@
-"""What clients may ask of ``POST /v1/responses``: the stateless subset of OpenAI's Responses API.
+"""Bodies of ``POST /v1/responses``, as generation requests: the stateless subset of OpenAI's Responses API.
 
-Flows in: bodies. Flows out: generation requests, or refusals of what needs a store. Fields that are not here and tools that are
-no functions are ignored. Does not know HTTP.
+The items of one assistant turn (reasoning, message, function calls) become one message, as a chat client would have sent it, so that a
+session finds its turns. Fields that need a store are refused; unknown fields, and tools that are no functions, are ignored.
 """
 
 import json
@@ -13,10 +13,10 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from skyrl_async.endpoint.requests.fields import (
-    but_ignored,
     chat_content,
     chat_tool,
     checked_choice,
+    ignored_note,
     name_at,
     object_at,
     refused,
@@ -37,7 +37,7 @@ _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})_\d+")
 
 
 def item_id(kind: str, turn: str, index: int) -> str:
-    """The id of an output item: what it is, the turn (32 hex digits) that it is part of, and its place in it."""
+    """The id of an output item: its kind, its turn (32 hex digits), and its place in the turn."""
     return f"{kind}_{turn}_{index}"
 
 
@@ -64,7 +64,7 @@ class _Turn:
     """The items of one assistant turn so far."""
 
     name: str | None
-    """From the ids of its items, where the client has kept them."""
+    """From the ids of its items; None if the client dropped them."""
     reasoning: list[str] = field(default_factory=list)
     content: list[str] | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
@@ -80,7 +80,7 @@ class _Turn:
 
 
 class _Conversation:
-    """Messages so far, and the assistant turn that the next item may belong to."""
+    """The messages so far, and the assistant turn that the next item may belong to."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
@@ -125,7 +125,7 @@ class _Conversation:
             raise refused(f"{where}.role", f"must be user, assistant, system or developer, got {role!r}")
 
     def _turn_of(self, kind: str, item: Mapping[str, Any]) -> _Turn:
-        """The turn that an assistant's item belongs to: the open one, or a new one."""
+        """The turn of an assistant's item: the open one, or a new one."""
         known = _ITEM_ID.fullmatch(str(item.get("id")))
         name = known[1] if known else None
         if self._turn is None or not _continues(self._turn, kind, name):
@@ -194,7 +194,7 @@ class ResponsesRequest(SamplingFields):
 
     @property
     def has_logprobs(self) -> bool:
-        """Text comes with the log-probs of the answer's tokens."""
+        """Whether text comes with the log-probs of the answer's tokens."""
         return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     @property
@@ -236,7 +236,7 @@ class ResponsesRequest(SamplingFields):
             case {"type": "function"}:
                 return name_at(self.tool_choice, "name", "tool_choice")
             case {"type": kind}:
-                ignored = but_ignored(self.ignored_tools)
+                ignored = ignored_note(self.ignored_tools)
                 raise unsupported("tool_choice", kind, f"choose auto, none, required or a function{ignored}")
         raise refused("tool_choice", f"must be auto, none, required or a function, got {self.tool_choice!r}")
 

@@ -1,7 +1,6 @@
-"""What clients may ask of ``/v1/chat/completions`` and ``/v1/completions``.
+"""Fields that the bodies of several surfaces share.
 
-Flows in: request bodies. Flows out: checked requests, as ``GenerationRequest``. Fields that neither these schemas nor ``fields`` know
-are ignored, never refused: every harness sends some of its own. Does not know HTTP.
+Unknown fields are ignored, never refused: every harness sends some of its own. Does not know HTTP.
 """
 
 import json
@@ -24,7 +23,7 @@ from skyrl_async.endpoint.requests.fields import refuse_unserved, refused
 from skyrl_async.types import SamplingParams, StructuredOutput
 
 UNBOUNDED = 2**31
-"""``max_tokens`` of a request that names none: the context bounds it."""
+"""``max_tokens`` of a request without one: the context bounds it."""
 
 
 class StreamOptions(BaseModel):
@@ -37,13 +36,13 @@ T = TypeVar("T")
 
 
 class _FailFast(FailFast):
-    """Pydantic's, which cannot be hashed and so not stand in a union."""
+    """Pydantic's marker made hashable, so that a union may hold it."""
 
     __hash__ = object.__hash__
 
 
 Checked = Annotated[list[T], _FailFast()]
-"""A list whose first wrong value is told: to tell all of them would take seconds."""
+"""A list that is checked up to its first wrong value: to report all would take seconds."""
 StopString = Annotated[str, StringConstraints(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Label = Annotated[str | int, Field(union_mode="left_to_right")]
@@ -85,7 +84,7 @@ class StructuredOutputs(BaseModel):
 
 
 class SamplingFields(BaseModel):
-    """How to sample, in the names of OpenAI and vLLM. Null means the default everywhere."""
+    """Sampling parameters under the names of OpenAI and vLLM. Null means the default everywhere."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -115,7 +114,7 @@ class SamplingFields(BaseModel):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
-    """The four are older names of ``structured_outputs``' fields."""
+    """vLLM's older names for the fields of ``structured_outputs``."""
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     priority: int | None = Field(default=0, ge=-(2**31), lt=2**31)
@@ -137,7 +136,7 @@ class SamplingFields(BaseModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def label(self, header: str | None) -> str | None:
-        """The session's label: of the body, else of the header."""
+        """The session's label: the body's, else the header's."""
         return header if self.session_id is None else str(self.session_id)
 
     def sampling(
@@ -148,7 +147,7 @@ class SamplingFields(BaseModel):
         *,
         shows_logprobs: bool = False,
     ) -> SamplingParams:
-        """These fields as a value; a missing ``max_tokens`` is bounded by the context. ``ApiError`` names what is not served."""
+        """The sampling parameters; the context bounds a missing ``max_tokens``. ``ApiError`` names a field that is not served."""
         refuse_unserved(self.model_extra or {})
         if (self.min_tokens or 0) > (max_tokens or UNBOUNDED):
             raise refused("min_tokens", f"must be <= max_tokens, got {self.min_tokens} > {max_tokens}")
@@ -176,7 +175,7 @@ class SamplingFields(BaseModel):
         )
 
     def _structured(self, of_format: StructuredOutput | None) -> StructuredOutput | None:
-        """What constrains the answer: the surface's own format, or vLLM's fields."""
+        """The grammar of the answer: the surface's own format, or vLLM's fields."""
         guided = {name: value for name in _GUIDED if (value := getattr(self, f"guided_{name}")) is not None}
         asked = [] if of_format is None else [of_format]
         asked += [] if self.structured_outputs is None else [self.structured_outputs.structured]
@@ -240,10 +239,10 @@ class ToolDefinition(BaseModel):
         return value
 
     def to_tool(self) -> Tool:
-        """The tool as templates get it: what the client sent."""
+        """The tool as the client sent it, for templates."""
         return {"type": "function", **self.model_dump(exclude_unset=True)}
 
 
 def functions_of(tools: "Sequence[ToolDefinition] | None") -> tuple[Tool, ...]:
-    """The tools that are functions, as templates get them."""
+    """The tools that are functions, for templates."""
     return tuple(tool.to_tool() for tool in tools or () if tool.function is not None)

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, FiniteFloat
 from starlette.responses import Response
 
-from skyrl_async.endpoint.requests.json_text import StrictJSONResponse, json_bytes_fairly
-from skyrl_async.endpoint.requests.long_work import LONG_TEXT, done_apart
+from skyrl_async.endpoint.requests.json_text import StrictJSONResponse, json_bytes_stepwise
+from skyrl_async.endpoint.requests.long_work import LONG_TEXT, in_thread_if
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.sessions.session import Session
 from skyrl_async.endpoint.sessions.settings import SessionOutcome, SessionSampling
@@ -98,9 +98,9 @@ def make_router(serving: Serving) -> APIRouter:
 
         def finished() -> bytes:
             rows = [_row(row) for row in session.rows()]
-            return json_bytes_fairly({"id": session_id, "state": "finished", "trajectories": rows})
+            return json_bytes_stepwise({"id": session_id, "state": "finished", "trajectories": rows})
 
-        body_bytes = await done_apart(finished, is_long=session.num_sampled_tokens > LONG_TEXT)
+        body_bytes = await in_thread_if(finished, is_long=session.num_sampled_tokens > LONG_TEXT)
         return Response(body_bytes, media_type="application/json")
 
     @router.delete("/sessions/{session_id}")

@@ -1,10 +1,9 @@
-"""The endpoint's application: one router module per surface, behind the keys and the body limit.
+"""The endpoint's application: one router per surface, behind the checks of keys and bodies.
 
     KeyGuard ──> BodyLimit ──> chat · completions · responses · messages ──> RequestHandler ──> Planner ──> sampler
                           └──> sessions (controller only) · models · tokenize · health · metrics
 
-Flows in: a sampler, a renderer and settings. Flows out: a FastAPI application for any ASGI server. A further surface is a module
-with ``make_router`` and one line in ``create_app``.
+A further surface is a module with ``make_router`` and one line in ``create_app``.
 """
 
 import time
@@ -54,17 +53,17 @@ def create_app(
     """Make the application; its ``state.serving`` holds the sessions.
 
     Args:
-        api_keys: Bearer keys that sample outside of sessions. ``/health`` is open; without any key of both kinds so is all.
+        api_keys: Bearer keys that sample outside of sessions. ``/health`` needs none, and nothing does without keys of both kinds.
         controller_keys: Bearer keys that also make, reward and export sessions.
         model_name: Name of the policy in ``/v1/models`` and in replies.
-        parser: Finds reasoning and tool calls; None takes what the chat template calls for.
+        parser: Finds reasoning and tool calls; None chooses it by the chat template.
         max_body_bytes: Larger requests get 413.
         max_concurrent_requests: Generations at once; more wait in line.
         statistics: Figures for ``/metrics``.
         keepalive_interval_s: Silence after which a stream sends a comment, > 0.
-        request_timeout_s: What a client gets to send a body; then 408.
+        request_timeout_s: Time for a client to send a body; then 408.
         clock: Seconds, for the lifetimes of sessions.
-        on_session_end: Told the id of a session that is closed, by which the sampler knew its requests; more than once, maybe.
+        on_session_end: Called with the id of a session that is closed, once or more often; the sampler knows its requests by that id.
     """
     settings = session_settings or SessionSettings()
     answer_parser = parser or AnswerParser.of(renderer.tokenizer)

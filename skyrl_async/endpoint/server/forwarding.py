@@ -1,8 +1,4 @@
-"""Hands a session's requests to the front end that holds the session, so that any front end's address serves all of them.
-
-Flows in: ASGI requests. Flows out: the same to this front end's application, or the answer of another front end's, byte by byte.
-Does not know what is asked.
-"""
+"""Forwards a session's requests to the front end that holds the session, so that any front end's address serves all sessions."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -19,15 +15,15 @@ from skyrl_async.endpoint.requests.streaming import until_disconnect
 from skyrl_async.endpoint.sessions.store import front_end_of
 
 _OWN_HEADERS = ("connection", "host", "keep-alive", "transfer-encoding")
-"""Headers of one connection, which are not passed on."""
+"""Headers that belong to one connection and are not forwarded."""
 
 
 class Forwarding:
-    """An ASGI application before another one.
+    """An ASGI application in front of another one.
 
     Args:
-        app: this front end's.
-        front_end: its index.
+        app: this front end's application.
+        front_end: this front end's index.
         max_body_bytes, request_timeout_s: as for ``create_app``.
     """
 
@@ -42,7 +38,7 @@ class Forwarding:
         )
 
     def connect(self, peers: tuple[str, ...]) -> None:
-        """From now on, ``peers[i]`` (a root without ``/v1``) is where front end ``i`` serves."""
+        """Set the addresses of all front ends: ``peers[i]`` is front end ``i``'s, without ``/v1``."""
         self._peers = peers
 
     async def close(self) -> None:
@@ -88,10 +84,10 @@ class Forwarding:
             answer = await self._client.send(request, stream=True)
         except httpx.TransportError as error:
             refusal = ApiError(503, f"the front end of this session does not answer: {error}", code="front_end_down")
-            await refusal.response()(scope, _nothing, send)
+            await refusal.response()(scope, _receive_nothing, send)
             return
         except ApiError as refusal:
-            await refusal.response_for(scope["path"])(scope, _nothing, send)
+            await refusal.response_for(scope["path"])(scope, _receive_nothing, send)
             return
         try:
             own = (*_OWN_HEADERS, "content-length")
@@ -104,5 +100,5 @@ class Forwarding:
             await answer.aclose()
 
 
-async def _nothing() -> dict[str, str]:
+async def _receive_nothing() -> dict[str, str]:
     return {"type": "http.disconnect"}

@@ -1,10 +1,10 @@
-"""The front ends of the endpoint: each a process of its own, replaced on its port when it dies or does not answer.
+"""The front ends of the endpoint: one process each, replaced on the same port when it dies or does not answer.
 
     start ──> serves ──death, silence──> killed ──> another one on the same port, with the same keys and today's engines
-      └────────────────────death───────────┘  └──restarts used up──> given up
+      └────────────────────death───────────┘  └──restarts used up──> failed
 
-Flows in: settings and engines. Flows out: addresses that stay. A session lives in its front end's process and is lost with it: who
-plays it is told so (404), and plays its sample again. Does not know what is served.
+Addresses stay. A session lives in its front end's process and is lost with it: its rollout gets 404 and runs the sample again. Does not
+know what is served.
 """
 
 import asyncio
@@ -29,24 +29,24 @@ logger = logging.getLogger(__name__)
 
 _SHUTDOWN_GRACE_S = 5.0
 _PORT_TIMEOUT_S = 60.0
-"""A killed process gives its port up at once, a frozen one when Ray's node kills it, some five seconds later."""
+"""A killed process frees its port at once, a frozen one when Ray's node kills it, some five seconds later."""
 _PORT_RETRY_S = 0.5
 _START_TIMEOUT_S = 180.0
 
-OnGivenUp = Callable[[SkyRLAsyncError], None]
-"""Takes why a front end will not come back."""
+OnFailure = Callable[[SkyRLAsyncError], None]
+"""Called with the reason why a front end is not replaced."""
 
 
 class FrontEnd:
     """One address, and the process that serves there now.
 
     Args:
-        settings: of every front end.
-        index: of this one.
-        engines: to begin with.
+        settings: shared by all front ends.
+        index: this one's.
+        engines: the first ones; ``follow`` replaces them.
         max_concurrency: calls running at once in the actor.
-        outages: told of the time between a process's end and its successor.
-        on_given_up: told once there will be none; None: that is raised.
+        outages: record the time between a process's end and its successor.
+        on_failure: called once the process cannot be replaced; None raises the reason.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class FrontEnd:
         *,
         max_concurrency: int,
         outages: Outages,
-        on_given_up: OnGivenUp | None = None,
+        on_failure: OnFailure | None = None,
     ) -> None:
         self._settings = settings
         self._index = index
         self._engines = tuple(engines)
         self._max_concurrency = max_concurrency
         self._outages = outages
-        self._on_given_up = on_given_up
+        self._on_failure = on_failure
         self._num_restarts = 0
         self.host = settings.host
         self.port = settings.port + index if settings.port else 0
@@ -72,7 +72,7 @@ class FrontEnd:
 
     @property
     def url(self) -> str:
-        """Its root, without ``/v1``."""
+        """The address, without ``/v1``."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
@@ -81,25 +81,25 @@ class FrontEnd:
         return f"front end {self._index} of the endpoint"
 
     async def start_in_time(self) -> None:
-        """``start`` for the first time, again where the process dies meanwhile. Raises ``DeadlineError`` and ``InferenceError``, too."""
-        async with self._coming_up("start"):
+        """Call ``start`` for the first time, and again if the process dies. Also raises ``DeadlineError`` and ``InferenceError``."""
+        async with self._start_deadline("start"):
             while True:
                 try:
                     return await self.start()
                 except RayActorError as error:
                     if error.actor_init_failed:
                         raise
-                    self._take_restart(f"did not come up ({_first_line(error)})")
+                    self._count_restart(f"did not come up ({_first_line(error)})")
                     self.kill()
 
     async def connect_in_time(self, peers: tuple[str, ...]) -> None:
-        """``connect`` for the first time; a process that is dead by now is left to ``keep_up``. Raises ``DeadlineError``, too."""
-        async with self._coming_up("answer"):
+        """Call ``connect`` for the first time; ``supervise`` handles a dead process. Also raises ``DeadlineError``."""
+        async with self._start_deadline("answer"):
             with contextlib.suppress(RayActorError):
                 await self.connect(peers)
 
     @asynccontextmanager
-    async def _coming_up(self, what: str) -> AsyncIterator[None]:
+    async def _start_deadline(self, what: str) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(_START_TIMEOUT_S) as deadline:
                 yield
@@ -109,17 +109,17 @@ class FrontEnd:
             raise DeadlineError(f"{self._name} did not {what} within {_START_TIMEOUT_S:g} s") from error
 
     async def start(self) -> None:
-        """Serve. Errors raised inside the process arrive as themselves."""
+        """Start a process that serves. Errors raised in it keep their class."""
         server = ray.remote(EndpointServer).options(num_cpus=0, max_concurrency=self._max_concurrency, max_restarts=0)
         self.actor = server.remote(self._settings, self._engines, self._index)
         self.host, self.port = await _as_own_errors(self.actor.start.remote())
 
     async def connect(self, peers: tuple[str, ...]) -> None:
-        """Tell it where the front ends are."""
+        """Pass the addresses of all front ends to the process."""
         await _as_own_errors(self.actor.connect.remote(peers))
 
     async def follow(self, engines: Sequence[InferenceEngine]) -> None:
-        """See ``FrontEndPool.follow``."""
+        """Send requests to ``engines`` from now on. Raises ``InferenceError`` if the process is gone."""
         self._engines = tuple(engines)
         try:
             await _as_own_errors(self.actor.follow.remote(self._engines))
@@ -127,65 +127,65 @@ class FrontEnd:
             raise InferenceError(f"the front end on port {self.port} is gone: {error}") from error
 
     async def stop(self) -> None:
-        """Let open requests finish."""
+        """Stop the process after its open requests."""
         await _as_own_errors(self.actor.stop.remote())
 
     def kill(self) -> None:
-        """End its process, if it was started."""
+        """Kill the process, if there is one."""
         if self.actor is not None:
             ray.kill(self.actor)
 
-    async def keep_up(self, peers: tuple[str, ...]) -> None:
-        """Waits for the process to die or fall silent, and puts another in its place; returns when the server was stopped, or given up.
+    async def supervise(self, peers: tuple[str, ...]) -> None:
+        """Replace the process whenever it dies or falls silent; returns when the server was stopped, or has failed.
 
-        Raises ``InferenceError`` when ``max_restarts`` are used up, and nobody is to be told of it.
+        Raises ``InferenceError`` when ``max_restarts`` are used up and there is no ``on_failure``.
         """
         try:
-            await self._keep_up(peers)
+            await self._supervise(peers)
         except SkyRLAsyncError as error:
-            if self._on_given_up is None:
+            if self._on_failure is None:
                 raise
             self.kill()
             self._outages.begin(self._name)
-            self._on_given_up(error)
+            self._on_failure(error)
 
-    async def _keep_up(self, peers: tuple[str, ...]) -> None:
-        reason = await self._fate()
+    async def _supervise(self, peers: tuple[str, ...]) -> None:
+        reason = await self._death()
         while reason is not None:
-            self._take_restart(reason)
+            self._count_restart(reason)
             self._outages.begin(self._name)
             self.kill()
             reason = await self._replace(peers)
             if reason is None:
                 self._outages.end(self._name)
-                reason = await self._fate()
+                reason = await self._death()
 
-    def _take_restart(self, reason: str) -> None:
-        """Say why another process is started. Raises ``InferenceError`` when that may not be."""
-        who = f"the front end on port {self.port}" if self.port else self._name
+    def _count_restart(self, reason: str) -> None:
+        """Count and log a restart. Raises ``InferenceError`` if none is left."""
+        name = f"the front end on port {self.port}" if self.port else self._name
         if self._num_restarts == self._settings.max_restarts:
             raise InferenceError(
-                f"{who} {reason}, and server.max_restarts={self._num_restarts} are used up. Mend what "
+                f"{name} {reason}, and server.max_restarts={self._num_restarts} are used up. Mend what "
                 "ends it, or raise server.max_restarts, and continue with trainer.resume_mode=latest"
             )
         self._num_restarts += 1
-        logger.warning("%s %s: another takes its place", who, reason)
+        logger.warning("%s %s: another takes its place", name, reason)
 
     async def _replace(self, peers: tuple[str, ...]) -> str | None:
-        """Start another process; why it does not serve, None when it does."""
+        """Start another process; returns why it does not serve, or None if it does."""
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await self._start_again()
                 await self.connect(peers)
         except SkyRLAsyncError:
             raise
-        except Exception as error:  # its death, its silence, or whatever it failed of
+        except Exception as error:  # its death, its silence or any other failure
             return f"did not come up ({_first_line(error)})"
         logger.info("a front end serves on port %d again", self.port)
         return None
 
-    async def _fate(self) -> str | None:
-        """Wait until the process serves no more; why, or None when it was told to stop."""
+    async def _death(self) -> str | None:
+        """Wait until the process serves no more; returns why, or None if it was told to stop."""
         async with asyncio.TaskGroup() as tasks:
             ending = tasks.create_task(self._end(), name=f"front-end-{self._index}-end")
             silence = tasks.create_task(self._silence(), name=f"front-end-{self._index}-heartbeat")
@@ -197,7 +197,7 @@ class FrontEnd:
     async def _end(self) -> str | None:
         try:
             await _as_own_errors(self.actor.wait.remote())
-        except Exception as error:  # whatever ended the server: another one is started
+        except Exception as error:  # for any reason: another one is started
             return f"has ended ({_first_line(error)})"
         return None
 
@@ -213,7 +213,7 @@ class FrontEnd:
         await self.actor.ping.remote()
 
     async def _start_again(self) -> None:
-        """On the same port, once it is free."""
+        """Call ``start`` on the same port once it is free."""
         self._settings = replace(self._settings, host=self.host, port=self.port - self._index)
         deadline = asyncio.get_running_loop().time() + _PORT_TIMEOUT_S
         while True:
@@ -234,17 +234,17 @@ async def endpoint_processes(
     num_front_ends: int = 1,
     max_concurrency: int = 1000,
     outages: Outages | None = None,
-    on_given_up: OnGivenUp | None = None,
+    on_failure: OnFailure | None = None,
 ) -> AsyncIterator[tuple[FrontEnd, ...]]:
     """Front ends while the block runs, each with its own process, client of the engines and sessions.
 
-    What dies or wedges is replaced, which is one of the ``outages``. Where that fails ``on_given_up`` is told, once per front end, and the
-    outage stays; without it, the block is cancelled and the reason raised.
-    One that hangs before it serves for the first time raises ``DeadlineError``. When the block ends well open requests are finished first.
+    A process that dies or hangs is replaced, and ``outages`` records the time. If it cannot be replaced, ``on_failure`` is called once per
+    front end and the outage stays open; without ``on_failure``, the block is cancelled and the reason raised. A process that hangs before
+    it serves for the first time raises ``DeadlineError``. Open requests are finished first if the block ends without an error.
     """
     outages = outages or Outages()
     front_ends = tuple(
-        FrontEnd(settings, index, engines, max_concurrency=max_concurrency, outages=outages, on_given_up=on_given_up)
+        FrontEnd(settings, index, engines, max_concurrency=max_concurrency, outages=outages, on_failure=on_failure)
         for index in range(num_front_ends)
     )
     try:
@@ -252,11 +252,11 @@ async def endpoint_processes(
         peers = tuple(one.url for one in front_ends)
         await run_together({f"connect-front-end-{i}": one.connect_in_time(peers) for i, one in enumerate(front_ends)})
         async with task_group() as tasks:
-            keeping = [tasks.create_task(one.keep_up(peers), name=f"front-end-{one.port}") for one in front_ends]
+            supervising = [tasks.create_task(one.supervise(peers), name=f"front-end-{one.port}") for one in front_ends]
             try:
                 yield front_ends
             finally:
-                for task in keeping:
+                for task in supervising:
                     task.cancel()
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(settings.shutdown_timeout_s + _SHUTDOWN_GRACE_S):

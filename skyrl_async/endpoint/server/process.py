@@ -1,7 +1,6 @@
-"""What runs in a front end's process: a Ray actor that serves the application over its own client of the engines.
+"""A front end's process: a Ray actor that serves the application over its own client of the engines.
 
-Flows in: picklable engine adapters, a policy directory, settings. Flows out: an address. The driver's event loop never
-waits for a request, and a request never waits for the driver.
+The driver's event loop never waits for a request, and a request never waits for the driver.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSettings:
-    """What an endpoint serves and where; see ``ServerConfig``."""
+    """What an endpoint serves, and its address; ``ServerConfig`` explains the fields."""
 
     policy_path: str
     """Directory of the tokenizer."""
@@ -34,7 +33,7 @@ class EndpointSettings:
     max_model_len: int
     host: str
     port: int
-    """Of the first front end; the next ones take the ports after it. 0 takes free ones."""
+    """The first front end's; the next ones take the ports after it. 0 takes free ports."""
     api_keys: tuple[str, ...] = field(repr=False)
     controller_keys: tuple[str, ...] = field(default=(), repr=False)
     model_name: str
@@ -47,14 +46,14 @@ class EndpointSettings:
     max_concurrent_requests: int = 4096
     engine_wait_s: float = 0.0
     heartbeat: Heartbeat = DEFAULT
-    """A front end that leaves one unanswered is replaced."""
+    """A front end that misses one is replaced."""
     max_restarts: int = 10
-    """Times each front end is replaced."""
+    """Most times each front end is replaced."""
     sessions: SessionSettings = field(default_factory=SessionSettings)
 
 
-def _settle_memory() -> None:
-    """Before serving: what was imported is left alone from now on, and large blocks go back to the system when they are freed."""
+def _prepare_memory() -> None:
+    """Exempt imported objects from garbage collection, and return freed large blocks to the system. Call it before serving."""
     gc.collect()
     gc.freeze()  # a collection would go through half a million objects, and hold up every stream for that long
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -64,9 +63,9 @@ def _settle_memory() -> None:
 
 
 _SWITCH_INTERVAL_S = 0.001
-"""After which a thread that works on a long request lets the event loop go on; Python's own is five times that."""
+"""Time after which a thread with a long request yields to the event loop; Python's default is five times that."""
 _M_MMAP_THRESHOLD = -3
-"""Of glibc's malloc.h."""
+"""From glibc's malloc.h."""
 
 
 class EndpointServer:
@@ -93,20 +92,20 @@ class EndpointServer:
         return await address
 
     async def connect(self, peers: tuple[str, ...]) -> None:
-        """Learn where the other front ends are; see ``Forwarding.connect``."""
+        """Learn the addresses of all front ends."""
         self._forwarding.connect(peers)
 
     async def follow(self, engines: Sequence[InferenceEngine]) -> None:
-        """Send requests to these engines from now on, or once it serves; see ``EnginePool.follow``."""
+        """Send requests to ``engines`` from now on, or once the server serves."""
         self._engines = engines
         if self._client is not None:
             self._client.pool.follow(engines)
 
     async def ping(self) -> None:
-        """Its loop is running."""
+        """Show that the event loop runs."""
 
     async def wait(self) -> None:
-        """Return when the server has stopped; raise what it failed of."""
+        """Return when the server has stopped; raise its failure."""
         if self._serving is not None:
             await asyncio.shield(self._serving)
 
@@ -133,7 +132,7 @@ class EndpointServer:
         )
         async with server as bound, asyncio.TaskGroup() as group:
             logger.info("endpoint on http://%s:%d/v1", *bound)
-            _settle_memory()
+            _prepare_memory()
             address.set_result(bound)
             sweeping = group.create_task(app.state.serving.sweep_sessions(), name="endpoint-sweeper")
             await self._stopping.wait()

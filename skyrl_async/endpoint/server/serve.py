@@ -1,7 +1,4 @@
-"""An ASGI application on a socket, for as long as a block lasts.
-
-Flows in: an application and an address. Flows out: the address it really has. Does not know what is served.
-"""
+"""Serves an ASGI application on a socket while a block runs."""
 
 import asyncio
 import contextlib
@@ -33,11 +30,11 @@ async def start_server(
 
     Args:
         port: 0 takes a free one. ``ConfigError`` when it is in use.
-        keep_alive_timeout_s: Of idle connections; clients break below 75.
-        request_timeout_s: What a client gets to send a request's header; then 408.
-        shutdown_timeout_s: What open requests get at the end before they are cancelled.
+        keep_alive_timeout_s: Idle time after which a connection is closed; clients break below 75.
+        request_timeout_s: Time for a client to send a request's header; then 408.
+        shutdown_timeout_s: Time for open requests at the end, before they are cancelled.
 
-    A server that fails cancels the block and raises what it failed of.
+    A server that fails cancels the block and raises its failure.
     """
     bound = _bind(host, port)
     server = _Server(
@@ -69,16 +66,16 @@ _CANCELLED_TIMEOUT_S = 1.0
 
 
 def _connection(timeout_s: float) -> type[asyncio.Protocol]:
-    """uvicorn's connection, which has no deadline for a request's header. This one has."""
+    """uvicorn's connection with a deadline for a request's header."""
 
     class Connection(AutoHTTPProtocol):
         _deadline: asyncio.TimerHandle | None = None
         _has_begun = False
-        """Some of a header has come, but not all."""
+        """Whether a part of a header has arrived."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            self._deadline = self.loop.call_later(timeout_s, self._give_up)
+            self._deadline = self.loop.call_later(timeout_s, self._time_out)
 
         def connection_lost(self, error: Exception | None) -> None:
             self._end_deadline()
@@ -91,7 +88,7 @@ def _connection(timeout_s: float) -> type[asyncio.Protocol]:
             if self.cycle is not request:
                 self._end_deadline()
             elif self._deadline is None and (request is None or request.response_complete):
-                self._deadline = self.loop.call_later(timeout_s, self._give_up)
+                self._deadline = self.loop.call_later(timeout_s, self._time_out)
 
         def _end_deadline(self) -> None:
             self._has_begun = False
@@ -99,7 +96,7 @@ def _connection(timeout_s: float) -> type[asyncio.Protocol]:
                 self._deadline.cancel()
             self._deadline = None
 
-        def _give_up(self) -> None:
+        def _time_out(self) -> None:
             if self._has_begun and not self.transport.is_closing():
                 self.transport.write(_late_answer(timeout_s))
             self.transport.close()
@@ -108,7 +105,7 @@ def _connection(timeout_s: float) -> type[asyncio.Protocol]:
 
 
 def _late_answer(timeout_s: float) -> bytes:
-    """An answer to half of a header."""
+    """The answer to a header that was never completed."""
     reason = f"the header of a request did not arrive within {timeout_s:g} s (server.request_timeout_s)"
     body = json_bytes(ApiError(408, reason, code="request_timeout").body)
     lines = (
@@ -121,7 +118,7 @@ def _late_answer(timeout_s: float) -> bytes:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which says when it is ready and leaves signals to the process it is a guest of."""
+    """uvicorn's server, with an event for its start. Leaves signals to the process."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -134,7 +131,7 @@ class _Server(uvicorn.Server):
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        """uvicorn's, which would look ten times a second whether it is to end."""
+        """uvicorn's loop, woken by ``stop`` instead of polling ten times a second."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1):
@@ -145,7 +142,7 @@ class _Server(uvicorn.Server):
         self.ready.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's, without the pauses in it: open requests get their time, are then cancelled, and release what they hold."""
+        """uvicorn's shutdown without its pauses: open requests get their time, are then cancelled, and release their resources."""
         for server in self.servers:
             server.close()
         for bound in sockets or ():

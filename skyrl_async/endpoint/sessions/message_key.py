@@ -1,9 +1,8 @@
-"""When a message that comes back is the message that went out.
+"""Keys by which a message that a harness sends back is recognised as the one it was sent.
 
-Flows in: chat messages and tools in OpenAI form, as harnesses echo them: content null, empty, absent or in parts, arguments
-serialised anew, ids and reasoning dropped. Flows out: keys that are equal for the same message, and the two things that are
-compared apart because an echo may lack them: the ids of tool calls, and reasoning. Does not know sessions or templates. Never
-raises: what no template can render has a key too, and is refused by whoever renders it.
+Harnesses change messages: content becomes null, empty, absent or parts, arguments are serialised anew, ids and reasoning are dropped.
+Equal messages have equal keys in spite of that. Tool-call ids and reasoning are compared separately, because they may be missing.
+Nothing here raises: a message that no template can render has a key too. Does not know sessions or templates.
 """
 
 import json
@@ -24,31 +23,31 @@ _T = TypeVar("_T")
 def message_key(message: Message) -> MessageKey:
     """Equal for messages that say the same.
 
-    Counted: the role (``developer`` is ``system``), the content (null, absent and empty are one; parts are joined by line breaks;
-    white space around it is dropped), an assistant's tool calls by name and canonical arguments, and the ``name`` of all others:
-    who did not sample a message wrote it the same way each time, but an assistant's name is the harness's addition. Not counted:
-    ids of tool calls, in calls and in results (a result is known by its place and content), reasoning, anything else.
+    Part of the key are the role (``developer`` is ``system``), the content (null, absent and empty are equal; parts are joined by line
+    breaks; white space around it is dropped), an assistant's tool calls by name and canonical arguments, and the ``name`` of other roles:
+    an assistant's name is the harness's addition. Tool-call ids, reasoning and all other fields are not: a tool result is known by its
+    place and content.
     """
     role = str(message.get("role"))
     role = "system" if role == "developer" else role
     content = text_of(message.get("content")).strip()
     if role != "assistant":
         return MessageKey(_digest((role, content, str(message.get("name") or ""))))
-    return MessageKey(_digest((role, content, *(field for call in _calls(message) for field in _spoken(call)))))
+    return MessageKey(_digest((role, content, *(field for call in _calls(message) for field in _call_fields(call)))))
 
 
 def tools_key(tools: Sequence[dict[str, Any]] | None) -> str:
-    """Canonical digest of a request's tools; none and an empty list are one."""
+    """Canonical digest of a request's tools; empty without tools."""
     return _digest((_canonical(list(tools)),)).hex() if tools else ""
 
 
 def call_ids(message: Message) -> tuple[str, ...]:
-    """The ids of an assistant's tool calls in order, empty where a call has none."""
+    """The ids of an assistant's tool calls in order; an empty one for a call without."""
     return tuple(str(call.get("id") or "") if isinstance(call, dict) else "" for call in _calls(message))
 
 
 def reasoning_of(message: Message) -> str:
-    """The reasoning a message carries, without white space around it; empty without."""
+    """The reasoning of a message, without white space around it; empty without reasoning."""
     found = (message.get(field) for field in _REASONING_FIELDS)
     return next((text.strip() for text in found if isinstance(text, str) and text.strip()), "")
 
@@ -74,7 +73,7 @@ def _calls(message: Message) -> Sequence[Any]:
     return calls if isinstance(calls, list | tuple) else (calls,)
 
 
-def _spoken(call: Any) -> tuple[str, str]:
+def _call_fields(call: Any) -> tuple[str, str]:
     """Name and canonical arguments of a tool call."""
     function = call.get("function") if isinstance(call, dict) else None
     if isinstance(function, dict):
@@ -85,7 +84,7 @@ def _spoken(call: Any) -> tuple[str, str]:
 
 
 def _canonical_arguments(arguments: Any) -> str:
-    """Arguments that are JSON are compared as JSON; no arguments may be written as nothing, null or ``{}``."""
+    """Arguments in one JSON form; nothing, null and ``{}`` are equal. Text that is no JSON stays as it is."""
     text = arguments.strip() if isinstance(arguments, str) else _canonical(arguments)
     if text in _NO_ARGUMENTS:
         return "{}"
@@ -99,7 +98,7 @@ def _canonical(value: Any) -> str:
 
 
 def _guarded(convert: Callable[[], _T]) -> _T | None:
-    """None for what is not JSON, too deep, or no tree."""
+    """The result of ``convert``; None for a value that is no JSON, too deep or cyclic."""
     try:
         return convert()
     except (ValueError, TypeError, RecursionError):
@@ -107,7 +106,7 @@ def _guarded(convert: Callable[[], _T]) -> _T | None:
 
 
 def _digest(fields: Iterable[str]) -> bytes:
-    """Of fields told apart by their lengths."""
+    """Digest of fields, each with its length before it."""
     digest = blake2b(digest_size=16)
     for field in fields:
         encoded = field.encode("utf-8", "surrogatepass")

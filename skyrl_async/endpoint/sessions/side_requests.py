@@ -1,18 +1,17 @@
-"""Which requests of a session were asked beside its task: a title, a topic, the message of a commit.
+"""Finds the requests of a session that are no part of its task: a title, a topic, a commit message.
 
     system A, tools ══ turn 0 ── tool ══ turn 1 ── tool ══ turn 3       the agent
-    system B ══ turn 2                                                  a side request: nothing comes of it here
+    system B ══ turn 2                                                  a side request: nothing else uses it
 
-A side request is answered once, was offered no tools, and has another system prompt than the session's agents; and nothing that was
-sampled passes between it and the rest: it quotes no reply, and no other request quotes its own. So it cannot have changed what was
-rewarded, and training on it would add noise alone. All else is part of the task: a history that was rewritten or handed to another
-agent, a summary that the next request begins with, a subagent that works with tools or whose answer is read.
+A side request has one turn, no tools, and another system prompt than the session's agents. No sampled text passes between it and the rest:
+it quotes no reply, and no other request quotes its reply. So it cannot have changed the reward, and training on it would only add noise.
+Everything else is part of the task: a rewritten history, one handed to another agent, a summary that the next request begins with, a
+subagent that works with tools or whose answer is quoted.
 
-Agents are the conversations that went on or were offered tools. A session without any has one that may be meant by its length alone:
-there, an answer is beside the longest one if that has four times its tokens. A session with raw prompts has no side requests: what these
-quote is not seen.
+Agents are the conversations with several turns or with tools. In a session without agents, the longest answer is the task's, and answers
+with at most a quarter of its tokens are side requests. A session with raw prompts has none: their quotes are not seen.
 
-Flows in: turns as they are committed. Flows out: those that are side requests. Does not know tokens, rows or rewards.
+Does not know tokens, rows or rewards.
 """
 
 from collections import deque
@@ -23,34 +22,34 @@ from skyrl_async.endpoint.sessions.message_key import MessageKey, text_of
 from skyrl_async.types import Message
 
 SystemKey = tuple[MessageKey, ...]
-"""Of the system messages that a conversation begins with."""
+"""Keys of the system messages that a conversation begins with."""
 
 _LENGTH_RATIO = 4
-"""How much longer the answer to a question is than a title for it, at the least."""
+"""An answer has at least this many times the tokens of a title for it."""
 _MIN_QUOTE_CHARS = 8
-"""Shorter lines are found in any text."""
+"""Shorter lines occur in any text."""
 _MAX_QUOTE_LINES = 8
 _MAX_REPLIES = 100
 _MAX_TEXT_CHARS = 200_000
-"""A request's last characters, in which the longest lines of the newest replies are looked for: about 0.1 s at the most."""
+"""The end of a request that is searched for the longest lines of the newest replies: about 0.1 s at the most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reply:
-    """What later requests may quote."""
+    """One reply, which later requests may quote."""
 
     index: int
     system: SystemKey
     keys: frozenset[MessageKey]
     lines: tuple[str, ...]
-    """Its longest, without those that its own prompt had."""
+    """Its longest lines, without those in its own prompt."""
 
     def is_quoted_in(self, keys: frozenset[MessageKey], text: str) -> bool:
         return not self.keys.isdisjoint(keys) or any(line in text for line in self.lines)
 
 
 def system_key(messages: Sequence[Message], keys: Sequence[MessageKey]) -> SystemKey:
-    """Of a request's messages and their keys."""
+    """The system messages' keys, from a request's messages and their keys."""
     roles = [message.get("role") in ("system", "developer") for message in messages]
     return tuple(keys[: [*roles, False].index(False)])
 
@@ -60,10 +59,10 @@ class SideRequests:
 
     def __init__(self) -> None:
         self._num_tokens: list[tuple[int, SystemKey]] = []
-        """Of each turn, with its system."""
+        """Sampled tokens of each turn, and its system prompt."""
         self._agents: set[SystemKey] = set()
         self._possible: dict[int, _Reply] = {}
-        """Turns that are side requests, unless their system is the agents'."""
+        """Turns that are side requests, unless their system prompt is an agent's."""
         self._newest: deque[_Reply] = deque(maxlen=_MAX_REPLIES)
         self._has_raw_prompts = False
 
@@ -79,15 +78,15 @@ class SideRequests:
         has_tools: bool,
         num_tokens: int,
     ) -> None:
-        """The next turn.
+        """Record the next turn.
 
         Args:
             parent: index of the turn that it continues.
-            messages, keys: its request's.
-            num_known: messages that are its parent's.
-            reply, reply_keys: what was sampled, and how that may come back.
+            messages, keys: the request's.
+            num_known: leading messages that are the parent's.
+            reply, reply_keys: the sampled message, and the keys under which clients send it back.
             has_tools: whether tools were offered.
-            num_tokens: sampled.
+            num_tokens: sampled tokens.
         """
         index, system = len(self._num_tokens), system_key(messages, keys)
         new_keys = frozenset(keys[num_known:])
@@ -107,15 +106,15 @@ class SideRequests:
         self._newest.append(added)
 
     def found(self) -> frozenset[int]:
-        """The side requests among the turns so far."""
+        """Indices of the side requests among the turns so far."""
         if self._has_raw_prompts or not self._num_tokens:
             return frozenset()
         longest, its_system = max(self._num_tokens, key=lambda turn: turn[0])
         agents = self._agents or {its_system}
-        beside = [one.index for one in self._possible.values() if one.system not in agents]
+        found = [one.index for one in self._possible.values() if one.system not in agents]
         if not self._agents:
-            beside = [index for index in beside if _LENGTH_RATIO * self._num_tokens[index][0] <= longest]
-        return frozenset(beside)
+            found = [index for index in found if _LENGTH_RATIO * self._num_tokens[index][0] <= longest]
+        return frozenset(found)
 
 
 def _own_lines(reply: Message, prompt: str) -> tuple[str, ...]:

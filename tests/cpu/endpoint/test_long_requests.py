@@ -22,9 +22,9 @@ from skyrl_async.endpoint.requests.json_text import (
     MAX_CONTAINERS,
     MAX_VALUES,
     TooManyValuesError,
+    encode_json,
     json_bytes,
-    parse_fairly,
-    written,
+    parse_stepwise,
 )
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.forwarding import Forwarding
@@ -207,8 +207,8 @@ async def test_what_is_parsed_or_written_in_steps_is_the_same(value: Any) -> Non
     much = {"v": value, "long": [value] * 600, "ids": list(range(25_000))}
     text = json.dumps(much)
     if text.count("[") + text.count("{") < MAX_CONTAINERS:
-        assert parse_fairly(text) == much
-    assert await written(much) == json_bytes(much)
+        assert parse_stepwise(text) == much
+    assert await encode_json(much) == json_bytes(much)
 
 
 @pytest.mark.parametrize("end", ["", "]", "nul]", '"\\x"]', "]]"])
@@ -217,7 +217,7 @@ def test_what_is_no_json_is_refused_alike_in_steps(end: str) -> None:
     with pytest.raises(json.JSONDecodeError) as expected:
         json.loads(text)
     with pytest.raises(json.JSONDecodeError) as found:
-        parse_fairly(text)
+        parse_stepwise(text)
     assert (found.value.msg, found.value.pos) == (expected.value.msg, expected.value.pos)
 
 
@@ -227,7 +227,7 @@ def test_what_is_no_json_is_refused_alike_in_steps(end: str) -> None:
 async def test_a_body_of_more_values_than_anyone_needs_is_413(many: str) -> None:
     text = f'{{"messages": [{many}[],{{}},1,2,""]}}'
     with pytest.raises(TooManyValuesError):
-        parse_fairly(text)
+        parse_stepwise(text)
     if many.startswith("["):
         async with endpoint(ScriptedSampler()) as served, served.client(RUN_KEY) as client:
             response = await client.post(

@@ -305,7 +305,7 @@ async def test_where_somebody_is_told_that_a_front_end_stays_gone_what_goes_on_a
 ) -> None:
     outages, told = Outages(), asyncio.Queue[SkyRLAsyncError]()
     only_one = settings(tmp_path, max_restarts=0)
-    endpoint = endpoint_processes(only_one, [engine], outages=outages, on_given_up=told.put_nowait)
+    endpoint = endpoint_processes(only_one, [engine], outages=outages, on_failure=told.put_nowait)
     async with endpoint as (front_end,):
         os.kill(await front_end.actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
         error = await told.get()
