@@ -1,7 +1,7 @@
 """Reads and refuses fields of request bodies, for any surface.
 
-A refusal names the field, what was found and what is served. Together with the schemas, ``REFUSED`` and ``IGNORED`` hold every field of
-the installed vLLM's requests; a test checks it.
+A refusal names the field, what was found and what is served. ``test_request_fields`` checks that every field of the installed vLLM's
+requests is in a schema, is refused here, or changes nothing that is sampled.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -182,38 +182,6 @@ REFUSED_UNLESS_TRUE: Mapping[str, str] = {
     "add_generation_prompt": "a prompt that ends in no turn of the assistant's can be sent to /v1/completions as tokens",
 }
 """Fields that may be left out or true -> advice."""
-
-IGNORED: Mapping[str, str] = {
-    "cache_salt": "prefixes are cached for all",
-    "ec_transfer_params": "nothing is disaggregated",
-    "enable_response_messages": "the reply has no copy of its messages",
-    "guided_decoding_backend": "the engine has one",
-    "include_reasoning": "reasoning stands in a field of its own",
-    "kv_transfer_params": "nothing is disaggregated",
-    "length_penalty": "belongs to beam search, which is refused",
-    "max_tool_calls": "limits tools that the server runs",
-    "media_io_kwargs": "there is text only",
-    "mm_payload": "there is text only",
-    "mm_processor_kwargs": "there is text only",
-    "parallel_tool_calls": "the policy's calls are told as they were sampled",
-    "prompt_cache_key": "prefixes are cached for all",
-    "reasoning_effort": "the policy decides how long it reasons",
-    "request_id": "replies have ids of their own",
-    "return_mm_kwargs": "there is text only",
-    "return_prompt_text": "return_token_ids has the prompt's tokens",
-    "return_token_offsets": "belongs to surfaces that only render",
-    "routed_experts_prompt_start": "experts are not reported",
-    "service_tier": "there is one",
-    "spaces_between_special_tokens": "nothing is put between tokens",
-    "store": "nothing is stored",
-    "stream_interval": "blocks of a stream are the engine's",
-    "truncation": "prompts are not cut, and an overlong one is refused",
-    "truncation_side": "belongs to truncate_prompt_tokens, which is refused",
-    "user": "sessions have keys",
-    "vllm_xargs": "there are no extensions",
-    "watermarking": "no watermark is configured",
-}
-"""Fields that change nothing that is sampled -> why."""
 
 
 def refuse_unserved(fields: Mapping[str, Any]) -> None:

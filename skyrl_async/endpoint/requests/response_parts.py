@@ -1,8 +1,10 @@
 """Parts of JSON replies that several surfaces share."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from skyrl_async.chat import ChatRenderer
+from skyrl_async.endpoint.requests.fields import ignored_metadata
 from skyrl_async.types import Completion, CompletionDelta
 from skyrl_async.version_spans import spans_of
 
@@ -17,6 +19,12 @@ def provenance(block: Completion | CompletionDelta) -> dict[str, Any]:
         "token_logprobs": block.logprobs,
         "policy_versions": spans_of(block.versions),
     }
+
+
+def extra_fields(prompt_token_ids: Sequence[int], ignored_tools: Sequence[str], *, has_ids: bool) -> dict[str, Any]:
+    """Fields that the surface's own replies lack: the prompt's ids if ``has_ids``, and the ignored tools if there are any."""
+    metadata = {"metadata": ignored_metadata(ignored_tools)} if ignored_tools else {}
+    return ({"prompt_token_ids": prompt_token_ids} if has_ids else {}) | metadata
 
 
 def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from starlette.responses import Response
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.endpoint.requests.fields import ignored_metadata, ignored_note, tool_name
+from skyrl_async.endpoint.requests.fields import ignored_note, tool_name
 from skyrl_async.endpoint.requests.generation import (
     Answer,
     AnswerBlock,
@@ -26,7 +26,7 @@ from skyrl_async.endpoint.requests.guard import ParsedRoute
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, in_thread_if
 from skyrl_async.endpoint.requests.planner import Planner
 from skyrl_async.endpoint.requests.request_handler import Serving
-from skyrl_async.endpoint.requests.response_parts import chat_logprobs, provenance, usage
+from skyrl_async.endpoint.requests.response_parts import chat_logprobs, extra_fields, provenance, usage
 from skyrl_async.endpoint.requests.shared_request import Emit
 from skyrl_async.endpoint.routes.schema import (
     Checked,
@@ -210,10 +210,8 @@ class ChatCall:
         return provenance(block) if self._body.return_token_ids else {}
 
     def _extras(self) -> dict[str, Any]:
-        """Fields beside OpenAI's, for the reply and the first chunk."""
-        prompt_ids = {"prompt_token_ids": self._planned.prompt_token_ids} if self._body.return_token_ids else {}
-        metadata = ignored_metadata(self._body.ignored_tools)
-        return prompt_ids | ({"metadata": metadata} if metadata else {})
+        has_ids = bool(self._body.return_token_ids)
+        return extra_fields(self._planned.prompt_token_ids, self._body.ignored_tools, has_ids=has_ids)
 
     def _logprobs(self, block: Completion | CompletionDelta) -> dict[str, Any] | None:
         if not self._body.logprobs:

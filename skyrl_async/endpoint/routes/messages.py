@@ -14,12 +14,11 @@ from starlette.responses import Response
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.parsing.answers import ToolCall
-from skyrl_async.endpoint.requests.fields import ignored_metadata
 from skyrl_async.endpoint.requests.generation import Answer, Planned
 from skyrl_async.endpoint.requests.guard import ParsedRoute
 from skyrl_async.endpoint.requests.planner import Planner
 from skyrl_async.endpoint.requests.request_handler import Serving
-from skyrl_async.endpoint.requests.response_parts import provenance
+from skyrl_async.endpoint.requests.response_parts import extra_fields, provenance
 from skyrl_async.endpoint.requests.shared_request import Emit
 from skyrl_async.endpoint.requests.streaming import EventStyle
 from skyrl_async.endpoint.routes.messages_schema import Conversation, MessagesRequest, tool_input
@@ -104,10 +103,8 @@ class MessagesCall:
         return reasoning if self._body.shows_thinking else None
 
     def _extras(self) -> dict[str, Any]:
-        """Fields beside Anthropic's."""
-        prompt_ids = {"prompt_token_ids": self._planned.prompt_token_ids} if self._body.return_token_ids else {}
-        metadata = ignored_metadata(self._body.ignored_tools)
-        return prompt_ids | ({"metadata": metadata} if metadata else {})
+        has_ids = bool(self._body.return_token_ids)
+        return extra_fields(self._planned.prompt_token_ids, self._body.ignored_tools, has_ids=has_ids)
 
 
 class MessageWriter:

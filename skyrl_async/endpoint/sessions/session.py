@@ -63,8 +63,8 @@ class Session:
         self._make_rows: Callable[[], tuple[Trajectory, ...]] | None = None
         self._making_rows = threading.Lock()
         self._created_at = self._active_at = now
-        self._num_requests_open = 0
-        self._num_overflows = 0
+        self.num_requests_open = 0
+        self.num_overflows = 0
         self._num_turns_at_overflow: int | None = None
         self._was_refused = False
 
@@ -97,14 +97,6 @@ class Session:
     def has_constrained_turns(self) -> bool:
         """Whether a grammar constrained a turn; False once the turns are dropped."""
         return any(turn.is_constrained for turn in self._tree.turns)
-
-    @property
-    def num_requests_open(self) -> int:
-        return self._num_requests_open
-
-    @property
-    def num_overflows(self) -> int:
-        return self._num_overflows
 
     @property
     def was_cut_short(self) -> bool:
@@ -144,18 +136,18 @@ class Session:
         reason = overdue or capped
         if reason:
             raise SessionClosedError(f"session {self.id} {reason}; begin a new session")
-        self._num_requests_open += 1
+        self.num_requests_open += 1
 
     def end_request(self, now: float) -> None:
         """End a request that began, however it ended; also after the session was closed."""
-        if self._num_requests_open < 1:
+        if self.num_requests_open < 1:
             raise StateError(f"session {self.id} has no request open that could end")
-        self._num_requests_open -= 1
+        self.num_requests_open -= 1
         self._active_at = now
 
     def count_overflow(self) -> None:
         """Count a prompt that was too long for the model's context."""
-        self._num_overflows += 1
+        self.num_overflows += 1
         self._num_turns_at_overflow = self.num_turns
 
     def expire(self, now: float) -> bool:
@@ -211,9 +203,9 @@ class Session:
             return f"has sampled {self.num_turns} turns, the most it may (max_turns={limits.max_turns})"
         if self.num_sampled_tokens >= limits.max_tokens:
             return f"has sampled {self.num_sampled_tokens} tokens, the most it may (max_tokens={limits.max_tokens})"
-        if self._num_overflows >= limits.max_overflows:
+        if self.num_overflows >= limits.max_overflows:
             return (
-                f"has overflowed the model's context {self._num_overflows} times, as often as it may "
+                f"has overflowed the model's context {self.num_overflows} times, as often as it may "
                 f"(max_overflows={limits.max_overflows})"
             )
         return ""
@@ -223,6 +215,6 @@ class Session:
         limits = self.limits
         if now >= self._created_at + limits.lifetime_s:
             return f"has expired: its lifetime of {limits.lifetime_s:g} s is over (lifetime_s)"
-        if not self._num_requests_open and now >= self._active_at + limits.idle_timeout_s:
+        if not self.num_requests_open and now >= self._active_at + limits.idle_timeout_s:
             return f"has expired: it was idle for {limits.idle_timeout_s:g} s (idle_timeout_s)"
         return ""

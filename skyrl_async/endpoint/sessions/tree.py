@@ -89,9 +89,10 @@ class TurnTree:
     def __init__(self) -> None:
         self._roots: dict[str, _Node] = {}
         self._turns: list[Turn] = []
-        self._num_turns = 0
-        self._num_sampled_tokens = 0
-        self._is_closed = False
+        self.num_turns = 0
+        self.num_sampled_tokens = 0
+        """Over all turns, also after ``close``."""
+        self.is_closed = False
         self._side_requests = SideRequests()
         self._newest: dict[SystemKey, tuple[Turn, tuple[Message, ...]]] = {}
         """The newest turn under each system prompt with its conversation, the newest last."""
@@ -102,23 +103,10 @@ class TurnTree:
         return tuple(self._turns)
 
     @property
-    def num_turns(self) -> int:
-        return self._num_turns
-
-    @property
-    def num_sampled_tokens(self) -> int:
-        """Over all turns."""
-        return self._num_sampled_tokens
-
-    @property
     def side_requests(self) -> tuple[Turn, ...]:
         """The turns that are no part of the session's task; ``side_requests`` defines them."""
         found = self._side_requests.found()
         return tuple(turn for turn in self._turns if turn.index in found)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
 
     @property
     def newest_turn(self) -> Turn | None:
@@ -176,7 +164,7 @@ class TurnTree:
         Raises ``StateError`` when ``match`` is not of this tree and these messages, when the prompt does not begin with the matched turn's
         ids, when the completion has not one log-prob and version per token, or when the tree is closed. The tree is then as it was.
         """
-        if self._is_closed:
+        if self.is_closed:
             raise StateError("a closed turn tree accepts no turn; its session is finished or deleted")
         num_known = self._check_extends(match.turn, completion)
         keys = match.keys if len(match.keys) == len(messages) else tuple(message_key(m) for m in messages)
@@ -190,7 +178,7 @@ class TurnTree:
             is_constrained=is_constrained,
         )
         self._place(turn, self._roots.setdefault(tools_key(tools), _Node()), keys, (reply, *other_forms))
-        self._num_sampled_tokens += len(completion.token_ids)
+        self.num_sampled_tokens += len(completion.token_ids)
         self._side_requests.add(
             None if turn.parent is None else turn.parent.index,
             messages,
@@ -217,11 +205,11 @@ class TurnTree:
         for key in dict.fromkeys(message_key(form) for form in forms):
             node.child(key).turns.append(turn)
         self._turns.append(turn)
-        self._num_turns += 1
+        self.num_turns += 1
 
     def close(self) -> None:
         """Drop all turns and accept no more; ``num_turns`` and ``num_sampled_tokens`` remain."""
-        self._is_closed = True
+        self.is_closed = True
         self._roots, self._turns, self._newest, self._side_requests = {}, [], {}, SideRequests()
 
     def _check_extends(self, parent: Turn | None, completion: Completion) -> int:

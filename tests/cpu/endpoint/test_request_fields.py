@@ -1,6 +1,6 @@
 """Every field of vLLM's requests: honoured, refused by name, or known to change nothing."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyrl_async.endpoint.requests.errors import ApiError
-from skyrl_async.endpoint.requests.fields import IGNORED, REFUSED, REFUSED_UNLESS_TRUE
+from skyrl_async.endpoint.requests.fields import REFUSED, REFUSED_UNLESS_TRUE
 from skyrl_async.endpoint.routes.chat_completions import ChatCompletionRequest
 from skyrl_async.endpoint.routes.completions import CompletionRequest
 from skyrl_async.endpoint.routes.messages_schema import MessagesRequest
@@ -17,6 +17,39 @@ from skyrl_async.types import Completion, CompletionDelta, SamplingParams, Struc
 from tests.cpu.scripted_sampler import RENDERER, RUN_KEY, ScriptedSampler
 from tests.cpu.session_endpoint import HeldSampler, endpoint, error_of, events_of, user
 from tests.cpu.tiny_chat import END
+
+IGNORED: Mapping[str, str] = {
+    "cache_salt": "prefixes are cached for all",
+    "ec_transfer_params": "nothing is disaggregated",
+    "enable_response_messages": "the reply has no copy of its messages",
+    "guided_decoding_backend": "the engine has one",
+    "include_reasoning": "reasoning stands in a field of its own",
+    "kv_transfer_params": "nothing is disaggregated",
+    "length_penalty": "belongs to beam search, which is refused",
+    "max_tool_calls": "limits tools that the server runs",
+    "media_io_kwargs": "there is text only",
+    "mm_payload": "there is text only",
+    "mm_processor_kwargs": "there is text only",
+    "parallel_tool_calls": "the policy's calls are told as they were sampled",
+    "prompt_cache_key": "prefixes are cached for all",
+    "reasoning_effort": "the policy decides how long it reasons",
+    "request_id": "replies have ids of their own",
+    "return_mm_kwargs": "there is text only",
+    "return_prompt_text": "return_token_ids has the prompt's tokens",
+    "return_token_offsets": "belongs to surfaces that only render",
+    "routed_experts_prompt_start": "experts are not reported",
+    "service_tier": "there is one",
+    "spaces_between_special_tokens": "nothing is put between tokens",
+    "store": "nothing is stored",
+    "stream_interval": "blocks of a stream are the engine's",
+    "truncation": "prompts are not cut, and an overlong one is refused",
+    "truncation_side": "belongs to truncate_prompt_tokens, which is refused",
+    "user": "sessions have keys",
+    "vllm_xargs": "there are no extensions",
+    "watermarking": "no watermark is configured",
+}
+"""Fields that change nothing that is sampled -> why."""
+
 
 CHAT = "/v1/chat/completions"
 NOT_VLLMS = {"best_of", "guided_whitespace_pattern", "guided_decoding_backend"}
