@@ -1,4 +1,4 @@
-"""What tests of sessions share: completions without an engine, and a harness that echoes as real ones do."""
+"""What tests of sessions share: completions without an engine, and a harness that sends messages back as real ones do."""
 
 import json
 from collections.abc import Sequence

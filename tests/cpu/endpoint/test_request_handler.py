@@ -124,7 +124,7 @@ class Client:
                 self.received += message["body"]
 
     def leave(self) -> None:
-        """As uvicorn has it: whoever waits for messages wakes up before whoever waits to write."""
+        """As in uvicorn, waiting for messages ends before waiting to write."""
         self.has_left.set()
         self.reads.set()
 
@@ -242,7 +242,7 @@ class RequestMachine(RuleBasedStateMachine):
                 client.task.result()
         assert self.serving.sessions.statistics()["open_requests"] <= len(open_clients)
         running = Counter(g.asked_by for g in self.sampler.generations if g.is_running)
-        assert sum(running.values()) <= len(open_clients), "something is sampled for nobody"
+        assert sum(running.values()) <= len(open_clients), "something is sampled without a client"
         for which, session in enumerate(self.sessions):
             replies = {c.reply for c, owner in self.owners.items() if owner == which} - {None}
             if session.is_open:

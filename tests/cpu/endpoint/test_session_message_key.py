@@ -89,9 +89,9 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize(("sent", "echoed"), SAME.values(), ids=SAME)
-def test_the_same_message_in_another_form_has_the_same_key(sent: dict, echoed: dict) -> None:
-    assert message_key(sent) == message_key(echoed)
+@pytest.mark.parametrize(("sent", "returned"), SAME.values(), ids=SAME)
+def test_the_same_message_in_another_form_has_the_same_key(sent: dict, returned: dict) -> None:
+    assert message_key(sent) == message_key(returned)
 
 
 @pytest.mark.parametrize(("one", "other"), OTHER.values(), ids=OTHER)
@@ -102,8 +102,8 @@ def test_other_messages_have_other_keys(one: dict, other: dict) -> None:
 @given(arguments=st.dictionaries(st.text(), JSON, max_size=3))
 def test_arguments_keep_their_key_through_any_serialiser(arguments: dict[str, Any]) -> None:
     sent = assistant(None, tool_calls=[call("f", json.dumps(arguments, ensure_ascii=False, separators=(",", ":")))])
-    echoed = assistant("", tool_calls=[call("f", json.dumps(arguments, indent=2, sort_keys=True))])
-    assert message_key(sent) == message_key(echoed)
+    returned = assistant("", tool_calls=[call("f", json.dumps(arguments, indent=2, sort_keys=True))])
+    assert message_key(sent) == message_key(returned)
 
 
 @given(

@@ -1,4 +1,4 @@
-"""A request is matched to the deepest turn it continues, however the harness echoes it, and ids only ever grow."""
+"""A request is matched to the deepest turn it continues, however the harness changes it, and ids only ever grow."""
 
 import json
 import sys
@@ -99,13 +99,13 @@ def test_other_tools_begin_a_conversation_of_their_own(policy: Policy) -> None:
 
 def test_reasoning_may_be_dropped_but_not_changed(policy: Policy) -> None:
     turn = policy.answer([user("a")], assistant("b", reasoning_content="because"))
-    echoes = [
+    forms_sent_back = [
         assistant("b"),
         assistant("b", reasoning_content=None),
         assistant("b", reasoning=" because\n"),
         assistant("b", reasoning_content="because"),
     ]
-    assert [policy.tree.match([user("a"), echo, user("c")]).turn for echo in echoes] == [turn] * 4
+    assert [policy.tree.match([user("a"), returned, user("c")]).turn for returned in forms_sent_back] == [turn] * 4
     assert policy.tree.match([user("a"), assistant("b", reasoning="why not"), user("c")]).turn is None
 
 
@@ -128,8 +128,8 @@ def test_a_branch_with_changed_reasoning_is_continued(policy: Policy) -> None:
 def test_choices_of_equal_text_are_told_apart_by_tool_call_ids(policy: Policy, chosen: int) -> None:
     replies = [assistant(None, tool_calls=[call("f", {"x": 1}, f"call_{i}")]) for i in range(3)]
     turns = [policy.answer([user("a")], reply) for reply in replies]
-    echo = assistant("", tool_calls=[call("f", '{"x":1}', f"call_{chosen}")])
-    messages = [user("a"), echo, tool("result", f"call_{chosen}")]
+    returned = assistant("", tool_calls=[call("f", '{"x":1}', f"call_{chosen}")])
+    messages = [user("a"), returned, tool("result", f"call_{chosen}")]
     assert policy.tree.match(messages).turn is turns[chosen]
     after = policy.answer(messages, assistant("done"))
     assert after.parent is turns[chosen]
@@ -143,14 +143,14 @@ def test_choices_of_equal_text_are_told_apart_by_tool_call_ids(policy: Policy, c
 def test_choices_of_equal_text_without_ids_mean_the_newest(policy: Policy) -> None:
     replies = [assistant(None, tool_calls=[call("f", {}, f"call_{i}")]) for i in range(2)]
     _, newest = (policy.answer([user("a")], reply) for reply in replies)
-    echo = assistant(None, tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])
-    assert policy.tree.match([user("a"), echo, user("b")]).turn is newest
+    returned = assistant(None, tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])
+    assert policy.tree.match([user("a"), returned, user("b")]).turn is newest
 
 
 def test_ids_that_the_harness_made_up_do_not_hide_a_turn(policy: Policy) -> None:
     turn = policy.answer([user("a")], assistant(None, tool_calls=[call("f", {}, "call_1")]))
-    echo = assistant(None, tool_calls=[call("f", {}, "toolu_9")])
-    assert policy.tree.match([user("a"), echo, tool("x", "toolu_9")]).turn is turn
+    returned = assistant(None, tool_calls=[call("f", {}, "toolu_9")])
+    assert policy.tree.match([user("a"), returned, tool("x", "toolu_9")]).turn is turn
 
 
 def test_a_reply_may_come_back_with_the_stop_string_that_its_text_lacks(policy: Policy) -> None:
@@ -242,7 +242,7 @@ def counted_calls() -> Iterator[Counter[str]]:
         sys.setprofile(None)
 
 
-# A harness that branches, repeats itself, makes up turns and echoes carelessly, against a search through all turns.
+# A harness that branches, repeats itself, makes up turns and changes messages, against a search through all turns.
 
 CONTENTS = st.sampled_from(["a", "b", ""])
 REPLIES = st.builds(
@@ -258,7 +258,7 @@ REPLIES = st.builds(
 TAILS = st.lists(st.builds(user, CONTENTS) | st.builds(assistant, CONTENTS), max_size=3)
 
 
-class Echo:
+class SendBack:
     """How a harness sends a reply back."""
 
     def __init__(self, data: st.DataObject, *, keeps_ids: bool, keeps_reasoning: bool) -> None:
@@ -267,16 +267,16 @@ class Echo:
         self.keeps_reasoning = keeps_reasoning
 
     def __call__(self, message: Message) -> Message:
-        echo: dict[str, Any] = {"role": "assistant"}
+        returned: dict[str, Any] = {"role": "assistant"}
         content = message.get("content")
         if content or self.data.draw(st.booleans()):
             forms = [content, f"\n{content} ", [{"type": "text", "text": content}]] if content else [None, "", "\n"]
-            echo["content"] = self.data.draw(st.sampled_from(forms))
+            returned["content"] = self.data.draw(st.sampled_from(forms))
         if self.keeps_reasoning and message.get("reasoning_content"):
-            echo["reasoning"] = message["reasoning_content"]
+            returned["reasoning"] = message["reasoning_content"]
         if message.get("tool_calls"):
-            echo["tool_calls"] = [self._call(one) for one in message["tool_calls"]]
-        return echo
+            returned["tool_calls"] = [self._call(one) for one in message["tool_calls"]]
+        return returned
 
     def _call(self, sent: dict[str, Any]) -> dict[str, Any]:
         function = dict(sent["function"])
@@ -294,14 +294,14 @@ class Harness:
         self.data = data
         self.policy = Policy(TurnTree())
         self.conversations: dict[Turn, list[Message]] = {}
-        """The messages of each turn as they first were, before any echo."""
-        self.echo = Echo(data, keeps_ids=data.draw(st.booleans()), keeps_reasoning=data.draw(st.booleans()))
+        """The messages of each turn as they first were, before the harness changed them."""
+        self.send_back = SendBack(data, keeps_ids=data.draw(st.booleans()), keeps_reasoning=data.draw(st.booleans()))
 
     def step(self) -> None:
         chosen = self.data.draw(st.sampled_from([None, *self.conversations]))
         meant = [user("a")] if chosen is None else self.conversations[chosen]
         tail = self.data.draw(TAILS)
-        messages = [self.echo(m) if m["role"] == "assistant" else m for m in meant] + tail
+        messages = [self.send_back(m) if m["role"] == "assistant" else m for m in meant] + tail
         self.check(messages, chosen)
         for _ in range(self.data.draw(st.integers(1, 2))):
             reply = self.data.draw(REPLIES)
@@ -324,13 +324,13 @@ class Harness:
         assert match.num_messages == deepest
         assert match.turn is None or match.turn in possible
         if chosen is not None:
-            assert chosen in possible, "a careless echo hides no turn"
-        if self.echo.keeps_ids and chosen is not None and deepest == chosen.num_messages and has_ids(chosen):
+            assert chosen in possible, "a changed message hides no turn"
+        if self.send_back.keeps_ids and chosen is not None and deepest == chosen.num_messages and has_ids(chosen):
             assert match.turn is chosen
 
     def reasons_alike(self, turn: Turn, messages: list[Message]) -> bool:
         pairs = [(messages[one.num_messages - 1].get("reasoning"), one.message) for one in turn.path()]
-        return all(not echoed or echoed == sent.get("reasoning_content") for echoed, sent in pairs)
+        return all(not returned or returned == sent.get("reasoning_content") for returned, sent in pairs)
 
 
 def has_ids(turn: Turn) -> bool:

@@ -84,20 +84,20 @@ def rewritten_arguments(reply: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": "\n", "tool_calls": calls, "audio": None, "annotations": []}
 
 
-@pytest.mark.parametrize("echo", [without_reasoning, in_parts, rewritten_arguments])
-async def test_a_reply_is_known_again_in_the_forms_in_which_harnesses_echo_it(echo: Any) -> None:
+@pytest.mark.parametrize("send_back", [without_reasoning, in_parts, rewritten_arguments])
+async def test_a_reply_is_known_again_in_the_forms_in_which_harnesses_send_it_back(send_back: Any) -> None:
     sampler = HeldSampler(scripts=TURNS)
     async with endpoint(sampler) as served:
         session = await served.begin()
         reply = await session.reply([user()], tools=[TOOL])
-        await session.reply([user(), echo(reply), result(reply)], tools=[TOOL])
+        await session.reply([user(), send_back(reply), result(reply)], tools=[TOOL])
         (row,) = await session.finish()
     check_exact(row, sampler)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_stop_string_that_a_harness_puts_back_is_no_branch(is_streamed: bool) -> None:
-    """The tokens keep it in any case; smolagents echoes it, others do not."""
+    """The tokens keep it in any case; smolagents sends it back, others do not."""
     sampler = HeldSampler(scripts=(("code</code>",), ("more</code>",), ("end",)))
     async with endpoint(sampler) as served:
         session = await served.begin()
