@@ -5,6 +5,7 @@ finishes it: ``finish_reason`` is never ``abort``. Does not know engines or sess
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 from uuid import uuid4
@@ -154,25 +155,26 @@ class ChatCall:
         reply = self._common | {
             "object": "chat.completion",
             "choices": choices,
-            "usage": self._usage(num_tokens, answers[0].completion),
+            "usage": self._usage([answer.completion for answer in answers]),
         }
         return reply | self._extras()
 
     async def stream(self, emit: Emit) -> None:
         """The answer in chunks; those of ``n`` choices are interleaved."""
-        ends = await run_together(
+        completions = await run_together(
             {f"{self._common['id']}-{i}": self._stream_choice(i, emit) for i in range(self._body.num_choices)}
         )
         if self._body.includes_usage:
-            emit(self._chunk([]) | {"usage": self._usage(sum(num for num, _ in ends), ends[0][1])})
+            emit(self._chunk([]) | {"usage": self._usage(completions)})
 
-    def _usage(self, num_tokens: int, first: Completion | CompletionDelta) -> dict[str, Any]:
-        """``first``: the first choice, whose cached prompt tokens are reported."""
-        return usage(len(self._planned.prompt_token_ids), num_tokens, first.num_cached_tokens)
+    def _usage(self, choices: Sequence[Completion]) -> dict[str, Any]:
+        """Reports the prompt tokens that were cached for the first choice."""
+        num_tokens = sum(len(choice.token_ids) for choice in choices)
+        return usage(len(self._planned.prompt_token_ids), num_tokens, choices[0].num_cached_tokens)
 
-    async def _stream_choice(self, index: int, emit: Emit) -> tuple[int, CompletionDelta]:
-        """Emit one choice's chunks and return how many tokens it had, and its last block."""
-        num_tokens = num_calls = 0
+    async def _stream_choice(self, index: int, emit: Emit) -> Completion:
+        """Emit one choice's chunks, and return its completion."""
+        num_calls = 0
         is_begun = False
         async with aclosing(self._planned.stream(index)) as blocks:
             async for block in blocks:
@@ -180,9 +182,9 @@ class ChatCall:
                     emit(self._chunk([_role_choice(index)]) | self._extras())
                     is_begun = True
                 emit(self._chunk([self._chunk_choice(index, block, num_calls)]))
-                num_tokens += len(block.delta.token_ids)
                 num_calls += len(block.tool_calls)
-        return num_tokens, block.delta
+        assert block.answer is not None, "a stream ends with its answer"
+        return block.answer.completion
 
     def _chunk_choice(self, index: int, block: AnswerBlock, num_calls_before: int) -> dict[str, Any]:
         choice = {

@@ -143,33 +143,28 @@ class CompletionCall:
             lambda: [self._choice(index, answer) for index, answer in enumerate(answers)],
             is_long=num_tokens * (1 + (self._body.logprobs or 0)) > LONG_TEXT,
         )
-        return self._common | {
-            "choices": choices,
-            "usage": usage(self._num_prompt_tokens, num_tokens, self._num_cached([a.completion for a in answers])),
-        }
+        return self._common | {"choices": choices, "usage": self._usage([answer.completion for answer in answers])}
 
     async def stream(self, emit: Emit) -> None:
         """The answer in chunks; those of all choices are interleaved."""
-        ends = await run_together(
+        completions = await run_together(
             {f"{self._common['id']}-{i}": self._stream_choice(i, emit) for i in range(len(self._choices))}
         )
         if self._body.includes_usage:
-            num_tokens = sum(num for num, _ in ends)
-            num_cached = self._num_cached([delta for _, delta in ends])
-            emit(self._chunk([]) | {"usage": usage(self._num_prompt_tokens, num_tokens, num_cached)})
+            emit(self._chunk([]) | {"usage": self._usage(completions)})
 
-    def _num_cached(self, choices: Sequence[Completion | CompletionDelta]) -> int:
-        """Prompt tokens that were cached for the first choice of each prompt."""
-        return sum(choice.num_cached_tokens for choice in choices[:: self._body.num_choices])
+    def _usage(self, choices: Sequence[Completion]) -> dict[str, Any]:
+        """Reports the prompt tokens that were cached for the first choice of each prompt."""
+        num_cached = sum(choice.num_cached_tokens for choice in choices[:: self._body.num_choices])
+        return usage(self._num_prompt_tokens, sum(len(choice.token_ids) for choice in choices), num_cached)
 
-    async def _stream_choice(self, index: int, emit: Emit) -> tuple[int, CompletionDelta]:
-        """Emit one choice's chunks and return how many tokens it had, and its last block."""
+    async def _stream_choice(self, index: int, emit: Emit) -> Completion:
+        """Emit one choice's chunks, and return its completion."""
         plan, choice_of_prompt = self._choices[index]
-        echo, num_tokens, num_characters = self._echo(plan), 0, 0
+        echo, num_characters = self._echo(plan), 0
         async with aclosing(plan.stream(choice_of_prompt)) as blocks:
             async for block in blocks:
                 delta = block.delta
-                num_tokens += len(delta.token_ids)
                 choice = {
                     "index": index,
                     "text": echo + block.content,
@@ -179,7 +174,8 @@ class CompletionCall:
                 num_characters += len(block.content)
                 echo = ""
                 emit(self._chunk([choice | self._provenance(plan, delta)]))
-        return num_tokens, delta
+        assert block.answer is not None, "a stream ends with its answer"
+        return block.answer.completion
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         plan, _ = self._choices[index]
