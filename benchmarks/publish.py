@@ -177,8 +177,8 @@ def copy_seconds(num_bytes: int) -> float:
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     started = time.perf_counter()
     for start in range(0, num_bytes, size):
-        num_remaining = min(size, num_bytes - start)
-        target[:num_remaining].copy_(source[:num_remaining])
+        num_left = min(size, num_bytes - start)
+        target[:num_left].copy_(source[:num_left])
     return time.perf_counter() - started
 
 

@@ -92,10 +92,8 @@ def run(config: Config, overrides: list[str], *, owns_process: bool = False) -> 
         logger.info("overrides: %s", " ".join(overrides))
         if set_aside is not None:
             logger.warning("%s", set_aside)
-        if num_remaining := end_agents_of(run_dir):
-            logger.warning(
-                "%d processes of agents that the run had left behind when it was killed are ended", num_remaining
-            )
+        if num_left := end_agents_of(run_dir):
+            logger.warning("%d processes of agents that the run had left behind when it was killed are ended", num_left)
         for reason in found.refused if found is not None else ():
             logger.warning("%s; %s is resumed instead", reason, found.path.name if found else None)
         if changes := kept.changes():

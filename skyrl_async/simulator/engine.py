@@ -328,8 +328,8 @@ class ModelledEngine:
     def _begin(self, request: EngineRequest) -> _Call:
         self._check_alive()
         prompt = request.prompt_token_ids[: len(request.prompt_token_ids) - request.num_sampled_tokens]
-        num_remaining = self._num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
-        call = _Call(request, min(num_remaining, request.sampling.max_tokens))
+        num_left = self._num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
+        call = _Call(request, min(num_left, request.sampling.max_tokens))
         self._calls[call] = None
         self._shared.enter(call)
         return call

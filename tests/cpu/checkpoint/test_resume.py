@@ -46,17 +46,17 @@ class Walk:
     is_fast = True
 
     def __init__(self) -> None:
-        self.num_remaining = 0
+        self.num_left = 0
 
     def init(self, prompt: list) -> tuple[list, dict]:
-        self.num_remaining = 1 + int(prompt[0]["content"]) % 4
+        self.num_left = 1 + int(prompt[0]["content"]) % 4
         return prompt, {}
 
     def step(self, action: str) -> dict[str, Any]:
-        self.num_remaining -= 1
-        assert self.num_remaining >= 0
+        self.num_left -= 1
+        assert self.num_left >= 0
         said = [{"role": "user", "content": "go on"}]
-        return {"observations": said, "reward": 0.5, "done": self.num_remaining == 0, "metadata": {}}
+        return {"observations": said, "reward": 0.5, "done": self.num_left == 0, "metadata": {}}
 
     def close(self) -> None:
         pass
@@ -66,10 +66,10 @@ class RestorableWalk(Walk):
     """One that can be taken up on its way."""
 
     def snapshot(self) -> dict[str, int]:
-        return {"num_remaining": self.num_remaining}
+        return {"num_left": self.num_left}
 
     def restore(self, state: dict[str, int]) -> None:
-        self.num_remaining = state["num_remaining"]
+        self.num_left = state["num_left"]
 
 
 class Numbers:

@@ -207,7 +207,7 @@ class Serving:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         return await self.client.generate_tokens(PROMPTS[number % len(PROMPTS)], sampling, priority=number)
 
-    async def num_remaining(self) -> tuple[float, int, int]:
+    async def num_left(self) -> tuple[float, int, int]:
         """Requests that the router, the actor and the engine still know."""
         registered = await self.engine._actor.__ray_call__.remote(lambda actor: len(actor._requests))
         in_engine = (await self.engine.statistics())["num_requests"]
@@ -265,7 +265,7 @@ async def test_a_thousand_requests_at_once_are_all_answered_exactly_across_two_p
         assert list(completion.versions) == sorted(completion.versions)
     assert {version for task in asking for version in task.result().versions} == {0, 1, 2}
     assert sum(task.result().num_aborts for task in asking) > 0
-    assert await serving.num_remaining() == (0, 0, 0)
+    assert await serving.num_left() == (0, 0, 0)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -285,7 +285,7 @@ async def test_a_paused_engine_that_holds_four_thousand_requests_resumes_and_tho
         task.cancel()
     await asyncio.wait(asking)
     async with asyncio.timeout(PATIENCE_S):
-        while any(await serving.num_remaining()):
+        while any(await serving.num_left()):
             continue
     assert len((await serving.ask(0, 8)).token_ids) == 8
     assert asyncio.all_tasks() == {asyncio.current_task()}

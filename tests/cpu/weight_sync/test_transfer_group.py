@@ -14,7 +14,7 @@ import torch.distributed as dist
 from skyrl_async.errors import WeightsTransferError
 from skyrl_async.inference.vllm.weight_receiver import WeightReceiver
 from skyrl_async.training.export.staging import WeightSender
-from skyrl_async.weights.transfer_group import GLOO, NCCL, GroupPlace, _meet
+from skyrl_async.weights.transfer_group import GLOO, NCCL, GroupPlace, _wait_for_members
 from tests.patience import PATIENCE_S
 from tests.transfer_checks import Receiver, assert_what_is_sent_arrives, form_group, mixed_tensors, published
 
@@ -150,4 +150,4 @@ def test_members_meet_whoever_comes_first() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=PATIENCE_S))
     with ThreadPoolExecutor(3) as members:
-        list(members.map(lambda rank: _meet(store, rank, 3), (2, 0, 1)))
+        list(members.map(lambda rank: _wait_for_members(store, rank, 3), (2, 0, 1)))
