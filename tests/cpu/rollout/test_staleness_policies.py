@@ -131,7 +131,7 @@ class OneCallEngine(ModelledEngine):
         found = {i: self._open[i] for i in request_ids if i in self._open}
         held = await super().partial_outputs([joined.call_id for joined in found.values() if joined.call_id])
         for joined in found.values():
-            joined.hold(held)
+            joined.set_engine_output(held)
         return {i: joined.partial_output() for i, joined in found.items()}
 
 
