@@ -279,8 +279,8 @@ class RequestMachine(RuleBasedStateMachine):
         self.iterate(30)
 
 
-TestExchange = pytest.mark.slow(RequestMachine.TestCase)
-TestExchange.settings = settings(
+TestRequests = pytest.mark.slow(RequestMachine.TestCase)
+TestRequests.settings = settings(
     max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
