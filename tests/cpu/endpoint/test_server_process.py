@@ -62,6 +62,7 @@ class DeadlyEngine(OneAnswerEngine):
     """Kills the first processes that look at it, as many as there are ``deaths``; not the one that made it."""
 
     def __init__(self, directory: Path, deaths: int) -> None:
+        self.num_calls = 0
         self.directory, self.deaths, self.maker = directory, deaths, os.getpid()
 
     @property
@@ -251,11 +252,11 @@ async def test_a_rollout_over_http_outlives_its_front_end_and_costs_no_retry(tmp
             outages=deadlines.outages,
             outage_timeout_s=PATIENCE_S,
         )
-        attempts = RolloutRetrier(generator, max_retries=0, timeout_s=PATIENCE_S, deadlines=deadlines)
+        retrier = RolloutRetrier(generator, max_retries=0, timeout_s=PATIENCE_S, deadlines=deadlines)
         prompt = Prompt(uid="p", messages=tuple(HELLO), env_class="chat")
         request = GroupRequest(prompt=prompt, num_samples=2, sampling=SamplingParams(max_tokens=9))
         async with asyncio.TaskGroup() as tasks:
-            playing = tasks.create_task(attempts.generate(request))
+            playing = tasks.create_task(retrier.generate(request))
             os.kill(await front_end.actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
             while not deadlines.outages.num_over:  # noqa: ASYNC110 - nobody is told
                 await asyncio.sleep(0.05)
