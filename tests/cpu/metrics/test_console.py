@@ -197,7 +197,7 @@ def test_an_outage_and_what_is_stuck_are_said_once(
         pool = EnginePool([engine], wait_s=None)
         outage = Outage(pool, 900.0, console.message)
         pool.drop(engine, "it was killed")
-        outage.look()
+        outage.update()
         outage.end()
         watchdog = Watchdog(lambda: [[status]], lambda: [], threshold_s=60.0, log=lambda _: None, show=console.stuck)
         watchdog.check()
