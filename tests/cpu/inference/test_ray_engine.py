@@ -293,15 +293,17 @@ async def test_an_engine_that_is_killed_while_it_comes_up_boots_again_as_often_a
     ray_session: None, policy_dir: Path, tmp_path: Path, is_core: bool
 ) -> None:
     async def kill(times: int) -> None:
-        killed: set[int] = set()
-        while len(killed) < times:
-            await asyncio.sleep(0.02)
-            processes = {process.pid: process for process in engine_processes(tmp_path)}
-            for process in processes.values():
-                with contextlib.suppress(psutil.Error):
-                    if process.pid not in killed and (process.ppid() in processes) is is_core:
-                        process.kill()
-                        killed.add(process.pid)
+        for _ in range(times):
+            is_killed = False
+            while not is_killed:
+                await asyncio.sleep(0.02)
+                processes = {process.pid: process for process in engine_processes(tmp_path)}
+                for process in processes.values():
+                    with contextlib.suppress(psutil.Error):
+                        if (process.ppid() in processes) is is_core:
+                            process.kill()
+                            is_killed = True
+            await asyncio.to_thread(psutil.wait_procs, list(processes.values()), PATIENCE_S)
 
     async def boot(deaths: int) -> list[RayEngine]:
         config = VLLMEngineConfig(name="engine-0", policy_dir=str(policy_dir))
@@ -314,6 +316,7 @@ async def test_an_engine_that_is_killed_while_it_comes_up_boots_again_as_often_a
     (engine,) = await boot(1)
     assert (await engine.generate(make_request("a"))).token_ids
     await engine.close()
+    await asyncio.to_thread(psutil.wait_procs, engine_processes(tmp_path), PATIENCE_S)
     with pytest.RaisesGroup(
         pytest.RaisesExc(EngineStartError, match="(?s)come up.*; engine.max_restarts=1 are used up")
     ):

@@ -254,7 +254,7 @@ def plain_loop(policy_dir: Path, directory: Path) -> Outcome:
         for step in range(NUM_STEPS):
             drawn = [await running.dataloader.get_next_non_consumed_data() for _ in range(3)]
             groups = [
-                await running.workers._attempts.generate(request(prompt, 3 * step + i))
+                await running.workers._retrier.generate(request(prompt, 3 * step + i))
                 for i, (_, prompt) in enumerate(drawn)
             ]
             figures = [

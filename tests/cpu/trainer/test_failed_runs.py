@@ -155,7 +155,7 @@ def test_a_run_ends_with_what_it_failed_of_first_whatever_happens_until_it_has_e
             run,
             checkpoint_dir=tmp_path_factory.mktemp("checkpoints"),
             generator_over=lambda client: EndsSlowly(client, at, end_s),
-            stop=stop,
+            shutdown=stop,
         )
         workers = simulation.workers
         collect, generate = workers.collect_open_tokens, workers.run
@@ -180,7 +180,7 @@ def test_a_run_ends_with_what_it_failed_of_first_whatever_happens_until_it_has_e
     simulation = run_in_virtual_time(main())
     if what not in ("collecting tokens fails", "the optimizer step fails", "saving fails"):
         path = simulation.trainer.newest_checkpoint
-        assert path is not None and read_state(path).step == simulation.trainer.trained_step > 0
+        assert path is not None and read_state(path).step == simulation.trainer.trained_version > 0
 
 
 def test_a_step_that_waits_for_a_publish_which_fails_has_its_line_too(tmp_path: Path) -> None:
