@@ -294,16 +294,17 @@ async def test_an_engine_that_is_killed_while_it_comes_up_boots_again_as_often_a
 ) -> None:
     async def kill(times: int) -> None:
         for _ in range(times):
-            is_killed = False
-            while not is_killed:
+            killed: list[psutil.Process] = []
+            while not killed:
                 await asyncio.sleep(0.02)
                 processes = {process.pid: process for process in engine_processes(tmp_path)}
                 for process in processes.values():
                     with contextlib.suppress(psutil.Error):
                         if (process.ppid() in processes) is is_core:
                             process.kill()
-                            is_killed = True
-            await asyncio.to_thread(psutil.wait_procs, list(processes.values()), PATIENCE_S)
+                            killed.append(process)
+            gone = killed if is_core else list(processes.values())  # a core follows its actor
+            await asyncio.to_thread(psutil.wait_procs, gone, PATIENCE_S)
 
     async def boot(deaths: int) -> list[RayEngine]:
         config = VLLMEngineConfig(name="engine-0", policy_dir=str(policy_dir))
