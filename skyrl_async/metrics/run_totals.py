@@ -134,7 +134,7 @@ class RunTotals:
     filtered_groups: int = 0
     """Groups finished and not trained, because their rewards did not differ."""
     filtered_by: dict[str, int] = field(default_factory=dict)
-    """Filtered groups by reason (``rollout.dynamic_sampling``); keys are metrics' names."""
+    """Filtered groups by reason (``rollout.finished_group_filter``); keys are metrics' names."""
     idle_seconds: float = 0.0
     train_seconds: float = 0.0
     training_seconds: float = 0.0

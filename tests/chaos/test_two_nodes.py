@@ -71,7 +71,7 @@ class Ready:
 
 
 class Elsewhere:
-    """ReservedDevices of another node."""
+    """Devices that are reserved on another node."""
 
     def __init__(self, node: str) -> None:
         self._node = node
