@@ -20,7 +20,7 @@ from tests.chaos.virtual import SETTINGS, VirtualRun
 from tests.chaos.virtual_attack import attack_virtually
 
 TestARunUnderFaults = pytest.mark.slow(ARunUnderFaults.TestCase)
-TestARunUnderFaults.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+TestARunUnderFaults.settings = settings(stateful_step_count=20)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -78,7 +78,6 @@ rows_of_a_group = st.lists(
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
-@settings(max_examples=30)
 @given(
     groups=st.lists(rows_of_a_group, min_size=1, max_size=4),
     micro_batch_tokens=st.integers(1, 40),

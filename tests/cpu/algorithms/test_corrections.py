@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -47,7 +47,6 @@ def kept(mask: Tensor) -> list[bool]:
     return mask.tolist()
 
 
-@settings(max_examples=50)
 @given(sampled_rows)
 def test_the_weight_of_a_token_is_the_smaller_of_its_ratio_and_the_cap(sampled: Sampled) -> None:
     ratio, _, _ = tensors(sampled)
@@ -57,7 +56,6 @@ def test_the_weight_of_a_token_is_the_smaller_of_its_ratio_and_the_cap(sampled: 
     assert weights.is_cut.tolist() == [math.exp(r) > 2.0 for row in sampled for r, _ in row]
 
 
-@settings(max_examples=50)
 @given(sampled_rows)
 def test_the_weight_of_a_sequence_is_the_smaller_of_the_product_of_its_ratios_and_the_cap(sampled: Sampled) -> None:
     ratio, _, rows = tensors(sampled)
@@ -65,7 +63,6 @@ def test_the_weight_of_a_sequence_is_the_smaller_of_the_product_of_its_ratios_an
     assert weights.values.tolist() == pytest.approx(per_row(sampled, lambda r: min(math.prod(r), 5.0)), abs=1e-6)
 
 
-@settings(max_examples=50)
 @given(sampled_rows)
 def test_each_mask_keeps_what_its_formula_says(sampled: Sampled) -> None:
     ratio, _, rows = tensors(sampled)
@@ -80,7 +77,6 @@ def test_each_mask_keeps_what_its_formula_says(sampled: Sampled) -> None:
     assert kept(outlier_mask(ratio, rows, low=0.3, high=4.0)) == expected
 
 
-@settings(max_examples=50)
 @given(sampled_rows)
 def test_opsm_leaves_out_tokens_of_negative_advantage_in_rows_that_the_policy_would_no_longer_say(
     sampled: Sampled,
@@ -107,7 +103,6 @@ def algorithm_1_of_m2po(row: list[tuple[float, float]], threshold: float) -> lis
     return mask
 
 
-@settings(max_examples=50)
 @given(sampled_rows, st.sampled_from([0.04, 0.5, 2.0]))
 def test_m2po_masks_as_its_algorithm_does_in_each_row(sampled: Sampled, threshold: float) -> None:
     ratio, advantages, rows = tensors(sampled)
@@ -115,7 +110,6 @@ def test_m2po_masks_as_its_algorithm_does_in_each_row(sampled: Sampled, threshol
     assert kept(m2_mask(ratio, advantages, rows, threshold=threshold)) == expected
 
 
-@settings(max_examples=50)
 @given(sampled_rows)
 def test_m2po_within_rows_holds_the_bound_of_the_paper_over_the_whole_batch(sampled: Sampled) -> None:
     ratio, advantages, rows = tensors(sampled)
@@ -135,7 +129,6 @@ def test_mis_and_icepop_are_a_weight_without_a_cap_and_a_mask() -> None:
     assert sequence_mis.tolist() == pytest.approx([0.1, 0.1, 0.1, 0.0, 0.0], abs=1e-6)
 
 
-@settings(max_examples=50)
 @given(sampled_rows)
 def test_masks_with_infinite_bounds_change_nothing(sampled: Sampled) -> None:
     ratio, advantages, rows = tensors(sampled)

@@ -8,7 +8,7 @@ from itertools import islice, product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -327,7 +327,6 @@ def run_in(
     return gradients, merge_figures(figures)
 
 
-@settings(max_examples=25)
 @given(
     st.integers(0, 1000), st.permutations(range(8)), st.lists(st.integers(1, 4), min_size=8, max_size=8), st.booleans()
 )
@@ -354,7 +353,6 @@ def singles_of(several: CorrectionSettings) -> Iterator[CorrectionSettings]:
         yield CorrectionSettings(**{name: getattr(several, name)})
 
 
-@settings(max_examples=25)
 @given(st.integers(0, 1000), st.randoms(use_true_random=False))
 def test_the_factors_of_all_corrections_are_the_product_of_each_in_any_order(seed: int, shuffle: random.Random) -> None:
     batch = collate(random_rows(seed), CPU, is_packed=False)

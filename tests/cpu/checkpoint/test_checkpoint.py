@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.checkpoint import checkpointer as checkpoint_module
@@ -395,7 +395,6 @@ values = st.recursive(
 
 
 @given(value=values)
-@settings(max_examples=40, deadline=None)
 def test_what_is_written_in_pieces_is_the_json_it_was_to_the_last_byte(
     tmp_path_factory: pytest.TempPathFactory, value: Any
 ) -> None:

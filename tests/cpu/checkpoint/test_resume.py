@@ -187,7 +187,7 @@ def step_of(checkpoint: Path | None) -> int:
     mode=st.sampled_from(PauseMode),
     seed=st.integers(0, 3),
 )
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_contract_7_a_run_killed_at_any_moments_trains_every_prompt_of_every_epoch_once(
     tmp_path_factory: pytest.TempPathFactory,
     bound: int,

@@ -83,7 +83,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = pytest.mark.slow(LedgerMachine.TestCase)
-TestLedgerMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestLedgerMachine.settings = settings(stateful_step_count=50)
 
 
 @given(num_prompts=st.integers(1, 20), seed=st.integers(0, 5))

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
@@ -202,7 +202,6 @@ values = st.recursive(
 
 
 @given(values)
-@settings(max_examples=30)
 async def test_what_is_parsed_or_written_in_steps_is_the_same(value: Any) -> None:
     much = {"v": value, "long": [value] * 600, "ids": list(range(25_000))}
     text = json.dumps(much)

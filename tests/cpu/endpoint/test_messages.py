@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -300,7 +300,6 @@ def _written(reasoning: str, text: str, calls: Sequence[ToolCall], emit: Any = l
 
 
 @given(st.lists(answers, min_size=1, max_size=4))
-@settings(deadline=None)
 def test_any_answers_come_back_as_the_messages_they_were(turns: list[tuple[str, str, list[ToolCall]]]) -> None:
     sent: list[Any] = [{"role": "assistant", "content": _written(*turn)["content"]} for turn in turns]
     expected: list[dict[str, Any]] = []
@@ -332,7 +331,6 @@ def _parsed(arguments: str) -> Any:
 
 
 @given(answers)
-@settings(deadline=None)
 def test_the_events_of_any_answer_add_up_to_the_message(answer: tuple[str, str, list[ToolCall]]) -> None:
     events: list[dict[str, Any]] = []
     message = _written(*answer, emit=events.append)
@@ -453,7 +451,6 @@ json_values = st.recursive(
 
 
 @given(json_values, st.dictionaries(st.sampled_from(sorted(MessagesRequest.model_fields)), json_values, max_size=3))
-@settings(deadline=None, max_examples=200)
 def test_any_body_is_a_request_or_a_refusal(messages: Any, fields: dict[str, Any]) -> None:
     try:
         body = MessagesRequest.model_validate({"messages": messages, **fields})

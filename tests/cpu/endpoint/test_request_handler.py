@@ -280,9 +280,7 @@ class RequestMachine(RuleBasedStateMachine):
 
 
 TestRequests = pytest.mark.slow(RequestMachine.TestCase)
-TestRequests.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestRequests.settings = settings(stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize("is_write_resumed", [False, True])

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -292,7 +292,6 @@ def _written(
 
 
 @given(st.lists(answers, min_size=1, max_size=4))
-@settings(deadline=None)
 def test_any_answers_come_back_as_the_messages_they_were(turns: list[tuple[str, str, list[ToolCall]]]) -> None:
     items: list[Any] = []
     expected: list[dict[str, Any]] = []
@@ -306,7 +305,6 @@ def test_any_answers_come_back_as_the_messages_they_were(turns: list[tuple[str, 
 
 
 @given(answers)
-@settings(deadline=None)
 def test_the_events_of_any_answer_add_up_to_the_response(answer: tuple[str, str, list[ToolCall]]) -> None:
     events: list[dict[str, Any]] = []
     response = _written("0" * 32, *answer, emit=events.append)
@@ -453,7 +451,6 @@ json_values = st.recursive(
 
 @pytest.mark.slow
 @given(json_values, st.dictionaries(st.sampled_from(sorted(ResponsesRequest.model_fields)), json_values, max_size=3))
-@settings(deadline=None, max_examples=200)
 def test_any_body_is_a_request_or_a_refusal(items: Any, fields: dict[str, Any]) -> None:
     try:
         body = ResponsesRequest.model_validate({"input": items, **fields})

@@ -71,7 +71,7 @@ async def ask(path: str, body: bytes, is_captured: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", list(post_paths(APP)))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(data=st.data())
 def test_no_body_makes_the_server_fail(path: str, data: st.DataObject) -> None:
     body = data.draw(bodies(APP, path))

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.endpoint.sessions.rows import rows as rows_of
@@ -311,7 +311,6 @@ def trees(draw: st.DrawFn) -> TurnTree:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
 @given(
     tree=trees(),
     branches=st.sampled_from(BranchPolicy),
@@ -374,7 +373,6 @@ def check_row(row: Trajectory, tree: TurnTree, sampled: dict[int, list[float]]) 
         assert [logprob, version] == (sampled[token_id] if mask else [0.0, ENVIRONMENT_VERSION])
 
 
-@settings(max_examples=100, deadline=None)
 @given(tree=trees())
 def test_turns_and_aborts_of_the_rows_add_up_to_the_session_s_without_its_side_requests(tree: TurnTree) -> None:
     found = rows(tree, reward=1.0, is_abandoned=True)

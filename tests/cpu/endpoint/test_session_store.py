@@ -543,4 +543,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = pytest.mark.slow(StoreMachine.TestCase)
-TestStoreMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestStoreMachine.settings = settings(stateful_step_count=50)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.endpoint.sessions.message_key import message_key
@@ -338,7 +338,6 @@ def has_ids(turn: Turn) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_any_history_matches_the_deepest_turn_that_it_continues(data: st.DataObject) -> None:
     harness = Harness(data)

@@ -6,7 +6,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, PromptTooLongError
@@ -64,7 +64,6 @@ async def publish(target: ModelledEngine, version: int, mode: PauseMode = PauseM
 
 
 @given(pauses=st.lists(st.floats(0.01, 1.9), max_size=6), mode=st.sampled_from(PauseMode))
-@settings(max_examples=50, deadline=None)
 def test_a_request_aborted_k_times_gives_the_tokens_of_an_uninterrupted_one(
     pauses: list[float], mode: PauseMode
 ) -> None:
@@ -213,7 +212,6 @@ def test_aborts_that_an_engine_has_continued_by_itself_are_added_up() -> None:
 
 
 @given(pauses=st.lists(st.floats(0.01, 1.9), max_size=6), max_tokens=st.sampled_from([48, 500]), streams=st.booleans())
-@settings(max_examples=50, deadline=None)
 def test_beside_its_engine_a_request_goes_on_through_aborts_to_its_end(
     pauses: list[float], max_tokens: int, streams: bool
 ) -> None:
@@ -451,7 +449,6 @@ def cut_at_stop(
     min_tokens=st.integers(0, 9),
     includes_stop=st.booleans(),
 )
-@settings(deadline=None)
 def test_where_a_stop_string_cuts_does_not_depend_on_the_blocks(
     text: str, stop: list[str], sizes: list[int], num_bytes_cut: int, min_tokens: int, includes_stop: bool
 ) -> None:
@@ -511,7 +508,6 @@ def test_of_two_stop_strings_the_first_to_be_complete_ends_the_text() -> None:
 
 
 @given(text=st.text(max_size=40), cuts=st.lists(st.integers(1, 5), max_size=60))
-@settings(deadline=None)
 def test_streamed_text_is_the_whole_text_whatever_the_blocks(text: str, cuts: list[int]) -> None:
     token_ids = list(text.encode("utf-8", errors="ignore"))
     whole = ByteTokenizer().decode(token_ids)
@@ -530,7 +526,6 @@ def test_streamed_text_is_the_whole_text_whatever_the_blocks(text: str, cuts: li
     stop=st.text(alphabet="ab", min_size=1, max_size=3),
     size=st.integers(1, 4),
 )
-@settings(deadline=None)
 def test_a_stop_string_cuts_at_its_first_occurrence_with_the_fewest_tokens(text: str, stop: str, size: int) -> None:
     token_ids = list(text.encode())
     growing, kept, streamed = CompletionText(ByteTokenizer(), (stop,)), None, ""
@@ -654,7 +649,6 @@ def test_a_budget_of_no_tokens_is_refused_as_such() -> None:
     publishes=st.lists(st.floats(0.01, 3.0), max_size=4),
     cancelled_at=st.floats(0.01, 3.0),
 )
-@settings(max_examples=40, deadline=None)
 def test_deaths_publishes_and_cancellation_cost_no_token_and_leave_no_load(
     deaths: list[tuple[float, int]], publishes: list[float], cancelled_at: float
 ) -> None:

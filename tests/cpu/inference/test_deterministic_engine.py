@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -115,7 +115,6 @@ async def nothing() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
 @given(pauses=st.lists(st.integers(1, 12), max_size=4), sampling=st.sampled_from([GREEDY, RANDOM, LIMITED]))
 def test_a_request_aborted_anywhere_gives_the_bits_of_an_uninterrupted_one(
     policies: tuple[Path, Path], pauses: list[int], sampling: SamplingParams

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, PublishError, StateError
@@ -260,7 +260,6 @@ events = st.lists(
 
 
 @given(events=events, num_requests=st.integers(1, 6), streams=st.booleans())
-@settings(max_examples=60, deadline=None)
 def test_whatever_engines_do_every_answer_is_whole_and_nothing_is_left_open(
     events: list[tuple[float, str, int]], num_requests: int, streams: bool
 ) -> None:

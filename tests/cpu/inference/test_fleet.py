@@ -534,7 +534,6 @@ faults = st.lists(
 
 @pytest.mark.slow
 @given(faults=faults, seed=st.integers(0, 3), mode=st.sampled_from(PauseMode))
-@settings(max_examples=40, deadline=None)
 def test_contract_6_whatever_fails_and_when_all_that_serve_after_a_publish_serve_one_version_and_all_is_trained(
     faults: list[tuple[float, str, int]], seed: int, mode: PauseMode
 ) -> None:
@@ -662,7 +661,7 @@ class LifeMachine(RuleBasedStateMachine):
 
 
 TestLifeMachine = LifeMachine.TestCase
-TestLifeMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestLifeMachine.settings = settings(stateful_step_count=40)
 
 
 def test_the_error_of_a_publish_in_which_the_last_engine_died_says_that_none_may_be_started() -> None:

@@ -195,7 +195,7 @@ def test_where_nothing_waits_for_the_oldest_fewer_of_their_tokens_are_too_old() 
 
 
 @pytest.mark.slow
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 20), kill_at=st.floats(0.5, 30.0), mode=st.sampled_from(PauseMode))
 def test_moves_and_an_engine_that_dies_lose_no_group(seed: int, kill_at: float, mode: PauseMode) -> None:
     async def main() -> Simulation:

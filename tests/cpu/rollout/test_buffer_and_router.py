@@ -183,7 +183,7 @@ class BufferMachine(RuleBasedStateMachine):
 
 
 TestBufferMachine = BufferMachine.TestCase
-TestBufferMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestBufferMachine.settings = settings(stateful_step_count=40)
 
 
 class RouterMachine(RuleBasedStateMachine):
@@ -257,7 +257,7 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 TestRouterMachine = RouterMachine.TestCase
-TestRouterMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestRouterMachine.settings = settings(stateful_step_count=50)
 
 
 def test_without_engines_a_request_is_refused_by_name() -> None:

@@ -88,7 +88,6 @@ def uid(group: tuple[Trajectory, ...]) -> str:
     limits_buffered=st.booleans(),
     seed=st.integers(0, 5),
 )
-@settings(max_examples=40, deadline=None)
 def test_every_mini_batch_is_full_of_groups_with_a_signal_whatever_the_policy_and_the_schedule(
     share: float,
     bound: int,
@@ -128,7 +127,6 @@ def test_every_mini_batch_is_full_of_groups_with_a_signal_whatever_the_policy_an
 
 @pytest.mark.slow
 @given(share=st.sampled_from([0.2, 0.6]), bound=st.integers(0, 3), seed=st.integers(0, 5))
-@settings(max_examples=15, deadline=None)
 def test_contract_1_in_each_epoch_every_prompt_is_trained_or_filtered_and_the_data_s_end_loses_none(
     share: float, bound: int, seed: int
 ) -> None:
@@ -148,7 +146,7 @@ def test_contract_1_in_each_epoch_every_prompt_is_trained_or_filtered_and_the_da
     bound=st.integers(0, 3),
     seed=st.integers(0, 5),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_contract_7_a_killed_and_resumed_run_trains_or_filters_each_prompt_once_per_epoch(
     tmp_path_factory: pytest.TempPathFactory, kill_at: float, policy: str, bound: int, seed: int
 ) -> None:
@@ -222,7 +220,6 @@ def test_contract_3_staleness_zero_trains_what_a_plain_loop_of_draw_until_full_t
     share=st.sampled_from([0.4, 1.0]),
     publish_every=st.integers(1, 2),
 )
-@settings(max_examples=20, deadline=None)
 def test_with_weights_that_change_between_batches_what_is_trained_does_not_depend_on_how_long_anything_takes(
     tokens_per_second: float,
     seconds_per_token: float,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
@@ -287,7 +287,6 @@ outcomes = st.lists(st.sampled_from([OK, FAIL, HANG]), max_size=4)
     max_retries=st.integers(0, 3),
     policy=st.sampled_from(OnFailedSamples),
 )
-@settings(max_examples=200, deadline=None)
 def test_a_group_comes_out_once_in_bounded_time_and_no_finished_sample_is_played_again(
     script: dict[int, list[str]], num_samples: int, max_retries: int, policy: OnFailedSamples
 ) -> None:
@@ -494,7 +493,6 @@ class Unreliable(ModelledGenerator):
     bound=st.integers(0, 2),
     max_retries=st.integers(0, 2),
 )
-@settings(max_examples=25, deadline=None)
 def test_contract_8_whatever_fails_every_prompt_is_trained_or_failed_once(
     seed: int, share: float, policy: OnFailedSamples, bound: int, max_retries: int
 ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.errors import EngineDeadError, GenerationError
@@ -69,7 +69,6 @@ async def publish(served: ModelledEngine, version: int, mode: PauseMode = PauseM
 
 
 @given(num_begun=st.integers(0, 250), stop=st.sampled_from([(), ("hij",), ("xyzabc",)]), budget=st.integers(1, 250))
-@settings(max_examples=80, deadline=None)
 def test_a_generation_begun_with_its_first_tokens_ends_like_the_whole_one(
     num_begun: int, stop: tuple[str, ...], budget: int
 ) -> None:
@@ -163,7 +162,6 @@ def test_what_cannot_be_continued_begins_anew_and_is_not_followed() -> None:
     publish_at=st.floats(0.1, 1.5),
     removed=st.sampled_from([None, "e0", "e1"]),
 )
-@settings(max_examples=15, deadline=None)
 def test_what_is_sampled_so_far_is_a_head_of_the_completion_whenever_one_looks(
     mode: PauseMode, stop: tuple[str, ...], looks: list[float], publish_at: float, removed: str | None
 ) -> None:

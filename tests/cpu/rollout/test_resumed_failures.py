@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.errors import GenerationError
@@ -77,7 +77,6 @@ def play(generator: Halves, saved: SampleStates, looks: list[dict[int, SampleSta
     kept=st.dictionaries(st.integers(0, NUM_SAMPLES - 1), st.booleans()),
     num_failures=st.dictionaries(st.integers(0, NUM_SAMPLES - 1), st.integers(0, 2)),
 )
-@settings(max_examples=60, deadline=None)
 def test_contract_7_a_resumed_group_plays_what_failed_again_and_what_finished_never(
     kept: dict[int, bool], num_failures: dict[int, int]
 ) -> None:

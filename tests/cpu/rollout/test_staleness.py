@@ -103,7 +103,7 @@ class CapacityRule(RuleBasedStateMachine):
 
 
 TestCapacityRule = pytest.mark.slow(CapacityRule.TestCase)
-TestCapacityRule.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestCapacityRule.settings = settings(stateful_step_count=60)
 
 
 def test_waiters_are_admitted_first_come_first_served() -> None:

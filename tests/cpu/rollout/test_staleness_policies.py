@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.algorithms.advantages import row_advantages
@@ -58,7 +58,6 @@ def trained_lags(simulation: Simulation) -> list[int]:
     mode=st.sampled_from(PauseMode),
     streamed=st.booleans(),
 )
-@settings(max_examples=10, deadline=None)
 def test_contract_2_mask_trains_no_token_past_the_bound_and_waits_for_none(
     bound: int, sigma: float, seed: int, mode: PauseMode, streamed: bool
 ) -> None:
@@ -76,7 +75,6 @@ def test_contract_2_mask_trains_no_token_past_the_bound_and_waits_for_none(
 
 @pytest.mark.slow
 @given(bound=st.integers(0, 3), sigma=st.sampled_from([0.8, 1.5]), seed=st.integers(0, 5), streamed=st.booleans())
-@settings(max_examples=10, deadline=None)
 def test_contract_2_resample_trains_no_group_past_the_bound_and_each_uid_once(
     bound: int, sigma: float, seed: int, streamed: bool
 ) -> None:
@@ -294,7 +292,6 @@ def test_the_needed_bound_is_the_staleness_without_the_wait() -> None:
 
 
 @given(waits=st.lists(st.tuples(st.integers(0, 500), st.floats(0.01, 10.0), st.integers(1, 9)), max_size=600))
-@settings(max_examples=30)
 def test_the_costliest_uids_are_kept_and_no_second_is_lost(waits: list[tuple[int, float, int]]) -> None:
     cost = BoundCost()
     for uid, seconds, bound in waits:

@@ -58,10 +58,9 @@ class AQueue(RuleBasedStateMachine):
 
 
 TestAQueue = AQueue.TestCase
-TestAQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAQueue.settings = settings(stateful_step_count=40)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     visits=st.lists(
         st.tuples(

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -137,7 +137,6 @@ TestAnyMoves = pytest.mark.slow(AnyMoves.TestCase)
     seconds=st.lists(st.floats(0, 5), min_size=4, max_size=4),
     failing=st.none() | st.tuples(st.integers(0, 2), st.integers(0, 11)),
 )
-@settings(max_examples=60, deadline=None)
 def test_every_item_goes_through_once_in_order_or_the_first_error_ends_everything(
     num_items: int, bounds: list[int], seconds: list[float], failing: tuple[int, int] | None
 ) -> None:
@@ -323,7 +322,6 @@ def test_an_error_inside_is_the_stages_and_a_cancellation_is_not() -> None:
 
 
 @given(data=st.data(), bound=st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
 def test_a_channel_serves_in_line_whoever_is_cancelled(data: st.DataObject, bound: int) -> None:
     async def main() -> None:
         channel = Channel[int](bound)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.checkpoint.checkpointer import read_state
@@ -76,7 +76,6 @@ def ended_by_a_failure(
 
 
 @given(at=st.floats(6.0, 40.0), has_engine=st.booleans())
-@settings(max_examples=40, deadline=None)
 def test_a_failure_in_an_optimizer_step_lets_it_end_and_saves_and_logs_it(
     tmp_path_factory: pytest.TempPathFactory, at: float, has_engine: bool
 ) -> None:
@@ -139,7 +138,6 @@ RESAMPLING = replace(
     what=st.sampled_from(sorted(AFTERWARDS)),
     after_s=st.floats(0.0, 6.0),
 )
-@settings(max_examples=60, deadline=None)
 def test_a_run_ends_with_what_it_failed_of_first_whatever_happens_until_it_has_ended(
     tmp_path_factory: pytest.TempPathFactory,
     run: SimulationSettings,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state
@@ -88,7 +88,6 @@ def resumed(path: Path, settings: SimulationSettings) -> Simulation:
     interval=st.sampled_from([0, 1, 3]),
     seed=st.integers(0, 3),
 )
-@settings(max_examples=20, deadline=None)
 def test_contract_7_a_stopped_run_ends_in_time_and_loses_no_finished_group(
     tmp_path_factory: pytest.TempPathFactory,
     at: float,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer
@@ -44,7 +44,6 @@ def step_values(simulation: Simulation, name: str) -> list[float]:
     mode=st.sampled_from(PauseMode),
     streamed=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
 def test_contract_2_wait_trains_no_group_past_the_bound_and_drops_none(
     bound: int, sigma: float, seed: int, mode: PauseMode, streamed: bool
 ) -> None:
@@ -101,7 +100,6 @@ def test_contract_3_staleness_zero_trains_what_a_plain_loop_trains() -> None:
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 5), num_prompts=st.integers(5, 30))
-@settings(max_examples=20, deadline=None)
 def test_contract_1_every_prompt_of_every_epoch_is_trained_once(seed: int, num_prompts: int) -> None:
     settings = replace(LONG_TAILED, num_steps=None, num_epochs=3, num_prompts=num_prompts, mini_batch_size=4, seed=seed)
     simulation = simulate(settings)
@@ -366,7 +364,6 @@ def test_contract_7_a_resumed_run_trains_what_an_uninterrupted_one_trains(tmp_pa
 
 @pytest.mark.slow
 @given(bound=st.integers(0, 3), interval=st.integers(1, 4), seed=st.integers(0, 3))
-@settings(max_examples=15, deadline=None)
 def test_contract_7_across_any_checkpoint_every_uid_is_trained_once(
     tmp_path_factory: pytest.TempPathFactory, bound: int, interval: int, seed: int
 ) -> None:

@@ -72,7 +72,6 @@ class Failing(ModelledGenerator):
     deterministic=st.booleans(),
     has_steps=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
 def test_contract_1_and_2_under_failures_and_deaths_each_uid_is_in_one_state_and_the_bound_holds(
     seed: int,
     probability: float,
@@ -231,7 +230,7 @@ def test_contract_8_the_run_stops_as_soon_as_the_limit_is_certain_to_be_passed(l
     interval=st.integers(1, 3),
     seed=st.integers(0, 3),
 )
-@settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_contract_7_a_run_resumes_with_another_batch_size_bound_or_number_of_workers(
     tmp_path_factory: pytest.TempPathFactory,
     bounds: tuple[int, int],
@@ -456,7 +455,6 @@ def test_evaluation_tokens_are_those_sampled_and_an_evaluation_still_running_at_
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 5), kill_at=st.floats(1.0, 80.0))
-@settings(max_examples=15, deadline=None)
 def test_contract_7_a_kill_at_any_moment_and_a_resume_train_each_uid_once(
     tmp_path_factory: pytest.TempPathFactory, seed: int, kill_at: float
 ) -> None:

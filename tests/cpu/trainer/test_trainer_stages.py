@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer
@@ -77,7 +77,6 @@ def run(settings: SimulationSettings, **parts) -> tuple[Simulation, list[tuple[s
 
 @pytest.mark.slow
 @given(bound=st.integers(0, 3), sigma=st.sampled_from([0.0, 0.8]), every=st.integers(1, 4), streamed=st.booleans())
-@settings(max_examples=20, deadline=None)
 def test_each_step_is_trained_then_published_and_only_then_sampled_from(
     bound: int, sigma: float, every: int, streamed: bool
 ) -> None:
@@ -419,7 +418,6 @@ ONE_STEP_OFF = replace(
     seconds_per_token=st.sampled_from([1e-4, 1e-3, 1e-2]),
     seed=st.integers(0, 3),
 )
-@settings(max_examples=15, deadline=None)
 def test_one_step_off_generates_the_next_whole_batch_while_this_one_trains_and_changes_weights_between(
     sigma: float, seconds_per_token: float, seed: int
 ) -> None:
@@ -639,7 +637,6 @@ def test_without_pinning_each_evaluation_is_logged_at_a_version_that_its_tokens_
 
 @pytest.mark.slow
 @given(bound=st.integers(0, 2), every=st.integers(1, 3), sigma=st.sampled_from([0.0, 1.2]))
-@settings(max_examples=10, deadline=None)
 def test_pinned_evaluations_hold_up_no_bound_for_ever(bound: int, every: int, sigma: float) -> None:
     simulation, _ = run(replace(VALIDATING, max_staleness_steps=bound, eval_interval_steps=every, sigma=sigma))
     assert simulation.trainer.served_version == VALIDATING.num_steps

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
@@ -138,7 +138,6 @@ def packed_model(request: pytest.FixtureRequest) -> TokenLogprobs:
 tokens = st.integers(0, VOCABULARY - 1)
 
 
-@settings(max_examples=30)
 @given(
     rows=st.lists(st.lists(tokens, min_size=3, max_size=9), min_size=2, max_size=5),
     where=st.integers(0, 1000),

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -253,7 +253,6 @@ def undisturbed(calls: Sequence[str]) -> list[Any]:
     hangs=st.booleans(),
     max_journal_bytes=st.sampled_from([0, 500, 1 << 20]),
 )
-@settings(max_examples=150, deadline=None)
 def test_any_calls_and_any_deaths_give_the_answers_and_weights_of_workers_that_live(
     calls: list[str], deaths: dict[int, bool], hangs: bool, max_journal_bytes: int
 ) -> None:
@@ -264,7 +263,6 @@ def test_any_calls_and_any_deaths_give_the_answers_and_weights_of_workers_that_l
 
 
 @given(deaths=st.sets(st.integers(2, 9), min_size=1), max_restarts=st.integers(0, 3))
-@settings(max_examples=50, deadline=None)
 def test_more_deaths_than_restarts_end_with_the_error_of_the_call(deaths: set[int], max_restarts: int) -> None:
     script = FailureScript(
         [(number, False) for number in range(2, 100)] if len(deaths) > 4 else [(n, True) for n in deaths]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -43,7 +43,6 @@ tensors = st.lists(
 
 @pytest.mark.slow
 @given(weights=tensors, send_bytes=st.integers(1, 3000), load_bytes=st.integers(1, 3000))
-@settings(max_examples=60, deadline=None)
 def test_mixed_dtypes_arrive_as_they_were_whatever_the_buckets(
     weights: dict[str, torch.Tensor], send_bytes: int, load_bytes: int
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError, WeightsTransferError, WorkerDiedError
@@ -165,7 +165,6 @@ events = st.lists(st.sampled_from(["fine", "fine", "die", "refuse", "freeze"]), 
 
 
 @given(plans=st.lists(events, min_size=1, max_size=4), double_buffer=st.booleans())
-@settings(max_examples=80, deadline=None)
 def test_contract_5_whatever_happens_in_broadcasts_all_engines_that_are_left_serve_one_version(
     plans: list[list[str]], double_buffer: bool
 ) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from skyrl_async.errors import EngineDeadError
@@ -107,7 +107,6 @@ placements = st.sampled_from(
     validates=st.booleans(),
     seed=st.integers(0, 5),
 )
-@settings(max_examples=15, deadline=None)
 @example(("policy", "generate"), "wait", 1, 1, 2.0, 0.0, True, False, False, True, 0)
 @example(("policy", "ref", "logp", "generate"), "wait", 0, 1, 2.0, 5.0, True, True, True, True, 0)
 def test_whatever_shares_devices_and_however_staleness_is_bound_every_step_is_trained(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.errors import (
@@ -172,7 +172,6 @@ plans = st.fixed_dictionaries(
 
 
 @given(plan=st.lists(plans, min_size=1, max_size=3))
-@settings(max_examples=80, deadline=None)
 def test_contract_5_whatever_engines_do_all_that_are_left_serve_one_version_and_none_is_paused(
     plan: list[dict[str, list[str]]],
 ) -> None:
@@ -199,7 +198,6 @@ def test_contract_5_whatever_engines_do_all_that_are_left_serve_one_version_and_
 
 
 @given(at=st.floats(0.0, 2.6), call=st.sampled_from(["pause", "load", "resume"]))
-@settings(max_examples=40, deadline=None)
 def test_contract_5_a_publish_cancelled_at_any_moment_leaves_no_engine_paused(at: float, call: str) -> None:
     async def main() -> None:
         setting = Setting(2)
@@ -472,7 +470,6 @@ def test_a_failure_of_the_policy_is_no_failed_publish_and_is_not_tried_again(tmp
 
 
 @given(at=st.floats(0.0, 3.0), has_publish=st.booleans())
-@settings(max_examples=40, deadline=None)
 def test_contract_6_an_engine_that_joins_beside_a_publish_serves_what_the_others_serve(
     at: float, has_publish: bool
 ) -> None:
@@ -704,7 +701,6 @@ def test_a_publish_killed_in_any_phase_leaves_every_engine_on_the_old_version_an
 
 @pytest.mark.parametrize("double_buffer", [True, False])
 @given(at=st.floats(5.0, 9.0))
-@settings(max_examples=40, deadline=None)
 def test_a_publish_cancelled_while_engines_load_elsewhere_leaves_all_of_them_on_one_version(
     double_buffer: bool, at: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

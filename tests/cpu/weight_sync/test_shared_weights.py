@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
@@ -271,7 +271,6 @@ def setting(num_engines: int, max_retries: int = 0) -> tuple[Sharer, list[Neighb
     plans=st.lists(st.lists(st.sampled_from(["fine", "fine", "die", "refuse"]), max_size=4), min_size=1, max_size=3),
     max_retries=st.integers(0, 1),
 )
-@settings(max_examples=60, deadline=None)
 def test_contract_5_whatever_happens_to_engines_nothing_is_given_back_while_it_is_read_and_all_serve_one_version(
     plans: list[list[str]], max_retries: int
 ) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.errors import EngineDeadError
@@ -111,7 +111,6 @@ def test_a_death_of_the_only_engine_between_a_send_and_its_load_stops_no_run_and
     send_seconds=st.sampled_from([0.0, 0.5, 10.0]),
     seconds_per_token=st.sampled_from([0.0, 1e-3]),
 )
-@settings(max_examples=60, deadline=None)
 def test_whenever_engines_die_with_or_without_a_second_buffer_the_run_gets_on_and_versions_are_kept_apart(
     job: SimulationSettings,
     double_buffer: bool,

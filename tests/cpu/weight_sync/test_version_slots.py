@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -97,7 +97,6 @@ class SlotsMachine(RuleBasedStateMachine):
 
 
 TestSlots = SlotsMachine.TestCase
-TestSlots.settings = settings(max_examples=60, deadline=None)
 
 
 def test_an_engine_lags_by_the_steps_it_does_not_serve_since_the_first_of_them_was_completed() -> None:
