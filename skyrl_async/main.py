@@ -42,7 +42,7 @@ from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.tasks import first_failure
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
 from skyrl_async.trainer.run import LogGroups, TrainerCallbacks
-from skyrl_async.weight_sync.lag import Lag
+from skyrl_async.weight_sync.publisher import Lag
 
 logger = logging.getLogger("skyrl_async.main")
 _only_in_file = logging.getLogger("run")

@@ -52,11 +52,8 @@ class _Outcome:
     was_used: bool
     """Whether the group is an older one, which may have broken since, such as by a restart of rank 0."""
     deaths: dict[str, EngineDeadError] = field(default_factory=dict)
-    failure: SkyRLAsyncError | None = None
-    """The first failure other than a death."""
-
-    def note(self, failure: SkyRLAsyncError) -> None:
-        self.failure = self.failure or failure
+    failures: list[SkyRLAsyncError] = field(default_factory=list)
+    """Failures other than deaths, in the order in which they came."""
 
 
 class WeightBroadcast:
@@ -113,11 +110,11 @@ class WeightBroadcast:
             for engine in [engine for engine in receivers if engine.name in outcome.deaths]:
                 engines.remove(engine)
                 await on_death(engine, outcome.deaths[engine.name])
-            if outcome.failure is not None and not outcome.deaths and not outcome.was_used:
+            if outcome.failures and not outcome.deaths and not outcome.was_used:
                 raise PublishError(
-                    f"version {update.version} did not get to every engine: {outcome.failure} (in each bucket a member is waited for, for "
-                    f"weight_sync.transfer_timeout_s={self._timeout_s:g})"
-                ) from outcome.failure
+                    f"version {update.version} did not get to every engine: {outcome.failures[0]} (in each bucket a member is waited for, "
+                    f"for weight_sync.transfer_timeout_s={self._timeout_s:g})"
+                ) from outcome.failures[0]
 
     async def _broadcast(
         self, receivers: Sequence[ReceivingEngine], update: WeightUpdate, kept: Collection[str]
@@ -133,7 +130,10 @@ class WeightBroadcast:
                 tasks.create_task(self._receive(engine, update, kept, outcome), name=f"receive-{engine.name}"): engine
                 for engine in receivers
             }
-            await self._send(update, outcome)
+            try:
+                await self._policy.broadcast_weights(Path(_path_of(update)), self._bucket_bytes)
+            except WeightsTransferError as error:
+                outcome.failures.append(error)
             wait_s = self._timeout_s + _GRACE_S
             _, silent = await asyncio.wait(receiving, timeout=wait_s)
             for task in silent:
@@ -141,7 +141,7 @@ class WeightBroadcast:
                 name = receiving[task].name
                 reason = f"{name} has not received version {update.version} {wait_s:g} s after it was sent"
                 outcome.deaths[name] = EngineDeadError(reason)
-        if not outcome.deaths and outcome.failure is None:
+        if not outcome.deaths and not outcome.failures:
             self._members = members
         return outcome
 
@@ -159,12 +159,6 @@ class WeightBroadcast:
             {f"connect-{engine.name}": connect(rank, engine) for rank, engine in enumerate(receivers, 1)}
         )
 
-    async def _send(self, update: WeightUpdate, outcome: _Outcome) -> None:
-        try:
-            await self._policy.broadcast_weights(Path(_path_of(update)), self._bucket_bytes)
-        except WeightsTransferError as error:
-            outcome.note(error)
-
     async def _receive(
         self, engine: ReceivingEngine, update: WeightUpdate, kept: Collection[str], outcome: _Outcome
     ) -> None:
@@ -176,7 +170,7 @@ class WeightBroadcast:
             outcome.deaths[engine.name] = error
         except PublishError as error:
             self._held[engine] = before & set(kept)
-            outcome.note(error)
+            outcome.failures.append(error)
 
 
 def _path_of(update: WeightUpdate) -> str:

@@ -8,11 +8,10 @@ cancellation waiting. Where updates come from, and engines that join meanwhile, 
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from skyrl_async.errors import EngineDeadError, NoEngineError, PublishError
@@ -71,15 +70,18 @@ class EngineWeightUpdater:
         with self._trace.span("stage", track="publish", version=update.version):
             await self.everywhere("stage", stage, engines)
 
-    async def __call__(
+    @asynccontextmanager
+    async def loaded(
         self,
         engines: list[InferenceEngine],
         update: WeightUpdate,
         before: WeightUpdate | None,
         serving_version: int | None,
-        on_loaded: Callable[[], None] = lambda: None,
-    ) -> EngineUpdateTimes:
+    ) -> AsyncIterator[EngineUpdateTimes]:
         """Make ``engines`` serve ``update``; engines that die are removed from the list.
+
+        The block runs, without waiting for anything, once all have loaded and before any resumes. From then on they serve ``update``,
+        whatever happens.
 
         Args:
             engines: all of the run's.
@@ -87,9 +89,8 @@ class EngineWeightUpdater:
             before: what they serve now, to roll back to; None: its files are gone, and engines that have loaded ``update`` are closed
                 in a roll-back.
             serving_version: the version they serve now; None before the first update.
-            on_loaded: called once all have loaded. Whatever happens from then on, they serve ``update``.
 
-        Raises ``PublishError`` if an engine refuses. After that, or after another error or a cancellation before ``on_loaded``, all of them
+        Raises ``PublishError`` if an engine refuses. After that, or after another error or a cancellation before the block, all of them
         serve ``serving_version`` again. Raises ``NoEngineError`` if all die and none is expected.
         """
         asked = self._clock()
@@ -97,13 +98,11 @@ class EngineWeightUpdater:
             with self._trace.span("load", track="publish", version=update.version) as shown:
                 acknowledge = await self._load(engines, update, before, serving_version)
                 shown["acknowledge_s"] = acknowledge
-            loaded = self._clock()
-            on_loaded()
+            yield EngineUpdateTimes(acknowledge=acknowledge, load=self._clock() - asked - acknowledge)
             await self._rearrange(engines)
         finally:
             await self.resume(engines)
         self._require(engines, "resume")
-        return EngineUpdateTimes(acknowledge=acknowledge, load=loaded - asked - acknowledge)
 
     async def everywhere(self, what: str, call: EngineCall, engines: list[InferenceEngine]) -> dict[str, Any]:
         """Call all engines at once and return the answers by name. Engines that die are closed and removed from ``engines``.
@@ -254,18 +253,3 @@ def _is_being_cancelled() -> bool:
 def what_serves(version: int | None) -> str:
     """What engines serve after a failed publish, as text for its error."""
     return "the run cannot begin" if version is None else f"every engine still serves version {version}"
-
-
-def files_of(update: WeightUpdate) -> list[Path]:
-    """The files written for an update."""
-    return [Path(chunk[key]) for chunk in update.chunks for key in ("path", "config_path") if key in chunk]
-
-
-def delete_update_files(update: WeightUpdate) -> None:
-    """Delete the files of an update and their directory."""
-    paths = files_of(update)
-    for path in paths:
-        path.unlink(missing_ok=True)
-    for directory in {path.parent for path in paths}:
-        with contextlib.suppress(OSError):
-            directory.rmdir()

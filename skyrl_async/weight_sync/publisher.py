@@ -3,18 +3,16 @@
     policy ──gather──> staging ──send──> buckets ──load: (stage) pause, load──> every engine acknowledged ──> resume
        training waits     └ training goes on    └ an engine that joins later ──checksum──> load ──checksum──> takes requests
 
-Every engine acknowledges its pause; nothing sleeps instead (contract 5). Requests, groups and the trainer are unknown here.
+Every engine acknowledges its pause; nothing sleeps instead (contract 5). Requests, groups and the trainer are unknown here. Versions come
+one after another: ``trainer.step_gate`` says when the policy may change, and none is gathered before the one before is sent.
 """
 
 import asyncio
-import itertools
 import logging
-import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,16 +20,13 @@ from skyrl_async.errors import EngineDeadError, PublishError, WeightsLostError, 
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.runtime.changes import Changes
-from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import PauseMode, WeightUpdate
 from skyrl_async.weight_sync.broadcast import ShareWeights, WeightBroadcast, from_files_alone
 from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
-from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater, delete_update_files, files_of, what_serves
-from skyrl_async.weight_sync.lag import Lag, LagMonitor
+from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater, what_serves
 from skyrl_async.weight_sync.verifier import WeightVerifier
-from skyrl_async.weight_sync.version_slots import SentUpdate, VersionSlots, require_shm_capacity
+from skyrl_async.weight_sync.weight_files import WeightFiles, require_shm_capacity
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +61,64 @@ class PublishTimes:
     """The part of the pause until the last engine has loaded."""
     num_bytes: int
     """Size of the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lag:
+    """How far the engines lag behind the trainer."""
+
+    steps: int = 0
+    """Optimizer steps completed and not yet served."""
+    seconds: float = 0.0
+    """Time since the first of those steps was completed; 0 if there is none."""
+
+
+class LagMonitor:
+    """Computes the lag from what the publisher reports. No I/O and no clock: callers say when things happened."""
+
+    def __init__(self) -> None:
+        self._trained_at: dict[int, float] = {}
+        """Versions that are not served yet."""
+        self._served: int | None = None
+        self._largest = Lag()
+        """Largest since the last call of ``values``."""
+
+    def trained(self, version: int, now: float) -> None:
+        """The trainer holds ``version`` from ``now`` on. Later calls for the same version change nothing."""
+        self._trained_at.setdefault(version, now)
+
+    def serves(self, version: int, now: float) -> None:
+        """Every engine serves ``version`` from ``now`` on."""
+        self._record(now)
+        self._served = version
+        self._trained_at = {trained: at for trained, at in self._trained_at.items() if trained > version}
+
+    def lag(self, now: float) -> Lag:
+        """The lag now; none before the first version is served."""
+        missing = {} if self._served is None else {v: at for v, at in self._trained_at.items() if v > self._served}
+        if self._served is None or not missing:
+            return Lag()
+        return Lag(steps=max(missing) - self._served, seconds=now - min(missing.values()))
+
+    def values(self, now: float) -> dict[str, float]:
+        """The largest lag since the last call, as metrics."""
+        self._record(now)
+        largest, self._largest = self._largest, self.lag(now)
+        return {"weight_sync/lag_steps_max": float(largest.steps), "timing/weight_sync_lag_max": largest.seconds}
+
+    def _record(self, now: float) -> None:
+        lag, largest = self.lag(now), self._largest
+        self._largest = Lag(steps=max(lag.steps, largest.steps), seconds=max(lag.seconds, largest.seconds))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SentVersion:
+    """A version whose files are complete."""
+
+    update: WeightUpdate
+    directory: Path
+    gather_seconds: float
+    send_seconds: float
 
 
 class WeightPublisher:
@@ -131,16 +184,14 @@ class WeightPublisher:
         self._share = share
         self._followers = followers
         self._clock = clock
-        self._slots = VersionSlots()
-        self._slots_changes = Changes()
-        self._gathered: tuple[int, float] | None = None
-        """(version, seconds) of the weights in the policy's staging memory."""
-        self._staging_lock = asyncio.Lock()
+        self._files = WeightFiles(directory)
         self._is_capacity_checked = False
-        self._send_numbers = itertools.count()
-        self._threads = DaemonThreads("weight-files")
-        self._deletions: dict[asyncio.Future[None], Callable[[], None]] = {}
-        """Deletions running in threads: the kernel frees memory only about as fast as it is written."""
+        self._gather_seconds = 0.0
+        self._sent: _SentVersion | None = None
+        """Waits to be loaded, or is being loaded."""
+        self._served: _SentVersion | None = None
+        """What engines serve, while its files are there."""
+        self._served_version: int | None = None
         self._updater = EngineWeightUpdater(client, pause_mode=pause_mode, trace=trace, clock=clock)
         self._verifier = WeightVerifier(
             client=client,
@@ -151,15 +202,15 @@ class WeightPublisher:
             max_logprob_gap=max_logprob_gap,
             hold_engines=hold_engines,
         )
-        self._engines_change = asyncio.Lock()
-        self.lag = LagMonitor()
-        """Lags by the versions published, or by every step if ``trained`` is called for each."""
+        self._engines_change = asyncio.Condition()
+        """Held while the version of an engine changes; notified when another one is served."""
+        self._lag = LagMonitor()
         client.pool.admission = self.admission
 
     @property
     def serving(self) -> WeightUpdate | None:
-        """The update that every engine serves; its files stay until the next publish has succeeded. None before the first."""
-        return self._slots.serving
+        """The update that every engine serves, while its files are there; without a double buffer only until the next one is sent."""
+        return None if self._served is None else self._served.update
 
     @property
     def keeps_served_version(self) -> bool:
@@ -169,79 +220,72 @@ class WeightPublisher:
     async def publish(self, version: int) -> PublishTimes:
         """Make every engine serve ``version``; on return all, and at least one, have acknowledged it. Raises what the phases raise."""
         await self.gather(version)
-        await self.send(version)
-        times = await self.load()
-        if times is None or times.version != version:
-            raise PublishError(
-                f"version {version} was not published: {what_serves(self._slots.serving_version)}, and a publish has to be the only "
-                "one that is under way"
-            )
+        times = await self.load() if await self.send(version) else None
+        if times is None:
+            raise PublishError(f"version {version} was not published: {what_serves(self._served_version)}")
         return times
 
     def trained(self, version: int) -> None:
         """The policy holds ``version`` from now on, published or not; ``lag_values`` are measured by it."""
-        self.lag.trained(version, self._clock())
+        self._lag.trained(version, self._clock())
 
     async def gather(self, version: int) -> None:
-        """Copy the policy's weights to its staging memory; on return they may change. Waits for a running ``send``.
+        """Copy the policy's weights to its staging memory; on return they may change. The version before must be sent.
 
         Raises ``ConfigError`` at the first call if shared memory has no room for the weights.
         """
-        async with self._staging_lock:
-            started = self._clock()
-            self.trained(version)
-            with self._trace.span("gather", track="publish", version=version):
-                num_bytes = await self._policy.gather_weights(version)
-            if not self._is_capacity_checked:
-                require_shm_capacity(self._directory, num_bytes, double_buffer=self._double_buffer)
-                self._is_capacity_checked = True
-            self._gathered = version, self._clock() - started
+        started = self._clock()
+        self.trained(version)
+        with self._trace.span("gather", track="publish", version=version):
+            num_bytes = await self._policy.gather_weights(version)
+        if not self._is_capacity_checked:
+            require_shm_capacity(self._directory, num_bytes, double_buffer=self._double_buffer)
+            self._is_capacity_checked = True
+        self._gather_seconds = self._clock() - started
 
     async def send(self, version: int) -> bool:
-        """Send the gathered version, which ``load`` then loads. Versions are sent one after another, beside training and generation.
+        """Send the gathered version, which ``load`` then loads. The version before must be loaded; if it is not, it is deleted.
 
-        Without a double buffer this first waits until the version before is loaded, and deletes its buckets. Returns False if policy
-        workers died with the copy after a further step, or another version was gathered since; then a newer one follows.
-        Raises ``PublishError`` if there is no room, after the retries. After any failure none of its buckets is left.
+        Without a double buffer this first deletes the buckets of the version served. Returns False if policy workers died with the copy
+        after a further step; then a newer one follows. Raises ``PublishError`` if there is no room, after the retries. After any failure
+        none of its buckets is left.
         """
-        async with self._staging_lock:
-            if self._gathered is None or self._gathered[0] != version:
-                return False
-            if not self._double_buffer:
-                await self._slots_changes.until(lambda: self._slots.is_idle)
-                async with self._engines_change:
-                    self._delete(self._slots.release_served())
-            started = self._clock()
-            try:
-                with self._trace.span("send", track="publish", version=version):
-                    update = await self._retried(lambda _: self._send(version))
-            except WeightsLostError as error:
-                logger.warning("version %d is not published: %s", version, error)
-                return False
-            send_seconds = self._clock() - started
-            gather_seconds = self._gathered[1]
-            self._delete(
-                self._slots.add(SentUpdate(update=update, gather_seconds=gather_seconds, send_seconds=send_seconds))
-            )
-            return True
+        self._drop_sent()
+        if not self._double_buffer:
+            async with self._engines_change:
+                replaced, self._served = self._served, None
+            self._delete(replaced)
+        started, gather_seconds = self._clock(), self._gather_seconds
+        try:
+            with self._trace.span("send", track="publish", version=version):
+                update, directory = await self._retried(lambda: self._write(version))
+        except WeightsLostError as error:
+            logger.warning("version %d is not published: %s", version, error)
+            return False
+        send_seconds = self._clock() - started
+        self._sent = _SentVersion(
+            update=update, directory=directory, gather_seconds=gather_seconds, send_seconds=send_seconds
+        )
+        return True
 
     async def load(self) -> PublishTimes | None:
-        """Make every engine serve the newest version sent; on return all, and at least one, have acknowledged it.
+        """Make every engine serve the version sent; on return all, and at least one, have acknowledged it.
 
-        Returns None if engines serve it already. Older versions sent meanwhile are never loaded. An engine that dies is closed; if none is
-        left, this waits for one that may come back.
+        Returns None if there is none. An engine that dies is closed; if none is left, this waits for one that may come back.
         Raises ``PublishError`` if an engine refuses, after the retries: every engine still serves the version before. Raises
         ``NoEngineError`` if no engine is left and none is expected, and what a follower raises.
         """
-        times = await self._retried(self._load_newest)
-        if times is None:
+        if (sent := self._sent) is None:
             return None
+        try:
+            times = await self._retried(lambda: self._load(sent))
+        finally:
+            self._drop_sent()
         await self._client.pool.wait_for_engine()
         if self._is_checksum_due(times.num_bytes):
-            await self._verifier.verify_checksums_of_any(times.version)
+            await self._verifier.verify_checksums(times.version)
         for follower in self._followers:
-            assert self._slots.serving is not None, "it was loaded"
-            await follower(self._slots.serving)
+            await follower(sent.update)
         return times
 
     def _is_checksum_due(self, num_bytes: int) -> bool:
@@ -254,18 +298,14 @@ class WeightPublisher:
         Before the first publish there is nothing to load. Without a double buffer this waits for the version being sent. Engines that share
         devices load while they hold them. After ``PublishError`` or ``EngineDeadError`` the engine must not serve.
         """
-        while True:
-            await self._slots_changes.until(lambda: not self._slots.lacks_served_files)
-            async with self._engines_change:
-                if self._slots.lacks_served_files:
-                    continue
-                async with self._hold_engines():
-                    await self._update_joining(engine)
-                    yield
-                return
+        async with self._engines_change:
+            await self._engines_change.wait_for(lambda: self._served_version is None or self._served is not None)
+            async with self._hold_engines():
+                await self._update_joining(engine)
+                yield
 
     async def _update_joining(self, engine: InferenceEngine) -> None:
-        if (serving := self._slots.serving) is None:
+        if (serving := self.serving) is None:
             return
         if self._broadcast is not None:
             await self._broadcast.deliver([engine], serving, _raise)
@@ -273,76 +313,55 @@ class WeightPublisher:
         await engine.load_weights(replace(serving, is_compared=True))
         await self._verifier.verify_engine(engine, serving)
         await engine.resume()
-        self.lag.joined(engine.name, serving.version)
 
     def lags(self) -> dict[str, Lag]:
-        """Each engine's lag behind the trainer now, by name."""
-        self._forget_engines_that_left()
-        return self.lag.lags(self._clock())
+        """Each engine's lag behind the trainer now, by name. All of them serve the same version."""
+        return {engine.name: self._lag.lag(self._clock()) for engine in self._client.engines}
 
     def lag_values(self) -> dict[str, float]:
-        """The largest lag of an engine behind the trainer since the last call, as metrics."""
-        self._forget_engines_that_left()
-        return self.lag.values(self._clock())
+        """The engines' largest lag behind the trainer since the last call, as metrics."""
+        return self._lag.values(self._clock())
 
-    def _forget_engines_that_left(self) -> None:
-        for name in self.lag.lags(self._clock()).keys() - {engine.name for engine in self._client.engines}:
-            self.lag.left(name)
-
-    async def _retried(self, attempt: Callable[[bool], Awaitable[T]]) -> T:
-        """Try up to ``max_retries`` times more; the attempt is told whether it is the last."""
+    async def _retried(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Try up to ``max_retries`` times more."""
         for num_remaining in range(self._max_retries, 0, -1):
             try:
-                return await attempt(False)
+                return await attempt()
             except PublishError as error:
                 logger.warning("%s; %d more tries", error, num_remaining)
             await asyncio.sleep(_RETRY_PAUSE_S)
-        return await attempt(True)
+        return await attempt()
 
-    async def _load_newest(self, is_last_try: bool) -> PublishTimes | None:
+    async def _load(self, sent: _SentVersion) -> PublishTimes:
         async with self._engines_change:
-            sent = self._slots.start_loading()
-            if sent is None:
-                return None
             try:
                 async with self._hold_engines():
                     return await self._update_engines(sent)
-            except PublishError:
-                if not is_last_try:
-                    self._delete(self._slots.requeue())
-                raise
             finally:
-                self._delete(self._slots.abort_loading())
-                self._slots_changes.notify()
+                self._engines_change.notify_all()
 
-    async def _update_engines(self, sent: SentUpdate) -> PublishTimes:
+    async def _update_engines(self, sent: _SentVersion) -> PublishTimes:
         engines, update = list(self._client.engines), sent.update
         broadcast_seconds = await self._deliver(engines, update)
         staged = self._clock()
         if self._double_buffer:
             await self._updater.stage(engines, update)
-        replaced: WeightUpdate | None = None
-
-        def note_loaded() -> None:
-            nonlocal replaced
-            replaced = self._slots.finish_loading()
-            self._client.policy_version = sent.version
-
+        replaced: _SentVersion | None = None
         try:
             async with self._share(update) as shared:
                 begun = self._clock()
-                with self._trace.span("switch", track="publish", version=sent.version):
-                    times = await self._updater(
-                        engines, shared, self._slots.serving, self._slots.serving_version, on_loaded=note_loaded
-                    )
+                with self._trace.span("switch", track="publish", version=update.version):
+                    async with self._updater.loaded(engines, shared, self.serving, self._served_version) as times:
+                        replaced, self._served, self._sent = self._served, sent, None
+                        self._served_version = self._client.policy_version = update.version
                 resumed = self._clock()
             paused = begun + times.acknowledge
-            self._trace.past_span("pause", "publish/pause", paused, resumed, version=sent.version)
+            self._trace.past_span("pause", "publish/pause", paused, resumed, version=update.version)
         finally:
             self._delete(replaced)  # not in the pause
-        self.lag.serves([engine.name for engine in engines], sent.version, resumed)
+        self._lag.serves(update.version, resumed)
         return PublishTimes(
-            version=sent.version,
+            version=update.version,
             gather=sent.gather_seconds,
             send=sent.send_seconds + broadcast_seconds,
             stage=begun - staged,
@@ -358,59 +377,48 @@ class WeightPublisher:
             return 0.0
         started = self._clock()
         with self._trace.span("broadcast", track="publish", version=update.version):
-            await self._broadcast.deliver(engines, update, self._updater.remove_dead, keep=self._slots.serving)
+            await self._broadcast.deliver(engines, update, self._updater.remove_dead, keep=self.serving)
         return self._clock() - started
 
-    async def _send(self, version: int) -> WeightUpdate:
-        """Write the buckets once old ones are deleted.
+    async def _write(self, version: int) -> tuple[WeightUpdate, Path]:
+        """Write the buckets to a directory, once old ones are deleted.
 
         Raises ``PublishError`` if there is no room. After any failure none is left.
         """
-        await self._deleted()
-        directory = self._directory / f"{version:06d}-{next(self._send_numbers)}"
+        directory = await self._files.new_directory(version)
         try:
             update = await self._policy.send_weights(version, directory, self._bucket_bytes)
         except BaseException as error:
-            self._begin_deletion(partial(shutil.rmtree, directory, ignore_errors=True))
+            self._files.delete(directory)
             if isinstance(error, WeightsWriteError | OSError):
                 raise PublishError(
-                    f"version {version} cannot be sent ({error}); {what_serves(self._slots.serving_version)}"
+                    f"version {version} cannot be sent ({error}); {what_serves(self._served_version)}"
                 ) from error
             raise
         limit = {"load_bucket_bytes": self._load_bucket_bytes}
-        return replace(update, chunks=tuple(chunk | limit if "path" in chunk else chunk for chunk in update.chunks))
+        chunks = tuple(chunk | limit if "path" in chunk else chunk for chunk in update.chunks)
+        return replace(update, chunks=chunks), directory
 
-    def _delete(self, update: WeightUpdate | None) -> None:
-        """Begin to delete the files of an update. Cancellations do not stop it, and ``close`` finishes it."""
-        if update is not None and files_of(update):
-            self._begin_deletion(partial(delete_update_files, update))
+    def _drop_sent(self) -> None:
+        """Delete the version that was sent and not loaded, if there is one."""
+        dropped, self._sent = self._sent, None
+        self._delete(dropped)
 
-    def _begin_deletion(self, delete: Callable[[], None]) -> None:
-        future = asyncio.get_running_loop().run_in_executor(self._threads, delete)
-        self._deletions[future] = delete
-
-    async def _deleted(self) -> None:
-        """Wait until running deletions have freed their memory."""
-        if self._deletions:
-            done, _ = await asyncio.wait(self._deletions)
-            for deletion in done:
-                self._deletions.pop(deletion, None)
-                deletion.result()
+    def _delete(self, version: _SentVersion | None) -> None:
+        if version is not None:
+            self._files.delete(version.directory)
 
     async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
-        """See ``WeightVerifier.check``."""
+        """Compare the engines with the trained weights, see ``WeightVerifier.check``."""
         return await self._verifier.check(version, is_first=is_first)
 
     async def verify_checksums(self, version: int) -> str:
-        """See ``WeightVerifier.verify_checksums``."""
+        """The checksum that all engines agree on, see ``WeightVerifier.verify_checksums``."""
         return await self._verifier.verify_checksums(version)
 
     def close(self) -> None:
         """Delete all buckets now, also those that a thread has begun to delete. Idempotent."""
-        for update in self._slots.clear():
-            delete_update_files(update)
-        for delete in self._deletions.values():
-            delete()
+        self._files.close()
 
 
 async def _raise(engine: InferenceEngine, death: EngineDeadError) -> None:

@@ -60,7 +60,21 @@ class WeightVerifier:
 
         Returns ``async/engine_logprob_gap`` in nats. Raises ``PublishError`` if an engine does not hold the trained weights.
         """
-        return await self._retried_on_next_engine(lambda: self._check(version, is_first=is_first))
+        if is_first:
+            await self.verify_checksums(version)
+        if not self._probe_prompt_token_ids:
+            return {}
+        gap = await self._retried_on_next_engine(lambda: self._probe(version))
+        if not gap <= self._max_logprob_gap:
+            raise PublishError(
+                f"the engines' log-probs differ from the trainer's by up to {gap:.3g} nats at version {version}, more than "
+                f"trainer.max_engine_logprob_gap={self._max_logprob_gap:g}: the engines do not hold the weights that are trained"
+            )
+        return {"async/engine_logprob_gap": gap}
+
+    async def verify_checksums(self, version: int) -> str:
+        """The checksum that all engines agree on. Raises ``PublishError`` if versions or checksums differ."""
+        return await self._retried_on_next_engine(lambda: self._agreed_checksum(version))
 
     async def _retried_on_next_engine(self, verify: Callable[[], Awaitable[T]]) -> T:
         """Retry with the next engine if the last one dies meanwhile and another is expected."""
@@ -72,20 +86,13 @@ class WeightVerifier:
                     raise
                 await self._client.pool.wait_for_engine()
 
-    async def _check(self, version: int, *, is_first: bool) -> dict[str, float]:
-        if is_first:
-            await self.verify_checksums(version)
-        if not self._probe_prompt_token_ids:
-            return {}
+    async def _probe(self, version: int) -> float:
         with self._trace.span("probe", track="publish", version=version):
-            gap = await engine_logprob_gap(
+            return await engine_logprob_gap(
                 self._client, self._policy, self._probe_prompt_token_ids, version, hold_engines=self._hold_engines
             )
-        check_gap(gap, self._max_logprob_gap, version)
-        return {"async/engine_logprob_gap": gap}
 
-    async def verify_checksums(self, version: int) -> str:
-        """The checksum that all engines agree on. Raises ``PublishError`` if versions or checksums differ."""
+    async def _agreed_checksum(self, version: int) -> str:
         engines = list(self._client.engines)
         checksums = await self._updater.everywhere("checksum", lambda engine: engine.checksum(), engines)
         versions = await self._updater.everywhere("version", lambda engine: engine.version(), engines)
@@ -98,10 +105,6 @@ class WeightVerifier:
             )
         self._verified = version, agreed.pop()
         return self._verified[1]
-
-    async def verify_checksums_of_any(self, version: int) -> str:
-        """``verify_checksums``, retried with the next engine if the last one dies meanwhile and another is expected."""
-        return await self._retried_on_next_engine(lambda: self.verify_checksums(version))
 
     async def verify_engine(self, engine: InferenceEngine, update: WeightUpdate) -> None:
         """Compare an engine that has loaded the served version, and takes no requests yet, with that version's known checksum.
@@ -178,13 +181,9 @@ async def _sampled(
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 output = await engine.generate(request)
-        except EngineDeadError as error:
-            client.drop_engine(engine, error)
-            continue
-        except TimeoutError:
-            client.drop_engine(
-                engine, DeadlineError(f"it has not answered the probe of version {version} in {_TIMEOUT_S:g} s")
-            )
+        except (EngineDeadError, TimeoutError) as error:
+            silent = DeadlineError(f"it has not answered the probe of version {version} in {_TIMEOUT_S:g} s")
+            client.drop_engine(engine, silent if isinstance(error, TimeoutError) else error)
             continue
         if output.finish_reason is FinishReason.ABORT and not output.token_ids:  # it was removed meanwhile
             continue
@@ -194,12 +193,3 @@ async def _sampled(
             )
         outputs.append(output)
     return outputs
-
-
-def check_gap(gap: float, limit: float, version: int) -> None:
-    """Raise ``PublishError`` when the gap is above the limit."""
-    if not gap <= limit:
-        raise PublishError(
-            f"the engines' log-probs differ from the trainer's by up to {gap:.3g} nats at version {version}, more than "
-            f"trainer.max_engine_logprob_gap={limit:g}: the engines do not hold the weights that are trained"
-        )

@@ -6,6 +6,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -544,15 +545,15 @@ def test_contract_6_whatever_fails_and_when_all_that_serve_after_a_publish_serve
         simulation, refusals = setting.simulation, random.Random(seed)
         publisher, load, send = (
             simulation.publisher,
-            simulation.publisher._load_newest,
+            simulation.publisher._load,
             simulation.policy.send_weights,
         )
         is_full = False
 
-        async def checked(is_last_try: bool) -> object:
-            version = publisher._slots._complete.version
+        async def checked(sent: Any) -> object:
+            version = sent.update.version
             try:
-                return await load(is_last_try)
+                return await load(sent)
             finally:
                 serving = [engine for engine in simulation.client.engines if not setting[engine.name].is_frozen]
                 alive = [engine for engine in serving if not setting[engine.name].is_dead]
@@ -581,7 +582,7 @@ def test_contract_6_whatever_fails_and_when_all_that_serve_after_a_publish_serve
                 getattr(engine, fault)()
 
         publisher._max_retries = 5
-        publisher._load_newest = checked  # type: ignore[method-assign,assignment]
+        publisher._load = checked  # type: ignore[method-assign,assignment]
         simulation.policy.send_weights = exported  # type: ignore[method-assign]
         await setting.run(*(happen(*fault) for fault in faults))
         all_is_trained(simulation, config)

@@ -254,7 +254,8 @@ def test_an_engine_that_joins_gets_its_share_at_the_next_update_and_one_that_was
         async def publish(version: int) -> dict[str, int]:
             """How many requests each engine has afterwards."""
             update = WeightUpdate(version=version, chunks=(), manifest={}, num_bytes=0)
-            await switch(list(client.engines), update, None, None)
+            async with switch.loaded(list(client.engines), update, None, None):
+                pass
             await asyncio.sleep(0.01)
             return dict(Counter(one.engine for one in client.pool._placement._running.values()))
 

@@ -156,8 +156,7 @@ def test_unpublished_steps_count_for_the_lag_of_the_engines() -> None:
 
         async def noting(num_tokens: float) -> dict[str, float]:
             values = await step(num_tokens)
-            now = asyncio.get_running_loop().time()
-            seen.append(max(lag.steps for lag in simulation.publisher.lag.lags(now).values()))
+            seen.append(max(lag.steps for lag in simulation.publisher.lags().values()))
             return values
 
         simulation.policy.step = noting

@@ -311,7 +311,7 @@ async def test_a_rank_killed_while_it_sends_leaves_the_engine_on_the_old_version
             await sending
     assert await publisher.load() is None
     assert await engine.version() == 1 and await engine.checksum() == checksum
-    await publisher._deleted()  # a thread removes what was written of it
+    await publisher._files.deleted()  # a thread removes what was written of it
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == [old]  # noqa: ASYNC240
     await workers.close()
 

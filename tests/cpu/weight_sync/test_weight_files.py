@@ -1,4 +1,4 @@
-"""Which versions are complete, loading and served, and how far engines lag: the publisher's accounts, without I/O."""
+"""How many versions of the weights a run holds, whether they fit, and how far engines lag."""
 
 import os
 from collections import Counter
@@ -10,121 +10,44 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from skyrl_async.composition.publishing import check_shared_memory
 from skyrl_async.config.schema.run import Config, DType, PolicyConfig
-from skyrl_async.errors import ConfigError, PublishError
+from skyrl_async.errors import ConfigError, PublishError, WeightsWriteError
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
 from skyrl_async.types import WeightUpdate
-from skyrl_async.weight_sync.lag import Lag, LagMonitor
-from skyrl_async.weight_sync.version_slots import NUM_VERSIONS_HELD, SentUpdate, VersionSlots, require_shm_capacity
+from skyrl_async.weight_sync.publisher import Lag, LagMonitor
+from skyrl_async.weight_sync.weight_files import require_shm_capacity
 
 
-def sent(version: int) -> SentUpdate:
-    update = WeightUpdate(version=version, chunks=(), manifest={}, num_bytes=0)
-    return SentUpdate(update=update, gather_seconds=0.0, send_seconds=0.0)
-
-
-class SlotsMachine(RuleBasedStateMachine):
-    """Versions arrive, are started, loaded, put back and given up in any order that a publisher may come to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slots = VersionSlots()
-        self.newest = 0
-        self.held: set[int] = set()
-        self.loading: int | None = None
-        self.served: list[int] = []
-
-    def deleted(self, update: WeightUpdate | None) -> None:
-        if update is not None:
-            self.held.remove(update.version)
-
-    @rule()
-    def a_version_arrives(self) -> None:
-        self.newest += 1
-        self.held.add(self.newest)
-        self.deleted(self.slots.add(sent(self.newest)))
-
-    @precondition(lambda self: self.loading is None)
-    @rule()
-    def the_newest_is_started(self) -> None:
-        started = self.slots.start_loading()
-        waiting = max((v for v in self.held if v not in self.served[-1:]), default=None)
-        assert (None if started is None else started.version) == waiting
-        self.loading = waiting
-
-    @precondition(lambda self: self.loading is not None)
-    @rule()
-    def it_is_loaded(self) -> None:
-        assert self.loading is not None
-        self.served.append(self.loading)
-        self.loading = None
-        self.deleted(self.slots.finish_loading())
-
-    @precondition(lambda self: self.loading is not None)
-    @rule()
-    def it_is_to_be_tried_again(self) -> None:
-        self.loading = None
-        self.deleted(self.slots.requeue())
-        self.deleted(self.slots.abort_loading())
-
-    @precondition(lambda self: self.loading is not None)
-    @rule()
-    def it_is_given_up(self) -> None:
-        self.loading = None
-        self.deleted(self.slots.abort_loading())
-
-    @precondition(lambda self: self.slots.is_idle)
-    @rule()
-    def what_is_served_makes_room(self) -> None:
-        self.deleted(self.slots.release_served())
-
-    @invariant()
-    def at_most_three_are_held_and_versions_only_go_up(self) -> None:
-        assert len(self.held) <= 3
-        assert self.served == sorted(set(self.served))
-        assert self.slots.serving_version == (self.served[-1] if self.served else None)
-        assert self.slots.serving is None or self.slots.serving.version == self.slots.serving_version
-
-    def teardown(self) -> None:
-        for update in self.slots.clear():
-            self.deleted(update)
-        assert not self.held
-
-
-TestSlots = SlotsMachine.TestCase
-
-
-def test_an_engine_lags_by_the_steps_it_does_not_serve_since_the_first_of_them_was_completed() -> None:
+def test_engines_lag_by_the_steps_they_do_not_serve_since_the_first_of_them_was_completed() -> None:
     monitor = LagMonitor()
     monitor.trained(0, 0.0)
-    monitor.serves(["a", "b"], 0, 1.0)
-    assert monitor.lags(9.0) == {"a": Lag(steps=0, seconds=0.0), "b": Lag(steps=0, seconds=0.0)}
+    assert monitor.lag(1.0) == Lag(), "nothing is served yet"
+    monitor.serves(0, 1.0)
+    assert monitor.lag(9.0) == Lag()
     monitor.trained(1, 10.0)
     monitor.trained(2, 14.0)
-    assert monitor.lags(15.0)["a"] == Lag(steps=2, seconds=5.0)
-    monitor.serves(["a"], 1, 16.0)
-    monitor.joined("c", 2)
-    assert monitor.lags(16.0) == {"a": Lag(steps=1, seconds=2.0), "c": Lag(steps=0, seconds=0.0)}
+    assert monitor.lag(15.0) == Lag(steps=2, seconds=5.0)
+    monitor.serves(1, 16.0)
+    assert monitor.lag(16.0) == Lag(steps=1, seconds=2.0)
     assert monitor.values(17.0) == {"weight_sync/lag_steps_max": 2.0, "timing/weight_sync_lag_max": 6.0}
-    monitor.left("a")
+    monitor.serves(2, 17.0)
     monitor.values(17.0)
     assert monitor.values(18.0) == {"weight_sync/lag_steps_max": 0.0, "timing/weight_sync_lag_max": 0.0}
 
 
 @given(served=st.integers(0, 5), trained=st.lists(st.integers(0, 9), max_size=9), now=st.floats(100, 200))
-def test_a_lag_is_never_negative_and_none_is_reported_by_an_engine_that_is_ahead(
+def test_a_lag_is_never_negative_and_none_is_reported_by_engines_that_are_ahead(
     served: int, trained: list[int], now: float
 ) -> None:
     monitor = LagMonitor()
     for at, version in enumerate(trained):
         monitor.trained(version, float(at))
-    monitor.serves(["a"], served, 50.0)
-    (lag,) = monitor.lags(now).values()
+    monitor.serves(served, 50.0)
+    lag = monitor.lag(now)
     assert lag.steps == max(0, max(trained, default=0) - served) and lag.seconds >= 0
     assert (lag.steps == 0) == (lag.seconds == 0)
 
@@ -145,6 +68,11 @@ def test_weights_that_fit_twice_are_not_refused(tmp_path: Path) -> None:
     require_shm_capacity(tmp_path, int(status.f_bavail * status.f_frsize / 2.5), double_buffer=True)
 
 
+def write(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.touch()
+
+
 class Files:
     """Modelled engines and a policy with a file for each version; some sends and loads fail."""
 
@@ -159,15 +87,11 @@ class Files:
         policy_sends = simulation.policy.send_weights
 
         async def send_weights(version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-            path = self._directory / f"{self._num_calls['send']}-of-{version}"
-            path.touch()
-            self.most_held = max(self.most_held, len(list(self._directory.iterdir())))
+            path = directory / f"v{version}"
+            write(path)
+            self.most_held = max(self.most_held, len(self._held()))
             update = await policy_sends(version, directory, bucket_bytes)
-            try:
-                self._strike("send")
-            except PublishError:
-                path.unlink()  # as workers do
-                raise
+            self._strike("send")
             return replace(update, chunks=({"path": str(path)},))
 
         simulation.policy.send_weights = send_weights  # type: ignore[method-assign]
@@ -178,7 +102,7 @@ class Files:
         engine_loads = engine.load_weights
 
         async def load_weights(update: WeightUpdate) -> None:
-            held = {str(path) for path in self._directory.iterdir()}
+            held = self._held()
             assert all(chunk["path"] in held for chunk in update.chunks)
             self.most_held = max(self.most_held, len(held))
             await engine_loads(update)
@@ -186,10 +110,13 @@ class Files:
 
         engine.load_weights = load_weights  # type: ignore[method-assign]
 
+    def _held(self) -> set[str]:
+        return {str(path) for path in self._directory.rglob("v*")}
+
     def _strike(self, call: str) -> None:
         self._num_calls[call] += 1
         if self._num_calls[call] in self._failing[call]:
-            raise PublishError(f"{call} failed")
+            raise WeightsWriteError("no room") if call == "send" else PublishError("a refusal")
 
 
 SLOW_LOADS = {"load_seconds": 20.0, "stage_seconds": 30.0, "send_seconds": 0.1}
@@ -214,13 +141,14 @@ def test_a_run_never_holds_more_than_two_versions_whatever_is_slow_or_fails(
 
     async def main() -> int:
         simulation = build_simulation(SimulationSettings(**(quick | {"max_publish_retries": 2} | settings)))
+        simulation.publisher._files._root = tmp_path
         files = Files(tmp_path, failing_sends, failing_loads)
         files.watch(simulation)
         await simulation.trainer.run()
         assert simulation.trainer.totals.trained_groups == 12 * 4
         return files.most_held
 
-    assert run_in_virtual_time(main()) == NUM_VERSIONS_HELD[True] == 2
+    assert run_in_virtual_time(main()) == 2
 
 
 def test_a_policy_that_does_not_fit_into_shared_memory_is_refused_before_anything_starts(tmp_path: Path) -> None:
