@@ -13,8 +13,13 @@ from skyrl_async.algorithms.reward_shaping import RewardShape, penalise_overlong
 from skyrl_async.algorithms.settings import Bounds, CorrectionSettings, LossConstants
 from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.algorithms.trial import try_estimator, try_policy_loss, try_shape
-from skyrl_async.config.schema.algorithm import AlgorithmConfig, KlControl
-from skyrl_async.config.schema.corrections import OffPolicyCorrectionConfig, SequenceMaskMetric, TisRatioType
+from skyrl_async.config.schema.algorithm import (
+    AlgorithmConfig,
+    KlControl,
+    OffPolicyCorrectionConfig,
+    SequenceMaskMetric,
+    TisRatioType,
+)
 from skyrl_async.config.schema.run import Config
 from skyrl_async.registries import POLICY_LOSSES, import_function
 

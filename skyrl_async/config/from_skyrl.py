@@ -22,6 +22,7 @@ from skyrl_async.config.coming_from import Foreign, find, foreign_keys, yaml_val
 from skyrl_async.config.help import all_keys, value_text
 from skyrl_async.config.rules import all as rules
 from skyrl_async.config.rules.notices import idle_settings
+from skyrl_async.config.schema.fields import check_bounds
 from skyrl_async.config.schema.groups import GROUPS
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
@@ -266,6 +267,7 @@ def _take_defaults(given: set[str], result: Translation, tree: DictConfig) -> No
 def _built(tree: DictConfig) -> Config:
     config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)
+    check_bounds(config)
     return config
 
 

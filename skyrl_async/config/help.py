@@ -12,6 +12,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from skyrl_async.config.schema.fields import text_of
 from skyrl_async.config.schema.groups import GROUPS, default_option
 from skyrl_async.config.schema.run import Config
 
@@ -45,9 +46,15 @@ class Key:
     """Its values for people: ``int or null``, ``abort or keep``."""
     default: str
     """As one would write it on the command line."""
-    text: str
+    owner: type
+    """The class that the key is a field of."""
     is_open: bool
     """Takes further keys below it (a dictionary)."""
+
+    @property
+    def text(self) -> str:
+        """What the key does."""
+        return text_of(self.owner, self.name.rpartition(".")[2])
 
 
 @cache
@@ -58,7 +65,7 @@ def all_keys() -> dict[str, Key]:
 
 def sections() -> dict[str, str]:
     """Name of each section at the top of the configuration -> what it is about."""
-    return {f.name: f.metadata["doc"] for f in fields(Config) if is_dataclass(get_type_hints(Config)[f.name])}
+    return {f.name: text_of(Config, f.name) for f in fields(Config) if is_dataclass(get_type_hints(Config)[f.name])}
 
 
 def _walk(owner: type, prefix: str) -> Iterator[Key]:
@@ -74,7 +81,7 @@ def _walk(owner: type, prefix: str) -> Iterator[Key]:
             name=name,
             type_text=type_text(hint),
             default=value_text(default),
-            text=one.metadata["doc"],
+            owner=owner,
             is_open=is_open,
         )
 

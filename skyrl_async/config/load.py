@@ -33,6 +33,7 @@ from skyrl_async.config.coming_from import hint_for, hint_for_value
 from skyrl_async.config.from_skyrl import command_for
 from skyrl_async.config.help import all_keys, help_text
 from skyrl_async.config.rules import all as rules
+from skyrl_async.config.schema.fields import check_bounds
 from skyrl_async.config.schema.groups import GROUPS, default_option
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
@@ -352,25 +353,14 @@ def _read_file(file: Path, mistakes: list[str]) -> dict[str, Any]:
 
 def _to_object(cfg: DictConfig) -> Config:
     try:
-        for section in ("generator", "evaluation"):
-            _check_sampling(cfg, section)
         built = OmegaConf.to_object(OmegaConf.merge(_schema(), cfg))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         hint = _ESCAPING if isinstance(error, InterpolationResolutionError) else ""
         raise ConfigError(f"{key or 'configuration'}: {_first_line(error)}{hint}") from error
     assert isinstance(built, Config)
+    check_bounds(built)
     return built
-
-
-def _check_sampling(cfg: DictConfig, section: str) -> None:
-    """Sampling parameters occur twice; their own rules cannot say where."""
-    sampling = OmegaConf.select(cfg, f"{section}.sampling")
-    try:
-        if sampling is not None:
-            OmegaConf.to_object(sampling)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("sampling ", f"{section}.sampling.", 1)) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from functools import cache
 from omegaconf import DictConfig, OmegaConf
 
 from skyrl_async.config.rules.all import check
+from skyrl_async.config.schema.fields import check_bounds
 from skyrl_async.config.schema.groups import GROUPS
 from skyrl_async.config.schema.run import Config
 
@@ -20,5 +21,6 @@ def config_of(*overrides: str) -> Config:
     """As ``from_overrides``, of keys that exist and values that have their type. Raises ``ConfigError``."""
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), OmegaConf.from_dotlist(list(overrides))))
     assert isinstance(config, Config)
+    check_bounds(config)
     check(config)
     return config

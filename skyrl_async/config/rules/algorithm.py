@@ -3,8 +3,7 @@
 They import the functions that the configuration names, and compute nothing.
 """
 
-from skyrl_async.config.schema.algorithm import KlControl, RefLogp
-from skyrl_async.config.schema.corrections import SequenceMaskMetric, TisRatioType
+from skyrl_async.config.schema.algorithm import KlControl, RefLogp, SequenceMaskMetric, TisRatioType
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES

@@ -45,10 +45,9 @@ from skyrl_async.config.schema.run import (
     GeneratorKind,
     ResumeMode,
 )
+from skyrl_async.config.schema.server import MAX_PORT
 from skyrl_async.config.schema.task import BUILT_IN_TASKS, DATASET_TASK, REASONING_GYM_TASK
 from skyrl_async.errors import ConfigError
-
-_MAX_PORT = 65535
 
 
 def check(config: Config) -> None:
@@ -278,9 +277,9 @@ def server_port_is_free(config: Config) -> None:
     if not config.serves_endpoint or server.port == 0:
         return
     last = server.port + server.num_front_ends - 1
-    if last > _MAX_PORT:
+    if last > MAX_PORT:
         raise ConfigError(
-            f"server.port must be <= {_MAX_PORT + 1 - server.num_front_ends} with {server.num_front_ends} front ends, "
+            f"server.port must be <= {MAX_PORT + 1 - server.num_front_ends} with {server.num_front_ends} front ends, "
             f"each on a port of its own, got {server.port}"
         )
     for port in range(server.port, last + 1):

@@ -1,12 +1,67 @@
-"""Rules about ``training.backend=deepspeed``: whether it is installed, and whether its settings go with the others."""
+"""Rules about ``training.backend=deepspeed``, and a user's own DeepSpeed JSON, which may say what our keys do not.
+
+What is trained is decided by our keys and never by the JSON: batch sizes, accumulation, optimizer, schedule, clipping, precision. A JSON
+that says otherwise is refused; one that says the same, or ``auto``, is fine.
+"""
 
 import importlib.util
+import json
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 from skyrl_async.config.rules.devices import training_device
-from skyrl_async.config.schema.deepspeed import DeepSpeedConfig, read_user_config
 from skyrl_async.config.schema.run import Config, Device, TrainingBackendName
+from skyrl_async.config.schema.training import DeepSpeedConfig
 from skyrl_async.errors import ConfigError
+
+_AUTO = "auto"
+_BFLOAT16 = "training.mixed_precision computes in bfloat16 over float32 weights"
+_WHAT_IS_TRAINED = "the trainer chooses what is trained"
+_SHARED_DATA = "ranks share the data, not the layers"
+_SERVED = "the weights that are trained are those that are served"
+_IN_FLOAT32 = "gradients are reduced in float32"
+_OF_THE_STEP = "torch's AdamW steps all of the state, at the step"
+_OURS = {
+    "train_batch_size": "trainer.policy_mini_batch_size and generator.n_samples_per_prompt make the batch",
+    "train_micro_batch_size_per_gpu": "training.micro_batch_tokens makes micro-batches",
+    "gradient_accumulation_steps": "gradients are accumulated until a mini-batch is in",
+    "managed_gradient_accumulation": "gradients are accumulated until a mini-batch is in",
+    "optimizer": "training.lr, adam_beta1, adam_beta2 and weight_decay make AdamW",
+    "scheduler": "training.lr_schedule and num_warmup_steps make the schedule",
+    "fp16": _BFLOAT16,
+    "bf16": _BFLOAT16,
+    "amp": _BFLOAT16,
+    "torch_autocast": _BFLOAT16,
+    "data_types": "gradients are accumulated in float32",
+    "prescale_gradients": "gradients are sums over the ranks",
+    "gradient_predivide_factor": "gradients are sums over the ranks",
+    "data_efficiency": _WHAT_IS_TRAINED,
+    "curriculum_learning": _WHAT_IS_TRAINED,
+    "compression_training": _SERVED,
+    "weight_quantization": _SERVED,
+    "elasticity": "the number of ranks is training.num_workers",
+    "hybrid_engine": "engine.backend generates",
+    "tensor_parallel": _SHARED_DATA,
+    "pipeline": _SHARED_DATA,
+    "sequence_parallel_size": _SHARED_DATA,
+    "expert_parallel": _SHARED_DATA,
+    "zero_force_ds_cpu_optimizer": "torch's AdamW steps offloaded state, so that nothing has to be compiled",
+    "activation_checkpointing": "training.activation_checkpointing recomputes activations, by transformers' means",
+}
+"""Keys that a JSON must not set, and what is in their place."""
+_OURS_IN_ZERO = {
+    "zero_quantized_gradients": _IN_FLOAT32,
+    "zero_quantized_weights": _SERVED,
+    "zero_quantized_nontrainable_weights": _SERVED,
+    "zenflow": _OF_THE_STEP,
+    "mics_shard_size": "DeepSpeed has no MiCS any more; zero_hpz_partition_size keeps copies of the weights on fewer ranks",
+    "mics_hierarchical_params_gather": "DeepSpeed has no MiCS any more",
+    "cpu_offload": "training.deepspeed.offload_optimizer does so",
+    "cpu_offload_param": "training.deepspeed.offload_param does so",
+    "cpu_offload_use_pin_memory": "pin_memory of offload_optimizer and offload_param does so",
+}
+"""The same of its section ``zero_optimization``."""
 
 
 def deepspeed_settings_are_of_deepspeed(config: Config) -> None:
@@ -48,3 +103,91 @@ def deepspeed_can_train(config: Config) -> None:
                 f'training.deepspeed.config must not set zero_optimization.{key}.device to "{zero[key]["device"]}" {reason}; take it out, '
                 'or set it to "none"'
             )
+
+
+def read_user_config(config: DeepSpeedConfig, *, max_grad_norm: float) -> dict[str, Any] | None:
+    """The JSON without what is ours; None where there is none.
+
+    Raises ``ConfigError`` where it cannot be read or contradicts ours, with the key, the value and what to change.
+    """
+    if config.config is None:
+        return None
+    path = Path(config.config).expanduser()
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"training.deepspeed.config must be a JSON file, got {config.config!r}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"training.deepspeed.config must hold an object, got {type(content).__name__} in {path}")
+    settled = {
+        "gradient_clipping": (max_grad_norm, f"training.max_grad_norm is {max_grad_norm:g}"),
+        "communication_data_type": ("fp32", _IN_FLOAT32),
+        "gradient_allreduce_op": (
+            "mean",
+            "every loss is multiplied by the number of ranks, so that their mean is the sum",
+        ),
+        "zero_allow_untested_optimizer": (True, "torch's AdamW steps"),
+    }
+    kept = {}
+    for key, value in content.items():
+        if key in _OURS:
+            _require(value == _AUTO or _is_off(value), key, value, _OURS[key])
+        elif key in settled:
+            ours, reason = settled[key]
+            _require(value in (_AUTO, ours), key, value, reason)
+        else:
+            kept[key] = value
+    if "zero_optimization" in kept:
+        kept["zero_optimization"] = _zero_section(kept["zero_optimization"], config)
+    return kept
+
+
+def _zero_section(zero: Any, config: DeepSpeedConfig) -> dict[str, Any]:
+    """The section without what is left to us."""
+    name, zero_stage = "zero_optimization", config.zero_stage
+    _require(isinstance(zero, dict), name, zero, "it is an object")
+    kept = {}
+    for key, value in zero.items():
+        if key in _OURS_IN_ZERO:
+            _require(value in (_AUTO, None) or _is_off(value), f"{name}.{key}", value, _OURS_IN_ZERO[key])
+        elif value != _AUTO:
+            kept[key] = value
+    norm = kept.pop("compute_grad_norm", True)
+    _require(
+        norm is True, f"{name}.compute_grad_norm", norm, "a step whose gradient is not finite is refused by its norm"
+    )
+    stage = kept.pop("stage", zero_stage)
+    _require(stage == zero_stage, f"{name}.stage", stage, f"training.deepspeed.zero_stage is {zero_stage}")
+    overlap = kept.get("overlap_comm", False)
+    reason = "gradients accumulated until a mini-batch is in overlap with communication at stage 2 only"
+    _require(not overlap or zero_stage == 2, f"{name}.overlap_comm", overlap, reason)
+    for part, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        section = _offload_section(part, kept.pop(part), config, least) if part in kept else {}
+        if section:
+            kept[part] = section
+    return kept
+
+
+def _offload_section(part: str, section: Any, config: DeepSpeedConfig, least_stage: int) -> dict[str, Any]:
+    """Empty where it has nothing offloaded."""
+    name = f"zero_optimization.{part}"
+    _require(section is None or isinstance(section, dict), name, section, "it is an object")
+    kept = {key: value for key, value in (section or {}).items() if value != _AUTO}
+    device, reason = kept.get("device", "none"), f"it needs training.deepspeed.zero_stage >= {least_stage}"
+    _require(device == "none" or config.zero_stage >= least_stage, f"{name}.device", device, reason)
+    is_asked = getattr(config, part)
+    _require(device != "none" or not is_asked, f"{name}.device", device, f"training.deepspeed.{part} is true")
+    for key, whole in (("ratio", 1), ("super_offload", False)):
+        _require(kept.get(key, whole) == whole, f"{name}.{key}", kept.get(key), _OF_THE_STEP)
+    return {} if device == "none" else kept
+
+
+def _require(is_fine: bool, key: str, value: Any, reason: str) -> None:
+    if not is_fine:
+        raise ConfigError(
+            f'training.deepspeed.config must not set {key} to {json.dumps(value)}: {reason}; take it out, or set it to "auto"'
+        )
+
+
+def _is_off(value: Any) -> bool:
+    return value is False or (isinstance(value, dict) and value.get("enabled") is False)

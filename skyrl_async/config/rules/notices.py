@@ -13,10 +13,16 @@ from omegaconf import OmegaConf
 
 from skyrl_async.config.rules.algorithm import sequence_settings
 from skyrl_async.config.rules.devices import training_device
-from skyrl_async.config.schema.algorithm import AlgorithmConfig, KlControl, KlEstimator, LossReduction
-from skyrl_async.config.schema.corrections import SequenceMaskMetric, TisRatioType
+from skyrl_async.config.schema.algorithm import (
+    LOSSES_THAT_READ,
+    AlgorithmConfig,
+    KlControl,
+    KlEstimator,
+    LossReduction,
+    SequenceMaskMetric,
+    TisRatioType,
+)
 from skyrl_async.config.schema.groups import GROUPS
-from skyrl_async.config.schema.policy_losses import LOSSES_THAT_READ
 from skyrl_async.config.schema.run import Config, Device, EngineBackend, GeneratorKind
 from skyrl_async.config.schema.task import DATASET_TASK, REASONING_GYM_TASK
 from skyrl_async.config.schema.trainer import StalenessPolicy

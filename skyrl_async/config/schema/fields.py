@@ -1,7 +1,16 @@
-"""What every configuration class is written with: fields that carry their text, checks that name the key, shared choices."""
+"""What configuration classes are written with: the text under each field, the bounds of its value, shared choices.
 
-from dataclasses import field
+The text is the docstring under a field. ``--help`` and the configuration reference print it, so that it is written once.
+"""
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from skyrl_async.errors import ConfigError
@@ -18,15 +27,80 @@ class Device(Enum):
     cuda = "cuda"
 
 
-def doc(default: Any, text: str) -> Any:
-    """A dataclass field with its documentation; a callable default is a factory."""
-    metadata = {"doc": text}
-    if callable(default) and not isinstance(default, Enum):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Which numbers a field holds, by pydantic's names; None: no bound."""
+
+    ge: float | None
+    gt: float | None
+    le: float | None
+    lt: float | None
+    reason: str
+    """Why; may be empty."""
+
+    def hold(self, value: float) -> bool:
+        """Whether ``value`` is within them; NaN never is."""
+        is_above = (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt)
+        return is_above and (self.le is None or value <= self.le) and (self.lt is None or value < self.lt)
+
+    def __str__(self) -> str:
+        low = f">= {self.ge:g}" if self.gt is None else f"> {self.gt:g}"
+        if self.le is None and self.lt is None:
+            return low
+        begin = f"[{self.ge:g}" if self.gt is None else f"({self.gt:g}"
+        return f"in {begin}, {f'{self.lt:g})' if self.le is None else f'{self.le:g}]'}"
+
+
+def bounded(
+    default: Any,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    reason: str = "",
+) -> Any:
+    """A field of a number that has bounds, one of them from below; null is allowed where it is the default."""
+    return field(default=default, metadata={"bounds": Bounds(ge=ge, gt=gt, le=le, lt=lt, reason=reason)})
+
+
+def check_bounds(section: Any, path: str = "") -> None:
+    """Raise ``ConfigError`` for the first number in ``section``, or in one below it, that is out of its bounds."""
+    for one in fields(section):
+        key, value = f"{path}{one.name}", getattr(section, one.name)
+        if is_dataclass(value):
+            check_bounds(value, f"{key}.")
+        elif (bounds := one.metadata.get("bounds")) is not None and value is not None:
+            expected = f"{bounds}{' or null' if one.default is None else ''}"
+            require(bounds.hold(value), key, f"{expected} ({bounds.reason})" if bounds.reason else expected, value)
 
 
 def require(is_fine: bool, key: str, expected: str, found: object) -> None:
     """Raise ``ConfigError`` naming the key, what it must be and what it is."""
     if not is_fine:
         raise ConfigError(f"{key} must be {expected}, got {found!r}")
+
+
+def check_heartbeat(section: str, interval_s: float, timeout_s: float) -> None:
+    """Raise ``ConfigError`` where a heartbeat is asked for less often than it may be missing."""
+    expected = f">= {section}.heartbeat_interval_s ({interval_s:g})"
+    require(timeout_s >= interval_s, f"{section}.heartbeat_timeout_s", expected, timeout_s)
+
+
+def text_of(section: type, name: str) -> str:
+    """The docstring under a field of a configuration class."""
+    return _texts(section.__module__)[section.__name__, name]
+
+
+@cache
+def _texts(module: str) -> dict[tuple[str, str], str]:
+    """Class and field -> the docstring under it; Python keeps none at run time."""
+    return dict(_texts_in(ast.parse(inspect.getsource(sys.modules[module]))))
+
+
+def _texts_in(module: ast.Module) -> Iterator[tuple[tuple[str, str], str]]:
+    for section in (node for node in module.body if isinstance(node, ast.ClassDef)):
+        for node, below in pairwise(section.body):
+            match node, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    yield (section.name, name), " ".join(text.split())

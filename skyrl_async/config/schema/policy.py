@@ -1,34 +1,31 @@
 """The ``policy`` section: which model is trained, and how the tiny one is made."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
-from skyrl_async.config.schema.fields import DType, doc, require
+from skyrl_async.config.schema.fields import DType, bounded, require
 
 
 @dataclass
 class WarmStartConfig:
-    enabled: bool = doc(
-        False, "Teach the tiny policy the task's format by supervised learning first (cached under cache_dir)."
-    )
-    target_accuracy: float = doc(0.95, "Greedy accuracy on clean worked answers at which the first phase ends.")
-    min_tokens: int = doc(60_000, "Least tokens of the first phase: at its first success a policy still slips.")
-    max_tokens: int = doc(400_000, "Most tokens of the first phase.")
-    mixture_tokens: int = doc(
-        40_000,
-        "Tokens of the second phase: terse guesses mixed with worked answers, so that reinforcement has something to learn.",
-    )
-    terse_share: float = doc(0.7, "Share of terse guesses in the second phase.")
-    slip_rate: float = doc(0.0, "Wrong digits in the second phase's worked answers; for built-in tasks only.")
-    files: list[str] = doc(
-        list,
-        "Conversations to imitate, for tasks that are not built in: files as of task.train_files, whose rows have messages, and "
-        "guess=true where they are hasty answers for the second phase. The tiny policy's tokenizer is made for them.",
-    )
-
-    def __post_init__(self) -> None:
-        require(0 <= self.terse_share <= 1, "policy.warm_start.terse_share", "in [0, 1]", self.terse_share)
-        require(0 <= self.slip_rate <= 1, "policy.warm_start.slip_rate", "in [0, 1]", self.slip_rate)
+    enabled: bool = False
+    """Teach the tiny policy the task's format by supervised learning first (cached under cache_dir)."""
+    target_accuracy: float = 0.95
+    """Greedy accuracy on clean worked answers at which the first phase ends."""
+    min_tokens: int = 60_000
+    """Least tokens of the first phase: at its first success a policy still slips."""
+    max_tokens: int = 400_000
+    """Most tokens of the first phase."""
+    mixture_tokens: int = 40_000
+    """Tokens of the second phase: terse guesses mixed with worked answers, so that reinforcement has something to learn."""
+    terse_share: float = bounded(0.7, ge=0, le=1)
+    """Share of terse guesses in the second phase."""
+    slip_rate: float = bounded(0.0, ge=0, le=1)
+    """Wrong digits in the second phase's worked answers; for built-in tasks only."""
+    files: list[str] = field(default_factory=list)
+    """Conversations to imitate, for tasks that are not built in: files as of task.train_files, whose rows have messages, and guess=true
+    where they are hasty answers for the second phase. The tiny policy's tokenizer is made for them.
+    """
 
 
 class LoraInit(Enum):
@@ -46,37 +43,27 @@ LARGEST_SERVED_RANK = 512
 """Largest rank of an adapter that vLLM serves."""
 
 
-def _all_linear() -> list[str]:
-    return [ALL_LINEAR]
-
-
 @dataclass
 class LoraConfig:
-    rank: int = doc(
-        0,
-        "Rank of the adapters that train in place of the weights, which stay as they are; 0 trains the weights.",
-    )
-    alpha: float = doc(16.0, "An adapter's output is scaled by alpha / rank.")
-    dropout: float = doc(
-        0.0,
-        "Dropout of the adapters' inputs in training, in [0, 1); log-probs of stages and engines are without it.",
-    )
-    target_modules: list[str] = doc(
-        _all_linear,
-        "Names, or their ends, of the linear layers that get an adapter, such as [q_proj,v_proj]; [all-linear] is all of them but the "
-        "output projection, which never gets one.",
-    )
-    exclude_modules: list[str] = doc(list, "Names, or their ends, of layers that get none though they are among these.")
-    init_method: LoraInit = doc(
-        LoraInit.kaiming,
-        "How A is drawn, uniformly or normally; B begins as 0, so that training begins with the weights as they are.",
-    )
+    rank: int = bounded(0, ge=0)
+    """Rank of the adapters that train in place of the weights, which stay as they are; 0 trains the weights."""
+    alpha: float = bounded(16.0, gt=0)
+    """An adapter's output is scaled by alpha / rank."""
+    dropout: float = bounded(0.0, ge=0, lt=1)
+    """Dropout of the adapters' inputs in training, in [0, 1); log-probs of stages and engines are without it."""
+    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """Names, or their ends, of the linear layers that get an adapter, such as [q_proj,v_proj]; [all-linear] is all of them but the output
+    projection, which never gets one.
+    """
+    exclude_modules: list[str] = field(default_factory=list)
+    """Names, or their ends, of layers that get none though they are among these."""
+    init_method: LoraInit = LoraInit.kaiming
+    """How A is drawn, uniformly or normally; B begins as 0, so that training begins with the weights as they are."""
 
-    publish: LoraPublish = doc(
-        LoraPublish.merged,
-        "What engines get of each version. merged: all weights, the adapters merged into them. adapter: the adapters alone, which vLLM "
-        "computes beside the weights it booted with: a small transfer and a short pause, for some speed at every token.",
-    )
+    publish: LoraPublish = LoraPublish.merged
+    """What engines get of each version. merged: all weights, the adapters merged into them. adapter: the adapters alone, which vLLM
+    computes beside the weights it booted with: a small transfer and a short pause, for some speed at every token.
+    """
 
     @property
     def is_on(self) -> bool:
@@ -94,38 +81,33 @@ class LoraConfig:
         return self.rank if self.publish is LoraPublish.adapter else 0
 
     def __post_init__(self) -> None:
-        require(self.rank >= 0, "policy.lora.rank", ">= 0", self.rank)
-        require(self.alpha > 0, "policy.lora.alpha", "> 0", self.alpha)
-        require(0 <= self.dropout < 1, "policy.lora.dropout", "in [0, 1)", self.dropout)
         names = self.target_modules
-        require(len(names) > 0, "policy.lora.target_modules", "[all-linear] or names of layers", names)
-        require(
-            ALL_LINEAR not in names or len(names) == 1,
-            "policy.lora.target_modules",
-            "either [all-linear] or names of layers",
-            names,
-        )
+        are_fine = names == [ALL_LINEAR] or (bool(names) and ALL_LINEAR not in names)
+        require(are_fine, "policy.lora.target_modules", "[all-linear], or names of layers without it", names)
         if self.publish is LoraPublish.adapter:
-            require(
-                0 < self.rank <= LARGEST_SERVED_RANK,
-                "policy.lora.rank",
-                f"in [1, {LARGEST_SERVED_RANK}] with policy.lora.publish=adapter",
-                self.rank,
-            )
+            expected = f"in [1, {LARGEST_SERVED_RANK}] with policy.lora.publish=adapter"
+            require(0 < self.rank <= LARGEST_SERVED_RANK, "policy.lora.rank", expected, self.rank)
 
 
 @dataclass
 class PolicyConfig:
-    path: str | None = doc(
-        None,
-        "Local Hugging Face directory (config, safetensors, tokenizer). Null builds the tiny policy for the built-in task.",
-    )
-    dtype: DType = doc(DType.bfloat16, "Type of the weights that engines serve; training keeps float32 master weights.")
-    trust_remote_code: bool = doc(False, "Passed to transformers and vLLM.")
-    hidden_size: int = doc(128, "Width of the tiny policy.")
-    num_layers: int = doc(2, "Layers of the tiny policy.")
-    num_heads: int = doc(4, "Attention heads of the tiny policy; half as many key-value heads.")
-    intermediate_size: int = doc(512, "Width of the tiny policy's MLPs.")
-    tie_word_embeddings: bool = doc(False, "Share the tiny policy's input and output embeddings.")
-    warm_start: WarmStartConfig = doc(WarmStartConfig, "What the tiny policy learns before reinforcement.")
-    lora: LoraConfig = doc(LoraConfig, "Adapters of low rank that train in place of the weights.")
+    path: str | None = None
+    """Local Hugging Face directory (config, safetensors, tokenizer). Null builds the tiny policy for the built-in task."""
+    dtype: DType = DType.bfloat16
+    """Type of the weights that engines serve; training keeps float32 master weights."""
+    trust_remote_code: bool = False
+    """Passed to transformers and vLLM."""
+    hidden_size: int = 128
+    """Width of the tiny policy."""
+    num_layers: int = 2
+    """Layers of the tiny policy."""
+    num_heads: int = 4
+    """Attention heads of the tiny policy; half as many key-value heads."""
+    intermediate_size: int = 512
+    """Width of the tiny policy's MLPs."""
+    tie_word_embeddings: bool = False
+    """Share the tiny policy's input and output embeddings."""
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    """What the tiny policy learns before reinforcement."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters of low rank that train in place of the weights."""

@@ -1,10 +1,10 @@
 """The keys of ``task``: what is asked, and who judges the answers."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_async.config.schema.fields import doc, require
+from skyrl_async.config.schema.fields import bounded, require
 
 BUILT_IN_TASKS = ("lagged_fibonacci", "relay", "trail")
 DATASET_TASK = "dataset"
@@ -13,45 +13,41 @@ REASONING_GYM_TASK = "reasoning_gym"
 
 @dataclass
 class ReasoningGymConfig:
-    dataset: str | None = doc(None, "Name in reasoning-gym, such as chain_sum.")
-    config: dict[str, Any] = doc(dict, "The dataset's parameters, such as {min_terms: 2, max_terms: 3}.")
+    dataset: str | None = None
+    """Name in reasoning-gym, such as chain_sum."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The dataset's parameters, such as {min_terms: 2, max_terms: 3}."""
 
 
 @dataclass
 class TaskConfig:
-    name: str = doc(
-        "lagged_fibonacci",
-        "lagged_fibonacci, relay or trail (built in, made on the spot), dataset (files of your own), or reasoning_gym (its tasks by name).",
-    )
-    train_files: list[str] = doc(
-        list,
-        "Training prompts, for name=dataset: jsonl or parquet files, a directory of them, a directory that Hugging Face datasets saved "
-        "(save_to_disk), or DIR/train for DIR/train-*.parquet. Columns as in SkyRL: uid (optional), prompt, env_class, and extras such "
-        "as reward_spec.",
-    )
-    train_weights: list[float] = doc(
-        list,
-        "Passes over each of train_files in an epoch; empty: 1 each. 2 takes every row twice, 0.25 a quarter of the rows, the next "
-        "quarter in the next epoch.",
-    )
-    eval_files: list[str] = doc(list, "The same for held-out prompts; empty evaluates nothing.")
-    env_class: str | None = doc(None, "Environment (skyrl_gym registry name, or module:Class) of rows that name none.")
-    reward: str | None = doc(
-        None,
-        "package.module:function that judges every answer in place of the rows' environments: called with the answer, a text, and the "
-        "row's columns, it returns a number. One turn; it runs in a thread and may block.",
-    )
-    reasoning_gym: ReasoningGymConfig = doc(
-        ReasoningGymConfig, "Which task of reasoning-gym, for name=reasoning_gym (the extra reasoning-gym)."
-    )
-    num_train_prompts: int = doc(2048, "Training prompts made by a built-in task or by reasoning_gym.")
-    num_eval_prompts: int = doc(
-        512, "Held-out prompts made by a built-in task or by reasoning_gym; never trained on, nor warm-started on."
-    )
-    seed: int = doc(
-        0,
-        "Seed of the prompts that are made, of the choice of held-out ones, and of the order in which a fractional weight takes rows.",
-    )
+    name: str = "lagged_fibonacci"
+    """lagged_fibonacci, relay or trail (built in, made on the spot), dataset (files of your own), or reasoning_gym (its tasks by name)."""
+    train_files: list[str] = field(default_factory=list)
+    """Training prompts, for name=dataset: jsonl or parquet files, a directory of them, a directory that Hugging Face datasets saved
+    (save_to_disk), or DIR/train for DIR/train-*.parquet. Columns as in SkyRL: uid (optional), prompt, env_class, and extras such as
+    reward_spec.
+    """
+    train_weights: list[float] = field(default_factory=list)
+    """Passes over each of train_files in an epoch; empty: 1 each. 2 takes every row twice, 0.25 a quarter of the rows, the next quarter in
+    the next epoch.
+    """
+    eval_files: list[str] = field(default_factory=list)
+    """The same for held-out prompts; empty evaluates nothing."""
+    env_class: str | None = None
+    """Environment (skyrl_gym registry name, or module:Class) of rows that name none."""
+    reward: str | None = None
+    """package.module:function that judges every answer in place of the rows' environments: called with the answer, a text, and the row's
+    columns, it returns a number. One turn; it runs in a thread and may block.
+    """
+    reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
+    """Which task of reasoning-gym, for name=reasoning_gym (the extra reasoning-gym)."""
+    num_train_prompts: int = bounded(2048, ge=1)
+    """Training prompts made by a built-in task or by reasoning_gym."""
+    num_eval_prompts: int = bounded(512, ge=0)
+    """Held-out prompts made by a built-in task or by reasoning_gym; never trained on, nor warm-started on."""
+    seed: int = 0
+    """Seed of the prompts that are made, of the choice of held-out ones, and of the order in which a fractional weight takes rows."""
 
     def __post_init__(self) -> None:
         require(self.num_train_prompts >= 1, "task.num_train_prompts", ">= 1", self.num_train_prompts)

@@ -1,11 +1,11 @@
 """The ``trainer`` section: the loop, its staleness bound, its checkpoints and its steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
 
 from skyrl_async.config.schema.algorithm import AlgorithmConfig
-from skyrl_async.config.schema.fields import doc, require
+from skyrl_async.config.schema.fields import bounded, require
 
 
 class StalenessPolicy(Enum):
@@ -22,6 +22,7 @@ class Schedule(Enum):
 
 
 _BOUND_NAMES = ("max_staleness_steps", "generate_ahead_steps", "fully_async.max_staleness_steps")
+_WORKERS_NAMES = ("num_parallel_generation_workers", "fully_async.num_parallel_generation_workers")
 _SCHEDULE_BOUNDS = {Schedule.sync: 0, Schedule.one_step_off: 1}
 _DEFAULT_BOUND = 4
 _FILTERED_MINI_BATCHES = 30
@@ -36,202 +37,157 @@ class ResumeMode(Enum):
 
 @dataclass
 class FullyAsyncConfig:
-    max_staleness_steps: int | None = doc(None, "SkyRL's name for trainer.max_staleness_steps.")
-    num_parallel_generation_workers: int | None = doc(None, "SkyRL's name for trainer.num_parallel_generation_workers.")
-    sample_full_batch: bool = doc(
-        False,
-        "Dynamic sampling (DAPO): groups whose rewards do not differ are filtered as soon as they are finished, and other prompts take "
-        "their places, so that every mini-batch is full of groups with a signal. Filtered prompts are done for this epoch.",
-    )
-    max_filtered_in_a_row: int | None = doc(
-        None,
-        "So many groups one after the other without a difference in reward end the run with an error that says what they had instead. "
-        "Null: 30 mini-batches of them; 0: only the data's end does.",
-    )
-
-    def __post_init__(self) -> None:
-        most = self.max_filtered_in_a_row
-        require(most is None or most >= 0, "trainer.fully_async.max_filtered_in_a_row", ">= 0 or null", most)
+    max_staleness_steps: int | None = None
+    """SkyRL's name for trainer.max_staleness_steps."""
+    num_parallel_generation_workers: int | None = None
+    """SkyRL's name for trainer.num_parallel_generation_workers."""
+    sample_full_batch: bool = False
+    """Dynamic sampling (DAPO): groups whose rewards do not differ are filtered as soon as they are finished, and other prompts take their
+    places, so that every mini-batch is full of groups with a signal. Filtered prompts are done for this epoch.
+    """
+    max_filtered_in_a_row: int | None = bounded(None, ge=0)
+    """So many groups one after the other without a difference in reward end the run with an error that says what they had instead. Null: 30
+    mini-batches of them; 0: only the data's end does.
+    """
 
 
 @dataclass
 class RefConfig:
-    path: str | None = doc(
-        None,
-        "Local Hugging Face directory of the reference, with the policy's tokens. Null: the policy that training began with.",
-    )
+    path: str | None = None
+    """Local Hugging Face directory of the reference, with the policy's tokens. Null: the policy that training began with."""
 
 
 @dataclass
 class TrainerConfig:
-    schedule: Schedule = doc(
-        Schedule.fully_async,
-        "fully_async: generation goes on while training does, weights change in flight. sync: generate a mini-batch, train on it, "
-        "publish. one_step_off: the next whole mini-batch is generated while this one trains, and weights change between the two.",
-    )
-    max_staleness_steps: int | None = doc(
-        None,
-        "Most optimizer steps between a group's admission and its training. Null: 4; 0 with schedule=sync, 1 with one_step_off, and "
-        "generate_ahead_steps or fully_async.max_staleness_steps where one is given. 0 is synchronous training, which may still stream.",
-    )
-    generate_ahead_steps: int | None = doc(
-        None,
-        "async-rl's name of max_staleness_steps: there the number of steps that generation may run ahead of the last parameter update. "
-        "Groups are admitted by the same rule here; the age at which they are trained is bounded, too.",
-    )
-    staleness_policy: StalenessPolicy = doc(
-        StalenessPolicy.wait,
-        "What to do with groups older than the bound. wait: hold the step until they are in. mask: train them, mask tokens past the "
-        "bound. resample: abort and requeue the prompt. allow: train and count.",
-    )
-    policy_mini_batch_size: int = doc(
-        64,
-        "Groups per optimizer step. Default: with groups of 8 the 512 samples of a step of verl's DAPO scripts (32 groups of 16); "
-        "SkyRL's GSM8K script takes 256 groups of 5.",
-    )
-    num_parallel_generation_workers: int | None = doc(
-        None,
-        "Groups in flight at once, from policy_mini_batch_size to policy_mini_batch_size * (max_staleness_steps + 1). "
-        "Null: as many as that allows, at most twice a mini-batch or what the engines run at once, whichever is more.",
-    )
-    count_buffered_as_in_flight: bool = doc(
-        True,
-        "While the trainer is busy, finished groups count among num_parallel_generation_workers until they are trained, so that "
-        "none is generated earlier than it can be used. False fills the buffer up to the staleness bound.",
-    )
-    num_steps: int | None = doc(None, "Optimizer steps of the run; null: as many as num_epochs hold.")
-    num_epochs: int = doc(
-        20, "Passes over the training prompts, unless num_steps ends the run first. Default: SkyRL's GSM8K script's."
-    )
-    publish_every_steps: int = doc(
-        1,
-        "Optimizer steps between publishes, beside those before an evaluation, a comparison of log-probs or a checkpoint, and at the end; "
-        "at most max_staleness_steps + 1.",
-    )
-    stream_mini_batch: bool | None = doc(
-        None,
-        "Accumulate gradients of finished groups while the mini-batch's last ones are still generated. Null: unless "
-        "trainer.algorithm.advantage_estimator or policy_loss_type needs them all at once.",
-    )
-    deterministic: bool = doc(
-        False,
-        "Nothing that is trained depends on how long anything took: groups are trained in the order of admission, weights change when no "
-        "group is in flight, and count_buffered_as_in_flight is off. With engine=deterministic two runs are equal bit for bit; "
-        "policy workers on CUDA take deterministic kernels for that, which has not been run.",
-    )
-    seed: int = doc(0, "Seed of everything that is drawn: shuffling, the warm start, sampling where the engine allows.")
-    algorithm: AlgorithmConfig = doc(AlgorithmConfig, "Advantages and loss.")
-    fully_async: FullyAsyncConfig = doc(FullyAsyncConfig, "Dynamic sampling, and SkyRL's names of two keys.")
-    ref: RefConfig = doc(RefConfig, "The frozen reference of trainer.algorithm.use_kl_loss and use_kl_in_reward.")
-    resume_mode: ResumeMode = doc(
-        ResumeMode.none,
-        "latest continues trainer.output_dir's newest checkpoint; where there is none yet, it begins with trainer.resume_path or, "
-        "without that, anew. from_path continues trainer.resume_path: in a new directory, or back in the run that it is of.",
-    )
-    resume_path: str | None = doc(None, "Checkpoint directory to go on from; see resume_mode.")
-    checkpoint_interval_steps: int = doc(
-        20, "Steps between checkpoints, and one at the end; 0 writes none, but for that of a run that is asked to stop."
-    )
-    max_checkpoints_to_keep: int = doc(2, "Older checkpoints are deleted; 0 keeps all.")
-    max_restarts: int = doc(
-        3,
-        "How often a run replaces policy workers that died or hung, each time from its last checkpoint, doing again what was trained "
-        "since; 0 ends it with the first. The next one ends the run.",
-    )
-    restart_journal_mb: int = doc(
-        1024,
-        "Memory for what was trained since the last checkpoint, in case policy workers die (about 20 bytes per token, and 9 for each kind "
-        "of log-probs beside the engine's); when it is full the run saves the policy for itself, and deletes that at its end.",
-    )
-    eval_interval_steps: int = doc(
-        20, "Steps between evaluations while training, beside those before and after; 0 leaves them out."
-    )
-    eval_before_train: bool = doc(True, "Evaluate before training, too.")
-    eval_at_end: bool = doc(True, "Evaluate after training, too.")
-    eval_only: bool = doc(
-        False,
-        "Train nothing: evaluate the policy, or with trainer.resume_mode the checkpoint's, write evaluation.json and end. What a run has "
-        "left in the directory stays.",
-    )
-    output_dir: str | None = doc(None, "The run's directory; null makes one under outputs/.")
-    export_hf: bool = doc(True, "Write the final policy as a Hugging Face directory.")
-    logprob_probe_interval_steps: int = doc(
-        20,
-        "Steps between comparisons of the engine's log-probs with the trainer's, beside the one after the first publish; 0: only that one.",
-    )
-    max_engine_logprob_gap: float = doc(
-        0.3,
-        "Largest difference in nats per token between engine and trainer before the run stops. "
-        "float32 agrees to 1e-4, bfloat16 to 0.2; stale weights are off by more than 0.8.",
-    )
-    shutdown_timeout_s: float = doc(
-        60.0,
-        "After Ctrl-C or SIGTERM: half of it for what the step in progress still lacks, a quarter to train and save, the rest to end "
-        "all processes. A second signal ends the run at once.",
-    )
-    stall_warning_s: float = doc(
-        60.0,
-        "What does the same thing for longer than this (a sample that generates or is in its environment, a publish, a checkpoint, a wait "
-        "for groups) is named in the log, in the metrics and on the console, with its seconds.",
-    )
+    schedule: Schedule = Schedule.fully_async
+    """fully_async: generation goes on while training does, weights change in flight. sync: generate a mini-batch, train on it, publish.
+    one_step_off: the next whole mini-batch is generated while this one trains, and weights change between the two.
+    """
+    max_staleness_steps: int | None = None
+    """Most optimizer steps between a group's admission and its training. Null: 4; 0 with schedule=sync, 1 with one_step_off, and
+    generate_ahead_steps or fully_async.max_staleness_steps where one is given. 0 is synchronous training, which may still stream.
+    """
+    generate_ahead_steps: int | None = None
+    """async-rl's name of max_staleness_steps: there the number of steps that generation may run ahead of the last parameter update. Groups
+    are admitted by the same rule here; the age at which they are trained is bounded, too.
+    """
+    staleness_policy: StalenessPolicy = StalenessPolicy.wait
+    """What to do with groups older than the bound. wait: hold the step until they are in. mask: train them, mask tokens past the bound.
+    resample: abort and requeue the prompt. allow: train and count.
+    """
+    policy_mini_batch_size: int = bounded(64, ge=1)
+    """Groups per optimizer step. Default: with groups of 8 the 512 samples of a step of verl's DAPO scripts (32 groups of 16); SkyRL's
+    GSM8K script takes 256 groups of 5.
+    """
+    num_parallel_generation_workers: int | None = None
+    """Groups in flight at once, from policy_mini_batch_size to policy_mini_batch_size * (max_staleness_steps + 1). Null: as many as that
+    allows, at most twice a mini-batch or what the engines run at once, whichever is more.
+    """
+    count_buffered_as_in_flight: bool = True
+    """While the trainer is busy, finished groups count among num_parallel_generation_workers until they are trained, so that none is
+    generated earlier than it can be used. False fills the buffer up to the staleness bound.
+    """
+    num_steps: int | None = bounded(None, ge=1)
+    """Optimizer steps of the run; null: as many as num_epochs hold."""
+    num_epochs: int = bounded(20, ge=1)
+    """Passes over the training prompts, unless num_steps ends the run first. Default: SkyRL's GSM8K script's."""
+    publish_every_steps: int = 1
+    """Optimizer steps between publishes, beside those before an evaluation, a comparison of log-probs or a checkpoint, and at the end; at
+    most max_staleness_steps + 1.
+    """
+    stream_mini_batch: bool | None = None
+    """Accumulate gradients of finished groups while the mini-batch's last ones are still generated. Null: unless
+    trainer.algorithm.advantage_estimator or policy_loss_type needs them all at once.
+    """
+    deterministic: bool = False
+    """Nothing that is trained depends on how long anything took: groups are trained in the order of admission, weights change when no group
+    is in flight, and count_buffered_as_in_flight is off. With engine=deterministic two runs are equal bit for bit; policy workers on CUDA
+    take deterministic kernels for that, which has not been run.
+    """
+    seed: int = 0
+    """Seed of everything that is drawn: shuffling, the warm start, sampling where the engine allows."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Advantages and loss."""
+    fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
+    """Dynamic sampling, and SkyRL's names of two keys."""
+    ref: RefConfig = field(default_factory=RefConfig)
+    """The frozen reference of trainer.algorithm.use_kl_loss and use_kl_in_reward."""
+    resume_mode: ResumeMode = ResumeMode.none
+    """latest continues trainer.output_dir's newest checkpoint; where there is none yet, it begins with trainer.resume_path or, without
+    that, anew. from_path continues trainer.resume_path: in a new directory, or back in the run that it is of.
+    """
+    resume_path: str | None = None
+    """Checkpoint directory to go on from; see resume_mode."""
+    checkpoint_interval_steps: int = bounded(20, ge=0)
+    """Steps between checkpoints, and one at the end; 0 writes none, but for that of a run that is asked to stop."""
+    max_checkpoints_to_keep: int = bounded(2, ge=0)
+    """Older checkpoints are deleted; 0 keeps all."""
+    max_restarts: int = bounded(3, ge=0)
+    """How often a run replaces policy workers that died or hung, each time from its last checkpoint, doing again what was trained since; 0
+    ends it with the first. The next one ends the run.
+    """
+    restart_journal_mb: int = bounded(1024, ge=0)
+    """Memory for what was trained since the last checkpoint, in case policy workers die (about 20 bytes per token, and 9 for each kind of
+    log-probs beside the engine's); when it is full the run saves the policy for itself, and deletes that at its end.
+    """
+    eval_interval_steps: int = bounded(20, ge=0)
+    """Steps between evaluations while training, beside those before and after; 0 leaves them out."""
+    eval_before_train: bool = True
+    """Evaluate before training, too."""
+    eval_at_end: bool = True
+    """Evaluate after training, too."""
+    eval_only: bool = False
+    """Train nothing: evaluate the policy, or with trainer.resume_mode the checkpoint's, write evaluation.json and end. What a run has left
+    in the directory stays.
+    """
+    output_dir: str | None = None
+    """The run's directory; null makes one under outputs/."""
+    export_hf: bool = True
+    """Write the final policy as a Hugging Face directory."""
+    logprob_probe_interval_steps: int = bounded(20, ge=0)
+    """Steps between comparisons of the engine's log-probs with the trainer's, beside the one after the first publish; 0: only that one."""
+    max_engine_logprob_gap: float = 0.3
+    """Largest difference in nats per token between engine and trainer before the run stops. float32 agrees to 1e-4, bfloat16 to 0.2; stale
+    weights are off by more than 0.8.
+    """
+    shutdown_timeout_s: float = bounded(60.0, gt=0)
+    """After Ctrl-C or SIGTERM: half of it for what the step in progress still lacks, a quarter to train and save, the rest to end all
+    processes. A second signal ends the run at once.
+    """
+    stall_warning_s: float = bounded(60.0, gt=0)
+    """What does the same thing for longer than this (a sample that generates or is in its environment, a publish, a checkpoint, a wait for
+    groups) is named in the log, in the metrics and on the console, with its seconds.
+    """
 
     def __post_init__(self) -> None:
         self._check_schedule()
-        require(self.policy_mini_batch_size >= 1, "trainer.policy_mini_batch_size", ">= 1", self.policy_mini_batch_size)
-        require(self.num_steps is None or self.num_steps >= 1, "trainer.num_steps", ">= 1 or null", self.num_steps)
-        require(self.num_epochs >= 1, "trainer.num_epochs", ">= 1", self.num_epochs)
-        require(
-            1 <= self.publish_every_steps <= self.staleness_bound + 1,
-            "trainer.publish_every_steps",
-            f"between 1 and max_staleness_steps + 1 ({self.staleness_bound + 1}): training would wait for groups that may not be "
-            "generated yet",
-            self.publish_every_steps,
-        )
-        require(self.stall_warning_s > 0, "trainer.stall_warning_s", "> 0", self.stall_warning_s)
-        require(self.shutdown_timeout_s > 0, "trainer.shutdown_timeout_s", "> 0", self.shutdown_timeout_s)
-        for key in (
-            "checkpoint_interval_steps",
-            "max_checkpoints_to_keep",
-            "max_restarts",
-            "restart_journal_mb",
-            "eval_interval_steps",
-            "logprob_probe_interval_steps",
-        ):
-            require(getattr(self, key) >= 0, f"trainer.{key}", ">= 0", getattr(self, key))
+        bound, interval = self.staleness_bound, self.publish_every_steps
+        expected = f"between 1 and max_staleness_steps + 1 ({bound + 1}): training would wait for groups that may not be generated yet"
+        require(1 <= interval <= bound + 1, "trainer.publish_every_steps", expected, interval)
         if self.resume_mode is ResumeMode.from_path:
-            require(
-                self.resume_path is not None,
-                "trainer.resume_path",
-                "a checkpoint directory when trainer.resume_mode=from_path",
-                self.resume_path,
-            )
-        least, most = self.policy_mini_batch_size, self.policy_mini_batch_size * (self.staleness_bound + 1)
-        key, workers = self._asked("num_parallel_generation_workers", "fully_async.num_parallel_generation_workers")
-        require(
-            workers is None or least <= workers <= most,
-            key,
-            f"between policy_mini_batch_size ({least}) and policy_mini_batch_size * (max_staleness_steps + 1) ({most})",
-            workers,
+            expected = "a checkpoint directory when trainer.resume_mode=from_path"
+            require(self.resume_path is not None, "trainer.resume_path", expected, self.resume_path)
+        key, workers = self._asked(*_WORKERS_NAMES)
+        least, most = self.policy_mini_batch_size, self.policy_mini_batch_size * (bound + 1)
+        expected = (
+            f"between policy_mini_batch_size ({least}) and policy_mini_batch_size * (max_staleness_steps + 1) ({most})"
         )
+        require(workers is None or least <= workers <= most, key, expected, workers)
 
     def _check_schedule(self) -> None:
         """Raise ``ConfigError`` for a bound or streaming that the schedule does not have, and for names of the bound that differ."""
         key, asked = self._asked(*_BOUND_NAMES)
         require(asked is None or asked >= 0, key, ">= 0 or null", asked)
-        require(
-            self.schedule is Schedule.fully_async or not self.stream_mini_batch,
-            "trainer.stream_mini_batch",
-            f"false or null when trainer.schedule={self.schedule.name}, which trains whole mini-batches (fully_async streams, also with "
-            "max_staleness_steps=0)",
-            self.stream_mini_batch,
+        if self.schedule is Schedule.fully_async:
+            return
+        own, name = _SCHEDULE_BOUNDS[self.schedule], self.schedule.name
+        expected = (
+            f"false or null when trainer.schedule={name}, which trains whole mini-batches (fully_async streams, also with "
+            "max_staleness_steps=0)"
         )
-        own = _SCHEDULE_BOUNDS.get(self.schedule)
-        require(
-            None in (asked, own) or asked == own,
-            key,
-            f"left out, or {own}, when trainer.schedule={self.schedule.name} (fully_async takes any)",
-            asked,
-        )
+        require(not self.stream_mini_batch, "trainer.stream_mini_batch", expected, self.stream_mini_batch)
+        expected = f"left out, or {own}, when trainer.schedule={name} (fully_async takes any)"
+        require(asked in (None, own), key, expected, asked)
 
     def _asked(self, *names: str) -> tuple[str, int | None]:
         """The first of several names of a key that is given, and its value. Raises ``ConfigError`` for values that differ."""
@@ -256,5 +212,5 @@ class TrainerConfig:
     def max_concurrent_generation_groups(self, num_places: int) -> int:
         """Groups in flight at once, on engines that run ``num_places`` groups at once."""
         most = self.policy_mini_batch_size * (self.staleness_bound + 1)
-        _, asked = self._asked("num_parallel_generation_workers", "fully_async.num_parallel_generation_workers")
+        _, asked = self._asked(*_WORKERS_NAMES)
         return asked or min(most, max(2 * self.policy_mini_batch_size, num_places))

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_async.composition.processes import _training_settings
 from skyrl_async.config.load import from_overrides
-from skyrl_async.config.schema.deepspeed import DeepSpeedConfig, read_user_config
+from skyrl_async.config.rules.deepspeed import read_user_config
+from skyrl_async.config.schema.training import DeepSpeedConfig
 from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
 from skyrl_async.training.backends.deepspeed import engine_config
 from skyrl_async.training.backends.settings import DeepSpeedSettings, TrainingSettings
