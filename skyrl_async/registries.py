@@ -36,8 +36,8 @@ class LossEntry:
     needs_old_logprobs: bool = False
     """It asks for the log-probs of finished rows under the policy, recomputed."""
     marker: str | None = None
-    """``package.module:function`` that marks tokens for it among all of a step (``algorithms.covariance``): nothing of the step is trained
-    before all is there.
+    """``package.module:function`` that marks tokens for it among all of a step (``algorithms.policy_losses``): nothing of the step is
+    trained before all is there.
     """
 
 
@@ -155,7 +155,7 @@ ADVANTAGE_ESTIMATORS = Registry(
 
 def _loss(function: str, *, needs_old_logprobs: bool = False, marker: str | None = None) -> LossEntry:
     path = f"skyrl_async.algorithms.policy_losses:{function}"
-    marker = None if marker is None else f"skyrl_async.algorithms.covariance:{marker}"
+    marker = None if marker is None else f"skyrl_async.algorithms.policy_losses:{marker}"
     return LossEntry(path=path, needs_old_logprobs=needs_old_logprobs, marker=marker)
 
 

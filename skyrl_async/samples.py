@@ -1,9 +1,12 @@
 """The samples of a group, assembled from its rows: most have one row, a session with a rewritten history has several."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from skyrl_async.types import Trajectory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,3 +67,12 @@ def rewarded_samples_of(trajectories: Sequence[Trajectory]) -> tuple[Sample, ...
 def live_samples_of(trajectories: Sequence[Trajectory]) -> tuple[Sample, ...]:
     """The samples that are trained and form the group's baseline: neither abandoned nor overlong."""
     return tuple(sample for sample in rewarded_samples_of(trajectories) if not sample.is_overlong)
+
+
+def per_row(trajectories: Sequence[Trajectory], of_samples: Iterable[tuple[Sample, T]], default: T) -> list[T]:
+    """One value per row: that of its sample, or ``default`` if ``of_samples`` lacks the sample.
+
+    The samples hold the very objects in ``trajectories``.
+    """
+    of_row = {id(row): value for sample, value in of_samples for row in sample.rows}
+    return [of_row.get(id(row), default) for row in trajectories]

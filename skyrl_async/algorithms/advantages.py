@@ -1,19 +1,26 @@
-"""Advantage estimators: rewards in, one advantage per sample out.
+"""Advantage estimators, and groups with advantages: rewards in, one advantage per sample out.
 
 An estimator sees neither tokens nor tensors, only a handful of floats, either of one group or of all groups of a mini-batch. The
 configuration names it; it is looked up once.
+
+The reward stage computes advantages that depend on the rewards of one group alone (``rollout.preparation``). ``StepAdvantages`` computes
+the others, and marks, when a step is put together.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_async.errors import TrainingError
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, AdvantageEntry, path_of
-from skyrl_async.samples import live_samples_of
-from skyrl_async.types import Trajectory
+from skyrl_async.samples import live_samples_of, per_row
+from skyrl_async.types import Group, Trajectory
+
+if TYPE_CHECKING:
+    from skyrl_async.algorithms.kl import KlPenalty
+    from skyrl_async.algorithms.policy_losses import Mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +41,17 @@ ComputeMiniBatchAdvantages = Callable[[Sequence[GroupRewards]], Sequence[Sequenc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageEstimator:
-    """An estimator over a group or over a mini-batch; exactly one is set."""
+    """An estimator over groups: all groups of a mini-batch -> per group one advantage per sample."""
 
-    of_group: ComputeAdvantages | None = None
-    of_mini_batch: ComputeMiniBatchAdvantages | None = None
+    compute: Callable[[Any], Sequence[Any]]
+    """``ComputeMiniBatchAdvantages`` if it ``needs_mini_batch``, else ``ComputeAdvantages``."""
+    needs_mini_batch: bool = False
+
+    def __call__(self, groups: Sequence[GroupRewards]) -> Sequence[Sequence[float]]:
+        """Return per group one advantage per sample. Each group has a sample."""
+        if self.needs_mini_batch:
+            return self.compute(groups) if groups else ()
+        return [self.compute(group.rewards) for group in groups]
 
 
 def _zero_where_equal(compute: Callable[[Sequence[float]], list[float]]) -> Callable[[Sequence[float]], list[float]]:
@@ -190,15 +204,88 @@ def row_advantages(
         raise TrainingError(
             f"trainer.algorithm.advantage_estimator must return one finite advantage per reward of {rewards}, got {of_sample}"
         )
-    of_row = {id(row): advantage for sample, advantage in zip(live, of_sample, strict=True) for row in sample.rows}
-    return [of_row.get(id(row), 0.0) for row in trajectories]
+    return per_row(trajectories, zip(live, of_sample, strict=True), 0.0)
+
+
+def with_advantages(group: Group, compute: Callable[[Sequence[float]], Sequence[float]]) -> Group:
+    """Return the group with ``row_advantages``."""
+    return replace(group, advantages=tuple(row_advantages(group.trajectories, compute)))
+
+
+MaskGroup = Callable[[Group], Group]
+"""A group -> the group with the tokens masked that the staleness policy leaves out."""
+
+
+class StepAdvantages:
+    """Computes advantages that depend on the other groups of the step, or on the KL penalty of the step.
+
+    Args:
+        estimator: None if groups have their advantages from the reward stage.
+        penalty: subtracted from rewards first; None for no penalty.
+        mark: marks tokens afterwards; None if the loss needs no marks.
+    """
+
+    def __init__(
+        self,
+        estimator: AdvantageEstimator | None = None,
+        penalty: "KlPenalty | None" = None,
+        mark: "Mark | None" = None,
+    ) -> None:
+        self._estimator = estimator
+        self._penalty = penalty
+        self._mark = mark
+
+    def __call__(self, groups: Sequence[Group], masked_group: MaskGroup = lambda group: group) -> Sequence[Group]:
+        """Return groups of one step with advantages and marks. Each group is passed once.
+
+        All groups of a step must be passed in one call if the estimator or the marks depend on all of them. Rewards and the penalty cover
+        whole answers; only trained tokens are counted and marked.
+        """
+        if self._estimator is not None:
+            rewards = [self._rewards_of(group, masked_group(group)) for group in groups]
+            live = [index for index, of_one in enumerate(rewards) if of_one.rewards]
+            found = dict(zip(live, self._estimator([rewards[index] for index in live]), strict=True))
+            groups = [_with_these(group, found.get(index, ())) for index, group in enumerate(groups)]
+        if self._mark is None:
+            return groups
+        marked = self._mark([masked_group(group) for group in groups])
+        return [_with_marks(*pair) for pair in zip(groups, marked, strict=True)]
+
+    def _rewards_of(self, group: Group, part: Group) -> GroupRewards:
+        samples = live_samples_of(group.trajectories)
+        return GroupRewards(
+            rewards=tuple(s.shaped_reward if self._penalty is None else self._penalty.penalised(s) for s in samples),
+            num_tokens=tuple(sample.num_sampled_tokens for sample in live_samples_of(part.trajectories)),
+        )
+
+    def end_step(self) -> dict[str, float]:
+        """Called after each optimizer step; returns the figures of its penalty."""
+        return {} if self._penalty is None else self._penalty.end_step()
+
+    @property
+    def kl_coef(self) -> float | None:
+        """Coefficient of the penalty in the next step, for checkpoints; None without a penalty."""
+        return None if self._penalty is None else self._penalty.controller.coefficient
+
+    def restore(self, kl_coef: float | None) -> None:
+        """Restore a checkpoint's coefficient if it follows a target. A fixed coefficient always comes from the configuration."""
+        if kl_coef is not None and self._penalty is not None and self._penalty.controller.target is not None:
+            self._penalty.controller.coefficient = kl_coef
+
+
+def _with_these(group: Group, of_samples: Sequence[float]) -> Group:
+    return with_advantages(group, lambda _: of_samples)
+
+
+def _with_marks(group: Group, marked: Group) -> Group:
+    rows = zip(group.trajectories, marked.trajectories, strict=True)
+    return replace(group, trajectories=tuple(replace(row, marks=of.marks) for row, of in rows))
 
 
 def make_advantage_estimator(name: str, *, grpo_norm_by_std: bool = True) -> AdvantageEstimator:
     """Return the estimator called ``name``, or at the path ``name``. Raises ``ConfigError`` with the known names."""
     entry = ADVANTAGE_ESTIMATORS.entry("dr_grpo" if name == "grpo" and not grpo_norm_by_std else name)
-    compute = ADVANTAGE_ESTIMATORS.load(entry)
-    return AdvantageEstimator(of_mini_batch=compute) if entry.needs_mini_batch else AdvantageEstimator(of_group=compute)
+    return AdvantageEstimator(compute=ADVANTAGE_ESTIMATORS.load(entry), needs_mini_batch=entry.needs_mini_batch)
 
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -220,10 +307,8 @@ def register_advantage_estimator(
     """
 
     def register(function: F) -> F:
-        ADVANTAGE_ESTIMATORS.register(
-            name,
-            AdvantageEntry(path=path_of(function), needs_mini_batch=needs_mini_batch, needs_groups=needs_groups),
-        )
+        entry = AdvantageEntry(path=path_of(function), needs_mini_batch=needs_mini_batch, needs_groups=needs_groups)
+        ADVANTAGE_ESTIMATORS.register(name, entry)
         return function
 
     return register

@@ -7,10 +7,7 @@ group alone, and the trainer adds up D over the groups of a step. Hence neither 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from skyrl_async.errors import ConfigError
 from skyrl_async.types import Trajectory
-
-REDUCTIONS = ("token_mean", "sequence_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,29 +37,28 @@ class Aggregation:
     max_seq_len: int | None = None
     """> 0; needed by ``seq_mean_token_sum_norm``."""
 
-    def __post_init__(self) -> None:
-        if self.name not in REDUCTIONS:
-            raise ConfigError(
-                f"trainer.algorithm.loss_reduction must be one of {', '.join(REDUCTIONS)}, got {self.name!r}"
-            )
-
     def __call__(self, trajectories: Sequence[Trajectory]) -> WeightedGroup:
         """Weigh all rows of one group."""
         num_tokens = [row.num_sampled_tokens for row in trajectories]
         rows = [(row.weight, num) for row, num in zip(trajectories, num_tokens, strict=True) if num]
         num_sequences = sum(weight for weight, _ in rows)
         num_weighted = sum(weight * num for weight, num in rows)
-        weighted, denominator = tuple(trajectories), num_sequences
-        if self.name == "token_mean":
-            denominator = num_weighted
-        elif self.name == "sequence_mean":
-            weighted = _divided(trajectories, num_tokens)
-        elif self.name == "seq_mean_token_sum_norm":
-            assert self.max_seq_len is not None, "the configuration requires it"
-            denominator = num_sequences * self.max_seq_len
-        elif self.name == "prompt_mean":
-            weighted = _divided(trajectories, [num_weighted] * len(num_tokens))
-            denominator = float(bool(rows))
+        weighted = tuple(trajectories)
+        match self.name:
+            case "token_mean":
+                denominator = num_weighted
+            case "sequence_mean":
+                weighted, denominator = _divided(trajectories, num_tokens), num_sequences
+            case "seq_mean_token_sum":
+                denominator = num_sequences
+            case "seq_mean_token_sum_norm":
+                assert self.max_seq_len is not None, "the configuration requires it"
+                denominator = num_sequences * self.max_seq_len
+            case "prompt_mean":
+                weighted = _divided(trajectories, [num_weighted] * len(num_tokens))
+                denominator = float(bool(rows))
+            case unknown:
+                raise ValueError(f"trainer.algorithm.loss_reduction must be one of its names, got {unknown!r}")
         return WeightedGroup(trajectories=weighted, denominator=float(denominator))
 
 

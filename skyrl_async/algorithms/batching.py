@@ -143,44 +143,44 @@ def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = Fals
     shape = (1, sum(lengths)) if is_packed else (len(rows), max(lengths, default=0))
     input_ids = torch.zeros(shape if rows else (1, 1), dtype=torch.int64)
     starts = [sum(lengths[:i]) if is_packed else i * shape[1] for i in range(len(rows))]
-    columns: dict[str, list[Tensor]] = {
-        **{name: [torch.empty(0, dtype=torch.int64)] for name in ("positions", "row_indices", "versions")},
-        **{name: [torch.empty(0)] for name in ("behavior_logprobs", "advantages", "weights")},
-    }
-    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        trajectory = row.trajectory
-        num_prompt_tokens = len(trajectory.prompt_token_ids)
-        if num_prompt_tokens == 0:
+    places: list[int] = []
+    for row, start in zip(rows, starts, strict=True):
+        prompt, response = row.trajectory.prompt_token_ids, row.trajectory.response_token_ids
+        if not prompt:
             raise ValueError("trajectory.prompt_token_ids must hold at least one token, got none")
-        input_ids.view(-1)[start : start + row.num_tokens] = torch.tensor(
-            trajectory.prompt_token_ids + trajectory.response_token_ids
-        )
-        sampled = torch.tensor(trajectory.loss_mask, dtype=torch.bool).nonzero().flatten()  # (n,) into the response
-        columns["positions"].append(sampled + (start + num_prompt_tokens - 1))
-        columns["row_indices"].append(torch.full_like(sampled, index))
-        columns["versions"].append(torch.tensor(trajectory.versions, dtype=torch.int64)[sampled])
-        columns["behavior_logprobs"].append(torch.tensor(trajectory.logprobs, dtype=torch.float32)[sampled])
-        for name, value in (("advantages", row.advantage * trajectory.weight), ("weights", trajectory.weight)):
-            columns[name].append(torch.full((len(sampled),), value, dtype=torch.float32))
-    joined = {name: torch.cat(parts) for name, parts in columns.items()}
-    marks = _of_sampled(rows, "marks", device)
+        input_ids.view(-1)[start : start + row.num_tokens] = torch.tensor(prompt + response)
+        first = start + len(prompt) - 1
+        places += compress(range(first, first + len(response)), row.trajectory.loss_mask)
+    positions = torch.tensor(places, dtype=torch.int64)
+    num_sampled = torch.tensor([row.trajectory.num_sampled_tokens for row in rows], dtype=torch.int64)
+    row_indices = torch.arange(len(rows)).repeat_interleave(num_sampled)
+    weights = torch.tensor([row.trajectory.weight for row in rows], dtype=torch.float32)
+    advantages = torch.tensor([row.advantage * row.trajectory.weight for row in rows], dtype=torch.float32)
     return MicroBatch(
         input_ids=input_ids.to(device),
         row_lengths=tuple(lengths) if is_packed and rows else None,
-        targets=input_ids.flatten()[joined["positions"] + 1].to(device),
-        ref_logprobs=_of_sampled(rows, "ref_logprobs", device),
-        old_logprobs=_of_sampled(rows, "old_logprobs", device),
-        is_marked=None if marks is None else marks.bool(),
-        **{name: column.to(device) for name, column in joined.items()},
+        positions=positions.to(device),
+        targets=input_ids.flatten()[positions + 1].to(device),
+        row_indices=row_indices.to(device),
+        behavior_logprobs=_of_sampled(rows, "logprobs", torch.float32, device),
+        advantages=advantages[row_indices].to(device),
+        weights=weights[row_indices].to(device),
+        versions=_of_sampled(rows, "versions", torch.int64, device),
+        ref_logprobs=_unless_lacking(rows, "ref_logprobs", torch.float32, device),
+        old_logprobs=_unless_lacking(rows, "old_logprobs", torch.float32, device),
+        is_marked=_unless_lacking(rows, "marks", torch.bool, device),
     )
 
 
-def _of_sampled(rows: Sequence[Row], name: str, device: torch.device) -> Tensor | None:
-    """(N,) float32: what a trajectory's field ``name``, one value per response token, has for sampled tokens; None if a row lacks it."""
+def _of_sampled(rows: Sequence[Row], name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(N,): what a trajectory's field ``name``, one value per response token, has for sampled tokens."""
     chosen: list[float] = []
     for row in rows:
-        values = getattr(row.trajectory, name)
-        if values is None:
-            return None
-        chosen += compress(values, row.trajectory.loss_mask)
-    return torch.tensor(chosen, dtype=torch.float32, device=device)
+        chosen += compress(getattr(row.trajectory, name), row.trajectory.loss_mask)
+    return torch.tensor(chosen, dtype=dtype, device=device)
+
+
+def _unless_lacking(rows: Sequence[Row], name: str, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """``_of_sampled``, or None if a row lacks the field."""
+    is_lacking = any(getattr(row.trajectory, name) is None for row in rows)
+    return None if is_lacking else _of_sampled(rows, name, dtype, device)

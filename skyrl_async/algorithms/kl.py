@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from skyrl_async.algorithms.losses import MAX_LOG_RATIO
-from skyrl_async.errors import ConfigError, TrainingError
+from skyrl_async.errors import TrainingError
 from skyrl_async.samples import Sample
+from skyrl_async.types import Trajectory
 
 MAX_ESTIMATE = 10.0
 """Nats of either sign at which each token's estimate is cut, as in AReaL (``KLEstimator``), and with k3 in SkyRL and verl.
@@ -71,14 +72,8 @@ def _cut(estimate: Tensor) -> Tensor:
     return estimate.clamp(-MAX_ESTIMATE, MAX_ESTIMATE)
 
 
-_ESTIMATORS: dict[str, KlEstimatorFn] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
-
-
-def get_kl_estimator(name: str) -> KlEstimatorFn:
-    """Return the estimator called ``name``. Raises ``ConfigError`` with the known names."""
-    if name not in _ESTIMATORS:
-        raise ConfigError(f"trainer.algorithm.kl_estimator_type must be one of {', '.join(_ESTIMATORS)}, got {name!r}")
-    return _ESTIMATORS[name]
+KL_ESTIMATORS: dict[str, KlEstimatorFn] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+"""The values of ``trainer.algorithm.kl_estimator_type``."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,22 +137,18 @@ class KlPenalty:
 
         Raises ``TrainingError`` without ``ref_logprobs``.
         """
-        divergences = [
-            value for row in sample.rows for value in self._of_row(row.logprobs, row.ref_logprobs, row.loss_mask)
-        ]
+        divergences = [value for row in sample.rows for value in self._divergences(row)]
         if divergences:
             self._of_step.append(math.fsum(divergences) / len(divergences))
         return sample.shaped_reward - self.controller.coefficient * math.fsum(divergences)
 
-    def _of_row(
-        self, logprobs: tuple[float, ...], ref_logprobs: tuple[float, ...] | None, loss_mask: tuple[int, ...]
-    ) -> list[float]:
-        if ref_logprobs is None:
+    def _divergences(self, row: Trajectory) -> list[float]:
+        if row.ref_logprobs is None:
             raise TrainingError(
                 "trainer.algorithm.use_kl_in_reward needs trajectories with ref_logprobs; some have none"
             )
-        kept = torch.tensor(loss_mask, dtype=torch.bool)
-        sampled, reference = (torch.tensor(of, dtype=torch.float64)[kept] for of in (logprobs, ref_logprobs))
+        kept = torch.tensor(row.loss_mask, dtype=torch.bool)
+        sampled, reference = (torch.tensor(of, dtype=torch.float64)[kept] for of in (row.logprobs, row.ref_logprobs))
         return self._estimator(sampled, reference).tolist()
 
     def end_step(self) -> dict[str, float]:

@@ -5,7 +5,7 @@ configuration may name others. Nothing here reduces over the tokens of a batch. 
 neither micro-batches nor ranks change the result.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -36,7 +36,7 @@ class LossTokens:
     weights: Tensor | None = None
     """(N,) float32, weight of the token's row: terms that are no multiple of the advantage must be multiplied by it. None: 1."""
     is_marked: Tensor | None = None
-    """(N,) bool: marked among all tokens of the step (``algorithms.covariance``); None unless the loss asks for it."""
+    """(N,) bool: marked among all tokens of the step (``policy_losses.Mark``); None unless the loss asks for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +64,6 @@ class PolicyLossFn(Protocol):
 def importance_ratio(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
     """``pi / mu`` per token, from log-probs in nats, each (N,)."""
     return (logprobs - behavior_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def needs_old_logprobs(name: str) -> bool:
-    """Whether the loss called ``name`` needs recomputed log-probs."""
-    return POLICY_LOSSES.entry(name).needs_old_logprobs
-
-
-def needs_marks(name: str) -> bool:
-    """Whether the loss called ``name`` needs marks, which are set when all groups of a step are there."""
-    return POLICY_LOSSES.entry(name).marker is not None
 
 
 def make_policy_loss(name: str, constants: LossConstants) -> PolicyLossFn:
@@ -126,7 +116,6 @@ def token_figures(
     kl = ratio - 1 - ratio.log()
     is_clipped = token_loss.is_clipped.double()
     gaps = (logprobs - behavior_logprobs).abs()
-    per_lag = sums_by_lag(token_lags, torch.ones_like(kl), kl, is_clipped)
     sums = {
         "loss_sum": token_loss.loss.double().sum(),
         "clipped_sum": is_clipped.sum(),
@@ -138,12 +127,9 @@ def token_figures(
     }
     figures = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))  # one copy from the device
     figures["num_tokens"] = float(logprobs.numel())
-    for lag, (num_tokens, kl_sum, clipped_sum) in enumerate(per_lag):
-        if num_tokens:
-            figures[f"lag{lag}_tokens_sum"] = num_tokens
-            figures[f"lag{lag}_behavior_kl_sum"] = kl_sum
-            figures[f"lag{lag}_clipped_sum"] = clipped_sum
-            figures["token_lag_max"] = float(lag)
+    figures["token_lag_max"] = float(token_lags.max())
+    of_tokens = {"tokens_sum": torch.ones_like(kl), "behavior_kl_sum": kl, "clipped_sum": is_clipped}
+    figures |= sums_by_lag(token_lags, of_tokens)
     if (is_fresh := token_lags == 0).any():
         figures["lag0_logprob_gap_max"] = float(gaps[is_fresh].max())
     return figures
@@ -163,13 +149,15 @@ def merge_figures(parts: list[dict[str, float]]) -> dict[str, float]:
     return merged
 
 
-def sums_by_lag(token_lags: Tensor, *values: Tensor) -> list[list[float]]:
-    """Return sums of ``values`` over the tokens of each lag. Computed on the CPU, because CUDA's bincount has no fixed order.
+def sums_by_lag(token_lags: Tensor, values: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return ``lag<k>_<name>``: sums of ``values`` over the tokens of each lag k that occurs.
+
+    Computed on the CPU, because CUDA's bincount has no fixed order.
 
     Args:
         token_lags: (N,) int64, >= 0, N >= 1: version being trained minus version sampled under.
-        values: (N,) float64 each.
+        values: name -> (N,) float64.
     """
     lags = token_lags.cpu()
-    sums: list[list[float]] = torch.stack([torch.bincount(lags, weights=of.cpu()) for of in values]).T.tolist()
-    return sums
+    sums = {name: torch.bincount(lags, weights=of.cpu()).tolist() for name, of in values.items()}
+    return {f"lag{lag}_{name}": of_lags[lag] for lag in lags.unique().tolist() for name, of_lags in sums.items()}

@@ -31,7 +31,7 @@ from skyrl_async.algorithms import corrections
 from skyrl_async.algorithms.batching import MicroBatch
 from skyrl_async.algorithms.corrections import Rows, Weights
 from skyrl_async.algorithms.losses import MAX_LOG_RATIO, TokenLoss, sums_by_lag
-from skyrl_async.algorithms.settings import CorrectionSettings
+from skyrl_async.algorithms.settings import Bounds, CorrectionSettings
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import POLICY_LOSSES
 
@@ -83,11 +83,7 @@ class Corrected:
         sums |= {f"correction_masked_{kind}_sum": is_out.double() for kind, is_out in self.masked.items()}
         by_lag = {"correction_clipped_sum": self.is_cut.double(), "correction_masked_sum": self.is_masked.double()}
         figures = {name: values.sum().item() for name, values in (sums | by_lag).items()}
-        ones = torch.ones_like(self.factors, dtype=torch.float64)
-        for lag, (num_tokens, *totals) in enumerate(sums_by_lag(token_lags, ones, *by_lag.values())):
-            if num_tokens:
-                figures |= {f"lag{lag}_{name}": total for name, total in zip(by_lag, totals, strict=True)}
-        return figures
+        return figures | sums_by_lag(token_lags, by_lag)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,23 +148,22 @@ class OffPolicyCorrection:
     def _masks(self, log_ratio: Tensor, policy_log_ratio: Tensor, advantages: Tensor, rows: Rows) -> dict[str, Tensor]:
         """Kind of mask -> (N,) bool, true where a token is kept."""
         settings = self.settings
-        of_rows: dict[str, tuple[tuple[float, float] | None, Callable[..., Tensor]]] = {
-            "product": (settings.product_mask, corrections.product_mask),
-            "geometric": (settings.geometric_mask, corrections.geometric_mask),
-            "outlier": (settings.outlier_mask, corrections.outlier_mask),
+
+        def within(bounds: Bounds | None, mask: Callable[..., Tensor], *of: Rows) -> Tensor | None:
+            return None if bounds is None else mask(log_ratio, *of, low=bounds[0], high=bounds[1])
+
+        def up_to(mask: Callable[..., Tensor], **bound: float | None) -> Tensor | None:
+            return None if None in bound.values() else mask(policy_log_ratio, advantages, rows, **bound)
+
+        keeps = {
+            "token": within(settings.token_mask, corrections.token_mask),
+            "product": within(settings.product_mask, corrections.product_mask, rows),
+            "geometric": within(settings.geometric_mask, corrections.geometric_mask, rows),
+            "outlier": within(settings.outlier_mask, corrections.outlier_mask, rows),
+            "opsm": up_to(corrections.opsm_mask, delta=settings.opsm_delta),
+            "m2": up_to(corrections.m2_mask, threshold=settings.m2_threshold),
         }
-        keeps = {}
-        if settings.token_mask is not None:
-            low, high = settings.token_mask
-            keeps["token"] = corrections.token_mask(log_ratio, low=low, high=high)
-        for kind, (bounds, mask) in of_rows.items():
-            if bounds is not None:
-                keeps[kind] = mask(log_ratio, rows, low=bounds[0], high=bounds[1])
-        if settings.opsm_delta is not None:
-            keeps["opsm"] = corrections.opsm_mask(policy_log_ratio, advantages, rows, delta=settings.opsm_delta)
-        if settings.m2_threshold is not None:
-            keeps["m2"] = corrections.m2_mask(policy_log_ratio, advantages, rows, threshold=settings.m2_threshold)
-        return keeps
+        return {kind: keep for kind, keep in keeps.items() if keep is not None}
 
 
 @torch.no_grad()
@@ -192,15 +187,8 @@ def sample_size_figures(logprobs: Tensor, batch: MicroBatch, token_lags: Tensor)
     rows = Rows(indices=batch.row_indices, num_rows=batch.num_rows)
     has_tokens = rows.sums(torch.ones_like(log_ratio)) > 0
     figures: dict[str, float] = {}
-    for prefix, log_weights in (("", log_ratio), ("sequence_", rows.sums(log_ratio)[has_tokens])):
+    for prefix, log_weights in (("sequence_", rows.sums(log_ratio)[has_tokens]), ("", log_ratio)):
         weights = log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        figures |= _named(prefix, float(weights.numel()), weights.sum().item(), weights.square().sum().item())
-    weights = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    for lag, sums in enumerate(sums_by_lag(token_lags, torch.ones_like(weights), weights, weights.square())):
-        if sums[0]:
-            figures |= _named(f"lag{lag}_", *sums)
-    return figures
-
-
-def _named(prefix: str, count: float, total: float, squares: float) -> dict[str, float]:
-    return {f"{prefix}ess_count": count, f"{prefix}ess_weights": total, f"{prefix}ess_squares": squares}
+        sums = {"ess_count": torch.ones_like(weights), "ess_weights": weights, "ess_squares": weights.square()}
+        figures |= {f"{prefix}{name}": of.sum().item() for name, of in sums.items()}
+    return figures | sums_by_lag(token_lags, sums)

@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from skyrl_async.errors import GenerationError
-from skyrl_async.samples import Sample, samples_of
+from skyrl_async.samples import Sample, per_row, samples_of
 from skyrl_async.types import Group
+
+_KEY = "trainer.algorithm.reward_shaping"
 
 RewardShape = Callable[[Sequence[Sample]], Sequence[float]]
 """The samples of a group -> one reward each, of which advantages are computed."""
@@ -29,28 +31,23 @@ def shape_rewards(group: Group, shapes: Sequence[RewardShape]) -> Group:
     """
     if not shapes:
         return group
-    positions = {id(row): index for index, row in enumerate(group.trajectories)}
-    rows = [replace(row, shaped_reward=None) for row in group.trajectories]
-    rows_of_samples = [[positions[id(row)] for row in sample.rows] for sample in samples_of(group.trajectories)]
+    rows = tuple(replace(row, shaped_reward=None) for row in group.trajectories)
     for shape in shapes:
-        samples = [Sample(rows=tuple(rows[index] for index in indices)) for indices in rows_of_samples]
-        rewards = _shaped_rewards(shape, samples, group.uid)
-        for indices, reward in zip(rows_of_samples, rewards, strict=True):
-            for index in indices:
-                rows[index] = replace(rows[index], shaped_reward=reward)
-    return replace(group, trajectories=tuple(rows))
+        samples = samples_of(rows)
+        shaped = shaped_rewards(shape, samples, f"the {len(samples)} samples of {group.uid!r}")
+        of_rows = per_row(rows, zip(samples, shaped, strict=True), 0.0)
+        rows = tuple(replace(row, shaped_reward=reward) for row, reward in zip(rows, of_rows, strict=True))
+    return replace(group, trajectories=rows)
 
 
-def _shaped_rewards(shape: RewardShape, samples: Sequence[Sample], uid: str) -> list[float]:
-    key = "trainer.algorithm.reward_shaping"
+def shaped_rewards(shape: RewardShape, samples: Sequence[Sample], described: str, *, key: str = _KEY) -> list[float]:
+    """Call a shape. Raises ``GenerationError`` as ``shape_rewards``, about the samples as ``described``."""
     try:
         found = [float(reward) for reward in shape(samples)]
     except Exception as error:  # it is the user's
-        raise GenerationError(f"{key} raises {error!r} for the {len(samples)} samples of {uid!r}") from error
+        raise GenerationError(f"{key} raises {error!r} for {described}") from error
     if len(found) != len(samples) or not all(map(math.isfinite, found)):
-        raise GenerationError(
-            f"{key} must return one finite reward for each of the {len(samples)} samples of {uid!r}, got {found}"
-        )
+        raise GenerationError(f"{key} must return one finite reward for each of {described}, got {found}")
     return found
 
 
@@ -87,11 +84,11 @@ def mask_overlong(group: Group) -> Group:
 
     Its tokens keep their log-probs and versions: they were sampled, and are counted as sampled.
     """
-    cut = {id(row) for sample in samples_of(group.trajectories) if sample.is_truncated for row in sample.rows}
-    if not cut:
+    are_cut = per_row(group.trajectories, ((s, s.is_truncated) for s in samples_of(group.trajectories)), False)
+    if not any(are_cut):
         return group
     rows = (
-        replace(row, loss_mask=(0,) * len(row.loss_mask), is_overlong=True) if id(row) in cut else row
-        for row in group.trajectories
+        replace(row, loss_mask=(0,) * len(row.loss_mask), is_overlong=True) if is_cut else row
+        for row, is_cut in zip(group.trajectories, are_cut, strict=True)
     )
     return replace(group, trajectories=tuple(rows))

@@ -4,18 +4,17 @@ It raises ``ConfigError`` within a second for a mistake that would otherwise end
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards
 from skyrl_async.algorithms.losses import LossTokens, PolicyLossFn, TokenLoss
-from skyrl_async.algorithms.reward_shaping import RewardShape
-from skyrl_async.errors import ConfigError
+from skyrl_async.algorithms.reward_shaping import RewardShape, shaped_rewards
+from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.registries import LossEntry
 from skyrl_async.samples import Sample
 from skyrl_async.types import Trajectory
@@ -40,26 +39,16 @@ def try_estimator(name: str, estimator: AdvantageEstimator, *, has_lone_samples:
         estimator: the estimator to try.
         has_lone_samples: a group may be left with one sample.
     """
-    all_rewards = [(1.0, 0.0, 0.5), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0), *([(1.0,)] if has_lone_samples else [])]
-    groups = [GroupRewards(rewards=rewards, num_tokens=(2,) * len(rewards)) for rewards in all_rewards]
-    if estimator.of_mini_batch is not None:
-        _try_on(name, estimator.of_mini_batch, groups, all_rewards)
-        _try_on(name, estimator.of_mini_batch, groups[2:3], all_rewards[2:3])
-        return
-    of_group = estimator.of_group
-    assert of_group is not None, "an estimator is of one of both"
-    for rewards in all_rewards:
-        _try_on(name, lambda groups: [of_group(group) for group in groups], [rewards], [rewards])
+    tried = [(1.0, 0.0, 0.5), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0), *([(1.0,)] if has_lone_samples else [])]
+    groups = [GroupRewards(rewards=rewards, num_tokens=(2,) * len(rewards)) for rewards in tried]
+    for batch in [groups, groups[2:3]] if estimator.needs_mini_batch else [[group] for group in groups]:
+        _try_on(name, estimator, batch)
 
 
-def _try_on(
-    name: str,
-    compute: Callable[[Any], Sequence[Sequence[float]]],
-    groups: Any,
-    all_rewards: Sequence[tuple[float, ...]],
-) -> None:
+def _try_on(name: str, estimator: AdvantageEstimator, groups: Sequence[GroupRewards]) -> None:
+    all_rewards = [group.rewards for group in groups]
     try:
-        found = [list(of_group) for of_group in compute(groups)]
+        found = [list(of_group) for of_group in estimator(groups)]
         is_fine = all(map(math.isfinite, chain(*found)))
     except Exception as error:  # it is the user's
         raise ConfigError(f"{_ESTIMATOR}={name} raises {error!r} for groups of the rewards {all_rewards}") from error
@@ -77,15 +66,11 @@ def try_shape(name: str, shape: RewardShape) -> None:
     for rewards in ((1.0, 0.0), (0.0, 0.0)):
         samples = [Sample(rows=(_row(reward, 2 + index),)) for index, reward in enumerate(rewards)]
         try:
-            found = [float(reward) for reward in shape(samples)]
-        except LookupError:
-            return
-        except Exception as error:  # it is the user's
-            raise ConfigError(f"{_SHAPING}={name} raises {error!r} for samples of the rewards {rewards}") from error
-        if len(found) != len(rewards) or not all(map(math.isfinite, found)):
-            raise ConfigError(
-                f"{_SHAPING}={name} must return one finite reward for each of 2 samples of the rewards {rewards}, got {found}"
-            )
+            shaped_rewards(shape, samples, f"2 samples of the rewards {rewards}", key=f"{_SHAPING}={name}")
+        except GenerationError as error:
+            if isinstance(error.__cause__, LookupError):
+                return
+            raise ConfigError(str(error)) from error.__cause__
 
 
 def _row(reward: float, num_tokens: int) -> Trajectory:
@@ -117,28 +102,26 @@ def try_policy_loss(name: str, loss: PolicyLossFn, entry: LossEntry) -> None:
         is_marked=torch.tensor([True, False, False, True, False]),
     )
     is_given = {"old_logprobs": entry.needs_old_logprobs, "is_marked": entry.marker is not None}
-    tokens = _without([field for field in is_given if not is_given[field]], everything)
+    tokens = replace(everything, **{field: None for field, given in is_given.items() if not given})
     _refuse_unasked(name, loss, tokens, everything)
     gradient = _gradient(name, loss, tokens)
-    if gradient[-1] != 0:
-        raise ConfigError(
-            f"{_LOSS}={name} must leave a token without advantage alone, got a gradient of {gradient[-1]:g}"
-        )
+    last = gradient[-1].item()
+    _require(last == 0, name, f"leave a token without advantage alone, got a gradient of {last:g}")
     lighter = replace(tokens, advantages=tokens.advantages / 4, weights=torch.full((5,), 0.25))
-    if not torch.allclose(_gradient(name, loss, lighter), gradient / 4, atol=1e-6):
-        raise ConfigError(
-            f"{_LOSS}={name} must be linear in a positive factor of the advantages, which weighs rows; it is not"
-        )
-    if not torch.allclose(_gradient(name, loss, _first(2, tokens)), gradient[:2], atol=1e-6):
-        raise ConfigError(
-            f"{_LOSS}={name} must give a row the same gradient whatever other rows are in its micro-batch; return one loss per token, "
-            "and divide by no count of them"
-        )
+    is_linear = torch.allclose(_gradient(name, loss, lighter), gradient / 4, atol=1e-6)
+    _require(is_linear, name, "be linear in a positive factor of the advantages, which weighs rows; it is not")
+    _require(
+        torch.allclose(_gradient(name, loss, _first(2, tokens)), gradient[:2], atol=1e-6),
+        name,
+        "give a row the same gradient whatever other rows are in its micro-batch; return one loss per token, and divide by no count of "
+        "them",
+    )
     _gradient(name, loss, _first(0, tokens))
 
 
-def _without(names: Sequence[str], tokens: LossTokens) -> LossTokens:
-    return replace(tokens, **dict.fromkeys(names))
+def _require(is_so: bool, name: str, expected: str) -> None:
+    if not is_so:
+        raise ConfigError(f"{_LOSS}={name} must {expected}")
 
 
 def _refuse_unasked(name: str, loss: PolicyLossFn, tokens: LossTokens, everything: LossTokens) -> None:
@@ -147,7 +130,7 @@ def _refuse_unasked(name: str, loss: PolicyLossFn, tokens: LossTokens, everythin
     if error is None or _raised(loss, everything) is not None:
         return
     lacking = [field for field in _HOW_TO_ASK if getattr(tokens, field) is None]
-    needed = [field for field in lacking if _raised(loss, _without([field], everything)) is not None]
+    needed = [field for field in lacking if _raised(loss, replace(everything, **{field: None})) is not None]
     field = (needed or lacking)[0]
     raise ConfigError(
         f"{_LOSS}={name} reads tokens.{field}, which a run leaves None, as its registration does not ask for it, and raises {error!r}; "
@@ -165,8 +148,9 @@ def _raised(loss: PolicyLossFn, tokens: LossTokens) -> Exception | None:
 
 def _first(num: int, tokens: LossTokens) -> LossTokens:
     found = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-    given = {key: value for key, value in found.items() if value is not None}
-    return LossTokens(**{key: value[:num].detach().requires_grad_(key == "logprobs") for key, value in given.items()})
+    given = {key: value[:num].detach() for key, value in found.items() if value is not None}
+    given["logprobs"].requires_grad_()
+    return LossTokens(**given)
 
 
 def _gradient(name: str, loss: PolicyLossFn, tokens: LossTokens) -> Tensor:
@@ -176,17 +160,14 @@ def _gradient(name: str, loss: PolicyLossFn, tokens: LossTokens) -> Tensor:
     except Exception as error:  # it is the user's
         why = "" if len(tokens.logprobs) else ", no tokens: a policy worker without rows of its own calls it with none"
         raise ConfigError(f"{_LOSS}={name} raises {error!r} for {tokens}{why}") from error
-    if not isinstance(found, TokenLoss):
-        raise ConfigError(f"{_LOSS}={name} must return a TokenLoss, got {type(found).__name__}")
-    expected = tokens.logprobs.shape
-    if found.loss.shape != expected or found.is_clipped.shape != expected:
-        raise ConfigError(
-            f"{_LOSS}={name} must return one loss and one is_clipped per token, shape {tuple(expected)}, got "
-            f"{tuple(found.loss.shape)} and {tuple(found.is_clipped.shape)}"
-        )
-    if not found.loss.requires_grad:
-        raise ConfigError(f"{_LOSS}={name} must have a gradient with respect to tokens.logprobs; it has none")
+    _require(isinstance(found, TokenLoss), name, f"return a TokenLoss, got {type(found).__name__}")
+    expected, loss_shape, clipped_shape = (tuple(of.shape) for of in (tokens.logprobs, found.loss, found.is_clipped))
+    _require(
+        loss_shape == clipped_shape == expected,
+        name,
+        f"return one loss and one is_clipped per token, shape {expected}, got {loss_shape} and {clipped_shape}",
+    )
+    _require(found.loss.requires_grad, name, "have a gradient with respect to tokens.logprobs; it has none")
     (gradient,) = torch.autograd.grad(found.loss.sum(), tokens.logprobs)
-    if not gradient.isfinite().all():
-        raise ConfigError(f"{_LOSS}={name} must have a finite gradient, got {gradient.tolist()}")
+    _require(bool(gradient.isfinite().all()), name, f"have a finite gradient, got {gradient.tolist()}")
     return gradient

@@ -5,13 +5,12 @@ import math
 from dataclasses import dataclass
 from typing import cast
 
-from skyrl_async.algorithms.advantages import ComputeAdvantages, make_advantage_estimator
-from skyrl_async.algorithms.covariance import Mark
-from skyrl_async.algorithms.kl import KlController, KlPenalty, get_kl_estimator
+from skyrl_async.algorithms.advantages import ComputeAdvantages, StepAdvantages, make_advantage_estimator
+from skyrl_async.algorithms.kl import KL_ESTIMATORS, KlController, KlPenalty
 from skyrl_async.algorithms.losses import make_policy_loss
+from skyrl_async.algorithms.policy_losses import Mark
 from skyrl_async.algorithms.reward_shaping import RewardShape, penalise_overlong
 from skyrl_async.algorithms.settings import Bounds, CorrectionSettings, LossConstants
-from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.algorithms.trial import try_estimator, try_policy_loss, try_shape
 from skyrl_async.config.schema.algorithm import (
     AlgorithmConfig,
@@ -54,13 +53,13 @@ def make_advantages(algorithm: AlgorithmConfig) -> Advantages:
     """Compute advantages in the reward stage if they depend on the group's rewards alone, else when the group is trained."""
     estimator = make_advantage_estimator(algorithm.advantage_estimator, grpo_norm_by_std=algorithm.grpo_norm_by_std)
     mark = _mark(algorithm)
-    need_mini_batch = estimator.of_mini_batch is not None or mark is not None
-    if estimator.of_group is not None and not algorithm.use_kl_in_reward:
-        return Advantages(
-            of_stage=estimator.of_group, of_step=StepAdvantages(mark=mark), need_mini_batch=need_mini_batch
-        )
+    is_of_stage = not estimator.needs_mini_batch and not algorithm.use_kl_in_reward
     penalty = _penalty(algorithm) if algorithm.use_kl_in_reward else None
-    return Advantages(of_stage=None, of_step=StepAdvantages(estimator, penalty, mark), need_mini_batch=need_mini_batch)
+    return Advantages(
+        of_stage=estimator.compute if is_of_stage else None,
+        of_step=StepAdvantages(None if is_of_stage else estimator, penalty, mark),
+        need_mini_batch=estimator.needs_mini_batch or mark is not None,
+    )
 
 
 def _mark(algorithm: AlgorithmConfig) -> Mark | None:
@@ -80,7 +79,7 @@ def _penalty(algorithm: AlgorithmConfig) -> KlPenalty:
         target=control.kl_target if control.type is KlControl.adaptive else None,
         horizon=control.horizon,
     )
-    return KlPenalty(get_kl_estimator(algorithm.kl_estimator.name), controller)
+    return KlPenalty(KL_ESTIMATORS[algorithm.kl_estimator.name], controller)
 
 
 def loss_constants(algorithm: AlgorithmConfig) -> LossConstants:

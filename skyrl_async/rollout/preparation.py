@@ -7,10 +7,10 @@ Flows in: finished groups. Flows out: the same groups with advantages and the lo
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
-from skyrl_async.algorithms.advantages import row_advantages
+from skyrl_async.algorithms.advantages import with_advantages
 from skyrl_async.algorithms.reward_shaping import RewardShape, shape_rewards
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.runtime.device_leases import LeaseDevices
@@ -44,9 +44,7 @@ def reward_with(
 
     async def reward(group: Group) -> Group:
         group = shape_rewards(group, reward_shapes)
-        if advantages is None:
-            return group
-        return replace(group, advantages=tuple(row_advantages(group.trajectories, advantages)))
+        return group if advantages is None else with_advantages(group, advantages)
 
     return reward
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from skyrl_async.algorithms.advantages import StepAdvantages
 from skyrl_async.algorithms.aggregation import Aggregation
-from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.composition.time_sharing import engine_time_sharing, lease_of, leasing_policy, on_leased_devices
 from skyrl_async.data.dataloader import _AsyncDataloader

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from skyrl_async.algorithms.step_advantages import StepAdvantages
+from skyrl_async.algorithms.advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state
 from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.run_totals import RunTotals

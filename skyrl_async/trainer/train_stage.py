@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 
-from skyrl_async.algorithms.step_advantages import StepAdvantages
+from skyrl_async.algorithms.advantages import StepAdvantages
 from skyrl_async.metrics.overlap import OverlapThroughput
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.runtime.device_leases import DeviceLease

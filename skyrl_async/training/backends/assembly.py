@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from skyrl_async.algorithms.kl import get_kl_estimator
+from skyrl_async.algorithms.kl import KL_ESTIMATORS
 from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.objective import Objective
 from skyrl_async.algorithms.off_policy import OffPolicyCorrection, anchor_of
@@ -86,7 +86,7 @@ def make_objective(settings: TrainingSettings) -> Objective:
         constants = replace(constants, tis_cap=math.inf)
     return Objective(
         policy_loss=make_policy_loss(settings.policy_loss, constants),
-        kl_estimator=None if settings.kl_estimator is None else get_kl_estimator(settings.kl_estimator),
+        kl_estimator=None if settings.kl_estimator is None else KL_ESTIMATORS[settings.kl_estimator],
         kl_coef=settings.kl_coef,
         entropy_coef=settings.entropy_coef,
         correction=None if settings.correction.is_empty else correction,

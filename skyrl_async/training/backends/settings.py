@@ -119,7 +119,7 @@ class TrainingSettings:
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     """Off-policy corrections of the policy loss."""
     kl_estimator: str | None = None
-    """Name known to ``algorithms.kl.get_kl_estimator``; None: no divergence from the reference is computed."""
+    """Name known to ``algorithms.kl.KL_ESTIMATORS``; None: no divergence from the reference is computed."""
     kl_coef: float = 0.0
     """Weight of the divergence in the loss, >= 0; 0 only measures it."""
     entropy_coef: float = 0.0

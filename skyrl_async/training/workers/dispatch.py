@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl_async.algorithms.batching import Row, plan_micro_batches
-from skyrl_async.algorithms.losses import needs_marks, needs_old_logprobs
 from skyrl_async.errors import TrainingError
+from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory
 
@@ -81,12 +81,13 @@ def _plans(rows: Sequence[Row], settings: TrainingSettings, num_ranks: int) -> l
 
 def _runs_reference(rows: Sequence[Row], settings: TrainingSettings) -> bool:
     """Whether the ranks compute reference log-probs. Raises ``TrainingError`` if a row lacks what they cannot compute."""
-    if needs_old_logprobs(settings.policy_loss) and any(row.trajectory.old_logprobs is None for row in rows):
+    loss = POLICY_LOSSES.entry(settings.policy_loss)
+    if loss.needs_old_logprobs and any(row.trajectory.old_logprobs is None for row in rows):
         raise TrainingError(
             f"trainer.algorithm.policy_loss_type={settings.policy_loss} needs trajectories with old_logprobs, recomputed when they "
             "were finished; some have none"
         )
-    if needs_marks(settings.policy_loss) and any(row.trajectory.marks is None for row in rows):
+    if loss.marker is not None and any(row.trajectory.marks is None for row in rows):
         raise TrainingError(
             f"trainer.algorithm.policy_loss_type={settings.policy_loss} needs trajectories with marks, chosen among all of a step; some "
             "have none"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from skyrl_async.algorithms.advantages import (
     AdvantageEstimator,
     GroupRewards,
+    StepAdvantages,
     dr_grpo_advantages,
     grpo_advantages,
     make_advantage_estimator,
@@ -21,7 +22,6 @@ from skyrl_async.algorithms.advantages import (
     rloo_advantages,
     row_advantages,
 )
-from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.errors import ConfigError, TrainingError
 from skyrl_async.types import Group, Trajectory
 from tests.cpu.enumerated_policy import IS_RIGHT, REWARDS, Outcome, logits_of, mean_of_estimator, policy_gradient
@@ -113,8 +113,7 @@ class TestAgainstTheTruePolicyGradient:
 
     @pytest.mark.parametrize("size", [2, 3])
     def test_abandoned_members_leave_a_group_unbiased_whatever_their_reward(self, size: int) -> None:
-        estimator = make_advantage_estimator("rloo").of_group
-        assert estimator is not None
+        estimator = make_advantage_estimator("rloo").compute
 
         def advantages(group: tuple[Outcome, ...]) -> list[float]:
             lost = row(100.0 * REWARDS[group[0]], sample=size, abandoned=True)
@@ -190,9 +189,9 @@ def test_an_unknown_estimator_is_refused_with_the_known_ones_and_the_nearest() -
 
 
 def test_grpo_without_the_standard_deviation_is_dr_grpo() -> None:
-    assert make_advantage_estimator("grpo").of_group is grpo_advantages
-    assert make_advantage_estimator("grpo", grpo_norm_by_std=False).of_group is dr_grpo_advantages
-    assert make_advantage_estimator("reinforce++").of_group is None
+    assert make_advantage_estimator("grpo").compute is grpo_advantages
+    assert make_advantage_estimator("grpo", grpo_norm_by_std=False).compute is dr_grpo_advantages
+    assert make_advantage_estimator("reinforce++").needs_mini_batch
 
 
 def test_a_mini_batch_gets_its_advantages_row_by_row_without_abandoned_samples() -> None:
@@ -203,7 +202,7 @@ def test_a_mini_batch_gets_its_advantages_row_by_row_without_abandoned_samples()
     groups = [
         Group(uid=str(i), admission_index=i, scheduled_version=0, trajectories=of_one) for i, of_one in enumerate(rows)
     ]
-    first, second = StepAdvantages(AdvantageEstimator(of_mini_batch=reinforce_pp_advantages))(groups)
+    first, second = StepAdvantages(AdvantageEstimator(compute=reinforce_pp_advantages, needs_mini_batch=True))(groups)
     expected = reinforce_pp_advantages(
         [GroupRewards(rewards=(1.0, 0.0), num_tokens=(3, 2)), GroupRewards(rewards=(0.5,), num_tokens=(4,))]
     )
@@ -221,9 +220,8 @@ def test_a_group_of_which_no_sample_is_left_asks_no_estimator_and_has_no_advanta
         assert groups, "nothing to normalise"
         return [of_group(group.rewards) for group in groups]
 
-    estimator = AdvantageEstimator(
-        of_group=None if is_of_mini_batch else of_group, of_mini_batch=of_mini_batch if is_of_mini_batch else None
-    )
+    compute = of_mini_batch if is_of_mini_batch else of_group
+    estimator = AdvantageEstimator(compute=compute, needs_mini_batch=is_of_mini_batch)
     gone = (row(1.0, sample=0, abandoned=True), row(0.0, sample=1, abandoned=True))
     kept = (row(1.0, sample=0), row(0.0, sample=1))
     groups = [

@@ -12,12 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from skyrl_async.algorithms.advantages import StepAdvantages
 from skyrl_async.algorithms.batching import Row, collate
-from skyrl_async.algorithms.covariance import Mark, clip_cov_marks, kl_cov_marks, token_covariances
 from skyrl_async.algorithms.losses import LossTokens
-from skyrl_async.algorithms.policy_losses import clip_cov, kl_cov, ppo_clip
+from skyrl_async.algorithms.policy_losses import (
+    Mark,
+    clip_cov,
+    clip_cov_marks,
+    kl_cov,
+    kl_cov_marks,
+    ppo_clip,
+    token_covariances,
+)
 from skyrl_async.algorithms.settings import LossConstants
-from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.composition.algorithms import loss_constants, make_advantages
 from skyrl_async.errors import TrainingError
 from skyrl_async.rollout.group_state import group_from_json, group_to_json

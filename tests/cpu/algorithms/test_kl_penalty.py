@@ -11,12 +11,12 @@ from torch import Tensor
 
 from skyrl_async.algorithms.advantages import (
     AdvantageEstimator,
+    StepAdvantages,
     grpo_advantages,
     reinforce_pp_advantages,
     rloo_advantages,
 )
-from skyrl_async.algorithms.kl import KlController, KlPenalty, get_kl_estimator
-from skyrl_async.algorithms.step_advantages import StepAdvantages
+from skyrl_async.algorithms.kl import KL_ESTIMATORS, KlController, KlPenalty
 from skyrl_async.checkpoint.checkpointer import read_state
 from skyrl_async.errors import TrainingError
 from skyrl_async.rollout.preparation import Prepare
@@ -61,7 +61,7 @@ def group(*rows: Trajectory) -> Group:
 
 
 def penalty(name: str = "k1", coefficient: float = 0.5, target: float | None = None) -> KlPenalty:
-    return KlPenalty(get_kl_estimator(name), KlController(coefficient=coefficient, target=target, horizon=100))
+    return KlPenalty(KL_ESTIMATORS[name], KlController(coefficient=coefficient, target=target, horizon=100))
 
 
 class TestController:
@@ -132,10 +132,12 @@ class TestPenalty:
 
     def test_advantages_are_of_penalised_rewards_and_rewards_stay_what_the_environment_said(self) -> None:
         rows = (row((-1.0,), (-2.0,), reward=1.0), row((-1.0,), (-1.0,), reward=0.25))
-        (found,) = StepAdvantages(AdvantageEstimator(of_group=grpo_advantages), penalty())([group(*rows)])
+        (found,) = StepAdvantages(AdvantageEstimator(compute=grpo_advantages), penalty())([group(*rows)])
         assert found.advantages == tuple(grpo_advantages([0.5, 0.25]))
         assert found.trajectories == rows
-        (alone,) = StepAdvantages(AdvantageEstimator(of_mini_batch=reinforce_pp_advantages), penalty())([group(*rows)])
+        (alone,) = StepAdvantages(
+            AdvantageEstimator(compute=reinforce_pp_advantages, needs_mini_batch=True), penalty()
+        )([group(*rows)])
         assert alone.advantages == pytest.approx((1.0, -1.0), abs=1e-6)
 
 
@@ -186,7 +188,7 @@ def test_the_mean_gradient_is_that_of_the_reward_less_what_the_estimator_takes_a
         outcome: tuple(tuple(token_logprobs(of, outcome).tolist()) for of in (LOGITS, REFERENCE))
         for outcome in OUTCOMES
     }
-    credit = StepAdvantages(AdvantageEstimator(of_group=rloo_advantages), penalty(name, coefficient=0.3))
+    credit = StepAdvantages(AdvantageEstimator(compute=rloo_advantages), penalty(name, coefficient=0.3))
 
     def advantages(outcomes: tuple[Outcome, ...]) -> tuple[float, ...]:
         (found,) = credit([group(*(row(*logs[outcome], reward=REWARDS[outcome]) for outcome in outcomes))])
@@ -237,7 +239,7 @@ class TestInTheLoop:
         """Step -> the coefficient it was trained with, and its divergence."""
 
         async def main() -> dict[int, tuple[float, float]]:
-            estimator = AdvantageEstimator(of_group=grpo_advantages)
+            estimator = AdvantageEstimator(compute=grpo_advantages)
             simulation = build_simulation(
                 settings,
                 advantages=None,

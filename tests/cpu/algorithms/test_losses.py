@@ -14,7 +14,6 @@ from skyrl_async.algorithms.losses import (
     TokenLoss,
     make_policy_loss,
     merge_figures,
-    needs_old_logprobs,
     token_figures,
 )
 from skyrl_async.algorithms.policy_losses import (
@@ -297,7 +296,7 @@ def test_an_unknown_loss_is_refused_with_the_known_ones_and_the_nearest() -> Non
 
 
 def test_losses_around_a_recomputed_policy_say_that_they_need_it() -> None:
-    assert [name for name in NAMES if needs_old_logprobs(name)] == ["cispo_old", "decoupled_ppo"]
+    assert [name for name in NAMES if POLICY_LOSSES.entry(name).needs_old_logprobs] == ["cispo_old", "decoupled_ppo"]
 
 
 class TestDecoupledPpo:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skyrl_async.algorithms.advantages import make_advantage_estimator
 from skyrl_async.algorithms.batching import MicroBatch, Row, collate
-from skyrl_async.algorithms.kl import get_kl_estimator
+from skyrl_async.algorithms.kl import KL_ESTIMATORS
 from skyrl_async.algorithms.losses import make_policy_loss, merge_figures
 from skyrl_async.algorithms.objective import Objective
 from skyrl_async.algorithms.off_policy import Anchor, OffPolicyCorrection, anchor_of
@@ -126,7 +126,7 @@ def test_contract_10_so_they_do_with_advantages_of_groups_of_two_whose_samples_a
     nums_oldest: tuple[int, int], estimator: str, share: float
 ) -> None:
     """Every pair of sequences, weighted by the chance that its samplers give it; dr_grpo has (n - 1) / n of the gradient."""
-    of_group = make_advantage_estimator(estimator).of_group
+    of_group = make_advantage_estimator(estimator).compute
     assert of_group is not None
     pairs = list(product(range(len(SEQUENCES)), repeat=2))
     tables = [torch.stack([behavior_logprobs(s, num) for s in SEQUENCES]) for num in nums_oldest]  # (27, LENGTH) each
@@ -260,7 +260,7 @@ def test_a_mask_leaves_the_loss_of_other_tokens_and_the_divergence_from_the_refe
     logprobs, behavior = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.1, -4.0, -0.9])
     batch = batch_of(behavior, torch.tensor([1.0, 1.0, -1.0]), torch.tensor([0, 0, 1]))
     policy_loss = make_policy_loss("ppo_clip", LossConstants())
-    plain = Objective(policy_loss=policy_loss, kl_estimator=get_kl_estimator("k3"), kl_coef=0.1)
+    plain = Objective(policy_loss=policy_loss, kl_estimator=KL_ESTIMATORS["k3"], kl_coef=0.1)
     correction = OffPolicyCorrection(settings=CorrectionSettings(token_mask=(0.5, 2.0)), anchor=Anchor.BEHAVIOR)
     reference = torch.tensor([-0.5, -2.0, -1.0])
     before, after = (what(logprobs, batch, reference) for what in (plain, replace(plain, correction=correction)))

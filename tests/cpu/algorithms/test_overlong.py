@@ -251,7 +251,7 @@ def of_the_first(samples: Sequence[Sample]) -> list[float]:
     [
         (of_one_sample, "raises AttributeError"),
         (of_two_arguments, "raises TypeError.*missing 1 required positional argument: 'factor'"),
-        (over_their_spread, r"raises ZeroDivisionError.* for samples of the rewards \(0.0, 0.0\)"),
+        (over_their_spread, r"raises ZeroDivisionError.* for 2 samples of the rewards \(0.0, 0.0\)"),
         (of_the_first, r"must return one finite reward for each of 2 samples of the rewards .* got \[1.0\]"),
     ],
 )

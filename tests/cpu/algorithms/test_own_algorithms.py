@@ -13,7 +13,7 @@ from skyrl_async.algorithms.advantages import (
     make_advantage_estimator,
     register_advantage_estimator,
 )
-from skyrl_async.algorithms.losses import needs_old_logprobs, register_policy_loss
+from skyrl_async.algorithms.losses import register_policy_loss
 from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.algorithms.trial import try_estimator
 from skyrl_async.composition.algorithms import check_algorithm, make_advantages
@@ -37,7 +37,7 @@ class TestEstimators:
             algorithm = config_of(f"{ESTIMATOR}={name}").trainer.algorithm
             check_algorithm(algorithm)
             assert make_advantages(algorithm).of_stage is own_algorithms.median_advantages
-        plain = make_advantage_estimator(f"{HERE}:unregistered_advantages").of_group
+        plain = make_advantage_estimator(f"{HERE}:unregistered_advantages").compute
         assert plain is own_algorithms.unregistered_advantages
 
     def test_what_was_said_at_its_registration_holds_by_its_path_too(self) -> None:
@@ -69,7 +69,7 @@ class TestEstimators:
         with pytest.raises(
             ConfigError, match=r"own raises ZeroDivisionError.* for groups of the rewards \[\(0.0, 0.0\)\]"
         ):
-            try_estimator("own", AdvantageEstimator(of_mini_batch=of_mini_batch))
+            try_estimator("own", AdvantageEstimator(compute=of_mini_batch, needs_mini_batch=True))
 
     def test_one_that_needs_two_samples_is_refused_where_a_filter_may_leave_one(self) -> None:
         algorithm = config_of(f"{ESTIMATOR}={HERE}:baseline_of_others_advantages").trainer.algorithm
@@ -88,9 +88,9 @@ class TestPolicyLosses:
 
     def test_what_was_said_at_its_registration_holds_by_its_path_too(self) -> None:
         for name in ("own_recomputed", f"{HERE}:recomputed"):
-            assert needs_old_logprobs(name)
+            assert POLICY_LOSSES.entry(name).needs_old_logprobs
             config_of(f"{LOSS}={name}", "training.num_logp_workers=1")
-        assert not needs_old_logprobs(f"{HERE}:half_importance")
+        assert not POLICY_LOSSES.entry(f"{HERE}:half_importance").needs_old_logprobs
 
     @pytest.mark.parametrize(
         ("function", "expected"),

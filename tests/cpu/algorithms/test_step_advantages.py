@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards
-from skyrl_async.algorithms.step_advantages import StepAdvantages
+from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards, StepAdvantages
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
 from skyrl_async.types import Group
@@ -27,7 +26,7 @@ def test_all_groups_of_a_step_are_credited_together_unless_it_streams(streamed: 
         simulation = build_simulation(
             replace(SETTINGS, stream_mini_batch=streamed),
             advantages=None,
-            step_advantages=StepAdvantages(AdvantageEstimator(of_mini_batch=compute)),
+            step_advantages=StepAdvantages(AdvantageEstimator(compute=compute, needs_mini_batch=True)),
             log_groups=lambda _, groups: trained.append(list(groups)),
         )
         await simulation.trainer.run()
@@ -68,7 +67,7 @@ def test_tokens_that_the_staleness_policy_masks_are_neither_counted_nor_marked()
                 staleness_policy="mask",
             ),
             advantages=None,
-            step_advantages=StepAdvantages(AdvantageEstimator(of_mini_batch=compute), mark=mark),
+            step_advantages=StepAdvantages(AdvantageEstimator(compute=compute, needs_mini_batch=True), mark=mark),
         )
         await simulation.trainer.run()
         return simulation
