@@ -1,6 +1,7 @@
 """What huge requests do to another session's stream: its longest silence, and how long ``/health`` takes.
 
-A front end in a process of its own serves an engine that gives a token every ten milliseconds, in a context of 512 tokens. One session
+A front end in a process of its own serves an engine that gives a token every ten milliseconds, in a context of ``context`` tokens. By
+default every body is read, parsed and compared with it; in a shorter context larger bodies of one prompt are refused unread. One session
 streams while others send bodies of ``mib`` MiB, four each and all at once, from another process. ``gap_alone_s`` is the stream's
 longest silence before that, and ``longest_gap_s`` beside it; ``statuses`` counts the answers. Memory is the front end's resident one, at
 its peak and two seconds after the last answer. The kinds of body: one long message; many short ones; tool definitions; prompts as text
@@ -232,12 +233,12 @@ async def measure(
     }
 
 
-def run(cases: list[str], *, num_bodies: int, mib: float) -> list[dict[str, Any]]:
+def run(cases: list[str], *, num_bodies: int, mib: float, context: int) -> list[dict[str, Any]]:
     """A row per case, each of a front end of its own."""
     rows = []
     for case in cases:
         is_tokenized = case == "tokenized"
-        with front_end(2**20 if is_tokenized else 512) as served:
+        with front_end(2**20 if is_tokenized else context) as served:
             few = max(1, num_bodies // 25) if is_tokenized else num_bodies
             rows.append(asyncio.run(measure(served, case, num_bodies=few, mib=mib)))
         print(f"{case}: {rows[-1]}", flush=True)
@@ -248,10 +249,11 @@ def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--case", action="append", choices=list(CASES), help="one kind of body, instead of all")
     parser.add_argument("--mib", type=float, default=15.0, help="size of a body")
+    parser.add_argument("--context", type=int, default=2**18, help="tokens of the model's context")
     options = parser.parse_args()
     num_bodies = 10 if options.quick else 100
-    under = conditions(seed=options.seed, num_bodies=num_bodies, mib=options.mib)
-    rows = run(options.case or list(CASES), num_bodies=num_bodies, mib=options.mib)
+    under = conditions(seed=options.seed, num_bodies=num_bodies, mib=options.mib, context=options.context)
+    rows = run(options.case or list(CASES), num_bodies=num_bodies, mib=options.mib, context=options.context)
     figures = {"longest_gap_s": max(row["longest_gap_s"] for row in rows), "conditions": under}
     report("huge requests beside a stream", figures, rows, options.json)
     return 0

@@ -29,7 +29,7 @@ from skyrl_async.version_spans import versions_of
 
 _NO_ENGINE = "no_engine"
 """Code of the endpoint's 503 when it has no engine to ask."""
-_OVERFLOW = re.compile(r"maximum context length is (\d+) tokens, but the prompt has (?:at least )?(\d+)")
+_OVERFLOW = re.compile(r"maximum context length is (\d+) tokens, but the (?:prompt has (?:at least )?(\d+)|body)")
 
 
 class SkyRLGymHTTPGenerator:
@@ -108,7 +108,7 @@ class _ChatTurnSampler:
         except BadRequestError as error:
             overflow = _OVERFLOW.search(error.message)
             if error.code == "context_length_exceeded" and overflow:
-                raise PromptTooLongError(int(overflow[2]), int(overflow[1])) from error
+                raise PromptTooLongError(int(overflow[2] or overflow[1]), int(overflow[1])) from error
             raise self._failure(error) from error
         except APIError as error:
             raise self._failure(error) from error

@@ -135,13 +135,18 @@ class BodyLimit:
     """Reads bodies whole. Refuses a body above ``max_body_bytes`` (413), and text that is not JSON (400).
 
     Args:
+        max_model_len: tokens of the model's context. A body that no prompt of it needs gets the answer to a prompt that is too long,
+            before it is read to its end: to parse, check and render what cannot fit would hold up others.
         timeout_s: time for a client to send a body; then 408.
         long_work: limits large bodies and parses long ones.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, timeout_s: float, long_work: LongWork) -> None:
+    def __init__(
+        self, app: ASGIApp, max_body_bytes: int, max_model_len: int, timeout_s: float, long_work: LongWork
+    ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._max_model_len = max_model_len
         self._timeout_s = timeout_s
         self._long_work = long_work
 
@@ -152,52 +157,92 @@ class BodyLimit:
         session = principal_of(scope).session if _PRINCIPAL in scope else None
         with contextlib.ExitStack() as held:
             try:
-                parts = await self._read(scope, receive, self._long_work.large_bodies(session), held)
-                is_long = sum(map(len, parts)) > LONG_BODY
-                body, parse = await self._long_work.parse(session, lambda: _checked(parts), is_long=is_long)
+                body, digest = await self._read(scope, receive, session, held)
+                is_long = len(body) > LONG_BODY
+                parse = await self._long_work.parse(session, partial(_parsed, body), is_long=is_long)
             except ApiError as refusal:
                 await refusal.response_for(scope["path"])(scope, receive, send)
                 return
             except ClientDisconnect:
                 return
-            whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+            scope = scope | {_BODY: _Body(parse, digest, held.close)}
+            whole: list[Message] = [
+                {"type": "http.request", "body": _PARSED if is_long else bytes(body), "more_body": False}
+            ]
+            del body, parse
 
             async def replayed() -> Message:
                 return whole.pop() if whole else await receive()
 
-            await self._app(scope | {_BODY: _Body(parse, held.close)}, replayed, send)
+            await self._app(scope, replayed, send)
 
     async def _read(
-        self, scope: Scope, receive: Receive, large_bodies: asyncio.Semaphore, held: contextlib.ExitStack
-    ) -> list[bytes]:
-        """The parts of the whole body. Acquires one of ``large_bodies`` as soon as the body is large; ``held`` releases it."""
-        parts: list[bytes] = []
-        num_bytes, is_large = 0, False
-        async with aclosing(body_chunks(scope, receive, self._max_body_bytes, self._timeout_s)) as chunks:
-            async for chunk in chunks:
-                parts.append(chunk)
-                num_bytes += len(chunk)
-                if num_bytes > LARGE_BODY and not is_large:
-                    is_large = await large_bodies.acquire()
-                    held.callback(large_bodies.release)
-        return parts
+        self, scope: Scope, receive: Receive, session: Session | None, held: contextlib.ExitStack
+    ) -> tuple[bytearray, bytes]:
+        """The whole body, and a digest of it and its path.
+
+        Acquires one of the session's large bodies as soon as the body is large; ``held`` releases it.
+        """
+        body = bytearray()
+        digest = hashlib.sha256(scope["path"].encode() + b"\0")
+        large_bodies, is_large = self._long_work.large_bodies(session), False
+        limit = self._max_body_bytes
+        if scope["path"] in _PROMPT_PATHS:
+            limit = min(limit, _MIN_PROMPT_BYTES + _BYTES_PER_TOKEN * self._max_model_len)
+
+        async def receive_chunk() -> Message:
+            return await (self._long_work.in_turn(receive) if is_large else receive())
+
+        try:
+            async with aclosing(body_chunks(scope, receive_chunk, limit, self._timeout_s)) as chunks:
+                async for chunk in chunks:
+                    body += chunk
+                    digest.update(chunk)
+                    if len(body) > LARGE_BODY and not is_large:
+                        is_large = await large_bodies.acquire()
+                        held.callback(large_bodies.release)
+        except ApiError as refusal:
+            if refusal.status != 413 or limit == self._max_body_bytes:
+                raise
+            if session is not None:
+                session.count_overflow()
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {self._max_model_len} tokens, but the body has more than {limit} bytes "
+                "(context_length_exceeded); shorten the prompt or raise engine.max_model_len",
+                code="context_length_exceeded",
+                param="messages",
+            ) from None
+        return body, digest.digest()
 
 
+_PROMPT_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+"""Paths whose bodies have one prompt, and nothing else that is long."""
+_BYTES_PER_TOKEN, _MIN_PROMPT_BYTES = 64, 2**18
+"""Bytes of JSON that any prompt may have: a token of text has some four, and history that the template leaves out has bytes too."""
 _BODY = "skyrl_async.body"
+_PARSED = b"parsed"
+"""Stands for a long body: its bytes would be memory and nothing reads them."""
 
 
 @dataclass(slots=True)
 class _Body:
     """A body that was read."""
 
-    parse: Callable[[], Any] | None
-    """Returns or raises the result of parsing, once; None for a short body, which the route parses."""
+    parse: Callable[[], Any]
+    """Returns or raises the result of parsing, once."""
+    digest: bytes
+    """SHA-256 of path and body."""
     release: Callable[[], None]
     """Admits the session's next large body; idempotent."""
 
 
+def _parsed_before() -> Any:
+    raise RuntimeError("a body is parsed once")
+
+
 class ParsedRoute(APIRoute):
-    """A route that takes long bodies as ``BodyLimit`` parsed them."""
+    """A route that takes bodies as ``BodyLimit`` parsed them."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -214,10 +259,8 @@ class ParsedRoute(APIRoute):
 
 class _ParsedRequest(Request):
     async def json(self) -> Any:
-        body: _Body | None = self.scope.get(_BODY)
-        if body is None or body.parse is None:
-            return await super().json()
-        parse, body.parse = body.parse, None
+        body: _Body = self.scope[_BODY]
+        parse, body.parse = body.parse, _parsed_before
         return parse()
 
     def forget_body(self) -> None:
@@ -225,17 +268,20 @@ class _ParsedRequest(Request):
         self.__dict__.pop("_body", None)
 
 
+def body_digest(scope: Scope) -> bytes:
+    """SHA-256 of a request's path and body."""
+    body: _Body = scope[_BODY]
+    return body.digest
+
+
 def release_body(scope: Scope) -> None:
     """Admit the session's next large body: this request's has become a prompt."""
-    body: _Body | None = scope.get(_BODY)
-    if body is not None:
-        body.release()
+    body: _Body = scope[_BODY]
+    body.release()
 
 
-def _checked(parts: list[bytes]) -> tuple[bytes, Callable[[], Any] | None]:
-    """The body, and the outcome of ``json.loads`` for a long one. Raises ``ApiError`` for a body that is refused."""
-    body = b"".join(parts)
-    parts.clear()
+def _parsed(body: bytearray) -> Callable[[], Any]:
+    """The outcome of ``json.loads``. Raises ``ApiError`` for a body that is refused."""
     try:
         text = body.decode()
         reason = json_refusal(text)
@@ -243,15 +289,13 @@ def _checked(parts: list[bytes]) -> tuple[bytes, Callable[[], Any] | None]:
         reason = f"the body must be JSON in UTF-8, got byte {body[error.start]:#04x} at {error.start}"
     if reason is not None:
         raise ApiError(400, reason, code="invalid_value")
-    if len(body) <= LONG_BODY:
-        return body, None
     try:
         parsed = parse_stepwise(text)
     except TooManyValuesError as error:
         raise ApiError(413, str(error), code="request_too_large") from None
     except (ValueError, RecursionError) as error:
-        return body, partial(_raise, error)
-    return body, lambda: parsed
+        return partial(_raise, error)
+    return lambda: parsed
 
 
 def _raise(error: Exception) -> None:

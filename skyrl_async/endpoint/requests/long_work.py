@@ -4,7 +4,7 @@ Each session has one piece of long work done at a time: a hundred of its request
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,6 +21,8 @@ LARGE_BODY = 2**18
 """Bytes of a request that are read without a limit on how many requests do."""
 _NUM_LARGE_BODIES = 4
 """Large bodies in memory that are not yet prompts, for all requests outside of sessions together. A session has one."""
+_CHUNK_S = 0.02
+"""Time for a client to send a chunk before others send theirs."""
 _NUM_TOKENIZING = 2
 """Threads: this many sessions may have a prompt that takes seconds before another session's long prompt waits."""
 
@@ -52,6 +54,7 @@ class LongWork:
     def __init__(self) -> None:
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="endpoint-parse")
         self._tokenizing = ThreadPoolExecutor(_NUM_TOKENIZING, thread_name_prefix="endpoint-tokenize")
+        self._receiving = asyncio.Lock()
         self._limits: WeakKeyDictionary[Session, _Limits] = WeakKeyDictionary()
         self._common = _Limits(num_large_bodies=_NUM_LARGE_BODIES)
 
@@ -65,6 +68,19 @@ class LongWork:
         Long work of a cancelled request still runs to its end, and the session's next waits for it.
         """
         return await self._run(self._parsing, session, work) if is_long else work()
+
+    async def in_turn(self, receive: Callable[[], Awaitable[T]]) -> T:
+        """Receive a chunk of a large body, one at a time: each lets threads have the interpreter, which a stream's next token waits for.
+
+        A client that takes long to send it is no longer waited for by others. ``receive`` may be cancelled and called again.
+        """
+        async with self._receiving:
+            try:
+                async with asyncio.timeout(_CHUNK_S):
+                    return await receive()
+            except TimeoutError:
+                pass
+        return await receive()
 
     async def tokenize(self, session: Session | None, work: Callable[[], T], *, is_long: bool) -> T:
         """Run ``work``, in one of several threads if it ``is_long``: tokenizing mostly releases the interpreter."""

@@ -113,7 +113,7 @@ class RequestHandler:
         if session is None:
             planner = self._make_planner(None, Slots(self._limit))
             return self._deliver(SharedRequest(_produce(request, planner, make_call, is_stream)), shown)
-        identity = await identity_of(request)
+        identity = identity_of(request)
         requests = self._requests_of(session)
         requests.require_same_body(identity)
         replay = requests.replay(identity)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from skyrl_async.endpoint.requests.errors import ApiError
-from skyrl_async.endpoint.requests.long_work import LARGE_BODY
+from skyrl_async.endpoint.requests.guard import body_digest
 from skyrl_async.endpoint.requests.shared_request import Produce, SharedRequest
 
 _RETRY_HEADER = "x-stainless-retry-count"
@@ -40,18 +40,12 @@ class RequestIdentity:
         return self.body if self.key is None else self.key
 
 
-async def identity_of(request: Request) -> RequestIdentity:
-    """The identity of ``request``; a large body is hashed in a thread."""
+def identity_of(request: Request) -> RequestIdentity:
+    """The identity of ``request``."""
     count = request.headers.get(_RETRY_HEADER, "")
     key = next((request.headers[name] for name in _KEY_HEADERS if request.headers.get(name)), None)
-    digest = hashlib.sha256(request.url.path.encode() + b"\0")
-    body = await request.body()
-    if len(body) > LARGE_BODY:
-        await asyncio.to_thread(digest.update, body)
-    else:
-        digest.update(body)
     return RequestIdentity(
-        body=digest.digest(),
+        body=body_digest(request.scope),
         key=None if key is None else hashlib.sha256(b"key\0" + key.encode()).digest(),
         is_resend=count.isdecimal() and bool(count.strip("0")),
     )

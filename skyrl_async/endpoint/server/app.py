@@ -107,6 +107,12 @@ def create_app(
         app.include_router(surface.make_router(serving))
     app.include_router(sessions.make_router(serving))
     app.include_router(operations.make_router(serving, figures, created=int(time.time())))
-    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes, timeout_s=request_timeout_s, long_work=long_work)
+    app.add_middleware(
+        BodyLimit,
+        max_body_bytes=max_body_bytes,
+        max_model_len=sampler.max_model_len,
+        timeout_s=request_timeout_s,
+        long_work=long_work,
+    )
     app.add_middleware(KeyGuard, api_keys=tuple(api_keys), controller_keys=tuple(controller_keys), sessions=store)
     return app
