@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.data.dataset import load_prompts
+from skyrl_async.data.dataset import load_sources
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.serve import start_server
@@ -118,7 +118,8 @@ def make_app(script: Script, *, controller_key: str, session_settings: SessionSe
 
 def load_example(name: str) -> tuple[Prompt, ...]:
     """The tasks of an example."""
-    return load_prompts([EXAMPLES / name / "train.jsonl"], default_env_class="none")
+    (prompts,) = load_sources([EXAMPLES / name / "train.jsonl"], default_env_class="none")
+    return prompts
 
 
 async def play(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from skyrl_async.data.ledger import Key, UidLedger, UidState
-from skyrl_async.errors import CheckpointError, StateError
+from skyrl_async.errors import CheckpointError
 from skyrl_async.types import Prompt
 
 
@@ -73,6 +73,8 @@ class EpochPlan:
 
     def of_epoch(self, epoch: int) -> list[str]:
         """The uids of ``epoch`` (from 0), in dataset order."""
+        if self.is_whole:
+            return list(self._uids)
         chosen = set(self._always)
         for order, num in self._rotations:
             chosen.update(order[(epoch * num + i) % len(order)] for i in range(num))
@@ -110,11 +112,9 @@ class _AsyncDataloader:
     ) -> None:
         self._prompts = {prompt.uid: prompt for prompt in prompts}
         self._content_digest = _content_digest(prompts)
-        self._plan = plan or EpochPlan(tuple(self._prompts))
-        uids_of_epoch = None if self._plan.is_whole else self._plan.of_epoch
-        self._ledger = UidLedger(
-            [prompt.uid for prompt in prompts], seed=seed, num_epochs=num_epochs, uids_of_epoch=uids_of_epoch
-        )
+        uids = [prompt.uid for prompt in prompts]
+        self._plan = plan or EpochPlan(uids)
+        self._ledger = UidLedger(uids, seed=seed, num_epochs=num_epochs, uids_of_epoch=self._plan.of_epoch)
 
     def __len__(self) -> int:
         """Prompts of an epoch."""
@@ -165,16 +165,6 @@ class _AsyncDataloader:
         """The prompt is the next to be drawn."""
         self._ledger.requeue(key)
 
-    def get_consumed_uids_list(self, epoch: int | None = None) -> list[str]:
-        """For SkyRL's callers: the uids trained in an open epoch (by default the current one)."""
-        return self._ledger.uids(self.epoch if epoch is None else epoch, UidState.TRAINED)
-
-    async def reset_at_epoch_end(self) -> None:
-        """For SkyRL's callers: check that no older epoch is open. Epochs flow into one another, so nothing needs a reset."""
-        stale = [epoch for epoch in self._ledger.open_epochs if epoch < self.epoch - 1]
-        if stale:
-            raise StateError(f"epochs {stale} still have prompts that are neither trained, filtered nor failed")
-
     def state_for_checkpoint(self) -> dict[str, Any]:
         """JSON of the ledger, a digest of the dataset's uids and mixture, and a digest of its rows' contents."""
         return {
@@ -185,33 +175,24 @@ class _AsyncDataloader:
         }
 
     async def load_state_from_checkpoint(self, saved: dict[str, Any]) -> None:
-        """Continue from ``state_for_checkpoint``. Raises ``CheckpointError`` for another dataset or seed.
-
-        Checkpoints of older versions have no digest of contents: only their uids are compared.
-        """
+        """Continue from ``state_for_checkpoint``. Raises ``CheckpointError`` for another dataset or seed."""
         try:
-            self._load_state(saved)
+            if saved["dataset_digest"] != self._digest():
+                raise CheckpointError(
+                    f"the checkpoint was made with {saved['num_prompts']} other prompts (this run has {len(self._prompts)}): "
+                    "resume with the same task.* values and files"
+                )
+            if saved["content_digest"] != self._content_digest:
+                raise CheckpointError(
+                    "the checkpoint was made with prompts of the same uids and other contents (messages, env_class or another column): "
+                    "resume with the same task.* values and files, or begin another run"
+                )
+            self._ledger.load_json(saved["ledger"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"in the checkpoint's trainer_state.json, dataloader holds no ledger of this version ({error!r}); resume from another "
                 "one, or with the version of skyrl_async that wrote it"
             ) from error
-
-    def _load_state(self, saved: dict[str, Any]) -> None:
-        if saved["dataset_digest"] != self._digest():
-            raise CheckpointError(
-                f"the checkpoint was made with {saved['num_prompts']} other prompts (this run has {len(self._prompts)}): "
-                "resume with the same task.* values and files"
-            )
-        if saved.get("content_digest", self._content_digest) != self._content_digest:
-            raise CheckpointError(
-                "the checkpoint was made with prompts of the same uids and other contents (messages, env_class or another column): "
-                "resume with the same task.* values and files, or begin another run"
-            )
-        try:
-            self._ledger.load_json(saved["ledger"])
-        except StateError as error:
-            raise CheckpointError(str(error)) from error
 
     def statistics(self) -> dict[str, float]:
         """Prompts per state over the open epochs, and totals over the run."""

@@ -25,14 +25,14 @@ _REWARDED_WITHOUT = "a reward function without environments: generator.reward wi
 _OWN_COLUMNS = frozenset({"uid", "prompt", "env_class"})
 
 
-def load_prompts(
+def load_sources(
     files: Sequence[Path],
     default_env_class: str | None,
     *,
     needs_environment: bool = True,
     check: Callable[[Prompt], None] = lambda prompt: None,
-) -> tuple[Prompt, ...]:
-    """Return the prompts of ``files`` in order.
+) -> tuple[tuple[Prompt, ...], ...]:
+    """Return the prompts of each of ``files``, in order. Uids are unique across files.
 
     Args:
         files: files and directories, as ``data.sources`` reads them.
@@ -44,18 +44,6 @@ def load_prompts(
         DatasetError: a file is missing or of another kind, a row is invalid, two rows have one uid, or there are no rows. The message
             names the file and the line.
     """
-    sources = load_sources(files, default_env_class, needs_environment=needs_environment, check=check)
-    return tuple(prompt for prompts in sources for prompt in prompts)
-
-
-def load_sources(
-    files: Sequence[Path],
-    default_env_class: str | None,
-    *,
-    needs_environment: bool = True,
-    check: Callable[[Prompt], None] = lambda prompt: None,
-) -> tuple[tuple[Prompt, ...], ...]:
-    """Return the prompts of each of ``files``; arguments and errors like ``load_prompts``. Uids are unique across files."""
     place_of: dict[str, str] = {}
     env_class = default_env_class if needs_environment else default_env_class or _NO_ENVIRONMENT
     sources = tuple(tuple(_prompts_of(Path(file), env_class, place_of, check)) for file in files)

@@ -10,11 +10,11 @@ groups or versions.
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from skyrl_async.errors import StateError
+from skyrl_async.errors import CheckpointError, StateError
 
 Key = tuple[int, str]
 """(epoch, uid)"""
@@ -122,11 +122,6 @@ class UidLedger:
         """Every running (epoch, uid)."""
         return [(epoch, uid) for epoch in self._states for uid in self.uids(epoch, UidState.RUNNING)]
 
-    @property
-    def open_epochs(self) -> tuple[int, ...]:
-        """Started epochs with a uid that is not trained, filtered or failed."""
-        return tuple(self._states)
-
     def counts(self) -> dict[str, int]:
         """Uids per state over the open epochs, and ``*_total`` over the run for the closed states."""
         counts = {state.value: sum(now[state] for now in self._num_of_state.values()) for state in UidState}
@@ -140,43 +135,38 @@ class UidLedger:
         return {"seed": self._seed, "next_epoch": self._next_epoch, "epochs": epochs, "totals": totals}
 
     def load_json(self, saved: dict[str, Any]) -> None:
-        """Continue from ``to_json``; running uids stay running. Raises ``StateError`` for unknown uids or another seed, naming them."""
+        """Continue from ``to_json``; running uids stay running. Raises ``CheckpointError`` that names an unknown uid or another seed."""
         if saved["seed"] != self._seed:
-            raise StateError(
+            raise CheckpointError(
                 f"the checkpoint was shuffled with trainer.seed={saved['seed']}, this run has {self._seed}"
             )
         self._next_epoch = saved["next_epoch"]
         self._totals = Counter({UidState(name): count for name, count in saved["totals"].items()})
         self._states, self._num_of_state, self._queue = {}, {}, deque()
         for epoch in sorted(int(e) for e in saved["epochs"]):
-            self._load_epoch(epoch, saved["epochs"][str(epoch)])
+            self._open_epoch(epoch, saved["epochs"][str(epoch)])
 
-    def _load_epoch(self, epoch: int, lists: dict[str, list[str]]) -> None:
+    def _open_epoch(self, epoch: int, uids_by_state: Mapping[str, Sequence[str]]) -> None:
+        """Queue the epoch's uids in its order; those of ``uids_by_state`` are in these states instead."""
         states = dict.fromkeys(self._uids_of_epoch(epoch), UidState.NEW)
-        for name, uids in lists.items():
+        for name, uids in uids_by_state.items():
             unknown = [uid for uid in uids if uid not in states]
             if unknown:
-                raise StateError(
+                raise CheckpointError(
                     f"the checkpoint holds uid {unknown[0]!r}, which the dataset lacks: resume with the same data"
                 )
             states |= dict.fromkeys(uids, UidState(name))
         self._states[epoch] = states
         self._num_of_state[epoch] = Counter(states.values())
-        self._queue.extend((epoch, uid) for uid in self._order(epoch) if states[uid] is UidState.NEW)
-
-    def _order(self, epoch: int) -> list[str]:
-        order = list(self._states[epoch])
+        order = list(states)
         random.Random(f"{self._seed}-{epoch}").shuffle(order)
-        return order
+        self._queue.extend((epoch, uid) for uid in order if states[uid] is UidState.NEW)
 
     def _open_next_epoch(self) -> bool:
         if self._num_epochs is not None and self._next_epoch >= self._num_epochs:
             return False
-        epoch = self._next_epoch
         self._next_epoch += 1
-        self._states[epoch] = dict.fromkeys(self._uids_of_epoch(epoch), UidState.NEW)
-        self._num_of_state[epoch] = Counter({UidState.NEW: len(self._states[epoch])})
-        self._queue.extend((epoch, uid) for uid in self._order(epoch))
+        self._open_epoch(self._next_epoch - 1, {})
         return True
 
     def _set(self, key: Key, to: UidState) -> None:

@@ -14,7 +14,7 @@ Flows in: paths. Flows out: rows as plain dictionaries. Does not know the column
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ _JSON = (".jsonl", ".json")
 _SUFFIXES = (*_JSON, ".parquet")
 _SAVED_STATE = "state.json"
 _SAVED_SPLITS = "dataset_dict.json"
-_SHARD = re.compile(r"(?P<split>.+?)(-\d+(-of-\d+)?)?")
+_NUMBER_OF_SHARD = re.compile(r"-\d+(-of-\d+)?$")
 """``train-00000-of-00002`` belongs to the split ``train``."""
 
 
@@ -65,7 +65,7 @@ def _files_in(directory: Path) -> tuple[Path, ...]:
         raise DatasetError(
             f"the directory {directory} holds no .jsonl and no .parquet file, and is none that datasets' save_to_disk wrote"
         )
-    splits = sorted({_split_of(file) for file in files})
+    splits = sorted({_NUMBER_OF_SHARD.sub("", file.stem) for file in files})
     if len(splits) > 1:
         raise DatasetError(
             f"{directory} holds files of several names ({', '.join(splits)}), which may be splits: "
@@ -76,12 +76,6 @@ def _files_in(directory: Path) -> tuple[Path, ...]:
 
 def _data_files(directory: Path, pattern: str) -> tuple[Path, ...]:
     return tuple(sorted(file for file in directory.glob(pattern) if file.suffix in _SUFFIXES and file.is_file()))
-
-
-def _split_of(file: Path) -> str:
-    match = _SHARD.fullmatch(file.stem)
-    assert match is not None
-    return match["split"]
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, Row]]:
@@ -99,32 +93,34 @@ def _json_rows(file: Path) -> Iterator[tuple[str, Row]]:
             yield place, row
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[str, Row]]:
-    from pyarrow import ArrowInvalid, parquet
-
-    try:
-        table = parquet.read_table(file)
-    except (ArrowInvalid, OSError) as error:
-        raise DatasetError(f"{file} is not a parquet file: {error}") from error
-    yield from _table_rows(table, file)
-
-
 def _saved_rows(directory: Path) -> Iterator[tuple[str, Row]]:
     """Rows of a ``save_to_disk`` directory: Arrow streams, listed in its ``state.json``."""
-    from pyarrow import ArrowInvalid, ipc
-
     state = json.loads((directory / _SAVED_STATE).read_text(encoding="utf-8"))
     for entry in state["_data_files"]:
         file = directory / entry["filename"]
-        try:
-            with ipc.open_stream(file) as stream:
-                table = stream.read_all()
-        except (ArrowInvalid, OSError) as error:
-            raise DatasetError(f"{file} is not an Arrow stream of datasets' save_to_disk: {error}") from error
-        yield from _table_rows(table, file)
+        yield from _table_rows(file, _read_stream, "an Arrow stream of datasets' save_to_disk")
 
 
-def _table_rows(table: Any, file: Path) -> Iterator[tuple[str, Row]]:
+def _read_stream(file: Path) -> Any:
+    from pyarrow import ipc
+
+    with ipc.open_stream(file) as stream:
+        return stream.read_all()
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    from pyarrow import parquet
+
+    yield from _table_rows(file, parquet.read_table, "a parquet file")
+
+
+def _table_rows(file: Path, read: Callable[[Path], Any], kind: str) -> Iterator[tuple[str, Row]]:
     """Yield the rows without their null columns, like jsonl rows that lack them."""
+    from pyarrow import ArrowInvalid
+
+    try:
+        table = read(file)
+    except (ArrowInvalid, OSError) as error:
+        raise DatasetError(f"{file} is not {kind}: {error}") from error
     for number, row in enumerate(table.to_pylist(), start=1):
         yield f"{file} row {number}", {column: value for column, value in row.items() if value is not None}

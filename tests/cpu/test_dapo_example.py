@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from skyrl_async.data.dataset import load_prompts
+from skyrl_async.data.dataset import load_sources
 from skyrl_async.tasks.registry import make_environment
 
 ROWS = Path(__file__).parents[2] / "examples" / "dapo" / "train.jsonl"
@@ -14,7 +14,7 @@ def test_rows_of_dapo_math_17k_are_used_as_they_are(tmp_path: Path) -> None:
     del row["env_class"]  # theirs have none
     file = tmp_path / "dapo-math-17k-cleaned.jsonl"
     file.write_text(json.dumps(row))
-    (prompt,) = load_prompts([file], "aime")
+    ((prompt,),) = load_sources([file], "aime")
     truth = row["reward_model"]["ground_truth"]
     rewards = []
     for answer in (f"In order.\nAnswer: {truth}", f"Answer: 9{truth}", "I do not know"):

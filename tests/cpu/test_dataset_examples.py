@@ -14,12 +14,12 @@ from examples.gsm8k import convert
 from examples.gsm8k import make as gsm8k
 from examples.lora import make as lora
 from examples.multi_turn_tools import make as tools
-from skyrl_async.data.dataset import load_prompts
+from skyrl_async.data.dataset import load_sources
 from skyrl_async.data.sources import rows_of
 from skyrl_async.errors import DatasetError
 from skyrl_async.tasks.imitation import ImitationTask
-from skyrl_async.tasks.policy_cache import task_tokenizer
 from skyrl_async.tasks.registry import make_environment
+from skyrl_async.tasks.tiny_policy import task_tokenizer
 
 SCRIPTS = [gsm8k, tools, dapo, lora]
 MAX_BYTES = 100_000
@@ -42,11 +42,11 @@ def test_no_question_is_in_two_files_and_each_can_be_played(script: ModuleType) 
     def check(prompt: Any) -> None:
         make_environment(prompt.env_class, prompt.extras).close()
 
-    prompts = load_prompts([script.FOLDER / "train.jsonl", script.FOLDER / "eval.jsonl"], None, check=check)
-    asked = [prompt.messages[0]["content"] for prompt in prompts]
+    train, held_out = load_sources([script.FOLDER / "train.jsonl", script.FOLDER / "eval.jsonl"], None, check=check)
+    asked = [prompt.messages[0]["content"] for prompt in (*train, *held_out)]
     asked += [row["messages"][0]["content"] for row in rows(script, "warm_start.jsonl")]
     assert len(set(asked)) == len(asked)
-    ImitationTask(rows_of(script.FOLDER / "warm_start.jsonl"), prompts)
+    ImitationTask(rows_of(script.FOLDER / "warm_start.jsonl"), [*train, *held_out])
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -110,7 +110,9 @@ def test_the_full_set_is_converted_to_rows_that_its_environment_takes(
     monkeypatch.setattr("sys.argv", ["convert", str(tmp_path), str(tmp_path / "out")])
     convert.main()
     assert "train.jsonl: 2 rows" in capsys.readouterr().out
-    first, second, held_out = load_prompts([tmp_path / "out" / f"{name}.jsonl" for name in ("train", "eval")], None)
+    (first, second), (held_out,) = load_sources(
+        [tmp_path / "out" / f"{name}.jsonl" for name in ("train", "eval")], None
+    )
     assert [p.extras["reward_spec"]["ground_truth"] for p in (first, second, held_out)] == ["1200", "-3", "5"]
     assert make_environment(first.env_class, first.extras).step("#### 1200")["reward"] == 1.0
     assert json.loads((tmp_path / "out" / "eval.jsonl").read_text())["uid"] == "gsm8k-test-0"

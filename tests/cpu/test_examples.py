@@ -12,7 +12,7 @@ from examples.own_dataset.environment import ReverseWordEnv
 from examples.own_generator.scored import COST_PER_TOKEN, score
 from skyrl_async.composition.parts import make_generator
 from skyrl_async.config.load import from_overrides
-from skyrl_async.data.dataset import load_prompts
+from skyrl_async.data.dataset import load_sources
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.tasks.registry import get_task, make_environment
@@ -72,8 +72,7 @@ def test_the_own_environment_rewards_the_letters_up_to_the_first_wrong_one() -> 
 
 
 async def test_the_own_dataset_loads_and_is_played_in_the_own_environment(policy_dir: Path) -> None:
-    train = load_prompts([DATASET / "train.jsonl"], ENVIRONMENT)
-    held_out = load_prompts([DATASET / "eval.jsonl"], ENVIRONMENT)
+    train, held_out = load_sources([DATASET / "train.jsonl", DATASET / "eval.jsonl"], ENVIRONMENT)
     assert len(train) >= 8, "one mini-batch"
     assert not {p.uid for p in train} & {p.uid for p in held_out}
     assert all(p.extras["word"] in str(p.messages[0]["content"]) for p in (*train, *held_out))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from skyrl_async.data.dataset import load_prompts
+from skyrl_async.data.dataset import load_sources
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.tasks.registry import make_environment
 from skyrl_async.types import Prompt
@@ -79,7 +79,8 @@ def test_the_command_of_a_readme_trains_on_its_own_prompts_with_its_own_reward(n
     assert (out / "policy" / "adapter").is_dir() == (name == "lora")
 
     tokenizer = AutoTokenizer.from_pretrained(out / "policy")
-    prompts = {prompt.uid: prompt for prompt in load_prompts([EXAMPLES / name / "train.jsonl"], None)}
+    (rows,) = load_sources([EXAMPLES / name / "train.jsonl"], None)
+    prompts = {prompt.uid: prompt for prompt in rows}
     groups = read_rows(out / "trained_groups.jsonl")
     assert len(groups) == 2 * NUM_STEPS
     for group in groups:

@@ -8,9 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_async.data.dataset import filter_long_prompts, load_prompts
+from skyrl_async.data.dataset import filter_long_prompts, load_sources
 from skyrl_async.errors import DatasetError
 from skyrl_async.types import Prompt
+
+
+def load_prompts(files: list[Path], env_class: str | None, **options: Any) -> list[Prompt]:
+    return [prompt for prompts in load_sources(files, env_class, **options) for prompt in prompts]
 
 
 def write_rows(file: Path, *rows: Any) -> Path:
