@@ -18,9 +18,8 @@ from torch.nn.functional import pad
 
 from benchmarks.report import arguments, conditions, report
 from skyrl_async.inference.policy_files import read_config
-from skyrl_async.tasks.policy_cache import prepare_initial_policy
 from skyrl_async.tasks.registry import get_task
-from skyrl_async.tasks.tiny_policy import PolicySizes
+from skyrl_async.tasks.tiny_policy import PolicySizes, prepare_initial_policy
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import Trajectory

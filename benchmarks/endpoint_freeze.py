@@ -29,7 +29,7 @@ import httpx
 from benchmarks.report import arguments, conditions, report
 from skyrl_async.endpoint.server.process import EndpointServer, EndpointSettings
 from skyrl_async.tasks.lagged_fibonacci import LaggedFibonacciTask
-from skyrl_async.tasks.policy_cache import task_tokenizer
+from skyrl_async.tasks.tiny_policy import task_tokenizer
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
 
 _CONTROLLER_KEY = "controller"

@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from skyrl_async.training.export.manifest import check_model, read_model
 from skyrl_async.types import Prompt
 
 if TYPE_CHECKING:
-    from skyrl_async.tasks.warm_start import WarmStartPlan, WarmStartProgress
+    from skyrl_async.tasks.warm_start import WarmStartProgress
 
 _TIED_HEAD = "lm_head.weight"
 """Stored in files although tied embeddings make it no parameter of its own."""
@@ -142,7 +142,7 @@ class PolicyFiles:
         """Return a directory with architecture and tokenizer; the first publish replaces its weights."""
         if self._config.policy.path is not None:
             return Path(self._config.policy.path).expanduser()
-        from skyrl_async.tasks.policy_cache import prepare_initial_policy
+        from skyrl_async.tasks.tiny_policy import prepare_initial_policy
 
         with self._writing_to_the_cache():
             return prepare_initial_policy(**self._cache_arguments())
@@ -156,12 +156,12 @@ class PolicyFiles:
         policy = self._config.policy
         if policy.path is not None or not policy.warm_start.enabled:
             return self.initial()
-        from skyrl_async.tasks.policy_cache import prepare_tiny_policy
+        from skyrl_async.tasks.tiny_policy import prepare_tiny_policy
 
         prepare = functools.partial(
             prepare_tiny_policy,
             **self._cache_arguments(),
-            plan=self._plan(),
+            plan=policy.warm_start,
             held_out=frozenset(prompt.uid for prompt in self._prompts.held_out),
             should_stop=self._stopped.is_set,
             on_progress=self._report,
@@ -183,23 +183,10 @@ class PolicyFiles:
             ) from error
 
     def _report(self, progress: "WarmStartProgress") -> None:
-        plan = self._plan()
+        goal = self._config.policy.warm_start.target_accuracy
         self._say(
             f"warm start: {progress.phase}, {progress.num_tokens / 1000:.0f}k tokens, accuracy {progress.accuracy:.2f} "
-            f"(goal {plan.target_accuracy:.2f})"
-        )
-
-    def _plan(self) -> "WarmStartPlan":
-        from skyrl_async.tasks.warm_start import WarmStartPlan
-
-        warm_start = self._config.policy.warm_start
-        return WarmStartPlan(
-            target_accuracy=warm_start.target_accuracy,
-            min_tokens=warm_start.min_tokens,
-            max_tokens=warm_start.max_tokens,
-            mixture_tokens=warm_start.mixture_tokens,
-            terse_share=warm_start.terse_share,
-            slip_rate=warm_start.slip_rate,
+            f"(goal {goal:.2f})"
         )
 
     def _cache_arguments(self) -> dict[str, Any]:
@@ -209,13 +196,7 @@ class PolicyFiles:
         return {
             "cache_dir": Path(config.cache_dir).expanduser(),
             "task": self._task,
-            "sizes": PolicySizes(
-                hidden_size=config.policy.hidden_size,
-                num_layers=config.policy.num_layers,
-                num_heads=config.policy.num_heads,
-                intermediate_size=config.policy.intermediate_size,
-                tie_word_embeddings=config.policy.tie_word_embeddings,
-            ),
+            "sizes": PolicySizes(**{field.name: getattr(config.policy, field.name) for field in fields(PolicySizes)}),
             "seed": config.trainer.seed,
         }
 

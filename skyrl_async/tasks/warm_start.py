@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from skyrl_async.config.schema.policy import WarmStartConfig
 from skyrl_async.errors import ConfigError, PolicyError
 from skyrl_async.tasks.registry import BuiltInTask, tools_of
 from skyrl_async.tasks.tokenizer import encode_conversation
@@ -43,21 +44,6 @@ MAX_DRAWS = 100_000
 
 Row = tuple[list[int], list[int]]
 """Token ids of a conversation, and 1 for each learned token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmStartPlan:
-    """How much is learned of which conversations."""
-
-    target_accuracy: float = 0.95
-    """Greedy accuracy on flawless conversations at which the first phase ends."""
-    min_tokens: int = 60_000
-    """Least tokens of the first phase: a policy that has just found out the format still slips once in a hundred tokens."""
-    max_tokens: int = 400_000
-    """Most tokens of the first phase."""
-    mixture_tokens: int = 40_000
-    terse_share: float = 0.7
-    slip_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,12 +176,16 @@ def _batches_of(rows: Sequence[Row]) -> list[list[Row]]:
     return batches
 
 
-def _batches(draw: Callable[[], Row], rng: random.Random, num_tokens: int) -> Iterator[list[Row]]:
-    """Yield batches of fresh rows until ``num_tokens`` are out."""
+def _batches(
+    draw: Callable[[], Row], rng: random.Random, num_tokens: int, should_stop: Callable[[], bool]
+) -> Iterator[list[Row]]:
+    """Yield batches of fresh rows until ``num_tokens`` are out. Raises ``PolicyError`` if ``should_stop``."""
     while num_tokens > 0:
         batches = _batches_of([draw() for _ in range(CHUNK_CONVERSATIONS)])
         rng.shuffle(batches)
         for batch in batches:
+            if should_stop():
+                raise PolicyError("the warm start was stopped before it was done")
             yield batch
             num_tokens -= _num_tokens(batch)
             if num_tokens <= 0:
@@ -220,21 +210,21 @@ class _Rows:
         return [self._row(prompt, self._task.conversation(prompt, self._rng)) for prompt in prompts]
 
     def clean(self) -> Row:
-        num_draws = LONGEST_OF if self._rng.random() < LONG_SHARE else 1
-        drawn = [self._draw_clean() for _ in range(num_draws)]
-        return self._row(*max(drawn, key=lambda pair: _num_characters(pair[1])))
+        """Draw a flawless row; some rows are the longest of several draws."""
+        drawn: list[tuple[Prompt, list[Message]]] = []
+        for _ in range(LONGEST_OF if self._rng.random() < LONG_SHARE else 1):
+            prompt = self._draw_prompt()
+            drawn.append((prompt, self._task.conversation(prompt, self._rng)))
+        return self._row(*max(drawn, key=lambda pair: sum(len(message["content"]) for message in pair[1])))
 
-    def mixture(self, plan: WarmStartPlan) -> Row:
+    def mixture(self, plan: WarmStartConfig) -> Row:
+        """Draw a row of the second phase."""
         prompt = self._draw_prompt()
         shares = {"terse_share": plan.terse_share, "slip_rate": plan.slip_rate}
         return self._row(prompt, self._task.conversation(prompt, self._rng, **shares))
 
     def _row(self, prompt: Prompt, conversation: list[Message]) -> Row:
         return encode_conversation(self._tokenizer, conversation, tools_of(prompt))
-
-    def _draw_clean(self) -> tuple[Prompt, list[Message]]:
-        prompt = self._draw_prompt()
-        return prompt, self._task.conversation(prompt, self._rng)
 
     def _draw_prompt(self) -> Prompt:
         for _ in range(MAX_DRAWS):
@@ -251,7 +241,7 @@ def warm_start(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     task: BuiltInTask,
-    plan: WarmStartPlan,
+    plan: WarmStartConfig,
     *,
     held_out: frozenset[str],
     seed: int,
@@ -271,8 +261,7 @@ def warm_start(
     check_batches = _batches_of(rows.hide_some(NUM_CHECK_PROMPTS))
     learner = _Learner(model)
     accuracy, num_clean_tokens, next_check = 0.0, 0, CHECK_INTERVAL_TOKENS
-    for batch in _batches(rows.clean, rng, plan.max_tokens):
-        _check_stop(should_stop)
+    for batch in _batches(rows.clean, rng, plan.max_tokens, should_stop):
         learner.learn(batch, _decayed(num_clean_tokens % CLEAN_CYCLE_TOKENS / CLEAN_CYCLE_TOKENS))
         num_clean_tokens += _num_tokens(batch)
         if num_clean_tokens >= next_check:
@@ -282,8 +271,7 @@ def warm_start(
             if accuracy >= plan.target_accuracy and num_clean_tokens >= plan.min_tokens:
                 break
     num_mixture_tokens = 0
-    for batch in _batches(lambda: rows.mixture(plan), rng, plan.mixture_tokens):
-        _check_stop(should_stop)
+    for batch in _batches(lambda: rows.mixture(plan), rng, plan.mixture_tokens, should_stop):
         learner.learn(batch, MIXTURE_LR_SHARE * _decayed(num_mixture_tokens / plan.mixture_tokens))
         num_mixture_tokens += _num_tokens(batch)
     num_tokens = num_clean_tokens + num_mixture_tokens
@@ -308,15 +296,6 @@ def warm_start(
 def _decayed(progress: float) -> float:
     """Return the share of the learning rate at ``progress`` in [0, 1): linear from 1 to ``FINAL_LR_SHARE``."""
     return 1.0 - (1.0 - FINAL_LR_SHARE) * progress
-
-
-def _check_stop(should_stop: Callable[[], bool]) -> None:
-    if should_stop():
-        raise PolicyError("the warm start was stopped before it was done")
-
-
-def _num_characters(conversation: Sequence[Message]) -> int:
-    return sum(len(message["content"]) for message in conversation)
 
 
 def _num_tokens(rows: Sequence[Row]) -> int:

@@ -503,9 +503,8 @@ def test_an_output_directory_on_a_full_disk_is_refused_by_its_key(tmp_path: Path
 @pytest.fixture(scope="module")
 def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy of one's own."""
-    from skyrl_async.tasks.policy_cache import prepare_initial_policy
     from skyrl_async.tasks.registry import get_task
-    from skyrl_async.tasks.tiny_policy import PolicySizes
+    from skyrl_async.tasks.tiny_policy import PolicySizes, prepare_initial_policy
 
     return prepare_initial_policy(
         cache_dir=tmp_path_factory.mktemp("policies"), task=get_task("lagged_fibonacci"), sizes=PolicySizes(), seed=0

@@ -11,7 +11,7 @@ from skyrl_async.config.load import from_overrides
 from skyrl_async.data.sources import rows_of
 from skyrl_async.errors import ConfigError, DatasetError
 from skyrl_async.tasks.imitation import MIN_CONVERSATIONS, ImitationTask
-from skyrl_async.tasks.policy_cache import task_tokenizer
+from skyrl_async.tasks.tiny_policy import task_tokenizer
 from skyrl_async.types import Prompt
 from tests.cpu.data.test_dataset import write_rows
 

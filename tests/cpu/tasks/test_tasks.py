@@ -17,7 +17,6 @@ from skyrl_async.tasks.lagged_fibonacci import (
     score,
     worked_answer,
 )
-from skyrl_async.tasks.policy_cache import task_tokenizer
 from skyrl_async.tasks.registry import (
     BuiltInTask,
     get_task,
@@ -27,6 +26,7 @@ from skyrl_async.tasks.registry import (
     tools_of,
 )
 from skyrl_async.tasks.relay import MAX_TURNS, MIN_TURNS, RelayEnv
+from skyrl_async.tasks.tiny_policy import task_tokenizer
 from skyrl_async.tasks.tokenizer import encode_conversation, train_tokenizer
 from skyrl_async.tasks.trail import LOOK_TOOL, MAX_SIGNS, MIN_SIGNS, TrailEnv, look, worked_conversation
 from skyrl_async.types import Message, Prompt

@@ -11,12 +11,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from skyrl_async.config.schema.policy import WarmStartConfig
 from skyrl_async.errors import ConfigError, PolicyError
-from skyrl_async.tasks.policy_cache import prepare_initial_policy, prepare_tiny_policy, task_tokenizer
 from skyrl_async.tasks.registry import BuiltInTask, get_task, make_environment, tools_of
-from skyrl_async.tasks.tiny_policy import PolicySizes, created_directory, make_tiny_model
+from skyrl_async.tasks.tiny_policy import (
+    PolicySizes,
+    created_directory,
+    make_tiny_model,
+    prepare_initial_policy,
+    prepare_tiny_policy,
+    task_tokenizer,
+)
 from skyrl_async.tasks.tokenizer import encode_conversation
-from skyrl_async.tasks.warm_start import WarmStartPlan, WarmStartProgress, orthogonalised, warm_start
+from skyrl_async.tasks.warm_start import WarmStartProgress, orthogonalised, warm_start
 from skyrl_async.types import Message, Prompt
 
 SMALL = PolicySizes(hidden_size=32, num_layers=1, num_heads=4, intermediate_size=64)
@@ -44,11 +51,11 @@ class EchoTask:
         return [*prompt.messages, {"role": "assistant", "content": f"{prompt.uid[0]}"}]
 
 
-SHORT_PLAN = WarmStartPlan(target_accuracy=1.0, max_tokens=2000, mixture_tokens=500)
+SHORT_PLAN = WarmStartConfig(target_accuracy=1.0, max_tokens=2000, mixture_tokens=500)
 
 
 def trained(
-    task: EchoTask, plan: WarmStartPlan, *, seed: int, held_out: frozenset[str] = frozenset()
+    task: EchoTask, plan: WarmStartConfig, *, seed: int, held_out: frozenset[str] = frozenset()
 ) -> Qwen3ForCausalLM:
     tokenizer = task_tokenizer(task)
     task.learned.clear()
@@ -66,7 +73,7 @@ def test_a_warm_start_reaches_its_target_and_reports_how_far_it_is() -> None:
     task, seen = EchoTask(), list[WarmStartProgress]()
     tokenizer = task_tokenizer(task)
     model = make_tiny_model(SMALL, tokenizer, 0)
-    plan = WarmStartPlan(target_accuracy=0.95, min_tokens=0, max_tokens=60_000, mixture_tokens=1000)
+    plan = WarmStartConfig(target_accuracy=0.95, min_tokens=0, max_tokens=60_000, mixture_tokens=1000)
     accuracy = warm_start(model, tokenizer, task, plan, held_out=frozenset(), seed=0, on_progress=seen.append)
     assert accuracy >= 0.95
     assert [progress.phase for progress in seen] == ["clean"] * (len(seen) - 1) + ["mixture"]
@@ -82,7 +89,7 @@ def test_a_warm_start_reaches_its_target_and_reports_how_far_it_is() -> None:
 def test_a_policy_that_reaches_its_target_early_learns_on_until_the_least_tokens() -> None:
     task, seen = EchoTask(), list[WarmStartProgress]()
     tokenizer = task_tokenizer(task)
-    plan = WarmStartPlan(target_accuracy=0.0, min_tokens=12_000, max_tokens=60_000, mixture_tokens=0)
+    plan = WarmStartConfig(target_accuracy=0.0, min_tokens=12_000, max_tokens=60_000, mixture_tokens=0)
     model = make_tiny_model(SMALL, tokenizer, 0)
     warm_start(model, tokenizer, task, plan, held_out=frozenset(), seed=0, on_progress=seen.append)
     assert 12_000 <= seen[-1].num_tokens < 16_000
@@ -119,7 +126,7 @@ def test_a_policy_that_no_longer_does_what_it_could_is_said_aloud(caplog: pytest
 
 
 def test_a_policy_is_trained_once_and_then_found(tmp_path: Path) -> None:
-    def prepare(seed: int = 0, plan: WarmStartPlan = SHORT_PLAN, must_not_train: bool = False) -> Path:
+    def prepare(seed: int = 0, plan: WarmStartConfig = SHORT_PLAN, must_not_train: bool = False) -> Path:
         return prepare_tiny_policy(
             tmp_path,
             EchoTask(),
@@ -133,7 +140,7 @@ def test_a_policy_is_trained_once_and_then_found(tmp_path: Path) -> None:
     first = prepare()
     assert prepare(must_not_train=True) == first
     assert prepare(seed=1) != first
-    assert prepare(plan=WarmStartPlan(max_tokens=500, mixture_tokens=0)) != first
+    assert prepare(plan=WarmStartConfig(max_tokens=500, mixture_tokens=0)) != first
 
 
 def test_a_stopped_warm_start_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -237,7 +244,7 @@ def test_the_default_warm_start_leaves_a_policy_that_can_but_mostly_does_not(tmp
         tmp_path,
         task,
         PolicySizes(),
-        WarmStartPlan(),
+        WarmStartConfig(),
         held_out=frozenset(prompt.uid for prompt in held_out),
         seed=0,
         on_progress=lambda progress: accuracies.append(progress.accuracy),
@@ -277,7 +284,7 @@ def test_the_warm_start_of_the_trail_leaves_a_policy_that_can_call_the_tool_but_
     task = get_task("trail")
     _, held_out = task.make_prompts(2048, 512, seed=0)
     uids = frozenset(prompt.uid for prompt in held_out)
-    directory = prepare_tiny_policy(tmp_path, task, PolicySizes(), WarmStartPlan(), held_out=uids, seed=1)
+    directory = prepare_tiny_policy(tmp_path, task, PolicySizes(), WarmStartConfig(), held_out=uids, seed=1)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     chances = [chances_to_work(model, tokenizer, prompt) for prompt in held_out[:128]]
     assert 0.15 < sum(begins for begins, _ in chances) / len(chances) < 0.45
