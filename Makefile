@@ -26,7 +26,6 @@ format: ## format, and fix what can be fixed
 
 reference: ## write the pages that are made from the code
 	uv run python -m skyrl_async.config.help > docs/reference/config.md
-	uv run python -m skyrl_async.metrics.names > docs/reference/metrics.md
 	uv run python -m skyrl_async.config.coming_from_page > docs/coming_from.md
 
 hooks: ## install the pre-commit hooks

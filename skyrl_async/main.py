@@ -33,11 +33,9 @@ from skyrl_async.errors import SkyRLAsyncError
 from skyrl_async.generators.agent.command import end_agents_of
 from skyrl_async.metrics.console import Console
 from skyrl_async.metrics.logs import run_logging
-from skyrl_async.metrics.record_file import free_path
 from skyrl_async.metrics.summary import summary_table, write_summary
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.metrics.tracker import MetricsLog, Sink, Tracker, evaluated_steps
-from skyrl_async.metrics.trained_groups import TrainedGroupsLog
+from skyrl_async.metrics.tracker import MetricsLog, Sink, Tracker, TrainedGroupsLog, evaluated_steps, free_path
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.tasks import first_failure
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer

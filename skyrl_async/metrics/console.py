@@ -19,18 +19,21 @@ from rich.table import Table
 
 from skyrl_async.runtime.stages import StageStatus
 
-_STEP_INTERVAL_S = 2.0
-_PHASE_INTERVAL_S = 5.0
+_STEP, _PHASE, _STAGES = "step", "phase", "stages"
+_INTERVALS_S = {_STEP: 2.0, _PHASE: 5.0, _STAGES: 20.0}
+"""Seconds between lines of one kind."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _NUM_SPARKS = 32
 _PLAIN_WIDTH = 100
 _NUM_STUCK = 3
-_STAGES_INTERVAL_S = 20.0
 _MAX_STAGE_WIDTH = 100
 
 
 class Console:
-    """The progress of one run. A context manager: outside of it only ``message`` and ``summary`` print."""
+    """The progress of one run. A context manager: outside of it only ``message`` and ``summary`` print.
+
+    A terminal gets a live display. Elsewhere a line appears per step or every few seconds, and for every evaluation.
+    """
 
     def __init__(
         self,
@@ -42,12 +45,15 @@ class Console:
     ) -> None:
         """``enabled=False`` prints nothing but the summary. ``total_steps`` is None if epochs end the run."""
         self._is_enabled = enabled
+        self._total_steps = total_steps
         self._output = output or Output()
+        self._clock = clock
         self._display = _LiveDisplay(total_steps) if self._output.is_terminal else None
         self._live: Live | None = None
-        self._lines = _PlainLines(total_steps, clock)
         self._values: dict[str, float] = {}
         self._stages: Callable[[], Sequence[StageStatus]] = list
+        self._due = {_STAGES: clock() + _INTERVALS_S[_STAGES]}
+        self._phase = ""
 
     def __enter__(self) -> Self:
         if self._is_enabled and self._display is not None:
@@ -65,39 +71,45 @@ class Console:
             self._live = None
 
     def phase(self, text: str) -> None:
-        """Show the current phase, such as "warm start 34 %"."""
+        """Show the current phase, such as "warm start 34 %". A phase that only counts up is printed every few seconds."""
         if self._display is not None:
             self._display.set_phase(text)
-        else:
-            self._print(self._lines.phase(text))
+            return
+        kind = re.sub(r"[\d.]+", "", text)
+        if self._is_due(_PHASE, at_once=kind != self._phase):
+            self.message(f"[{text}]")
+        self._phase = kind
 
-    def step(self, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show the values of a step. A value that it lacks keeps its last state."""
         self._values.update(values)
         if self._display is not None:
-            self._display.set_values(self._values)
-        else:
-            self._print(self._lines.step(self._values, has_evaluation="reward/eval" in values))
-            self._print(self._lines.stages(self._stages()))
+            self._display.set_values(step, self._values)
+            return
+        if self._is_due(_STEP, at_once="reward/eval" in values or step == self._total_steps):
+            count = f"{step}/{self._total_steps}" if self._total_steps else str(step)
+            figures = (f"{name} {text}" for name, text in cells(self._values).items())
+            self.message(" | ".join([f"step {count}", *figures]))
+        if (stages := self._stages()) and self._is_due(_STAGES):
+            self.message(f"[stages: {'; '.join(map(str, stages))}]")
 
     def watch(self, stages: Callable[[], Sequence[StageStatus]]) -> None:
         """Show what stages are doing: one line per stage on a terminal, elsewhere all of them in one line every 20 seconds."""
         self._stages = stages
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Show a step's values as a tracker's sink."""
-        self.step({**values, "trainer/step": step})
-
     def stuck(self, lines: Sequence[str]) -> None:
         """Show what takes too long, the longest first, until the next call. An empty list clears it."""
+        num_more = len(lines) - _NUM_STUCK
+        shown = [*lines[:_NUM_STUCK], *([f"and {num_more} more"] if num_more > 0 else [])]
         if self._display is not None:
-            self._display.set_stuck(lines)
+            self._display.stuck = shown
         elif lines:
-            self._print(f"[stuck: {'; '.join(_shortened(lines))}]")
+            self.message(f"[stuck: {'; '.join(shown)}]")
 
     def message(self, text: str) -> None:
         """Print one line that stays."""
-        self._print(text)
+        if self._is_enabled:
+            self._output.print(escape(text), highlight=False, soft_wrap=True)
 
     def summary(self, table: RenderableType) -> None:
         """Print the summary of the run, also if the display is off."""
@@ -107,9 +119,13 @@ class Console:
         assert self._display is not None
         return self._display.render(self._stages())
 
-    def _print(self, line: str | None) -> None:
-        if self._is_enabled and line is not None:
-            self._output.print(escape(line), highlight=False, soft_wrap=True)
+    def _is_due(self, kind: str, *, at_once: bool = False) -> bool:
+        """Whether a line of this kind is printed now: ``at_once``, or because the last one is old enough."""
+        now = self._clock()
+        if now < self._due.get(kind, now) and not at_once:
+            return False
+        self._due[kind] = now + _INTERVALS_S[kind]
+        return True
 
 
 class _LiveDisplay:
@@ -126,24 +142,23 @@ class _LiveDisplay:
         self._task = self._progress.add_task("starting", total=total_steps)
         self._rewards: deque[float] = deque(maxlen=_NUM_SPARKS)
         self._cells: dict[str, str] | None = None
-        self._stuck: tuple[str, ...] = ()
+        self.stuck: Sequence[str] = ()
 
     def set_phase(self, text: str) -> None:
         self._progress.update(self._task, description=escape(text))
 
-    def set_values(self, values: Mapping[str, float]) -> None:
-        step = int(values.get("trainer/step", 0))
+    def set_values(self, step: int, values: Mapping[str, float]) -> None:
         if "reward/mean" in values and step > self._progress.tasks[0].completed:
             self._rewards.append(values["reward/mean"])
         self._progress.update(self._task, completed=step)
         self._cells = cells(values)
 
-    def set_stuck(self, lines: Sequence[str]) -> None:
-        self._stuck = _shortened(lines)
-
-    def render(self, stages: Sequence[StageStatus] = ()) -> RenderableType:
-        stuck = [f"[red]stuck[/red] {escape(line)}" for line in self._stuck]
-        return Stack(*self._figures(), *(_stage_rows(stages)), *stuck)
+    def render(self, stages: Sequence[StageStatus]) -> RenderableType:
+        rows = Table.grid(padding=(0, 2))
+        for status in stages:
+            rows.add_row(f"[dim]{status.name}[/dim]", escape(status.where[:_MAX_STAGE_WIDTH]))
+        stuck = [f"[red]stuck[/red] {escape(line)}" for line in self.stuck]
+        return Stack(*self._figures(), *([rows] if stages else []), *stuck)
 
     def _figures(self) -> tuple[RenderableType, ...]:
         if self._cells is None:
@@ -154,52 +169,6 @@ class _LiveDisplay:
         table.add_row(*(f"[dim]{name}[/dim]" for name in self._cells))
         table.add_row(*(f"[bold]{text}[/bold]" for text in self._cells.values()))
         return self._progress, table, f"[dim]reward[/dim] [green]{sparkline(self._rewards)}[/green]"
-
-
-def _stage_rows(stages: Sequence[StageStatus]) -> tuple[RenderableType, ...]:
-    if not stages:
-        return ()
-    table = Table.grid(padding=(0, 2))
-    for status in stages:
-        table.add_row(f"[dim]{status.name}[/dim]", escape(status.where[:_MAX_STAGE_WIDTH]))
-    return (table,)
-
-
-class _PlainLines:
-    """Chooses the lines for a log file or a pipe: one per step or every few seconds, and every evaluation."""
-
-    def __init__(self, total_steps: int | None, clock: Callable[[], float]) -> None:
-        self._total_steps = total_steps
-        self._clock = clock
-        self._step_due = self._phase_due = float("-inf")
-        self._stages_due = clock() + _STAGES_INTERVAL_S
-        self._phase = ""
-
-    def phase(self, text: str) -> str | None:
-        """Return the line, or None if the phase only counted up since the last line."""
-        kind, now = re.sub(r"[\d.]+", "", text), self._clock()
-        if kind == self._phase and now < self._phase_due:
-            return None
-        self._phase, self._phase_due = kind, now + _PHASE_INTERVAL_S
-        return f"[{text}]"
-
-    def stages(self, stages: Sequence[StageStatus]) -> str | None:
-        """Return a line about all stages; None if there are none, or the last line is recent."""
-        now = self._clock()
-        if not stages or now < self._stages_due:
-            return None
-        self._stages_due = now + _STAGES_INTERVAL_S
-        return f"[stages: {'; '.join(map(str, stages))}]"
-
-    def step(self, values: Mapping[str, float], *, has_evaluation: bool) -> str | None:
-        """Return the line; None if the last line is recent and this step has no evaluation and is not the last."""
-        step, now = int(values.get("trainer/step", 0)), self._clock()
-        is_last = step == self._total_steps
-        if now < self._step_due and not has_evaluation and not is_last:
-            return None
-        self._step_due = now + _STEP_INTERVAL_S
-        count = f"{step}/{self._total_steps}" if self._total_steps else str(step)
-        return " | ".join([f"step {count}", *(f"{name} {text}" for name, text in cells(values).items())])
 
 
 def cells(values: Mapping[str, float]) -> dict[str, str]:
@@ -226,11 +195,6 @@ def cells(values: Mapping[str, float]) -> dict[str, str]:
         **({"engines": text("{:.0f}", "engines/serving")} if "engines/serving" in values else {}),
         "trainer idle": text("{:.0%}", "trainer/idle_frac"),
     }
-
-
-def _shortened(lines: Sequence[str]) -> tuple[str, ...]:
-    num_more = len(lines) - _NUM_STUCK
-    return (*lines[:_NUM_STUCK], *([f"and {num_more} more"] if num_more > 0 else []))
 
 
 def sparkline(values: deque[float]) -> str:

@@ -4,12 +4,13 @@ A panel whose metrics were never logged says so instead of failing.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
 from skyrl_async.metrics.tracker import read_steps
 
@@ -31,13 +32,16 @@ def draw_curves(metrics_jsonl: Path, png: Path) -> None:
     rows = read_steps(metrics_jsonl)
     figure = Figure(figsize=(13, 7.2), dpi=120, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
+    throughput = partial(_smoothed, name="generate/tokens_per_second", label="sampled", color=_GREEN)
+    length = partial(_smoothed, name="generate/response_tokens_mean", label="trained", color=_PURPLE)
+    idle = partial(_smoothed, name="trainer/idle_frac", label="idle", color=_RED, top=1.0, pattern="{x:.0%}")
     panels: tuple[tuple[str, str, Callable[[Axes, Rows], None]], ...] = (
         ("Reward", "mean reward", _reward),
         ("Staleness of trained groups", "policy versions", _staleness),
         ("Where the trainer's time goes", "seconds per step", _timing),
-        ("Generation throughput", "tokens per second", _throughput),
-        ("Length of trained answers", "mean tokens", _length),
-        ("Trainer waiting for generation", "share of the step", _idle),
+        ("Generation throughput", "tokens per second", throughput),
+        ("Length of trained answers", "mean tokens", length),
+        ("Trainer waiting for generation", "share of the step", idle),
     )
     for axes, (title, label, draw) in zip(figure.subplots(2, 3).flat, panels, strict=True):
         _style(axes, title, label)
@@ -95,6 +99,15 @@ def _noisy_line(axes: Axes, rows: Rows, name: str, label: str, color: str) -> No
         axes.plot(steps, _smooth(values), color=color, linewidth=1.8, label=label)
 
 
+def _smoothed(
+    axes: Axes, rows: Rows, *, name: str, label: str, color: str, top: float | None = None, pattern: str = "{x:,.0f}"
+) -> None:
+    """Draw one metric on an axis from 0 to ``top``, or to its largest value."""
+    _noisy_line(axes, rows, name, label, color)
+    axes.set_ylim(0, top)
+    axes.yaxis.set_major_formatter(pattern)
+
+
 def _reward(axes: Axes, rows: Rows) -> None:
     _noisy_line(axes, rows, "reward/mean", "training prompts (smoothed)", _GREY)
     steps, values = _series(rows, "reward/eval")
@@ -138,20 +151,3 @@ def _high(values: Sequence[float]) -> float:
     ordered = sorted(values)
     usual = ordered[int(0.95 * (len(ordered) - 1))]
     return min(ordered[-1], 2.5 * usual) or 1.0
-
-
-def _throughput(axes: Axes, rows: Rows) -> None:
-    _noisy_line(axes, rows, "generate/tokens_per_second", "sampled", _GREEN)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-
-
-def _length(axes: Axes, rows: Rows) -> None:
-    _noisy_line(axes, rows, "generate/response_tokens_mean", "trained", _PURPLE)
-    axes.set_ylim(bottom=0)
-
-
-def _idle(axes: Axes, rows: Rows) -> None:
-    _noisy_line(axes, rows, "trainer/idle_frac", "idle", _RED)
-    axes.set_ylim(0, 1)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))

@@ -1,6 +1,6 @@
 """Gathers the figures of one optimizer step from its groups, from the policy's sums and from timings.
 
-The values have the names of ``metrics.names``.
+``docs/reference/metrics.md`` explains the names of the values.
 """
 
 import re

@@ -1,20 +1,169 @@
-"""Distributes the metrics of a run to sinks: ``metrics.jsonl``, and others such as the console.
+"""Writes a run's records: ``metrics.jsonl``, ``trained_groups.jsonl``, and the metrics of other sinks such as the console.
 
-``metrics.jsonl`` gets one line per call. It survives ``kill -9``, and a resumed run continues it.
+Files survive ``kill -9``, and a resumed run continues them. A record is in a file whole or not at all. If the disk is full, records are
+dropped and the run goes on.
 """
 
+import contextlib
+import itertools
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from skyrl_async.errors import CheckpointError
-from skyrl_async.metrics.record_file import RecordFile
+from skyrl_async.types import Group, Trajectory
+from skyrl_async.version_spans import spans_of
 
 logger = logging.getLogger(__name__)
+
+_ROW_FIELDS = (
+    *("sample_index", "reward", "weight", "num_turns", "num_sampled_tokens", "num_aborts"),
+    *("is_truncated", "is_abandoned", "is_overlong"),
+)
+"""Fields of a trained row that are written under their own names."""
+_ROW_TOKENS = ("prompt_token_ids", "response_token_ids", "loss_mask", "logprobs")
+
+
+def free_path(path: Path) -> Path:
+    """Return ``path`` or, if it exists, the next free one: ``trace.json``, ``trace-2.json``, and so on."""
+    names = itertools.chain([path], (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2)))
+    return next(name for name in names if not name.exists())
+
+
+class RecordFile:
+    """Appends records to ``path``, unbuffered.
+
+    Args:
+        path: path of the file.
+        begin: prepares the file before the first record, or when ``begin`` is called; until then it stays as it was.
+    """
+
+    def __init__(self, path: Path, begin: Callable[[], object] = lambda: None) -> None:
+        self._path = path
+        self._begin = begin
+        self._file: FileIO | None = None
+        self._is_failing = False
+
+    def begin(self) -> None:
+        """Prepare the file for the first record; after a resume this drops records past the first new step."""
+        self.append("")
+
+    def append(self, record: str) -> bool:
+        """Append a record; returns whether it is in the file. The first of several failures is logged."""
+        try:
+            self._append(record)
+        except OSError as error:
+            if not self._is_failing:
+                logger.warning("%s cannot be written (%s): lines are lost until it can", self._path, error.strerror)
+            self._is_failing = True
+            return False
+        self._is_failing = False
+        return True
+
+    def append_row(self, row: Mapping[str, Any]) -> None:
+        """Append a line of JSON."""
+        self.append(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+
+    def _append(self, record: str) -> None:
+        if self._file is None:
+            self._begin()
+            self._file = FileIO(self._path, "ab")
+        begin = self._file.tell()
+        rest = memoryview(record.encode())
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(begin)
+                self._file.seek(begin)
+            raise
+
+
+class MetricsLog(RecordFile):
+    """``metrics.jsonl``: ``{"step": 3, "time_s": 12.5, "reward/mean": 0.5}`` per line. NaN is null.
+
+    The file stays as it was until ``begin`` is called or the first line is logged.
+
+    Args:
+        path: path of the file.
+        resume_step: keep the lines up to that step and continue after them, in time too; None begins a new file.
+        clock: returns seconds.
+        notes: returns further entries of each line that no other sink gets, such as texts.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        resume_step: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        notes: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        super().__init__(path, lambda: _drop_later_rows(path, resume_step))
+        kept = _kept_rows(path, resume_step)
+        self._clock = clock
+        self._notes = notes
+        self._start = clock() - (kept[-1]["time_s"] if kept else 0.0)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Append one line."""
+        row: dict[str, Any] = {"step": step, "time_s": round(self._clock() - self._start, 3)}
+        row |= {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
+        self.append_row({**row, **self._notes()})
+
+
+class TrainedGroupsLog(RecordFile):
+    """``trained_groups.jsonl``, one line per trained group; claims about staleness and the ledger can be checked with it.
+
+        {"step": 3, "epoch": 0, "uid": "1f3a", "admission_index": 17, "scheduled_version": 1, "trained_version": 2, "rows": [...]}
+
+    The file stays as it was until ``begin`` is called or the first group is logged.
+
+    Args:
+        path: path of the file.
+        resume_step: keep the lines up to that step and continue after them; None begins a new file.
+        has_tokens: also write ids, loss mask and all log-probs of every row (some 20 bytes per token, and 20 more for each kind of
+            log-probs beside the behavior's).
+    """
+
+    def __init__(self, path: Path, resume_step: float | None = None, *, has_tokens: bool = False) -> None:
+        super().__init__(path, lambda: _drop_later_rows(path, resume_step))
+        self._has_tokens = has_tokens
+
+    def log(self, version: int, groups: Sequence[Group]) -> None:
+        """Append the groups of step ``version + 1``, which were trained at policy ``version``."""
+        for group in groups:
+            self.append_row(
+                {
+                    "step": version + 1,
+                    **{name: getattr(group, name) for name in ("epoch", "uid", "admission_index", "scheduled_version")},
+                    "trained_version": version,
+                    "generation_seconds": round(group.generation_seconds, 3),
+                    "rows": [self._row(row) for row in group.trajectories],
+                }
+            )
+
+    def _row(self, row: Trajectory) -> dict[str, Any]:
+        values: dict[str, Any] = {name: getattr(row, name) for name in _ROW_FIELDS} | {
+            "num_prompt_tokens": len(row.prompt_token_ids),
+            "num_response_tokens": len(row.response_token_ids),
+            "policy_versions": spans_of(row.versions),
+        }
+        optional = ["shaped_reward", "old_version"]
+        if self._has_tokens:
+            values |= {name: getattr(row, name) for name in _ROW_TOKENS}
+            optional += ["ref_logprobs", "old_logprobs"]
+        return values | {name: value for name in optional if (value := getattr(row, name)) is not None}
 
 
 class Sink(Protocol):
@@ -29,34 +178,6 @@ class Sink(Protocol):
         ...
 
 
-class MetricsLog(RecordFile):
-    """``metrics.jsonl``: ``{"step": 3, "time_s": 12.5, "reward/mean": 0.5}`` per line, flushed. NaN is null."""
-
-    def __init__(
-        self,
-        path: Path,
-        resume_step: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        notes: Callable[[], Mapping[str, Any]] = dict,
-    ) -> None:
-        """Begin a new file; with ``resume_step``, keep the lines up to that step and continue the time of the last one.
-
-        The file stays as it was until ``begin`` is called or the first line is logged. ``notes`` returns further entries of each line
-        that no other sink gets, such as texts.
-        """
-        kept = kept_rows(path, resume_step)
-        super().__init__(path, lambda: begin_rows(path, resume_step))
-        self._clock = clock
-        self._notes = notes
-        self._start = clock() - (kept[-1]["time_s"] if kept else 0.0)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Append one line."""
-        row: dict[str, Any] = {"step": step, "time_s": round(self._clock() - self._start, 3)}
-        row |= {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
-        self.append(json.dumps({**row, **self._notes()}) + "\n")
-
-
 class Tracker:
     """Passes every step's values to all sinks, in order."""
 
@@ -66,24 +187,28 @@ class Tracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the values of a step in all sinks. A full disk does not end the run."""
         for sink in self._sinks:
-            try:
+            with _failures_logged(sink, f"step {step}"):
                 sink.log(step, values)
-            except OSError as error:
-                logger.warning("%s lost step %d: %s", type(sink).__name__, step, error)
 
     def close(self) -> None:
         """Close every sink."""
         for sink in self._sinks:
-            try:
+            with _failures_logged(sink, "its last lines"):
                 sink.close()
-            except OSError as error:
-                logger.warning("%s lost its last lines: %s", type(sink).__name__, error)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _failures_logged(sink: Sink, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s lost %s: %s", type(sink).__name__, what, error)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -120,14 +245,14 @@ def evaluated_steps(path: Path) -> list[int]:
     return [row["step"] for row in read_rows(path) if "reward/eval" in row]
 
 
-def kept_rows(path: Path, resume_step: float | None) -> list[dict[str, Any]]:
+def _kept_rows(path: Path, resume_step: float | None) -> list[dict[str, Any]]:
     """Return the lines that a run resumed after ``resume_step`` keeps; with None it keeps nothing."""
     return [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]
 
 
-def begin_rows(path: Path, resume_step: float | None) -> None:
+def _drop_later_rows(path: Path, resume_step: float | None) -> None:
     """Drop the lines of ``path`` that are not kept."""
-    kept = kept_rows(path, resume_step)
+    kept = _kept_rows(path, resume_step)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")

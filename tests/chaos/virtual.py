@@ -18,8 +18,7 @@ from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.errors import PublishError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.fleet import Fleet
-from skyrl_async.metrics.tracker import read_rows
-from skyrl_async.metrics.trained_groups import TrainedGroupsLog
+from skyrl_async.metrics.tracker import TrainedGroupsLog, read_rows
 from skyrl_async.rollout.failed_samples import OnFailedSamples
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.runtime.outages import Backoff

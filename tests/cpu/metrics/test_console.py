@@ -19,7 +19,6 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
 
 VALUES = {
-    "trainer/step": 3.0,
     "reward/mean": 0.614,
     "async/staleness_mean": 1.25,
     "async/staleness_max": 4.0,
@@ -57,7 +56,7 @@ def test_a_pipe_says_where_every_stage_is_every_twenty_seconds() -> None:
     with console:
         console.watch(lambda: where(clock.now))
         for clock.now in (1.0, 21.0, 22.0, 42.0):
-            console.step(VALUES)
+            console.log(3, VALUES)
     assert [line for line in file.getvalue().splitlines() if line.startswith("[stages")] == [
         f"[stages: generate: processing p7 and 3 more ({seconds} s); train: waiting for input (0.5 s)]"
         for seconds in ("21.0", "42.0")
@@ -68,7 +67,7 @@ def test_a_terminal_has_a_row_for_every_stage() -> None:
     console, file = terminal()
     with console:
         console.watch(lambda: where(1.2))
-        console.step(VALUES)
+        console.log(3, VALUES)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
     rows = {" ".join(line.split()) for line in shown.splitlines()}
     assert {"generate processing p7 and 3 more (1.2 s)", "train waiting for input (0.5 s)"} <= rows
@@ -82,7 +81,7 @@ def terminal() -> tuple[Console, io.StringIO]:
 def test_a_pipe_gets_a_line_per_step_with_the_figures_worth_a_glance() -> None:
     console, file, _ = plain()
     with console:
-        console.step(VALUES)
+        console.log(3, VALUES)
     assert file.getvalue() == (
         "step 3/45 | reward 0.61 | eval - | staleness mean/max 1.2/4 | buffered/running 3/16 | tokens/s 4,210 | "
         "trainer idle 12%\n"
@@ -125,7 +124,7 @@ def test_a_console_that_is_off_prints_nothing_but_the_summary() -> None:
     console, file, _ = plain(enabled=False)
     with console:
         console.phase("booting engines")
-        console.step(VALUES)
+        console.log(3, VALUES)
         console.message("hello")
         assert file.getvalue() == ""
     console.summary(summary_table({"reward_after": 0.97}))
@@ -138,7 +137,7 @@ def test_a_terminal_gets_a_display_with_bar_phase_figures_and_reward_curve() -> 
     with console:
         console.phase("training [4 engines]")
         for step, reward in enumerate((0.1, 0.5, 0.9), start=1):
-            console.step(VALUES | {"trainer/step": float(step), "reward/mean": reward})
+            console.log(step, VALUES | {"reward/mean": reward})
         console.message("checkpoint at step 3")
     text = file.getvalue()
     for part in (
@@ -173,7 +172,7 @@ def test_what_is_stuck_is_a_line_in_a_pipe_and_stays_on_a_terminal_until_it_is_n
     )
     display, shown = terminal()
     with display:
-        display.step(VALUES)
+        display.log(3, VALUES)
         display.stuck(["p3 sample 1 (in environment step for 75 s)"])
     words = re.sub(r"\x1b\[[\d;?]*\w", "", shown.getvalue())
     assert "stuck p3 sample 1 (in environment step for 75 s)" in words

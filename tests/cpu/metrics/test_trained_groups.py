@@ -3,8 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from skyrl_async.metrics.tracker import read_rows
-from skyrl_async.metrics.trained_groups import TrainedGroupsLog
+from skyrl_async.metrics.tracker import TrainedGroupsLog, read_rows
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.run import SimulationSettings, build_simulation
 from skyrl_async.types import ENVIRONMENT_VERSION, Group, Trajectory

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from skyrl_async.generators.gym.generator import GymGenerator
-from skyrl_async.metrics.names import METRICS
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples
 from skyrl_async.rollout.retrier import RolloutRetrier
@@ -19,6 +18,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
 from skyrl_async.types import Trajectory
+from tests.cpu.documented_metrics import DOCUMENTED_METRICS
 from tests.cpu.generators.test_gym_generator import Quiz, ScriptedSampler, request
 from tests.cpu.tiny_chat import RENDERER
 
@@ -75,7 +75,7 @@ def test_contract_8_what_is_stuck_is_in_the_metrics_although_no_step_ends() -> N
     between = [values for _, values in simulation.logged if set(values) == set(names)]
     assert {"async/stuck_rollouts": 1.0, "timing/oldest_rollout": 480.0} in between
     steps = [values for _, values in simulation.logged if "timing/step" in values]
-    assert all(set(names) <= set(values) for values in steps) and set(names) <= set(METRICS)
+    assert all(set(names) <= set(values) for values in steps) and set(names) <= DOCUMENTED_METRICS
     assert steps[-1]["async/stuck_rollouts"] == 0.0
 
 

@@ -16,7 +16,6 @@ from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.run import Schedule, TrainerConfig
 from skyrl_async.errors import ConfigError, GenerationError, PublishError
-from skyrl_async.metrics.names import METRICS
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.runtime.stages import StageState
@@ -24,6 +23,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
 from skyrl_async.types import Group, Trajectory
+from tests.cpu.documented_metrics import DOCUMENTED_METRICS
 
 SLOW_PUBLISH = SimulationSettings(
     mean_tokens=100.0,
@@ -311,7 +311,7 @@ def test_every_step_says_where_each_stage_is_and_how_it_spent_its_time() -> None
             shares = [v for key, v in values.items() if key.startswith(f"stage/{name}/") and key.endswith("_frac")]
             assert len(shares) == 3 and sum(shares) <= 1 + 1e-9
     assert sum(values["stage/validation/items"] for values in steps) == 3, "before training, and of versions 4 and 8"
-    assert {"stage/<name>/state", "stage/<name>/processing_frac"} <= set(METRICS)
+    assert {"stage/<name>/state", "stage/<name>/processing_frac"} <= DOCUMENTED_METRICS
 
 
 def test_the_step_whose_publish_fails_is_in_the_metrics_all_the_same() -> None:
