@@ -23,7 +23,7 @@ from skyrl_async.config.rules.deepspeed import read_user_config
 from skyrl_async.config.rules.devices import engine_device, training_device
 from skyrl_async.config.rules.transfer import devices_are_shared
 from skyrl_async.config.schema.run import Config, Device, TrainingBackendName, WeightTransfer
-from skyrl_async.endpoint.sessions.settings import BranchPolicy, ReasoningPolicy, SessionLimits, SessionSettings
+from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionSettings
 from skyrl_async.inference.front_end_notifier import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.registries import POLICY_LOSSES
@@ -273,9 +273,9 @@ def _endpoint_settings(
                 lifetime_s=server.session_lifetime_s,
                 max_concurrent_requests=server.max_concurrent_requests_per_session,
             ),
-            branches=BranchPolicy(server.branch_policy.name),
+            branches=server.branch_policy,
             trains_constrained=not whole_vocabulary_settings(config),
             trains_side_requests=server.train_side_requests,
-            reasoning_policy=ReasoningPolicy(server.reasoning_policy.name),
+            reasoning_policy=server.reasoning_policy,
         ),
     )

@@ -6,6 +6,7 @@ The client learns only the class of an unexpected exception; the log has its tra
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI
@@ -30,35 +31,25 @@ _NO_ENGINE_RETRY_S = 10
 """Engines boot in tens of seconds."""
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """A failure with its HTTP status and OpenAI error body."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self.param = param
-        self.headers = headers
+    status: int
+    message: str
+    code: str | None = field(default=None, kw_only=True)
+    param: str | None = field(default=None, kw_only=True)
+    headers: Mapping[str, str] | None = field(default=None, kw_only=True)
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def body(self) -> dict[str, Any]:
-        # litellm retries a 401 of the type invalid_request_error.
-        kind = {401: "authentication_error"}.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
-        )
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 401:  # litellm retries one of the type invalid_request_error
+            kind = "authentication_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-    def response(self) -> JSONResponse:
-        return StrictJSONResponse(self.body, self.status, headers=self.headers)
 
     def response_for(self, path: str) -> JSONResponse:
         """The response in the format of the surface at ``path``: Anthropic's SDK looks for a type beside the error."""
@@ -135,8 +126,10 @@ def install_error_handlers(app: FastAPI) -> None:
             )
         return as_api_error(error).response_for(request.url.path)
 
-    async def answer_unexpected(_request: Request, error: Exception) -> Response:
-        return _unexpected(error).response()  # the exception goes on to the ASGI server, which logs it
+    async def answer_unexpected(request: Request, error: Exception) -> Response:
+        return _unexpected(error).response_for(
+            request.url.path
+        )  # the exception goes on to the ASGI server, which logs it
 
     async def answer_nobody(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)

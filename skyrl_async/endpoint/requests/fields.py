@@ -146,9 +146,7 @@ def known_ids(token_ids: Sequence[int], vocab_size: int, *, param: str) -> tuple
     """``token_ids`` if all are in ``[0, vocab_size)``; ``ApiError`` 400 otherwise."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         unknown = next(i for i in token_ids if not 0 <= i < vocab_size)
-        raise ApiError(
-            400, f"{param} must hold ids in [0, {vocab_size}), got {unknown}", code="invalid_value", param=param
-        )
+        raise refused(param, f"must hold ids in [0, {vocab_size}), got {unknown}")
     return tuple(token_ids)
 
 
@@ -178,11 +176,6 @@ REFUSED: Mapping[str, str] = {
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"thinking_token_budget": (-1,), "best_of": (1,)}
 """Further values that ask for nothing."""
 
-REFUSED_UNLESS_TRUE: Mapping[str, str] = {
-    "add_generation_prompt": "a prompt that ends in no turn of the assistant's can be sent to /v1/completions as tokens",
-}
-"""Fields that may be left out or true -> advice."""
-
 
 def refuse_unserved(fields: Mapping[str, Any]) -> None:
     """Raise ``ApiError`` for a field with a value that is not served."""
@@ -190,9 +183,9 @@ def refuse_unserved(fields: Mapping[str, Any]) -> None:
         value = fields.get(name)
         if not any(type(value) is type(off) and value == off for off in _OFF + _NEUTRAL.get(name, ())):
             raise refused(name, f"is not served; {advice}", code="unsupported_parameter")
-    for name, advice in REFUSED_UNLESS_TRUE.items():
-        if fields.get(name) is False:
-            raise refused(name, f"must be true, got false; {advice}", code="unsupported_parameter")
+    if fields.get("add_generation_prompt") is False:
+        advice = "a prompt that ends in no turn of the assistant's can be sent to /v1/completions as tokens"
+        raise refused("add_generation_prompt", f"must be true, got false; {advice}", code="unsupported_parameter")
 
 
 _INEXACT = ("min_tokens", "logit_bias", "allowed_token_ids", "bad_words")

@@ -1,14 +1,15 @@
 """One planned request: samples its choices and reads them into answers, which become turns once they are delivered.
 
     Planned ──sampler──> completion ──output parser──> Answer, or blocks of one
-                                                         └──> PendingTurns ──the client has it──> the session's turn tree
+                             └──> GenerationContext ──the client has it──> the session's turn tree
 
 Does not know wire formats, HTTP or engines.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass, replace
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
 
 from skyrl_async.chat import ChatRenderer, Tool
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
@@ -21,9 +22,6 @@ from skyrl_async.types import Completion, CompletionDelta, FinishReason, Message
 
 _PROMPT_ROLE = "prompt"
 """Stands for a raw prompt in a session's tree, where no chat message can equal it."""
-
-Slot = Callable[[], AbstractAsyncContextManager[object]]
-"""Waits until one more generation may run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,36 +78,35 @@ class AnswerBlock:
         return None if self.answer is None else self.answer.finish_reason
 
 
-class PendingTurns:
-    """Keeps the finished choices of one request until a client has them: only then are they turns of its ``session``."""
-
-    def __init__(self, session: Session | None) -> None:
-        self._session = session
-        self._commits: list[Callable[[TurnTree], Turn]] = []
-
-    def add(self, commit: Callable[[TurnTree], Turn]) -> None:
-        """Keep a choice, as the call that adds its turn to a tree."""
-        if self._session is not None:
-            self._commits.append(commit)
-
-    def commit(self) -> None:
-        """Add the choices to the session, unless it has ended. Further calls do nothing."""
-        commits, self._commits = self._commits, []
-        if self._session is not None and self._session.is_open:
-            for commit in commits:
-                commit(self._session.tree)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationParts:
-    """What the generations of one HTTP request share."""
+class GenerationContext:
+    """What the generations of one HTTP request share. Their finished choices are kept here until a client has them."""
 
     sampler: Sampler
     renderer: ChatRenderer
     parser: AnswerParser
-    slot: Slot
-    """Entered around each generation."""
-    turns: PendingTurns
+    session: Session | None
+    """Gets the turns; None outside of sessions."""
+    limits: tuple[asyncio.Semaphore, ...]
+    """How many generations may run at once, overall and in the session; more wait in line."""
+    finished: list[Callable[[TurnTree], Turn]] = field(default_factory=list)
+    """For each finished choice, the call that adds its turn to a tree."""
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait until one more generation may run."""
+        async with AsyncExitStack() as stack:
+            for limit in self.limits:
+                await stack.enter_async_context(limit)
+            yield
+
+    def commit_turns(self) -> None:
+        """Add the finished choices to the session, unless it has ended. Further calls do nothing."""
+        commits = self.finished.copy()
+        self.finished.clear()
+        if self.session is not None and self.session.is_open:
+            for commit in commits:
+                commit(self.session.tree)
 
 
 class Planned:
@@ -122,9 +119,15 @@ class Planned:
     """
 
     def __init__(
-        self, parts: GenerationParts, request: GenerationRequest, prompt: tuple[int, ...], match: Match, *, room: int
+        self,
+        context: GenerationContext,
+        request: GenerationRequest,
+        prompt: tuple[int, ...],
+        match: Match,
+        *,
+        room: int,
     ) -> None:
-        self._parts = parts
+        self._context = context
         self._request = request
         self._match = match
         self._room = room
@@ -134,8 +137,8 @@ class Planned:
         """Choice ``index``, sampled to its end."""
         request, parser = self._request, self._output_parser()
         sampling = self._sampling(index, parser)
-        async with self._parts.slot():
-            completion = await self._parts.sampler.generate_tokens(
+        async with self._context.slot():
+            completion = await self._context.sampler.generate_tokens(
                 self.prompt_token_ids, sampling, session_id=request.session_label, priority=request.priority
             )
         return self._finish([parser.push(completion.text), parser.finish()], completion, sampling)
@@ -146,7 +149,7 @@ class Planned:
         sampling = self._sampling(index, parser)
         parts: list[AnswerDelta] = []
         deltas: list[CompletionDelta] = []
-        async with self._parts.slot(), aclosing(self._deltas(sampling)) as stream:
+        async with self._context.slot(), aclosing(self._deltas(sampling)) as stream:
             async for delta in stream:
                 is_last = delta.finish_reason is not None
                 part = parser.push(delta.text)
@@ -164,14 +167,14 @@ class Planned:
 
     async def _deltas(self, sampling: SamplingParams) -> AsyncGenerator[CompletionDelta, None]:
         request = self._request
-        deltas = self._parts.sampler.stream_tokens(
+        deltas = self._context.sampler.stream_tokens(
             self.prompt_token_ids, sampling, session_id=request.session_label, priority=request.priority
         )
         async for delta in deltas:
             yield delta
 
     def _output_parser(self) -> OutputParser:
-        request, parser = self._request, self._parts.parser
+        request, parser = self._request, self._context.parser
         return output_parser_of(
             parser,
             tools=request.tools,
@@ -193,9 +196,9 @@ class Planned:
         """The answer that ``parts`` add up to, kept until its delivery is known."""
         parsed = AnswerDelta.joined(parts).as_whole()
         request, match, reply = self._request, self._match, _reply(parsed)
-        stop_string = _stop_string(self._parts.renderer, completion, sampling)
+        stop_string = _stop_string(self._context.renderer, completion, sampling)
         is_missing = stop_string is not None and not sampling.includes_stop
-        self._parts.turns.add(
+        self._context.finished.append(
             lambda tree: tree.commit(
                 match,
                 request.messages or (_raw_prompt(completion.prompt_token_ids),),

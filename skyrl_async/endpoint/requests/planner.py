@@ -10,45 +10,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from skyrl_async.chat import ChatRenderer
-from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
+from skyrl_async.config.schema.server import ReasoningPolicy
 from skyrl_async.endpoint.parsing.output_parser import forced_call
-from skyrl_async.endpoint.requests.errors import ApiError
-from skyrl_async.endpoint.requests.fields import known_ids, refuse_inexact, refused_values
-from skyrl_async.endpoint.requests.generation import GenerationParts, GenerationRequest, PendingTurns, Planned, Slot
+from skyrl_async.endpoint.requests.fields import known_ids, refuse_inexact, refused, refused_values
+from skyrl_async.endpoint.requests.generation import GenerationContext, GenerationRequest, Planned
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, LongWork, text_length
 from skyrl_async.endpoint.sessions.session import Session
-from skyrl_async.endpoint.sessions.settings import ReasoningPolicy
 from skyrl_async.endpoint.sessions.tree import Match
 from skyrl_async.errors import PromptTooLongError
-from skyrl_async.rollout.sampler import Sampler
 
 
 class Planner:
     """Plans the generations of one HTTP request.
 
     Args:
-        session: gets the turns; None outside of sessions.
-        slot: entered around each generation.
         long_work: renders and tokenizes long prompts.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        renderer: ChatRenderer,
-        parser: AnswerParser,
-        *,
-        session: Session | None,
-        reasoning_policy: ReasoningPolicy,
-        slot: Slot,
-        long_work: LongWork,
-    ) -> None:
-        self.turns = PendingTurns(session)
-        self._parts = GenerationParts(sampler=sampler, renderer=renderer, parser=parser, slot=slot, turns=self.turns)
-        self._max_model_len = sampler.max_model_len
-        self._renderer = renderer
-        self._session = session
+    def __init__(self, context: GenerationContext, reasoning_policy: ReasoningPolicy, long_work: LongWork) -> None:
+        self._context = context
+        self._session, self._renderer = context.session, context.renderer
+        self._max_model_len = context.sampler.max_model_len
         self._reasoning_policy = reasoning_policy
         self._long_work = long_work
 
@@ -68,7 +50,7 @@ class Planner:
             request, prompt, match = await self._long_work.tokenize(self._session, prepared, is_long=length > LONG_TEXT)
             if len(prompt) >= limit:
                 raise PromptTooLongError(len(prompt), limit)
-        return Planned(self._parts, request, prompt, match, room=limit - len(prompt))
+        return Planned(self._context, request, prompt, match, room=limit - len(prompt))
 
     def _with_tokens(self, request: GenerationRequest) -> GenerationRequest:
         """Check the token ids that the request names, and encode its bad words."""
@@ -139,7 +121,7 @@ class Planner:
         turn = match.turn
         if turn is None:
             return self._renderer.render(request.messages, tools=request.tools, limit=limit), match
-        if self._reasoning_policy is ReasoningPolicy.KEEP:
+        if self._reasoning_policy is ReasoningPolicy.keep:
             prompt = self._renderer.render_next(
                 request.messages, turn.token_ids, num_covered=match.num_messages, tools=request.tools, limit=limit
             )
@@ -158,7 +140,7 @@ def _bad_word_ids(words: Sequence[str], encode: Callable[[str], tuple[int, ...]]
     for word in words:
         bare, spaced = encode(word.lstrip()), encode(f" {word.lstrip()}")
         if not bare:
-            raise ApiError(400, f"bad_words must hold words, got {word!r}", code="invalid_value", param="bad_words")
+            raise refused("bad_words", f"must hold words, got {word!r}")
         found.append(bare)
         if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
             found.append(spaced)

@@ -7,10 +7,8 @@ Turns are committed exactly once, and only when a client has got them. Does not 
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -18,13 +16,15 @@ from fastapi import Request
 from starlette.responses import Response
 
 from skyrl_async.chat import ChatRenderer
+from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.fields import refused_values
+from skyrl_async.endpoint.requests.generation import GenerationContext
 from skyrl_async.endpoint.requests.guard import principal_of, release_body
 from skyrl_async.endpoint.requests.json_text import json_bytes_stepwise
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, LongWork, text_length
 from skyrl_async.endpoint.requests.planner import Planner
-from skyrl_async.endpoint.requests.resends import RequestIdentity, SessionRequests, identity_of
+from skyrl_async.endpoint.requests.resends import SessionRequests, identity_of
 from skyrl_async.endpoint.requests.shared_request import Emit, Event, Produce, SharedRequest
 from skyrl_async.endpoint.requests.streaming import Delivery, EventStyle
 from skyrl_async.endpoint.sessions.session import Session
@@ -50,30 +50,14 @@ class Call(Protocol):
         ...
 
 
-MakePlanner = Callable[[Session | None, "Slots"], Planner]
 MakeCall = Callable[[Planner], Awaitable[Call]]
 
 
-class Slots:
-    """Limits how many generations run at once, overall and in one session; more wait in line."""
-
-    def __init__(self, *limits: asyncio.Semaphore) -> None:
-        self._limits = limits
-
-    @contextlib.asynccontextmanager
-    async def __call__(self) -> AsyncIterator[None]:
-        async with contextlib.AsyncExitStack() as stack:
-            for limit in self._limits:
-                await stack.enter_async_context(limit)
-            yield
-
-
-class RequestHandler:
-    """Answers requests that sample.
+class Serving:
+    """One endpoint: answers requests that sample, and holds what every surface is made with.
 
     Args:
-        make_planner: makes the planner of one request.
-        clock: seconds, the session store's.
+        sessions: the endpoint's sessions, and how they are treated.
         max_concurrent_requests: generations at once, >= 1.
         keepalive_interval_s: silence after which a stream sends a comment, > 0.
         on_session_end: called with the id of a session that is closed, once or more often.
@@ -81,22 +65,29 @@ class RequestHandler:
 
     def __init__(
         self,
-        make_planner: MakePlanner,
+        sampler: Sampler,
+        renderer: ChatRenderer,
+        parser: AnswerParser,
+        sessions: SessionStore,
         *,
-        clock: Callable[[], float],
+        model_name: str,
         max_concurrent_requests: int,
         keepalive_interval_s: float,
         on_session_end: Callable[[str], None],
     ) -> None:
-        self._make_planner = make_planner
-        self._clock = clock
+        self.sampler = sampler
+        self.renderer = renderer
+        self.sessions = sessions
+        self.model_name = model_name
+        self.long_work = LongWork()
+        self._parser = parser
         self._limit = asyncio.Semaphore(max_concurrent_requests)
         self._keepalive_interval_s = keepalive_interval_s
         self._on_session_end = on_session_end
         self._by_session: WeakKeyDictionary[Session, SessionRequests] = WeakKeyDictionary()
         self._counts = {"replays": 0, "joined_requests": 0}
 
-    async def __call__(
+    async def handle(
         self,
         request: Request,
         make_call: MakeCall,
@@ -111,30 +102,32 @@ class RequestHandler:
         session = principal_of(request.scope).session
         shown = style if is_stream else None
         if session is None:
-            planner = self._make_planner(None, Slots(self._limit))
-            return self._deliver(SharedRequest(_produce(request, planner, make_call, is_stream)), shown)
+            produce = self._produce(request, self._context(None, self._limit), make_call, is_stream)
+            return self._deliver(SharedRequest(produce), shown)
         identity = identity_of(request)
-        requests = self._requests_of(session)
+        requests = self._by_session.setdefault(session, SessionRequests(session.limits.max_concurrent_requests))
         requests.require_same_body(identity)
         replay = requests.replay(identity)
         if replay is not None:  # before caps are looked at: nothing is sampled
             self._counts["replays"] += 1
             return self._deliver(SharedRequest(replay), shown)
-        session.begin_request(self._clock())
-        try:
-            shared = self._join_or_begin(session, identity, request, make_call, is_stream)
-        except BaseException:
-            session.end_request(self._clock())
-            raise
-        return self._deliver(shared, shown, lambda: session.end_request(self._clock()))
+        session.begin_request(self.sessions.clock())
+        shared = requests.join(identity)
+        if shared is not None:
+            self._counts["joined_requests"] += 1
+            release_body(request.scope)
+        else:
+            context = self._context(session, requests.limit, self._limit)
+            produce = self._produce(request, context, make_call, is_stream)
+            shared = requests.begin(identity, produce, context.commit_turns)
+        return self._deliver(shared, shown, lambda: session.end_request(self.sessions.clock()))
 
     def end_session(self, session: Session) -> None:
         """Cancel the session's requests in flight; their clients are told that it is closed."""
         requests = self._by_session.pop(session, None)
         reason = SessionClosedError(f"session {session.id} was closed while this request was open; begin a new session")
-        for equal in list(requests.in_flight.values()) if requests else ():
-            for shared in equal:
-                shared.cancel(reason)
+        if requests is not None:
+            requests.cancel(reason)
         self._on_session_end(session.id)
 
     def statistics(self) -> dict[str, float]:
@@ -146,61 +139,23 @@ class RequestHandler:
     ) -> Response:
         return Delivery(shared, style=style, keepalive_interval_s=self._keepalive_interval_s, on_closed=on_closed)
 
-    def _join_or_begin(
-        self, session: Session, identity: RequestIdentity, request: Request, make_call: MakeCall, is_stream: bool
-    ) -> SharedRequest:
-        requests = self._requests_of(session)
-        joined = requests.join(identity)
-        if joined is not None:
-            self._counts["joined_requests"] += 1
-            release_body(request.scope)
-            return joined
-        planner = self._make_planner(session, Slots(requests.limit, self._limit))
+    def _context(self, session: Session | None, *limits: asyncio.Semaphore) -> GenerationContext:
+        return GenerationContext(
+            sampler=self.sampler, renderer=self.renderer, parser=self._parser, session=session, limits=limits
+        )
 
-        def abandoned(shared: SharedRequest) -> None:
-            requests.abandoned(identity, shared)
+    def _produce(self, request: Request, context: GenerationContext, make_call: MakeCall, is_stream: bool) -> Produce:
+        scope, planner = request.scope, Planner(context, self.sessions.settings.reasoning_policy, self.long_work)
 
-        def delivered(shared: SharedRequest) -> None:
-            planner.turns.commit()
-            requests.delivered(identity, shared)
+        async def produce(emit: Emit) -> Event | None:
+            call = await make_call(planner)
+            release_body(scope)
+            if not is_stream:
+                return await call.reply()
+            await call.stream(emit)
+            return None
 
-        produce = _produce(request, planner, make_call, is_stream)
-        shared = SharedRequest(produce, on_delivered=delivered, on_abandoned=abandoned)
-        requests.add(identity, shared)
-        return shared
-
-    def _requests_of(self, session: Session) -> SessionRequests:
-        requests = self._by_session.get(session)
-        if requests is None:
-            requests = self._by_session[session] = SessionRequests(session.limits.max_concurrent_requests)
-        return requests
-
-
-def _produce(request: Request, planner: Planner, make_call: MakeCall, is_stream: bool) -> Produce:
-    scope = request.scope
-
-    async def produce(emit: Emit) -> Event | None:
-        call = await make_call(planner)
-        release_body(scope)
-        if not is_stream:
-            return await call.reply()
-        await call.stream(emit)
-        return None
-
-    return produce
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """The parts of one endpoint, which every surface is made with."""
-
-    sampler: Sampler
-    renderer: ChatRenderer
-    model_name: str
-    sessions: SessionStore
-    handle: RequestHandler
-    """Answers a request that samples."""
-    long_work: LongWork
+        return produce
 
     async def tokenize(self, request: Request, content: Any, answer: Callable[[], Mapping[str, Any]]) -> Response:
         """Answer a request that only tokenizes ``content``, with the JSON object that ``answer`` returns."""
@@ -229,4 +184,4 @@ class Serving:
             await asyncio.sleep(interval_s)
             for session in self.sessions.sweep():
                 logger.info("%r has expired", session)
-                self.handle.end_session(session)
+                self.end_session(session)

@@ -10,7 +10,10 @@ A request is known by its idempotency key, or else by path and body. A resend is
 import asyncio
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 from starlette.requests import Request
 
@@ -60,7 +63,7 @@ class SessionRequests:
 
     def __init__(self, max_concurrent_requests: int) -> None:
         self.limit = asyncio.Semaphore(max_concurrent_requests)
-        self.in_flight: dict[bytes, list[SharedRequest]] = {}
+        self._in_flight: dict[bytes, list[SharedRequest]] = {}
         """By name; several under one name are separate samples."""
         self._max_keys = max_concurrent_requests
         self._bodies: dict[bytes, bytes] = {}
@@ -91,29 +94,45 @@ class SessionRequests:
             return self._replies.get(identity.key)
         if not identity.is_resend or self._last is None or self._last[0] != name:
             return None
-        return None if name in self.in_flight or self._cut_off[name] else self._last[1]
+        return None if name in self._in_flight or self._cut_off[name] else self._last[1]
 
     def join(self, identity: RequestIdentity) -> SharedRequest | None:
         """The request that this one resends: one whose connection broke or, for a marked resend, one in flight."""
         name = identity.name
         if self._unread is not None and self._unread[0] == name:
             unread, self._unread = self._unread[1], None
-            self.add(identity, unread)
+            self._add(identity, unread)
             return unread
         if not identity.is_resend and identity.key is None:
             return None
         if self._cut_off[name]:  # it resends that one, and none that is in flight
             self._cut_off[name] -= 1
             return None
-        alive = next((one for one in self.in_flight.get(name, ()) if not one.has_failed), None)
+        alive = next((one for one in self._in_flight.get(name, ()) if not one.has_failed), None)
         if alive is not None:  # last in line from now on: several resends do not all join the same one
-            self.in_flight[name].remove(alive)
-            self.in_flight[name].append(alive)
+            self._in_flight[name].remove(alive)
+            self._in_flight[name].append(alive)
         return alive
 
-    def add(self, identity: RequestIdentity, shared: SharedRequest) -> None:
+    def begin(self, identity: RequestIdentity, produce: Produce, commit: Callable[[], None]) -> SharedRequest:
+        """A new request in flight; ``commit`` is called once a client has its whole answer."""
+
+        def delivered(shared: SharedRequest) -> None:
+            commit()
+            self._delivered(identity, shared)
+
+        shared = SharedRequest(produce, on_delivered=delivered, on_abandoned=partial(self._abandoned, identity))
+        self._add(identity, shared)
+        return shared
+
+    def cancel(self, reason: Exception) -> None:
+        """Cancel all requests in flight: their clients are told ``reason``."""
+        for shared in [*chain.from_iterable(self._in_flight.values())]:
+            shared.cancel(reason)
+
+    def _add(self, identity: RequestIdentity, shared: SharedRequest) -> None:
         """Record that ``shared`` is in flight."""
-        self.in_flight.setdefault(identity.name, []).append(shared)
+        self._in_flight.setdefault(identity.name, []).append(shared)
         if identity.key is not None:
             self._bodies[identity.key] = identity.body
             while len(self._bodies) > self._max_keys:
@@ -121,7 +140,7 @@ class SessionRequests:
                 del self._bodies[oldest]
                 self._replies.pop(oldest, None)
 
-    def abandoned(self, identity: RequestIdentity, shared: SharedRequest) -> None:
+    def _abandoned(self, identity: RequestIdentity, shared: SharedRequest) -> None:
         """The last client of ``shared`` disconnected without its answer."""
         name = identity.name
         self._remove(name, shared)
@@ -132,7 +151,7 @@ class SessionRequests:
                 self._cut_off.clear()
             self._cut_off[name] += 1
 
-    def delivered(self, identity: RequestIdentity, shared: SharedRequest) -> None:
+    def _delivered(self, identity: RequestIdentity, shared: SharedRequest) -> None:
         """A client has the whole answer."""
         self._remove(identity.name, shared)
         if identity.key is None:
@@ -141,8 +160,8 @@ class SessionRequests:
             self._replies[identity.key] = shared.replay()
 
     def _remove(self, name: bytes, shared: SharedRequest) -> None:
-        equal = self.in_flight.get(name, [])
+        equal = self._in_flight.get(name, [])
         if shared in equal:
             equal.remove(shared)
         if not equal:
-            self.in_flight.pop(name, None)
+            self._in_flight.pop(name, None)

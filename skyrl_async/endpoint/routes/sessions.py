@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field, FiniteFloat
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from skyrl_async.endpoint.requests.json_text import StrictJSONResponse, json_bytes_stepwise
@@ -19,16 +19,6 @@ from skyrl_async.endpoint.sessions.settings import SessionOutcome, SessionSampli
 from skyrl_async.errors import SessionNotFoundError
 from skyrl_async.types import Trajectory
 from skyrl_async.version_spans import spans_of
-
-
-class SamplingBody(BaseModel):
-    """A session's sampling, whatever its harness asks."""
-
-    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0, lt=2**31)
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**63)
 
 
 class LimitsBody(BaseModel):
@@ -43,19 +33,10 @@ class LimitsBody(BaseModel):
 class CreateSession(BaseModel):
     """A body of ``POST /sessions``."""
 
-    sampling: SamplingBody | None = None
+    sampling: SessionSampling | None = None
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     label: str | None = None
     limits: LimitsBody | None = None
-
-
-class FinishSession(BaseModel):
-    """A body of ``POST /sessions/{id}/finish``."""
-
-    reward: float = Field(allow_inf_nan=False)
-    metrics: dict[str, FiniteFloat] | None = None
-    is_truncated: bool = False
-    is_abandoned: bool = False
 
 
 _SHOWN = (
@@ -78,7 +59,7 @@ def make_router(serving: Serving) -> APIRouter:
         body = body or CreateSession()
         asked = body.limits.model_dump(exclude_none=True) if body.limits else {}
         session, key = store.create(
-            sampling=SessionSampling(**body.sampling.model_dump()) if body.sampling else None,
+            sampling=body.sampling,
             priority=body.priority,
             label=body.label,
             limits=replace(store.settings.limits, **asked),
@@ -92,9 +73,9 @@ def make_router(serving: Serving) -> APIRouter:
         return StrictJSONResponse(_shown(store.get(session_id), has_left_out=not store.settings.trains_side_requests))
 
     @router.post("/sessions/{session_id}/finish")
-    async def finish_session(session_id: str, body: FinishSession) -> Response:
-        serving.handle.end_session(store.get(session_id))
-        session = store.finish(session_id, SessionOutcome(**body.model_dump(exclude_none=True)))
+    async def finish_session(session_id: str, outcome: SessionOutcome) -> Response:
+        serving.end_session(store.get(session_id))
+        session = store.finish(session_id, outcome)
 
         def finished() -> bytes:
             rows = [_row(row) for row in session.rows()]
@@ -106,7 +87,7 @@ def make_router(serving: Serving) -> APIRouter:
     @router.delete("/sessions/{session_id}")
     async def delete_session(session_id: str) -> Response:
         with contextlib.suppress(SessionNotFoundError):
-            serving.handle.end_session(store.get(session_id))
+            serving.end_session(store.get(session_id))
         store.delete(session_id)
         return Response(status_code=204)
 

@@ -1,6 +1,6 @@
 """The endpoint's application: one router per surface, behind the checks of keys and bodies.
 
-    KeyGuard ──> BodyLimit ──> chat · completions · responses · messages ──> RequestHandler ──> Planner ──> sampler
+    KeyGuard ──> BodyLimit ──> chat · completions · responses · messages ──> Serving ──> Planner ──> sampler
                           └──> sessions (controller only) · models · tokenize · health · metrics
 
 A further surface is a module with ``make_router`` and one line in ``create_app``.
@@ -15,9 +15,7 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.requests.errors import install_error_handlers
 from skyrl_async.endpoint.requests.guard import BodyLimit, KeyGuard
-from skyrl_async.endpoint.requests.long_work import LongWork
-from skyrl_async.endpoint.requests.planner import Planner
-from skyrl_async.endpoint.requests.request_handler import RequestHandler, Serving, Slots
+from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.routes import (
     chat_completions,
     completions,
@@ -27,7 +25,6 @@ from skyrl_async.endpoint.routes import (
     sessions,
 )
 from skyrl_async.endpoint.routes.operations import Statistics
-from skyrl_async.endpoint.sessions.session import Session
 from skyrl_async.endpoint.sessions.settings import SessionSettings
 from skyrl_async.endpoint.sessions.store import SessionStore
 from skyrl_async.rollout.sampler import Sampler
@@ -65,40 +62,20 @@ def create_app(
         clock: Seconds, for the lifetimes of sessions.
         on_session_end: Called with the id of a session that is closed, once or more often; the sampler knows its requests by that id.
     """
-    settings = session_settings or SessionSettings()
-    answer_parser = parser or AnswerParser.of(renderer.tokenizer)
-    long_work = LongWork()
-
-    def make_planner(session: Session | None, slots: Slots) -> Planner:
-        return Planner(
-            sampler,
-            renderer,
-            answer_parser,
-            session=session,
-            reasoning_policy=settings.reasoning_policy,
-            slot=slots,
-            long_work=long_work,
-        )
-
-    store = SessionStore(settings, clock=clock)
-    handler = RequestHandler(
-        make_planner,
-        clock=clock,
+    store = SessionStore(session_settings or SessionSettings(), clock=clock)
+    serving = Serving(
+        sampler,
+        renderer,
+        parser or AnswerParser.of(renderer.tokenizer),
+        store,
+        model_name=model_name,
         max_concurrent_requests=max_concurrent_requests,
         keepalive_interval_s=keepalive_interval_s,
         on_session_end=on_session_end,
     )
-    serving = Serving(
-        sampler=sampler,
-        renderer=renderer,
-        model_name=model_name,
-        sessions=store,
-        handle=handler,
-        long_work=long_work,
-    )
 
     def figures() -> Mapping[str, float]:
-        return {**statistics(), **store.statistics(), **handler.statistics()}
+        return {**statistics(), **store.statistics(), **serving.statistics()}
 
     app = FastAPI(title="skyrl_async", docs_url=None, redoc_url=None)
     app.state.serving = serving
@@ -112,7 +89,7 @@ def create_app(
         max_body_bytes=max_body_bytes,
         max_model_len=sampler.max_model_len,
         timeout_s=request_timeout_s,
-        long_work=long_work,
+        long_work=serving.long_work,
     )
     app.add_middleware(KeyGuard, api_keys=tuple(api_keys), controller_keys=tuple(controller_keys), sessions=store)
     return app

@@ -84,7 +84,7 @@ class Forwarding:
             answer = await self._client.send(request, stream=True)
         except httpx.TransportError as error:
             refusal = ApiError(503, f"the front end of this session does not answer: {error}", code="front_end_down")
-            await refusal.response()(scope, _receive_nothing, send)
+            await refusal.response_for(scope["path"])(scope, _receive_nothing, send)
             return
         except ApiError as refusal:
             await refusal.response_for(scope["path"])(scope, _receive_nothing, send)

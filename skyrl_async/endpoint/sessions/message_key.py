@@ -6,9 +6,10 @@ Nothing here raises: a message that no template can render has a key too. Does n
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, NewType, TypeVar
+from typing import Any, NewType
 
 from skyrl_async.types import Message
 
@@ -17,7 +18,8 @@ MessageKey = NewType("MessageKey", bytes)
 
 _REASONING_FIELDS = ("reasoning_content", "reasoning")
 _NO_ARGUMENTS = ("", "null")
-_T = TypeVar("_T")
+_NO_JSON = (ValueError, TypeError, RecursionError)
+"""Raised for a value that is no JSON, too deep or cyclic."""
 
 
 def message_key(message: Message) -> MessageKey:
@@ -88,21 +90,16 @@ def _canonical_arguments(arguments: Any) -> str:
     text = arguments.strip() if isinstance(arguments, str) else _canonical(arguments)
     if text in _NO_ARGUMENTS:
         return "{}"
-    parsed = _guarded(lambda: _decoder.decode(text))
-    return text if parsed is None else _canonical(parsed) or text
+    with suppress(*_NO_JSON):
+        return _canonical(_decoder.decode(text)) or text
+    return text
 
 
 def _canonical(value: Any) -> str:
-    dumped = _guarded(lambda: _encoder.encode(value))
-    return "" if dumped is None else dumped
-
-
-def _guarded(convert: Callable[[], _T]) -> _T | None:
-    """The result of ``convert``; None for a value that is no JSON, too deep or cyclic."""
-    try:
-        return convert()
-    except (ValueError, TypeError, RecursionError):
-        return None
+    """``value`` in one JSON form; empty if it has none."""
+    with suppress(*_NO_JSON):
+        return _encoder.encode(value)
+    return ""
 
 
 def _digest(fields: Iterable[str]) -> bytes:

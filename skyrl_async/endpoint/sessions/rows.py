@@ -11,34 +11,26 @@ nor advantages.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-from skyrl_async.endpoint.sessions.settings import BranchPolicy, SessionOutcome, SessionSettings
+from skyrl_async.config.schema.server import BranchPolicyName
+from skyrl_async.endpoint.sessions.settings import SessionOutcome, SessionSettings
 from skyrl_async.endpoint.sessions.tree import Turn, TurnTree
 from skyrl_async.types import ENVIRONMENT_VERSION, FinishReason, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """Consecutive response tokens with their entries in a trajectory."""
-
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Branch:
-    """One future row."""
+    """One future row: the path to a turn that no other turn continues."""
 
     path: tuple[Turn, ...]
-    first_trained: int
-    """Position in ``path``: turns before it are trained in an earlier row."""
+    masks: tuple[tuple[int, ...], ...]
+    """For each turn, 1 for each sampled token that this row trains."""
+    own: tuple[Turn, ...]
+    """The turns of the path that are in no earlier row."""
 
     @property
-    def trained(self) -> tuple[Turn, ...]:
-        return self.path[self.first_trained :]
+    def is_trained(self) -> bool:
+        return any(map(any, self.masks))
 
 
 def rows(tree: TurnTree, outcome: SessionOutcome, settings: SessionSettings) -> tuple[Trajectory, ...]:
@@ -54,79 +46,60 @@ def rows(tree: TurnTree, outcome: SessionOutcome, settings: SessionSettings) -> 
     - A row whose last turn ran out of tokens is truncated.
     """
     left_out = set() if settings.trains_side_requests else set(tree.side_requests)
-    branches = _branches([turn for turn in tree.turns if turn not in left_out], settings.branches)
-    masked = [
-        (branch, [_mask(turn, outcome.is_abandoned, settings.trains_constrained) for turn in branch.trained])
-        for branch in branches
-    ]
-    kept = [(branch, masks) for branch, masks in masked if outcome.is_abandoned or any(map(any, masks))] or masked[:1]
-    return tuple(_row(branch, masks, outcome, weight=1 / len(kept)) for branch, masks in kept)
+    branches: list[_Branch] = []
+    seen: set[Turn] = set()
+    for path in _paths([turn for turn in tree.turns if turn not in left_out], settings.branches):
+        masks = tuple(_mask(turn, outcome.is_abandoned or turn in seen, settings.trains_constrained) for turn in path)
+        branches.append(_Branch(path=path, masks=masks, own=tuple(turn for turn in path if turn not in seen)))
+        seen.update(path)
+    kept = [branch for branch in branches if outcome.is_abandoned or branch.is_trained] or branches[:1]
+    return tuple(_row(branch, outcome, weight=1 / len(kept)) for branch in kept)
 
 
-def _branches(turns: Sequence[Turn], policy: BranchPolicy) -> list[_Branch]:
+def _paths(turns: Sequence[Turn], policy: BranchPolicyName) -> list[tuple[Turn, ...]]:
+    """The paths of the branches that ``policy`` keeps, in the order in which their last turns were sampled."""
     continued = {turn.parent for turn in turns}
     paths = [tuple(turn.path()) for turn in turns if turn not in continued]
-    if paths and policy is BranchPolicy.LAST:
-        paths = paths[-1:]
-    elif paths and policy is BranchPolicy.LONGEST:
-        paths = [max(paths, key=lambda path: (sum(len(turn.addition.token_ids) for turn in path), path[-1].index))]
-    trained: set[Turn] = set()
-    kept = []
-    for path in paths:
-        kept.append(_Branch(path=path, first_trained=sum(turn in trained for turn in path)))
-        trained.update(path)
-    return kept
+    if policy is BranchPolicyName.last:
+        return paths[-1:]
+    if paths and policy is BranchPolicyName.longest:  # the newest of several
+        return [max(paths, key=lambda path: (sum(len(turn.addition.token_ids) for turn in path), path[-1].index))]
+    return paths
 
 
-def _mask(turn: Turn, is_abandoned: bool, trains_constrained: bool) -> tuple[int, ...]:
+def _mask(turn: Turn, is_context: bool, trains_constrained: bool) -> tuple[int, ...]:
     """(T,) 1 for each token of the turn that is trained, 0 for the others."""
-    if is_abandoned or (turn.is_constrained and not trains_constrained):
+    if is_context or (turn.is_constrained and not trains_constrained):
         return (0,) * len(turn.addition.token_ids)
-    if turn.is_constrained:
-        return tuple(int(logprob != 0.0) for logprob in turn.addition.logprobs)
-    return (1,) * len(turn.addition.token_ids)
+    return tuple(int(logprob != 0.0 or not turn.is_constrained) for logprob in turn.addition.logprobs)
 
 
-def _row(branch: _Branch, masks: Sequence[tuple[int, ...]], outcome: SessionOutcome, *, weight: float) -> Trajectory:
-    ran_out = branch.path[-1].addition.finish_reason is FinishReason.LENGTH
-    pieces = [piece for i, turn in enumerate(branch.path) for piece in _pieces(branch, i, turn, masks)]
+def _row(branch: _Branch, outcome: SessionOutcome, *, weight: float) -> Trajectory:
+    token_ids: list[int] = []
+    loss_mask: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for i, (turn, mask) in enumerate(zip(branch.path, branch.masks, strict=True)):
+        added = turn.addition
+        between = added.prompt_token_ids if i else ()
+        token_ids += (*between, *added.token_ids)
+        loss_mask += ((0,) * len(between)) + mask
+        logprobs += (0.0,) * len(between)
+        logprobs += (logprob if m else 0.0 for logprob, m in zip(added.logprobs, mask, strict=True))
+        versions += (ENVIRONMENT_VERSION,) * len(between)
+        versions += (version if m else ENVIRONMENT_VERSION for version, m in zip(added.versions, mask, strict=True))
+    first, last = branch.path[0].addition, branch.path[-1].addition
     return Trajectory(
-        prompt_token_ids=branch.path[0].addition.prompt_token_ids,
-        response_token_ids=tuple(chain.from_iterable(piece.token_ids for piece in pieces)),
-        loss_mask=tuple(chain.from_iterable(piece.loss_mask for piece in pieces)),
-        logprobs=tuple(chain.from_iterable(piece.logprobs for piece in pieces)),
-        versions=tuple(chain.from_iterable(piece.versions for piece in pieces)),
+        prompt_token_ids=first.prompt_token_ids,
+        response_token_ids=tuple(token_ids),
+        loss_mask=tuple(loss_mask),
+        logprobs=tuple(logprobs),
+        versions=tuple(versions),
         reward=outcome.reward,
-        num_turns=len(branch.trained),
-        is_truncated=outcome.is_truncated or ran_out,
-        num_aborts=sum(turn.addition.num_aborts for turn in branch.trained),
+        num_turns=len(branch.own),
+        is_truncated=outcome.is_truncated or last.finish_reason is FinishReason.LENGTH,
+        num_aborts=sum(turn.addition.num_aborts for turn in branch.own),
         weight=weight,
         is_abandoned=outcome.is_abandoned,
-        metrics=dict(outcome.metrics),
-    )
-
-
-def _pieces(branch: _Branch, i: int, turn: Turn, masks: Sequence[tuple[int, ...]]) -> list[_Piece]:
-    """What turn ``i`` adds to the response: the context before it, then its own tokens."""
-    added = turn.addition
-    between = [] if i == 0 else [_context(added.prompt_token_ids)]
-    if i < branch.first_trained:
-        return [*between, _context(added.token_ids)]
-    mask = masks[i - branch.first_trained]
-    sampled = _Piece(
-        token_ids=added.token_ids,
-        loss_mask=mask,
-        logprobs=tuple(logprob if m else 0.0 for logprob, m in zip(added.logprobs, mask, strict=True)),
-        versions=tuple(v if m else ENVIRONMENT_VERSION for v, m in zip(added.versions, mask, strict=True)),
-    )
-    return [*between, sampled]
-
-
-def _context(token_ids: tuple[int, ...]) -> _Piece:
-    num_tokens = len(token_ids)
-    return _Piece(
-        token_ids=token_ids,
-        loss_mask=(0,) * num_tokens,
-        logprobs=(0.0,) * num_tokens,
-        versions=(ENVIRONMENT_VERSION,) * num_tokens,
+        metrics=dict(outcome.metrics or {}),
     )

@@ -8,7 +8,6 @@ Does not know keys, clocks, HTTP or how many sessions there are.
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 
@@ -55,7 +54,7 @@ class Session:
         self.priority = priority
         self.label = label
         self.limits = limits
-        self._state = SessionState.OPEN
+        self.state = SessionState.OPEN
         self._expired_because = ""
         self._tree = TurnTree()
         self._rows: tuple[Trajectory, ...] = ()
@@ -69,15 +68,11 @@ class Session:
         self._was_refused = False
 
     def __repr__(self) -> str:
-        return f"Session(id={self.id!r}, label={self.label!r}, state={str(self._state)!r}, num_turns={self.num_turns})"
-
-    @property
-    def state(self) -> SessionState:
-        return self._state
+        return f"Session(id={self.id!r}, label={self.label!r}, state={str(self.state)!r}, num_turns={self.num_turns})"
 
     @property
     def is_open(self) -> bool:
-        return self._state is SessionState.OPEN
+        return self.state is SessionState.OPEN
 
     @property
     def tree(self) -> TurnTree:
@@ -154,7 +149,7 @@ class Session:
         """Close the session if it is open and past a deadline; returns whether it was."""
         reason = self._overdue(now) if self.is_open else ""
         if reason:
-            self._state = SessionState.EXPIRED
+            self.state = SessionState.EXPIRED
             self._expired_because = reason
         return bool(reason)
 
@@ -164,18 +159,17 @@ class Session:
         Rows are abandoned if the session has expired. They are truncated if a cap refused a request or the last one did not fit the model's
         context. Raises ``SessionClosedError`` if the session is deleted.
         """
-        if self._state is SessionState.FINISHED:
+        if self.state is SessionState.FINISHED:
             return
-        if self._state is SessionState.DELETED:
+        if self.state is SessionState.DELETED:
             self._check_open()
         self._side_figures = self.side_figures
-        outcome = replace(
-            outcome,
-            is_truncated=outcome.is_truncated or self.was_cut_short,
-            is_abandoned=outcome.is_abandoned or self._state is SessionState.EXPIRED,
-        )
-        self._make_rows = partial(rows, self._tree, outcome, settings)
-        self._state = SessionState.FINISHED
+        overruled = {
+            "is_truncated": outcome.is_truncated or self.was_cut_short,
+            "is_abandoned": outcome.is_abandoned or self.state is SessionState.EXPIRED,
+        }
+        self._make_rows = partial(rows, self._tree, outcome.model_copy(update=overruled), settings)
+        self.state = SessionState.FINISHED
 
     def rows(self) -> tuple[Trajectory, ...]:
         """The rows of a finished session, none of any other. The first call makes them and drops the turns; it may run in a thread."""
@@ -187,13 +181,13 @@ class Session:
 
     def delete(self) -> None:
         """Drop everything but figures."""
-        self._state = SessionState.DELETED
+        self.state = SessionState.DELETED
         self._rows, self._make_rows = (), None
         self._tree.close()
 
     def _check_open(self) -> None:
         if not self.is_open:
-            reason = self._expired_because or f"is {self._state}"
+            reason = self._expired_because or f"is {self.state}"
             raise SessionClosedError(f"session {self.id} {reason}; begin a new session")
 
     def _cap_reached(self) -> str:

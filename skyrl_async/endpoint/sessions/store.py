@@ -39,7 +39,7 @@ class SessionStore:
             raise ValueError(f"max_finished must be >= 1, got {max_finished}")
         self.settings = settings
         self._has_warned = False
-        self._clock = clock
+        self.clock = clock
         self._key_start = f"sk-{settings.front_end}"
         self._max_finished = max_finished
         self._sessions: dict[str, Session] = {}
@@ -62,7 +62,7 @@ class SessionStore:
         session = Session(
             session_id,
             limits=limits or self.settings.limits,
-            now=self._clock(),
+            now=self.clock(),
             sampling=sampling,
             priority=priority,
             label=label,
@@ -91,7 +91,7 @@ class SessionStore:
     def finish(self, session_id: str, outcome: SessionOutcome) -> Session:
         """End the session as ``Session.finish`` does, and return it; ``Session.rows`` makes its rows."""
         session = self.get(session_id)
-        if session.expire(self._clock()):
+        if session.expire(self.clock()):
             self._totals["expired"] += 1
         is_first = session.state is not SessionState.FINISHED
         if session.has_constrained_turns and not (self.settings.trains_constrained or self._has_warned):
@@ -105,14 +105,11 @@ class SessionStore:
 
     def delete(self, session_id: str) -> None:
         """Delete a session, so that its key is unknown; no-op for an unknown id."""
-        session = self._forget(session_id)
-        if session is not None:
-            session.delete()
-            self._totals["deleted"] += 1
+        self._drop(session_id, "deleted")
 
     def sweep(self) -> list[Session]:
         """Expire the open sessions that are past a deadline, and return them."""
-        now = self._clock()
+        now = self.clock()
         expired = [session for session in self._sessions.values() if session.expire(now)]
         self._totals["expired"] += len(expired)
         for session in expired:
@@ -133,15 +130,16 @@ class SessionStore:
         self._closed.pop(session.id, None)
         self._closed[session.id] = None
         while len(self._closed) > self._max_finished:
-            forgotten = self._forget(next(iter(self._closed)))
-            if forgotten is not None:
-                forgotten.delete()
-                self._totals["forgotten"] += 1
+            self._drop(next(iter(self._closed)), "forgotten")
 
-    def _forget(self, session_id: str) -> Session | None:
+    def _drop(self, session_id: str, total: str) -> None:
+        """Delete a session, and count it in ``total``; no-op for an unknown id."""
         self._closed.pop(session_id, None)
         self._digests.pop(session_id, None)
-        return self._sessions.pop(session_id, None)
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            session.delete()
+            self._totals[total] += 1
 
 
 def front_end_of(key: str) -> int | None:

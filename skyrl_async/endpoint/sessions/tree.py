@@ -8,7 +8,7 @@ Each conversation is a path of message keys from its tools, so a request is matc
 sampled as. Does not know templates, parsers, HTTP, rewards or time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -39,23 +39,15 @@ class Turn:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Prompt and completion, which begin the prompt of every turn that continues this one."""
-        return (*self.prompt_token_ids, *self.addition.token_ids)
-
-    @property
-    def prompt_token_ids(self) -> tuple[int, ...]:
-        *before, last = (turn.addition for turn in self.path())
-        parts = chain.from_iterable((added.prompt_token_ids, added.token_ids) for added in before)
-        return tuple(chain(chain.from_iterable(parts), last.prompt_token_ids))
+        added = (turn.addition for turn in self.path())
+        return tuple(chain.from_iterable(chain(one.prompt_token_ids, one.token_ids) for one in added))
 
     def path(self) -> "list[Turn]":
         """The turns from the conversation's first to this one."""
-        return list(self._upwards())[::-1]
-
-    def _upwards(self) -> "Iterator[Turn]":
-        turn: Turn | None = self
-        while turn is not None:
-            yield turn
-            turn = turn.parent
+        path = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        return path[::-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +61,13 @@ class Match:
     """Keys of the matched messages; ``commit`` makes them if empty."""
 
 
+@dataclass(slots=True)
 class _Node:
     """A conversation: the messages on the path to this node."""
 
-    __slots__ = ("children", "turns")
-
-    def __init__(self) -> None:
-        self.children: dict[MessageKey, _Node] = {}
-        self.turns: list[Turn] = []
-        """The turns that end this conversation; several if equal replies were sampled for equal requests."""
+    children: "dict[MessageKey, _Node]" = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+    """The turns that end this conversation; several if equal replies were sampled for equal requests."""
 
     def child(self, key: MessageKey) -> "_Node":
         return self.children.setdefault(key, _Node())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyrl_async.endpoint.requests.errors import ApiError
-from skyrl_async.endpoint.requests.fields import REFUSED, REFUSED_UNLESS_TRUE
+from skyrl_async.endpoint.requests.fields import REFUSED
 from skyrl_async.endpoint.routes.chat_completions import ChatCompletionRequest
 from skyrl_async.endpoint.routes.completions import CompletionRequest
 from skyrl_async.endpoint.routes.messages_schema import MessagesRequest
@@ -51,6 +51,7 @@ IGNORED: Mapping[str, str] = {
 """Fields that change nothing that is sampled -> why."""
 
 
+REFUSED_UNLESS_TRUE = {"add_generation_prompt"}
 CHAT = "/v1/chat/completions"
 NOT_VLLMS = {"best_of", "guided_whitespace_pattern", "guided_decoding_backend"}
 """Of OpenAI, and of older vLLMs."""

@@ -218,7 +218,7 @@ class RequestMachine(RuleBasedStateMachine):
     def close_session(self, which: int, then: int) -> None:
         session = self.sessions[which]
         if session.is_open:
-            self.serving.handle.end_session(session)
+            self.serving.end_session(session)
             self.serving.sessions.finish(session.id, SessionOutcome(reward=1.0))
             self.num_turns_when_closed[session.id] = session.num_turns
         self.iterate(then)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_async.config.schema.server import BranchPolicyName
 from skyrl_async.endpoint.sessions.rows import rows as rows_of
-from skyrl_async.endpoint.sessions.settings import BranchPolicy, SessionOutcome, SessionSettings
+from skyrl_async.endpoint.sessions.settings import SessionOutcome, SessionSettings
 from skyrl_async.endpoint.sessions.tree import Match, Turn, TurnTree
 from skyrl_async.types import ENVIRONMENT_VERSION, FinishReason, Message, Trajectory
 from tests.cpu.session_trees import FIRST_SAMPLED_ID, Policy, assistant, call, completion, system, tool, user
@@ -16,7 +17,7 @@ from tests.cpu.session_trees import FIRST_SAMPLED_ID, Policy, assistant, call, c
 
 def rows(tree: TurnTree, **how: Any) -> tuple[Trajectory, ...]:
     """The rows for an outcome and settings, given field by field."""
-    outcome = {name: how.pop(name) for name in list(how) if name in SessionOutcome.__dataclass_fields__}
+    outcome = {name: how.pop(name) for name in list(how) if name in SessionOutcome.model_fields}
     return rows_of(tree, SessionOutcome(**outcome), SessionSettings(**how))
 
 
@@ -77,7 +78,7 @@ def test_the_first_row_with_a_shared_turn_trains_it(forked: Policy) -> None:
     assert branch.loss_mask == (0, 0, 0, 1, 1, 1, 1, 1)
     assert branch.versions[:3] == (ENVIRONMENT_VERSION,) * 3 and branch.logprobs[:3] == (0.0,) * 3
     assert branch.response_token_ids[:2] == main.response_token_ids[:2]
-    assert rewritten.prompt_token_ids == forked.tree.turns[4].prompt_token_ids
+    assert rewritten.prompt_token_ids == forked.tree.turns[4].addition.prompt_token_ids
     assert rewritten.loss_mask == (1,)
     assert [row.weight for row in (main, branch, rewritten)] == [1 / 3] * 3
     assert [row.num_turns for row in (main, branch, rewritten)] == [3, 1, 1]
@@ -86,10 +87,10 @@ def test_the_first_row_with_a_shared_turn_trains_it(forked: Policy) -> None:
 
 def test_one_branch_may_stand_for_the_session(forked: Policy) -> None:
     _, branch, rewritten = forked.tree.turns[2:]
-    longest = only(rows(forked.tree, reward=1.0, branches=BranchPolicy.LONGEST))
+    longest = only(rows(forked.tree, reward=1.0, branches=BranchPolicyName.longest))
     assert longest.prompt_token_ids + longest.response_token_ids == branch.token_ids
     assert (longest.loss_mask, longest.num_turns, longest.weight) == ((1, 1, 0, 1, 1, 1, 1, 1), 2, 1.0)
-    last = only(rows(forked.tree, reward=1.0, branches=BranchPolicy.LAST))
+    last = only(rows(forked.tree, reward=1.0, branches=BranchPolicyName.last))
     assert last.prompt_token_ids + last.response_token_ids == rewritten.token_ids
 
 
@@ -128,7 +129,7 @@ def test_a_title_asked_beside_a_task_is_no_row_and_takes_no_weight(
     assert (row.num_turns, row.num_sampled_tokens, row.weight, row.is_truncated) == (3, 6, 1.0, False)
     assert policy.tree.side_requests == (title,)
     assert policy.tree.newest_messages == tuple(messages[:-1])
-    for branches in (BranchPolicy.LONGEST, BranchPolicy.LAST):
+    for branches in (BranchPolicyName.longest, BranchPolicyName.last):
         assert only(rows(policy.tree, reward=1.0, branches=branches)).num_turns == 3
     trained = rows(policy.tree, reward=1.0, trains_side_requests=True)
     assert [row.weight for row in trained] == [0.5, 0.5] and sum(row.num_sampled_tokens for row in trained) == 11
@@ -313,7 +314,7 @@ def trees(draw: st.DrawFn) -> TurnTree:
 @pytest.mark.slow
 @given(
     tree=trees(),
-    branches=st.sampled_from(BranchPolicy),
+    branches=st.sampled_from(BranchPolicyName),
     is_abandoned=st.booleans(),
     is_truncated=st.booleans(),
     trains_constrained=st.booleans(),
@@ -321,7 +322,7 @@ def trees(draw: st.DrawFn) -> TurnTree:
 )
 def test_each_sampled_token_is_trained_once_as_it_was_sampled_or_is_of_a_side_request(
     tree: TurnTree,
-    branches: BranchPolicy,
+    branches: BranchPolicyName,
     is_abandoned: bool,
     is_truncated: bool,
     trains_constrained: bool,
@@ -342,7 +343,7 @@ def test_each_sampled_token_is_trained_once_as_it_was_sampled_or_is_of_a_side_re
     trained = Counter(i for row in found for i, mask in zip(row.response_token_ids, row.loss_mask, strict=True) if mask)
     assert max(trained.values(), default=1) == 1
     assert trained.keys() <= sampled.keys()
-    if branches is BranchPolicy.ALL and not is_abandoned:
+    if branches is BranchPolicyName.all and not is_abandoned:
         assert trained.keys() == sampled.keys()
         if sampled:
             assert sum(row.num_aborts for row in found) <= sum(turn.addition.num_aborts for turn in tree.turns)
@@ -365,7 +366,7 @@ def check_row(row: Trajectory, tree: TurnTree, sampled: dict[int, list[float]]) 
     leaves = set(tree.turns) - {turn.parent for turn in tree.turns}
     (leaf, *_) = [turn for turn in leaves if turn.token_ids == row.prompt_token_ids + row.response_token_ids]
     path = leaf.path()
-    assert row.prompt_token_ids == path[0].prompt_token_ids
+    assert row.prompt_token_ids == path[0].addition.prompt_token_ids
     assert all(i < FIRST_SAMPLED_ID for i in row.prompt_token_ids)
     assert 1 <= row.num_turns <= len(path)
     spoken = zip(row.response_token_ids, row.loss_mask, row.logprobs, row.versions, strict=True)

@@ -34,7 +34,7 @@ def test_a_conversation_grows_as_one_chain_of_ids(policy: Policy) -> None:
         messages += [assistant(f"reply {i}"), user(f"question {i}")]
     assert [turn.parent for turn in turns] == [None, *turns[:-1]]
     for parent, child in pairwise(turns):
-        assert child.prompt_token_ids[: len(parent.token_ids)] == parent.token_ids
+        assert child.token_ids[: len(parent.token_ids)] == parent.token_ids
     assert policy.tree.turns == tuple(turns)
     assert policy.tree.newest_messages == (*messages[:-2], assistant("reply 9"))
     assert (policy.tree.num_turns, policy.tree.num_sampled_tokens) == (10, 20)
@@ -46,7 +46,7 @@ def test_a_turn_gives_back_its_completion_whole(policy: Policy) -> None:
     messages = [user("a"), assistant("b"), user("c")]
     turn = policy.tree.commit(policy.tree.match(messages), messages, assistant("c"), sent)
     assert turn.addition.prompt_token_ids == (7, 8)
-    assert (turn.prompt_token_ids, turn.token_ids) == (sent.prompt_token_ids, (*sent.prompt_token_ids, 9))
+    assert turn.token_ids == (*sent.prompt_token_ids, 9)
     assert (turn.addition.text, turn.addition.num_aborts, turn.addition.versions) == ("c", 2, (3,))
 
 
@@ -345,5 +345,5 @@ def test_any_history_matches_the_deepest_turn_that_it_continues(data: st.DataObj
         harness.step()
     for turn in harness.policy.tree.turns:
         parent = turn.parent
-        assert parent is None or turn.prompt_token_ids[: len(parent.token_ids)] == parent.token_ids
+        assert parent is None or turn.token_ids[: len(parent.token_ids)] == parent.token_ids
         assert turn.num_messages == len(harness.conversations[turn])

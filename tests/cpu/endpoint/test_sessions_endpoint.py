@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_async.endpoint.sessions.settings import BranchPolicy, ReasoningPolicy, SessionSettings
+from skyrl_async.config.schema.server import BranchPolicyName, ReasoningPolicy
+from skyrl_async.endpoint.sessions.settings import SessionSettings
 from skyrl_async.types import SamplingParams
 from tests.cpu.scripted_sampler import RENDERER, RUN_KEY, ScriptedSampler
 from tests.cpu.session_endpoint import (
@@ -172,8 +173,8 @@ async def test_a_rewritten_history_is_a_branch_and_every_sampled_token_is_traine
     assert sum(row["num_turns"] for row in rows) == 4
 
 
-@pytest.mark.parametrize(("policy", "kept"), [(BranchPolicy.LAST, "ad"), (BranchPolicy.LONGEST, "ab")])
-async def test_the_branch_policy_says_which_branches_are_trained(policy: BranchPolicy, kept: str) -> None:
+@pytest.mark.parametrize(("policy", "kept"), [(BranchPolicyName.last, "ad"), (BranchPolicyName.longest, "ab")])
+async def test_the_branch_policy_says_which_branches_are_trained(policy: BranchPolicyName, kept: str) -> None:
     sampler = HeldSampler(scripts=(("a",), ("bbb",), ("c",), ("d",)))
     async with endpoint(sampler, session_settings=SessionSettings(branches=policy)) as served:
         session = await served.begin()
@@ -183,7 +184,7 @@ async def test_the_branch_policy_says_which_branches_are_trained(policy: BranchP
     assert set(RENDERER.decode(trained([row]), skip_special_tokens=True)) == set(kept)
 
 
-@pytest.mark.parametrize(("policy", "is_kept"), [(ReasoningPolicy.KEEP, True), (ReasoningPolicy.TEMPLATE, False)])
+@pytest.mark.parametrize(("policy", "is_kept"), [(ReasoningPolicy.keep, True), (ReasoningPolicy.template, False)])
 async def test_the_reasoning_policy_says_whether_earlier_thoughts_stay(policy: ReasoningPolicy, is_kept: bool) -> None:
     sampler = HeldSampler(scripts=((THOUGHT, "xyz"), ("uvw",)))
     async with endpoint(sampler, session_settings=SessionSettings(reasoning_policy=policy)) as served:
@@ -199,7 +200,7 @@ async def test_the_reasoning_policy_says_whether_earlier_thoughts_stay(policy: R
 
 async def test_under_the_template_policy_what_the_template_keeps_is_one_row() -> None:
     sampler = HeldSampler(scripts=(("xyz",), ("uvw",)))
-    settings = SessionSettings(reasoning_policy=ReasoningPolicy.TEMPLATE)
+    settings = SessionSettings(reasoning_policy=ReasoningPolicy.template)
     async with endpoint(sampler, session_settings=settings) as served:
         session = await served.begin()
         reply = await session.reply([user()])

@@ -250,7 +250,7 @@ async def test_a_request_keeps_its_session_from_being_idle_but_not_from_its_life
         assert served.serving.sessions.sweep() == []
         now[0] = 100.0
         (expired,) = served.serving.sessions.sweep()
-        served.serving.handle.end_session(expired)
+        served.serving.end_session(expired)
         assert (await asking).status_code == 401
         assert await session.finish() == []
 
@@ -567,7 +567,7 @@ async def test_memory_stays_flat_over_ten_thousand_sessions() -> None:
 
 def sweep(serving: Serving) -> None:
     for session in serving.sessions.sweep():
-        serving.handle.end_session(session)
+        serving.end_session(session)
 
 
 def num_objects() -> int:
