@@ -20,11 +20,10 @@ from openai.types.chat import ChatCompletion
 
 from skyrl_async.errors import GenerationError, OutageError, PromptTooLongError
 from skyrl_async.generators.gym.environment import EnvironmentFactory
-from skyrl_async.generators.gym.episode import EpisodeRunner
-from skyrl_async.generators.gym.turn import Turn, TurnRequest
-from skyrl_async.rollout.generator import GroupRequest, keeps_samples
+from skyrl_async.generators.gym.episode_state import Turn, TurnRequest
+from skyrl_async.generators.gym.generator import EpisodeGenerator
 from skyrl_async.runtime.outages import Outages, Resending
-from skyrl_async.types import Completion, FinishReason, SamplingParams, Trajectory
+from skyrl_async.types import Completion, FinishReason, SamplingParams
 from skyrl_async.version_spans import versions_of
 
 _NO_ENGINE = "no_engine"
@@ -32,7 +31,7 @@ _NO_ENGINE = "no_engine"
 _OVERFLOW = re.compile(r"maximum context length is (\d+) tokens, but the (?:prompt has (?:at least )?(\d+)|body)")
 
 
-class SkyRLGymHTTPGenerator:
+class SkyRLGymHTTPGenerator(EpisodeGenerator):
     """A ``Generator`` over environments of the skyrl_gym protocol and an endpoint of this package.
 
     Single- and multi-turn, exact like ``GymGenerator``: from the second turn on the request carries the ids so far
@@ -49,7 +48,6 @@ class SkyRLGymHTTPGenerator:
         *,
         max_turns: int = 8,
         max_trajectory_tokens: int | None = None,
-        max_environment_threads: int = 32,
         timeout_s: float = 3600.0,
         outages: Outages | None = None,
         outage_timeout_s: float = 0.0,
@@ -63,45 +61,26 @@ class SkyRLGymHTTPGenerator:
             max_turns: Most turns of an episode, >= 1, whatever the environment says.
             max_trajectory_tokens: Most response tokens of an episode, the environment's included; None is bounded by
                 the model's context only.
-            max_environment_threads: Environment calls running at once, >= 1 (fast environments need none).
             timeout_s: Of one request; long, because the endpoint holds requests while weights change.
             outages: Waited for before a request is sent again; None: nobody tells of them.
             outage_timeout_s: How long a request is sent again, from the first time it was not answered; 0 never does.
         """
+        super().__init__(make_environment, max_turns=max_turns, max_trajectory_tokens=max_trajectory_tokens)
         # No retries: a resend would sample a second answer while the first may still be running. In an outage it cannot be.
         self._client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout_s, max_retries=0)
-        self._episodes = EpisodeRunner(
-            _ChatTurnSampler(self._client, model, Resending(outages or Outages(), outage_timeout_s)),
-            make_environment,
-            max_turns=max_turns,
-            max_trajectory_tokens=max_trajectory_tokens,
-            max_environment_threads=max_environment_threads,
-        )
-
-    @keeps_samples
-    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """Return a trajectory per sample asked for. When some fail, the others are played to their end first.
-
-        Raises ``PromptTooLongError`` when the first prompt leaves no room, ``GenerationError`` when the endpoint fails
-        or answers what cannot be trained on, ``OutageError`` or ``NoEngineError`` when an outage is too long, and whatever an
-        environment raises.
-        """
-        return await self._episodes.run_group(request)
+        self._model = model
+        self._resending = Resending(outages or Outages(), outage_timeout_s)
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
 
-
-class _ChatTurnSampler:
-    """Samples turns through the openai client."""
-
-    def __init__(self, client: AsyncOpenAI, model: str, resending: Resending) -> None:
-        self._client = client
-        self._model = model
-        self._resending = resending
-
     async def sample_turn(self, request: TurnRequest) -> Turn:
+        """Sample a turn through the openai client.
+
+        Raises ``PromptTooLongError`` without room, ``GenerationError`` when the endpoint fails or answers what cannot be trained on, and
+        ``OutageError`` or ``NoEngineError`` when an outage is too long.
+        """
         arguments = self._arguments(request)
         try:
             reply = await self._resending.until_answered(lambda: self._send(arguments))

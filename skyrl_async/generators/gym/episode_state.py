@@ -1,22 +1,122 @@
-"""Where one episode stands: all that has to be kept of it for another process to play it to its end.
+"""One episode: its turns, its training row so far, and all that another process needs to play it to its end.
 
-Flows in: what happened in the episode. Flows out: the training row so far, and everything as JSON. Does not know how turns are
-sampled, nor environments: of one that can be restored it holds a snapshot.
+Flows in: what happened in the episode. Flows out: the training row, and everything as JSON. Does not know how turns are sampled, nor
+environments: of one that can be restored it holds a snapshot.
 """
 
 import json
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from pydantic import TypeAdapter
+
 from skyrl_async.errors import GenerationError
 from skyrl_async.generators.gym.environment import StepOutcome
-from skyrl_async.generators.gym.turn import TrajectoryBuilder, Turn
 from skyrl_async.rollout.sample_state import SampleState, fields_of
-from skyrl_async.rollout.sampler import OpenGeneration
-from skyrl_async.types import Completion, EngineOutput, FinishReason, Message
+from skyrl_async.rollout.sampler import NOTHING_SAMPLED, OpenGeneration
+from skyrl_async.types import ENVIRONMENT_VERSION, Completion, EngineOutput, Message, SamplingParams, Trajectory
 
 _KIND = "episode"
 """Marks the states that are of this module, among those of other generators."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """One turn of the policy, as it is asked for."""
+
+    messages: tuple[Message, ...]
+    """The conversation so far."""
+    context_token_ids: tuple[int, ...]
+    """Exact ids up to and including the last assistant message; empty before the first turn."""
+    sampling: SamplingParams
+    max_total_tokens: int | None
+    """Most tokens of prompt and completion together; None is bounded by the model's context only."""
+    session_id: str
+    priority: int
+    generation: OpenGeneration | None = None
+    """Where a checkpoint reads the turn's tokens so far, with those that it begins with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One sampled turn."""
+
+    completion: Completion
+    stop_string: str
+    """The stop string that ended it (environments look for it, the completion's text lacks it), or empty."""
+    text_ends: tuple[int, ...]
+    """(T,) UTF-8 bytes of text up to and including each token."""
+
+    @property
+    def text(self) -> str:
+        """What the policy said, its stop string included."""
+        return self.completion.text + self.stop_string
+
+    def num_tokens_covering(self, text: str) -> int | None:
+        """Fewest leading tokens that spell ``text``, or None when the turn does not begin with it."""
+        if not text or not self.text.startswith(text):
+            return None
+        position = bisect_left(self.text_ends, len(text.encode()))
+        return position + 1 if position < len(self.text_ends) else None
+
+
+@dataclass(slots=True)
+class TrajectoryBuilder:
+    """The tokens of an episode so far. No I/O; ``GenerationError`` when a turn does not continue the one before it."""
+
+    prompt_token_ids: tuple[int, ...] = ()
+    response_token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    num_turns: int = 0
+    num_aborts: int = 0
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and response: what the next turn's prompt must begin with."""
+        return (*self.prompt_token_ids, *self.response_token_ids)
+
+    def add_turn(self, completion: Completion, num_kept: int | None = None) -> None:
+        """Append a turn: what its prompt adds as the environment's tokens, then its own (the first ``num_kept``)."""
+        if not completion.token_ids:
+            raise GenerationError("a completion must hold at least one token, got none")
+        if self.num_turns == 0:
+            self.prompt_token_ids = completion.prompt_token_ids
+        context = self.token_ids
+        if completion.prompt_token_ids[: len(context)] != context:
+            raise GenerationError(
+                f"the prompt of turn {self.num_turns + 1} must begin with the {len(context)} tokens before it, "
+                "but does not"
+            )
+        between = completion.prompt_token_ids[len(context) :]
+        self._extend(between, 0, (0.0,) * len(between), (ENVIRONMENT_VERSION,) * len(between))
+        kept = slice(0, num_kept)
+        self._extend(completion.token_ids[kept], 1, completion.logprobs[kept], completion.versions[kept])
+        self.num_turns += 1
+        self.num_aborts += completion.num_aborts
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the policy sampled so far."""
+        return sum(self.loss_mask)
+
+    def to_json(self) -> dict[str, Any]:
+        """A copy of all fields."""
+        return {name: list(v) if isinstance(v, list | tuple) else v for name, v in fields_of(self).items()}
+
+    def _extend(self, ids: Sequence[int], mask: int, logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        self.response_token_ids.extend(ids)
+        self.loss_mask.extend([mask] * len(ids))
+        self.logprobs.extend(logprobs)
+        self.versions.extend(versions)
+
+    def build(self, *, reward: float, is_truncated: bool, metrics: dict[str, float]) -> Trajectory:
+        """The training row; the fields here are fields of it."""
+        columns: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields_of(self).items()}
+        return Trajectory(**columns, reward=reward, is_truncated=is_truncated, metrics=metrics)
 
 
 @dataclass(slots=True)
@@ -35,17 +135,6 @@ class EpisodeState:
     """Of the turn being sampled."""
     turn: Turn | None = None
     """Sampled, and not answered yet."""
-
-    def open(self, messages: list[Message], snapshot: str | None) -> None:
-        """The environment has said what the policy hears first."""
-        self.messages, self.environment = messages, snapshot
-
-    def check_opening(self, messages: list[Message]) -> None:
-        """Raise ``GenerationError`` where the environment opens the conversation otherwise than it was opened."""
-        if messages != self.messages:
-            raise GenerationError(
-                "the environment opens the conversation otherwise than in the checkpoint, and has no restore()"
-            )
 
     def add_turn(self, turn: Turn, num_kept: int | None, action: str, outcome: StepOutcome) -> None:
         """The environment has answered a turn, remembered as ``action``, of which so many tokens are kept (None: all)."""
@@ -103,29 +192,20 @@ class EpisodeState:
         """The state of which ``sample_state`` was taken. Raises ``ValueError`` for another generator's."""
         if saved.get("kind") != _KIND:
             raise ValueError(f"expected the state of an episode, got {sorted(saved)}")
-        open_turn = saved["generation"]
         return cls(
             messages=saved["messages"],
             num_steps=saved["num_steps"],
             reward=saved["reward"],
-            builder=TrajectoryBuilder.from_json(saved["tokens"]),
+            builder=_loaded(TrajectoryBuilder, saved["tokens"]),
             environment=saved["environment"],
-            generation=OpenGeneration(EngineOutput(**_columns(open_turn))) if open_turn else OpenGeneration(),
-            turn=_turn(saved["turn"]),
+            generation=OpenGeneration(_loaded(EngineOutput, saved["generation"]) or NOTHING_SAMPLED),
+            turn=_loaded(Turn, saved["turn"]),
         )
 
 
-def _turn(saved: dict[str, Any] | None) -> Turn | None:
-    if saved is None:
-        return None
-    columns = _columns(saved["completion"])
-    completion = Completion(**columns)
-    return Turn(completion=completion, stop_string=saved["stop_string"], text_ends=tuple(saved["text_ends"]))
+def _loaded(kind: type[Any], fields: dict[str, Any] | None) -> Any:
+    """A dataclass from its fields as JSON, which has no tuples and no enums; None for None. Raises ``ValueError``."""
+    return None if fields is None else _ADAPTERS[kind].validate_python(fields)
 
 
-def _columns(saved: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no tuples and no enums."""
-    columns = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
-    top = tuple(tuple((token, logprob) for token, logprob in position) for position in saved["top_logprobs"])
-    reason = None if saved["finish_reason"] is None else FinishReason(saved["finish_reason"])
-    return {**columns, "top_logprobs": top, "finish_reason": reason}
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (EngineOutput, TrajectoryBuilder, Turn)}

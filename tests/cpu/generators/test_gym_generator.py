@@ -17,8 +17,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.errors import GenerationError, NoEngineError, PromptTooLongError
-from skyrl_async.generators.gym.episode import derive_seed
-from skyrl_async.generators.gym.generator import GymGenerator
+from skyrl_async.generators.gym.generator import GymGenerator, derive_seed
 from skyrl_async.rollout.generator import Generator, GroupRequest
 from skyrl_async.rollout.sampler import OpenGeneration
 from skyrl_async.types import (

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
 from skyrl_async.generators.agent.reward import AgentEpisode, FunctionReward
-from skyrl_async.generators.gym.episode import derive_seed
-from skyrl_async.generators.gym.generator import GymGenerator
+from skyrl_async.generators.gym.generator import GymGenerator, derive_seed
 from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
 from skyrl_async.rollout.generator import Generator, GroupRequest, keeps_samples, run_samples
 from skyrl_async.rollout.retrier import RolloutRetrier
@@ -536,7 +535,9 @@ def test_contract_8_whatever_fails_every_prompt_is_trained_or_failed_once(
 
 
 @pytest.mark.slow
-async def test_calls_of_environments_that_never_return_take_no_place_from_others() -> None:
+async def test_calls_of_environments_that_never_return_take_no_place_from_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One place: the first environment's tool hangs for ever, and again and again."""
     released = threading.Event()
 
@@ -556,7 +557,8 @@ async def test_calls_of_environments_that_never_return_take_no_place_from_others
         made.append(Hanging() if len(made) < 3 else Blocking())
         return made[-1]
 
-    generator = GymGenerator(ScriptedSampler(["a"] * 9), RENDERER, make, max_environment_threads=1)
+    monkeypatch.setattr("skyrl_async.generators.gym.generator._MAX_ENVIRONMENT_CALLS", 1)
+    generator = GymGenerator(ScriptedSampler(["a"] * 9), RENDERER, make)
     retrier = RolloutRetrier(generator, max_retries=20, timeout_s=0.3)
     try:
         (row,) = await retrier.generate(request(1))
