@@ -1,21 +1,14 @@
-"""The generator that plays skyrl_gym environments over ``/v1/chat/completions``, as an agent outside the trainer would.
+"""Plays skyrl_gym environments over ``/v1/chat/completions``, as an agent outside the trainer would.
 
-Flows in: group requests; an endpoint's address and key. Flows out: trajectories with exact token ids, log-probs and
-versions, from the endpoint's reply extensions. Does not know tokenizers, engines or the trainer.
+Token ids, log-probs and versions of the trajectories are exact: the endpoint sends them in extensions of its replies. This module does not
+know tokenizers, engines or the trainer.
 """
 
 import re
 from http import HTTPStatus
 from typing import Any
 
-from openai import (
-    APIConnectionError,
-    APIError,
-    APIStatusError,
-    APITimeoutError,
-    AsyncOpenAI,
-    BadRequestError,
-)
+from openai import APIConnectionError, APIError, APIStatusError, APITimeoutError, AsyncOpenAI, BadRequestError
 from openai.types.chat import ChatCompletion
 
 from skyrl_async.errors import GenerationError, OutageError, PromptTooLongError
@@ -23,7 +16,7 @@ from skyrl_async.generators.gym.environment import EnvironmentFactory
 from skyrl_async.generators.gym.episode_state import Turn, TurnRequest
 from skyrl_async.generators.gym.generator import EpisodeGenerator
 from skyrl_async.runtime.outages import Outages, Resending
-from skyrl_async.types import Completion, FinishReason, SamplingParams
+from skyrl_async.types import Completion, FinishReason
 from skyrl_async.version_spans import versions_of
 
 _NO_ENGINE = "no_engine"
@@ -54,16 +47,16 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
     ) -> None:
         """
         Args:
-            base_url: Of the endpoint, with ``/v1``.
-            api_key: Bearer key.
-            model: Name the endpoint serves the policy under.
-            make_environment: Makes an environment of a prompt's ``env_class`` and ``extras``.
-            max_turns: Most turns of an episode, >= 1, whatever the environment says.
-            max_trajectory_tokens: Most response tokens of an episode, the environment's included; None is bounded by
-                the model's context only.
-            timeout_s: Of one request; long, because the endpoint holds requests while weights change.
-            outages: Waited for before a request is sent again; None: nobody tells of them.
-            outage_timeout_s: How long a request is sent again, from the first time it was not answered; 0 never does.
+            base_url: URL of the endpoint, with ``/v1``.
+            api_key: bearer key.
+            model: name under which the endpoint serves the policy.
+            make_environment: makes an environment from a prompt's ``env_class`` and ``extras``.
+            max_turns: most turns of an episode, >= 1, whatever the environment says.
+            max_trajectory_tokens: most response tokens of an episode, the environment's included; None: only the model's context is a
+                bound.
+            timeout_s: longest time of one request; long, because the endpoint holds requests while weights change.
+            outages: waited for before a request is sent again; None: no outage is known.
+            outage_timeout_s: how long a request is sent again, from the first time it was not answered; 0: never.
         """
         super().__init__(make_environment, max_turns=max_turns, max_trajectory_tokens=max_trajectory_tokens)
         # No retries: a resend would sample a second answer while the first may still be running. In an outage it cannot be.
@@ -100,29 +93,30 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
         return turn
 
     async def _send(self, arguments: dict[str, Any]) -> ChatCompletion:
-        """Raises ``OutageError`` where nothing answers, or nothing can be sampled there."""
+        """Raises ``OutageError`` if nothing answers, or nothing can be sampled there."""
         try:
             reply: ChatCompletion = await self._client.chat.completions.create(**arguments)
-        except (APIConnectionError, APIStatusError) as error:
+        except APIError as error:
             if _is_outage(error):
                 raise OutageError(str(self._failure(error))) from error
             raise
         return reply
 
     def _arguments(self, request: TurnRequest) -> dict[str, Any]:
-        sampling: SamplingParams = request.sampling
-        extensions: dict[str, Any] = {
+        sampling = request.sampling
+        optional = {
+            "prefix_token_ids": request.context_token_ids or None,
+            "max_total_tokens": request.max_total_tokens,
+        }
+        extensions = {
             "return_token_ids": True,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "ignore_eos": sampling.ignore_eos,
             "session_id": request.session_id,
             "priority": request.priority,
+            **{name: value for name, value in optional.items() if value is not None},
         }
-        if request.context_token_ids:
-            extensions["prefix_token_ids"] = request.context_token_ids
-        if request.max_total_tokens is not None:
-            extensions["max_total_tokens"] = request.max_total_tokens
         return {
             "model": self._model,
             "messages": list(request.messages),
@@ -138,55 +132,49 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
         return GenerationError(f"{self._client.base_url}chat/completions failed: {type(error).__name__}: {error}")
 
 
-def _is_outage(error: APIConnectionError | APIStatusError) -> bool:
+def _is_outage(error: APIError) -> bool:
     if isinstance(error, APIStatusError):
         return error.status_code == HTTPStatus.SERVICE_UNAVAILABLE and error.code == _NO_ENGINE
-    return not isinstance(error, APITimeoutError)
+    return isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError)
 
 
 def parse_reply(reply: ChatCompletion) -> Turn:
-    """The turn in a reply; ``GenerationError`` names what is missing or does not fit."""
+    """Return the turn in a reply; ``GenerationError`` names what is missing or does not fit."""
     if len(reply.choices) != 1:
         raise GenerationError(f"the endpoint must answer with one choice, got {len(reply.choices)}")
     choice = reply.choices[0]
     if choice.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
         raise GenerationError(f"the reply's finish_reason must be stop or length, got {choice.finish_reason!r}")
-    extensions = choice.model_extra or {}
-    token_ids = _extension(extensions, "token_ids")
+    found = {**(reply.model_extra or {}), **(choice.model_extra or {})}
+    token_ids = _extension(found, "token_ids")
+    num_tokens = len(token_ids)
+    try:
+        versions = versions_of(_extension(found, "policy_versions"), num_tokens)
+    except ValueError as error:
+        raise GenerationError(f"the reply's {error}") from error
     completion = Completion(
-        prompt_token_ids=tuple(_extension(reply.model_extra or {}, "prompt_token_ids")),
-        token_ids=tuple(token_ids),
-        logprobs=_one_per_token(extensions, "token_logprobs", len(token_ids)),
-        versions=_versions(_extension(extensions, "policy_versions"), len(token_ids)),
+        prompt_token_ids=_extension(found, "prompt_token_ids"),
+        token_ids=token_ids,
+        logprobs=_extension(found, "token_logprobs", num_tokens),
+        versions=versions,
         text=choice.message.content or "",
         finish_reason=FinishReason(choice.finish_reason),
-        num_aborts=int(extensions.get("num_aborts") or 0),
+        num_aborts=int(found.get("num_aborts") or 0),
     )
     return Turn(
         completion=completion,
-        stop_string=str(extensions.get("stop_reason") or ""),
-        text_ends=_one_per_token(extensions, "text_ends", len(token_ids)),
+        stop_string=str(found.get("stop_reason") or ""),
+        text_ends=_extension(found, "text_ends", num_tokens),
     )
 
 
-def _versions(spans: list[Any], num_tokens: int) -> tuple[int, ...]:
-    try:
-        return versions_of(spans, num_tokens)
-    except ValueError as error:
-        raise GenerationError(f"the reply's {error}") from error
-
-
-def _extension(found: dict[str, Any], name: str) -> list[Any]:
+def _extension(found: dict[str, Any], name: str, num_tokens: int | None = None) -> tuple[Any, ...]:
+    """Return a list of a reply, which has one entry per token if ``num_tokens`` is given."""
     value = found.get(name)
     if not isinstance(value, list):
         raise GenerationError(
             f"the reply has no {name}; base_url must be an endpoint of skyrl_async, which sends it for return_token_ids"
         )
-    return value
-
-
-def _one_per_token(found: dict[str, Any], name: str, num_tokens: int) -> tuple[Any, ...]:
-    value = _extension(found, name)
-    if len(value) != num_tokens:
+    if num_tokens is not None and len(value) != num_tokens:
         raise GenerationError(f"the reply's {name} has {len(value)} entries for {num_tokens} token ids")
     return tuple(value)

@@ -1,17 +1,22 @@
 """Tasks of the package ``reasoning-gym``, more than a hundred of them, by name: their questions as prompts, their scores as rewards.
 
 An item is drawn from the dataset's seed and the item's index, so that a prompt names both and its environment draws it again. The
-package is the extra ``reasoning-gym``; it is imported when a task of it is asked for, which takes some seconds. Scorers that do more
-than compare texts run in the sandbox (``rewards.sandboxed_scores``).
+package is the extra ``reasoning-gym``; it is imported when a task of it is asked for, which takes some seconds.
+
+Scorers that do more than compare texts run in the sandbox: many of them evaluate the answer as Python, or with sympy. An answer may hence
+run code, take for ever, or make the scorer raise. Whatever it does costs that answer its score and nothing else.
 
 Flows in: a dataset's name, its parameters, how many prompts. Flows out: prompts, and rewards. This module does not know tokens or who
 plays.
 """
 
+import base64
 import difflib
 import json
 import logging
+import math
 import os
+import pickle
 import re
 import sys
 from collections.abc import Mapping
@@ -22,8 +27,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from skyrl_async.environments.answers import Extras, ended
 from skyrl_async.errors import ConfigError
-from skyrl_async.rewards.sandbox import require_sandbox
-from skyrl_async.rewards.sandboxed_scores import ScoredDataset, sandboxed_score
+from skyrl_async.rewards.sandbox import Limits, call_function, require_sandbox
 from skyrl_async.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -44,8 +48,38 @@ HASH_SEEDED = frozenset(
 )
 """Datasets whose items depend on Python's hash seed; found by drawing from 105 of 0.1.25 under two."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+LIMITS = Limits(cpu_s=5, wall_s=30.0, memory_mb=2048)
+"""Of one score. An answer that needs more scores nothing."""
 _warned: set[str] = set()
 """Datasets that a warning has already named."""
+
+# Importing the package whole takes seconds, most of it for matplotlib, which one dataset's dependency draws with. Hence the packages on
+# the way to the dataset's module stay empty, and what would draw does too.
+_PROGRAM = """
+import base64, importlib, importlib.util, pickle, sys, types
+
+class Empty(types.ModuleType):
+    def __getattr__(self, name):
+        return None
+
+DRAWING = ("matplotlib", "matplotlib.animation", "matplotlib.collections", "matplotlib.pyplot", "mpl_toolkits", "mpl_toolkits.mplot3d")
+
+def score(module, name, config, seed, size, item, answer):
+    sys.modules.update({drawing: Empty(drawing) for drawing in DRAWING})
+    packages = module.split(".")[:-1]
+    for depth in range(1, len(packages) + 1):
+        package = ".".join(packages[:depth])
+        spec = importlib.util.find_spec(package) or sys.exit(f"{package} is not found here")
+        sys.modules[package] = importlib.util.module_from_spec(spec)
+    importlib.import_module("reasoning_gym.coaching")
+    importlib.import_module(module)
+    dataset = importlib.import_module("reasoning_gym.factory").create_dataset(name, seed=seed, size=size, **config)
+    item = pickle.loads(base64.b64decode(item))
+    try:
+        return float(dataset.score_answer(answer, item))
+    except Exception as error:
+        return f"the scorer raised {type(error).__name__}: {error}"[:300]
+"""
 
 
 class ReasoningGymEnv(BaseTextEnv):
@@ -141,10 +175,33 @@ def _score(item: Mapping[str, Any], answer: str) -> tuple[float, str | None]:
     kind = type(source)
     if kind.score_answer is ProceduralDataset.score_answer and isinstance(drawn["answer"], str):
         return float(source.score_answer(answer, drawn)), None  # it compares two texts
-    dataset = ScoredDataset(
-        module=kind.__module__, name=item["dataset"], config=item["config"], seed=item["seed"], size=item["size"]
-    )
-    return sandboxed_score(dataset, drawn, answer)
+    return sandboxed_score(kind.__module__, item, drawn, answer)
+
+
+def sandboxed_score(
+    module: str, item: Mapping[str, Any], drawn: Mapping[str, Any], answer: str
+) -> tuple[float, str | None]:
+    """Return the score of an answer, in [0, 1], and None; or 0.0 and why there is none. Blocks for some tenths of a second.
+
+    Args:
+        module: the dotted name of the module that defines the dataset's class.
+        item: names the dataset, as in a prompt's column.
+        drawn: what the dataset drew for it in this process. It is handed over, because some datasets draw another one in another process.
+
+    Raises:
+        GenerationError: the sandbox could not be set up.
+    """
+    handed = base64.b64encode(pickle.dumps(dict(drawn))).decode()
+    arguments = (module, item["dataset"], dict(item["config"]), item["seed"], item["size"], handed, answer)
+    outcome, results = call_function(_PROGRAM, "score", [arguments], limits=LIMITS)
+    if results is None:
+        return 0.0, outcome.failure or "the score is no JSON"
+    score = results[0]
+    if isinstance(score, str):
+        return 0.0, score
+    if not isinstance(score, float) or not math.isfinite(score) or not 0.0 <= score <= 1.0:
+        return 0.0, f"the score must be a number in [0, 1], got {str(score)[:100]}"
+    return score, None
 
 
 def _drawn(item: Mapping[str, Any]) -> tuple[Any, Any]:

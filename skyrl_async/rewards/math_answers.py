@@ -11,6 +11,7 @@ computes that. It has sympy evaluate what a policy wrote, which may run code, an
 """
 
 import re
+from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from importlib.util import find_spec
@@ -35,9 +36,11 @@ _UNITS = re.compile(
 _ASSIGNMENT = re.compile(r"^[a-zA-Z]\w?\s*=\s*(?=\S)")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
 _SPACED_COMMA = re.compile(r",\s")
-_SHORT_FRACTION = re.compile(r"\\frac(\d)(\d)")
-_HALF_SHORT_FRACTION = re.compile(r"\\frac(\d)\{")
-_SHORT_ROOT = re.compile(r"\\sqrt(\w)")
+_SHORT_FORMS = (
+    (re.compile(r"\\frac(\d)(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac(\d)\{"), r"\\frac{\1}{"),
+    (re.compile(r"\\sqrt(\w)"), r"\\sqrt{\1}"),
+)
 _DECIMAL = r"[+-]?(?:\d+\.?\d*|\.\d+)"
 _PLAIN = re.compile(_DECIMAL)
 _RATIO = re.compile(rf"({_DECIMAL})/({_DECIMAL})")
@@ -107,9 +110,9 @@ def _without_marks(answer: str) -> str:
 
 def _condensed(text: str) -> str:
     text = text.replace(" ", "")
-    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
-    text = _HALF_SHORT_FRACTION.sub(r"\\frac{\1}{", text)
-    return _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
+    for pattern, whole in _SHORT_FORMS:
+        text = pattern.sub(whole, text)
+    return text
 
 
 def as_rational(answer: str) -> Fraction | None:
@@ -117,7 +120,7 @@ def as_rational(answer: str) -> Fraction | None:
     if answer.endswith("%"):
         number = as_rational(answer[:-1])
         return None if number is None else number / 100
-    try:
+    with suppress(ZeroDivisionError):
         if _PLAIN.fullmatch(answer):
             return Fraction(answer)
         if match := _RATIO.fullmatch(answer):
@@ -128,8 +131,6 @@ def as_rational(answer: str) -> Fraction | None:
             return Fraction(f"{match[1]}1") * (int(match[2]) + Fraction(int(match[3]), int(match[4])))
         if match := _SCIENTIFIC.fullmatch(answer):
             return Fraction(match[1]) * Fraction(10) ** int(match[2])
-    except ZeroDivisionError:
-        return None
     return None
 
 
@@ -153,30 +154,24 @@ def _is_same(left: str, right: str) -> bool:
     left_parts, right_parts = _parts(left), _parts(right)
     if left_parts is None or right_parts is None or left_parts[0] != right_parts[0]:
         return False
-    return _are_same_parts(left_parts[1], right_parts[1], is_set=left_parts[0] == "{}")
-
-
-def _are_same_parts(left: list[str], right: list[str], *, is_set: bool) -> bool:
-    if len(left) != len(right):
+    brackets, rest = right_parts
+    if len(left_parts[1]) != len(rest):
         return False
-    if not is_set:
-        return all(_is_same(*pair) for pair in zip(left, right, strict=True))
-    rest = list(right)
-    for part in left:
-        match = next((other for other in rest if _is_same(part, other)), None)
-        if match is None:
+    for part in left_parts[1]:
+        candidates = range(len(rest) if brackets == "{}" else 1)
+        found = next((index for index in candidates if _is_same(part, rest[index])), None)
+        if found is None:
             return False
-        rest.remove(match)
+        del rest[found]
     return True
 
 
 def _parts(text: str) -> tuple[str, list[str]] | None:
     """The brackets around ``text`` (none of a bare list) and its parts; None of what is no list."""
     is_bracketed = len(text) >= 2 and text[0] in _OPENING and text[-1] in _CLOSING
-    parts = _split(text[1:-1] if is_bracketed else text)
-    if not is_bracketed and (parts is None or len(parts) < 2):
-        return None
-    return None if parts is None else (text[0] + text[-1] if is_bracketed else "", parts)
+    brackets, inside = (text[0] + text[-1], text[1:-1]) if is_bracketed else ("", text)
+    parts = _split(inside)
+    return None if parts is None or (len(parts) < 2 and not is_bracketed) else (brackets, parts)
 
 
 def _split(text: str) -> list[str] | None:

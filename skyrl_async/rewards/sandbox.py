@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,8 +75,6 @@ class Outcome:
     """Standard error, as far as it was written."""
     failure: str | None
     """Why it did not end by itself with exit code 0; None where it did."""
-    seconds: float
-    """Wall-clock time."""
 
 
 def require_sandbox() -> None:
@@ -130,28 +127,26 @@ def call_function(
 
 def _run_in(directory: Path, source: str, stdin: str, limits: Limits) -> Outcome:
     (directory / _PROGRAM).write_text(source, encoding="utf-8", errors="replace")
-    file_bytes = limits.output_kb * 1024
     with contextlib.ExitStack() as files:
         given, output, error = (files.enter_context(tempfile.TemporaryFile()) for _ in range(3))
         given.write(stdin.encode("utf-8", errors="replace"))
         given.seek(0)
+        is_late = False
         with _started(directory, limits, given, output, error) as (process, status_fd):
-            is_confined = _is_confined(status_fd)
-            started = time.monotonic()
-            is_late = is_confined and not _ends(process, limits.wall_s)
-        seconds = time.monotonic() - started
-        written, errors_written = _read(output, file_bytes), _read(error, file_bytes)
+            if is_confined := _is_confined(status_fd):
+                try:
+                    process.wait(limits.wall_s)
+                except subprocess.TimeoutExpired:
+                    is_late = True
+        written, errors_written = (_read(file, limits.output_kb * 1024) for file in (output, error))
     if not is_confined:
         raise GenerationError(
             "the sandbox for a policy's program could not be set up within "
             f"{SETUP_S:g} s: exit code {process.returncode}: {_last_line(errors_written)}"
         )
-    failure = (
-        f"ran longer than {limits.wall_s:g} s"
-        if is_late
-        else _failure(process.returncode, written, errors_written, limits)
-    )
-    return Outcome(output=written, error=errors_written, failure=failure, seconds=seconds)
+    late = f"ran longer than {limits.wall_s:g} s" if is_late else None
+    failure = late or _failure(process.returncode, written, errors_written, limits)
+    return Outcome(output=written, error=errors_written, failure=failure)
 
 
 @contextlib.contextmanager
@@ -203,15 +198,6 @@ def _is_confined(status_fd: int) -> bool:
     return status.startswith(b"confined")
 
 
-def _ends(process: "subprocess.Popen[bytes]", wall_s: float) -> bool:
-    """Whether the process ends before the deadline."""
-    try:
-        process.wait(timeout=wall_s)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
 def _read(file: IO[bytes], num_bytes: int) -> str:
     file.seek(0)
     return file.read(num_bytes).decode("utf-8", errors="replace")
@@ -222,16 +208,12 @@ def _failure(exit_code: int, output: str, errors_written: str, limits: Limits) -
         return f"wrote more than {limits.output_kb} KiB"
     if exit_code == 0:
         return None
-    if exit_code == -signal.SIGXCPU or exit_code == -signal.SIGKILL:
+    if exit_code in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"used more than {limits.cpu_s} s of CPU time"
-    if exit_code < 0:
-        return f"died of {_signal_name(-exit_code)}"
+    if exit_code < 0:  # most signals for real-time use have no name
+        number = -exit_code
+        return f"died of {signal.Signals(number).name if number in set(signal.Signals) else f'signal {number}'}"
     return f"exit code {exit_code}: {_last_line(errors_written)}"
-
-
-def _signal_name(number: int) -> str:
-    """Most signals for real-time use have no name."""
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _last_line(text: str) -> str:

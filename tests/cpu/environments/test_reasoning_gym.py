@@ -17,7 +17,6 @@ from skyrl_async.config.load import from_overrides
 from skyrl_async.environments import reasoning_gym
 from skyrl_async.environments.reasoning_gym import make_prompts
 from skyrl_async.errors import ConfigError
-from skyrl_async.rewards import sandboxed_scores
 from skyrl_async.tasks.registry import make_environment
 from tests.cpu.config.test_config import policy_directory
 
@@ -119,8 +118,7 @@ def test_an_answer_that_would_take_for_ever_to_evaluate_scores_nothing_after_a_w
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = prompts_of("n_queens", num=1)[0][0]
-    limits = replace(sandboxed_scores.LIMITS, cpu_s=2)
-    monkeypatch.setattr(sandboxed_scores.sandboxed_score, "__kwdefaults__", {"limits": limits})
+    monkeypatch.setattr(reasoning_gym, "LIMITS", replace(reasoning_gym.LIMITS, cpu_s=2))
     monkeypatch.setattr(reasoning_gym, "_warned", set())
     environment = make_environment(prompt.env_class, dict(prompt.extras))
     assert environment.step("<answer>9**9**8</answer>")["reward"] == 0.0
@@ -157,7 +155,7 @@ def test_the_item_that_is_scored_is_the_one_that_was_asked(monkeypatch: pytest.M
 
 @needs_package
 def test_a_comparison_of_texts_takes_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(sandboxed_scores, "call_function")
+    monkeypatch.delattr(reasoning_gym, "call_function")
     assert reward_of("leg_counting", "no number") == 0.0
 
 

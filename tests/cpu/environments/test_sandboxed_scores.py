@@ -2,14 +2,18 @@
 
 import pytest
 
-from skyrl_async.rewards import confinement, sandboxed_scores
+from skyrl_async.environments import reasoning_gym
+from skyrl_async.rewards import confinement
 from skyrl_async.rewards.sandbox import Limits
-from skyrl_async.rewards.sandboxed_scores import ScoredDataset, sandboxed_score
 
 pytestmark = pytest.mark.skipif(not confinement.is_supported(), reason="needs Linux on x86_64 or aarch64")
 
-DATASET = ScoredDataset(module="reasoning_gym.games.chess", name="chess", config={}, seed=0, size=1)
-PATIENT = Limits(cpu_s=2, wall_s=120.0)
+ITEM = {"dataset": "chess", "config": {}, "seed": 0, "size": 1, "index": 0}
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reasoning_gym, "LIMITS", Limits(cpu_s=2, wall_s=120.0))
 
 
 @pytest.mark.parametrize(
@@ -27,12 +31,12 @@ PATIENT = Limits(cpu_s=2, wall_s=120.0)
 def test_only_a_number_from_0_to_1_is_a_score(
     body: str, score: float, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandboxed_scores, "_PROGRAM", f"def score(*arguments):\n    {body}")
-    found = sandboxed_score(DATASET, {"answer": (1, 2)}, "e4", limits=PATIENT)
+    monkeypatch.setattr(reasoning_gym, "_PROGRAM", f"def score(*arguments):\n    {body}")
+    found = reasoning_gym.sandboxed_score("reasoning_gym.games.chess", ITEM, {"answer": (1, 2)}, "e4")
     assert found[0] == score
     assert found[1] is None if reason is None else reason in str(found[1])
 
 
 def test_a_package_that_the_sandbox_cannot_read_is_named() -> None:
-    lost = ScoredDataset(module="no_such_package.chess", name="chess", config={}, seed=0, size=1)
-    assert sandboxed_score(lost, {}, "e4", limits=PATIENT) == (0.0, "exit code 1: no_such_package is not found here")
+    found = reasoning_gym.sandboxed_score("no_such_package.chess", ITEM, {}, "e4")
+    assert found == (0.0, "exit code 1: no_such_package is not found here")
