@@ -10,6 +10,7 @@ little slower.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import median
 
 from skyrl_async.metrics.step import StepFigures
@@ -27,6 +28,8 @@ _IN_SUMMARY = (
     *("wasted_tokens", "length_ratio", "training_seconds", "train_seconds", *_GENERATION_COUNTS),
 )
 """Totals that the summary shows under the same name."""
+_GENERATE_METRICS = ("failed_groups", "failed_samples", "retries", "filtered_groups")
+"""Totals that are metrics under the same name."""
 _COVERED_SHARE = 0.9
 _NUM_UIDS_KEPT = 200
 _NUM_UIDS_NAMED = 3
@@ -60,12 +63,10 @@ class BoundCost:
 
     def cheaper_bound(self) -> int | None:
         """The smallest bound that avoids 90 % of the waited seconds; None if nothing was waited for."""
-        waited, total = 0.0, self.seconds
-        for bound in sorted(int(key) for key in self.seconds_by_bound):
-            waited += self.seconds_by_bound[str(bound)]
-            if waited >= _COVERED_SHARE * total:
-                return bound
-        return None
+        bounds = sorted(self.seconds_by_bound, key=int)
+        waited = accumulate(self.seconds_by_bound[bound] for bound in bounds)
+        covered = _COVERED_SHARE * self.seconds
+        return next((int(bound) for bound, seconds in zip(bounds, waited, strict=True) if seconds >= covered), None)
 
     def sentence(self, max_staleness_steps: int, training_seconds: float) -> str:
         """Return the cost of the bound as a sentence."""
@@ -165,8 +166,8 @@ class RunTotals:
         self.all_masked_steps += figures.is_all_masked or figures.trains_nothing
         self.max_staleness_steps = figures.max_staleness_steps
         free_step_seconds = (self.training_seconds - self.staleness_wait_seconds) / self.steps
-        for wait in figures.waits:
-            needed = needed_bound(wait.staleness, wait.held_seconds, free_step_seconds)
+        for wait, held_seconds in zip(figures.waits, accumulate(w.seconds for w in figures.waits), strict=True):
+            needed = needed_bound(wait.staleness, held_seconds, free_step_seconds)
             self.bound_cost.add(wait.uid, seconds=wait.seconds, needed_bound=needed)
         self.idle_seconds += figures.seconds.get("wait_for_groups", 0.0)
         self.train_seconds += sum(figures.seconds.get(n, 0.0) for n in ("forward_backward", "optimizer_step"))
@@ -194,13 +195,9 @@ class RunTotals:
         """What is logged with every step, by metric name."""
         return {
             "async/length_ratio": self.length_ratio,
-            "async/wasted_tokens": float(self.wasted_tokens),
-            "async/requeued_groups": float(self.requeued_groups),
+            **{f"async/{name}": float(getattr(self, name)) for name in ("wasted_tokens", "requeued_groups")},
             "policy/all_masked_steps": float(self.all_masked_steps),
-            "generate/failed_groups": float(self.failed_groups),
-            "generate/failed_samples": float(self.failed_samples),
-            "generate/retries": float(self.retries),
-            "generate/filtered_groups": float(self.filtered_groups),
+            **{f"generate/{name}": float(getattr(self, name)) for name in _GENERATE_METRICS},
             **{f"generate/{name}": float(num) for name, num in self.filtered_by.items()},
         }
 
@@ -219,7 +216,6 @@ class RunTotals:
         }
 
     def _bound_in_words(self) -> str:
-
         cost = self.bound_cost.sentence(self.max_staleness_steps, self.training_seconds)
         if self.groups_over_bound:
             share = self.groups_over_bound / self.trained_groups

@@ -26,8 +26,6 @@ class BoundWait:
     seconds: float
     staleness: int
     """Staleness at which that group was trained."""
-    held_seconds: float
-    """Seconds waited for the bound in the step so far, this wait included."""
 
 
 @dataclass(slots=True)
@@ -42,10 +40,8 @@ class StepFigures:
     seconds: dict[str, float] = field(default_factory=dict)
     began_at: float = 0.0
     """When the step began, seconds of the event loop: at the end of the step before, plus the time of checkpoints."""
-    staleness_wait_seconds: float = 0.0
-    """Seconds waited, although a group was there, for older groups that would pass the bound."""
     waits: list[BoundWait] = field(default_factory=list)
-    """The waits that make up ``staleness_wait_seconds``."""
+    """Waits, although a group was there, for older groups that would pass the bound."""
     num_masked_tokens: int = 0
     """Sampled tokens masked from the loss because of their staleness."""
     denominator: float = 0.0
@@ -53,14 +49,8 @@ class StepFigures:
 
     def add_wait(self, group: Group, seconds: float) -> None:
         """Count a wait: the trainer was held back from other groups until it could take this one."""
-        self.staleness_wait_seconds += seconds
-        wait = BoundWait(
-            uid=group.uid,
-            seconds=seconds,
-            staleness=self.trained_version - group.scheduled_version,
-            held_seconds=self.staleness_wait_seconds,
-        )
-        self.waits.append(wait)
+        staleness = self.trained_version - group.scheduled_version
+        self.waits.append(BoundWait(uid=group.uid, seconds=seconds, staleness=staleness))
 
     def add_group(
         self, group: Group, policy_figures: dict[str, float], num_masked_tokens: int = 0, denominator: float = 0.0
@@ -78,6 +68,11 @@ class StepFigures:
     def add_seconds(self, name: str, seconds: float) -> None:
         """Add to the time spent in one part of the step."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    @property
+    def staleness_wait_seconds(self) -> float:
+        """Seconds of all waits that the staleness bound caused."""
+        return sum(wait.seconds for wait in self.waits)
 
     @property
     def staleness(self) -> list[int]:

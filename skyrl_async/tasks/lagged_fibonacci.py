@@ -27,11 +27,11 @@ _NUMBER = re.compile(r"\s*(-?\d+)")
 def extend(seed_digits: str) -> str | None:
     """Return the digits appended to ``seed_digits``, the closing 0 included, or None past ``MAX_STEPS``."""
     digits = [int(d) for d in seed_digits]
-    for num_steps in range(1, MAX_STEPS + 1):
+    while digits[-1] != 0:
+        if len(digits) == len(seed_digits) + MAX_STEPS:
+            return None
         digits.append((digits[-1] + digits[-NUM_SEED_DIGITS]) % 10)
-        if digits[-1] == 0:
-            return "".join(str(d) for d in digits[-num_steps:])
-    return None
+    return "".join(map(str, digits[len(seed_digits) :]))
 
 
 @cache
@@ -78,18 +78,29 @@ def score(answer: str, ground_truth: str) -> float:
     return float(number is not None and number.group(1) == ground_truth)
 
 
-class LaggedFibonacciEnv(BaseTextEnv):
+class DigitEnv(BaseTextEnv):
     """One turn; the reward is 1.0 for the right digit. Needs ``extras["reward_spec"]["ground_truth"]``."""
+
+    name: str
 
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.ground_truth = str(ground_truth_of(extras, f"the right digit in environment {NAME}"))
-        self.num_steps_shown = 0
+        self.ground_truth = str(ground_truth_of(extras, f"the right digit in environment {self.name}"))
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
-        self.num_steps_shown = action.count("=")
         return ended(score(action, self.ground_truth))
+
+
+class LaggedFibonacciEnv(DigitEnv):
+    """A question for a digit, which also counts the steps that the answer shows."""
+
+    name = NAME
+    num_steps_shown = 0
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.num_steps_shown = action.count("=")
+        return super().step(action)
 
     def get_metrics(self) -> dict[str, Any]:
         return {"steps_shown": float(self.num_steps_shown)}

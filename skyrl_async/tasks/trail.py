@@ -11,10 +11,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
-
-from skyrl_async.environments.answers import ended, ground_truth_of
-from skyrl_async.tasks.lagged_fibonacci import score, terse_answer
+from skyrl_async.tasks.lagged_fibonacci import DigitEnv, terse_answer
 from skyrl_async.tasks.registry import distinct_prompts
 from skyrl_async.types import Message, Prompt
 
@@ -37,16 +34,10 @@ LOOK_TOOL: dict[str, Any] = {
 }
 
 
-class TrailEnv(BaseTextEnv):
-    """One turn, the last text; the reward is 1.0 for the right digit. Needs ``extras["reward_spec"]["ground_truth"]``."""
+class TrailEnv(DigitEnv):
+    """The last text must name the digit."""
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
-        super().__init__()
-        self.ground_truth = str(ground_truth_of(extras, f"the right digit in environment {NAME}"))
-
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        self.turns += 1
-        return ended(score(action, self.ground_truth))
+    name = NAME
 
 
 class TrailTask:

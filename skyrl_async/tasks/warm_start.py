@@ -126,29 +126,30 @@ class _Learner:
         self._adamw.step()
         self.model.zero_grad()
 
-    @torch.inference_mode()
     def mean_chance(self, batches: Sequence[Sequence[Row]]) -> float:
         """Return the mean probability that sampling at temperature 1 gives all learned tokens of a conversation."""
-        chances: list[torch.Tensor] = []
-        for rows in batches:
-            logits, targets = self._predict(rows)
-            logprobs = -functional.cross_entropy(logits, targets, reduction="none")
-            chances += [of_row.sum().exp() for of_row in logprobs.split([sum(mask[1:]) for _, mask in rows])]
-        return torch.stack(chances).mean().item()
+        return self._mean(
+            batches, lambda logits, targets: (-functional.cross_entropy(logits, targets, reduction="sum")).exp()
+        )
 
-    @torch.inference_mode()
     def greedy_accuracy(self, batches: Sequence[Sequence[Row]]) -> float:
         """Return the share of conversations that greedy decoding repeats word for word.
 
         One forward is enough: greedy decoding repeats a conversation if every token is the likeliest one after those before it.
         """
-        num_right = num_rows = 0
+        return self._mean(batches, lambda logits, targets: (logits.argmax(dim=-1) == targets).all())
+
+    @torch.inference_mode()
+    def _mean(
+        self, batches: Sequence[Sequence[Row]], score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> float:
+        """Return the mean over conversations of ``score``, a scalar of their logits (T, V) and targets (T,)."""
+        scores: list[float] = []
         for rows in batches:
-            logits, targets = self._predict(rows)
-            is_right = (logits.argmax(dim=-1) == targets).split([sum(mask[1:]) for _, mask in rows])
-            num_right += sum(int(of_row.all()) for of_row in is_right)
-            num_rows += len(rows)
-        return num_right / num_rows
+            sizes = [sum(mask[1:]) for _, mask in rows]
+            logits, targets = (predicted.split(sizes) for predicted in self._predict(rows))
+            scores += [float(score(*pair)) for pair in zip(logits, targets, strict=True)]
+        return sum(scores) / len(scores)
 
     def _predict(self, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits (T, V) and targets (T,) of the learned tokens, row after row.
