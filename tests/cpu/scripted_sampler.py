@@ -1,14 +1,19 @@
 """An endpoint whose sampler says what a test wrote down, for tests of the surfaces: a real uvicorn, a template with tools."""
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+from pydantic import BaseModel
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
+from skyrl_async.endpoint.parsing.answers import ToolCall
+from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock
+from skyrl_async.endpoint.requests.request_handler import Call
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.types import Completion, CompletionDelta, FinishReason, SamplingParams
@@ -109,6 +114,47 @@ def _delta(block: str, index: int, sampling: SamplingParams, room: int, *, is_la
         finish_reason=finish,
         top_logprobs=tuple(((i, logprob),) for i in ids) if sampling.num_top_logprobs else (),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedAnswer:
+    """A planned request whose answer is given; its stream has one character per block."""
+
+    reasoning: str = ""
+    text: str = ""
+    tool_calls: Sequence[ToolCall] = ()
+    prompt_token_ids: tuple[int, ...] = (5,)
+
+    async def answer(self, index: int = 0) -> Answer:
+        return Answer(
+            content=self.text,
+            reasoning=self.reasoning or None,
+            tool_calls=tuple(self.tool_calls),
+            completion=Completion(
+                prompt_token_ids=(5,), token_ids=(), logprobs=(), versions=(), text="", finish_reason=FinishReason.STOP
+            ),
+            finish_reason="stop",
+            stop_reason=None,
+        )
+
+    async def stream(self, index: int = 0) -> AsyncIterator[AnswerBlock]:
+        delta = CompletionDelta(token_ids=(), logprobs=(), versions=(), text="", finish_reason=None)
+        for piece in self.reasoning:
+            yield AnswerBlock(content="", reasoning=piece, tool_calls=(), delta=delta, answer=None)
+        for piece in self.text:
+            yield AnswerBlock(content=piece, reasoning="", tool_calls=(), delta=delta, answer=None)
+        answer = await self.answer()
+        yield AnswerBlock(content="", reasoning="", tool_calls=answer.tool_calls, delta=delta, answer=answer)
+
+
+async def reply_and_events(
+    call_type: Callable[..., Call], body: BaseModel, answer: PlannedAnswer
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a surface makes of an answer: the whole reply, and the events of its stream."""
+    serving: Any = SimpleNamespace(renderer=RENDERER, model_name="policy")
+    events: list[Any] = []
+    await call_type([answer], body, serving).stream(events.append)
+    return await call_type([answer], body, serving).reply(), events
 
 
 @contextlib.asynccontextmanager

@@ -6,15 +6,12 @@ finishes it: ``finish_reason`` is never ``abort``. Does not know engines or sess
 
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
 from typing import Any, Literal
 from uuid import uuid4
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import BaseModel, Field, field_validator, model_validator
-from starlette.responses import Response
 
-from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.requests.fields import ignored_note, tool_name
 from skyrl_async.endpoint.requests.generation import (
     Answer,
@@ -23,12 +20,7 @@ from skyrl_async.endpoint.requests.generation import (
     Planned,
     chat_tool_call,
 )
-from skyrl_async.endpoint.requests.guard import ParsedRoute
-from skyrl_async.endpoint.requests.long_work import LONG_TEXT, in_thread_if
-from skyrl_async.endpoint.requests.planner import Planner
 from skyrl_async.endpoint.requests.request_handler import Serving
-from skyrl_async.endpoint.requests.response_parts import chat_logprobs, extra_fields, provenance, usage
-from skyrl_async.endpoint.requests.shared_request import Emit
 from skyrl_async.endpoint.routes.schema import (
     Checked,
     ResponseFormat,
@@ -36,7 +28,14 @@ from skyrl_async.endpoint.routes.schema import (
     ToolDefinition,
     functions_of,
 )
-from skyrl_async.runtime.tasks import run_together
+from skyrl_async.endpoint.routes.surface import (
+    ChoicesCall,
+    Written,
+    chat_logprobs,
+    extra_fields,
+    provenance,
+    sampling_router,
+)
 from skyrl_async.types import Completion, CompletionDelta
 
 
@@ -56,10 +55,10 @@ class ChatCompletionRequest(SamplingFields):
 
     messages: Checked[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    logprobs: bool | None = False
-    top_logprobs: int | None = Field(default=0, ge=0, le=20)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=20)
     tools: Checked[ToolDefinition] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice = "auto"
     response_format: ResponseFormat | None = None
     prefix_token_ids: Checked[int] | None = Field(default=None, min_length=1)
     """Exact ids (prompt and completion) of the conversation up to and including the last assistant message: only what
@@ -92,110 +91,45 @@ class ChatCompletionRequest(SamplingFields):
     @property
     def chosen_tool(self) -> str:
         """``auto``, ``none``, ``required`` or a function's name."""
-        if isinstance(self.tool_choice, NamedToolChoice):
-            return self.tool_choice.function.name
-        return self.tool_choice or "auto"
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedToolChoice) else self.tool_choice
 
-    def to_generation(self, session_label: str | None) -> GenerationRequest:
-        """The request without its wire format."""
-        return GenerationRequest(
+    def to_generation(self, session_header: str | None) -> tuple[GenerationRequest, ...]:
+        num_top_logprobs = self.top_logprobs if self.logprobs else 0
+        structured = self.response_format.structured if self.response_format else None
+        max_tokens = self.max_completion_tokens or self.max_tokens
+        request = self.generation(
+            session_header,
+            self.sampling(max_tokens, structured, num_top_logprobs, shows_logprobs=self.logprobs),
             messages=tuple(self.messages),
             prompt_token_ids=None if self.prefix_token_ids is None else tuple(self.prefix_token_ids),
             tools=functions_of(self.tools) or None,
             tool_choice=self.chosen_tool,
-            sampling=self.sampling(
-                self.max_completion_tokens or self.max_tokens,
-                self.response_format.structured if self.response_format else None,
-                (self.top_logprobs or 0) if self.logprobs else 0,
-                shows_logprobs=bool(self.logprobs),
-            ),
             max_total_tokens=self.max_total_tokens,
-            bad_words=tuple(self.bad_words or ()),
-            session_label=self.label(session_label),
-            priority=self.priority or 0,
         )
+        return (request,)
 
 
 def make_router(serving: Serving) -> APIRouter:
     """The route of chat completions."""
-    router = APIRouter(route_class=ParsedRoute)
-
-    @router.post("/v1/chat/completions")
-    async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
-        serving.require_model(body.model)
-        asked = body.to_generation(request.headers.get("x-session-id"))
-
-        async def call(planner: Planner) -> ChatCall:
-            return ChatCall(await planner.plan(asked), body, serving.renderer, serving.model_name)
-
-        return await serving.handle(request, call, is_stream=bool(body.stream))
-
-    return router
+    return sampling_router(serving, "/v1/chat/completions", ChatCompletionRequest, ChatCall)
 
 
-class ChatCall:
+class ChatCall(ChoicesCall[ChatCompletionRequest]):
     """One request in OpenAI's chat format."""
 
-    def __init__(self, planned: Planned, body: ChatCompletionRequest, renderer: ChatRenderer, model_name: str) -> None:
-        self._planned = planned
-        self._body = body
-        self._renderer = renderer
-        self._common = {"id": f"chatcmpl-{uuid4().hex}", "created": int(time.time()), "model": model_name}
-
-    async def reply(self) -> dict[str, Any]:
-        """The whole answer: ``n`` independent generations."""
-        answers = await run_together(
-            {f"{self._common['id']}-{i}": self._planned.answer(i) for i in range(self._body.num_choices)}
+    def __init__(self, planned: Sequence[Planned], body: ChatCompletionRequest, serving: Serving) -> None:
+        common = {"id": f"chatcmpl-{uuid4().hex}", "created": int(time.time()), "model": serving.model_name}
+        super().__init__(
+            planned,
+            body,
+            serving,
+            head=common | {"object": "chat.completion"},
+            chunk_head=common | {"object": "chat.completion.chunk"},
+            num_top_logprobs=body.top_logprobs,
         )
-        num_tokens = sum(len(answer.completion.token_ids) for answer in answers)
-        choices = await in_thread_if(
-            lambda: [self._choice(i, answer) for i, answer in enumerate(answers)],
-            is_long=num_tokens * (1 + (self._body.top_logprobs or 0)) > LONG_TEXT,
-        )
-        reply = self._common | {
-            "object": "chat.completion",
-            "choices": choices,
-            "usage": self._usage([answer.completion for answer in answers]),
-        }
-        return reply | self._extras()
+        self.extra = extra_fields(planned[0].prompt_token_ids, body.ignored_tools, has_ids=body.return_token_ids)
 
-    async def stream(self, emit: Emit) -> None:
-        """The answer in chunks; those of ``n`` choices are interleaved."""
-        completions = await run_together(
-            {f"{self._common['id']}-{i}": self._stream_choice(i, emit) for i in range(self._body.num_choices)}
-        )
-        if self._body.includes_usage:
-            emit(self._chunk([]) | {"usage": self._usage(completions)})
-
-    def _usage(self, choices: Sequence[Completion]) -> dict[str, Any]:
-        """Reports the prompt tokens that were cached for the first choice."""
-        num_tokens = sum(len(choice.token_ids) for choice in choices)
-        return usage(len(self._planned.prompt_token_ids), num_tokens, choices[0].num_cached_tokens)
-
-    async def _stream_choice(self, index: int, emit: Emit) -> Completion:
-        """Emit one choice's chunks, and return its completion."""
-        num_calls = 0
-        is_begun = False
-        async with aclosing(self._planned.stream(index)) as blocks:
-            async for block in blocks:
-                if not is_begun:  # not earlier: until the first event a failure has a status of its own
-                    emit(self._chunk([_role_choice(index)]) | self._extras())
-                    is_begun = True
-                emit(self._chunk([self._chunk_choice(index, block, num_calls)]))
-                num_calls += len(block.tool_calls)
-        assert block.answer is not None, "a stream ends with its answer"
-        return block.answer.completion
-
-    def _chunk_choice(self, index: int, block: AnswerBlock, num_calls_before: int) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "delta": _delta(block, num_calls_before),
-            "logprobs": self._logprobs(block.delta),
-            "finish_reason": block.finish_reason,
-        }
-        return choice | self._provenance(block.delta)
-
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+    def choice(self, index: int, plan: Planned, answer: Answer) -> dict[str, Any]:
         choice = {
             "index": index,
             "message": _message(answer),
@@ -208,25 +142,27 @@ class ChatCall:
             choice["num_aborts"] = answer.completion.num_aborts
         return choice | self._provenance(answer.completion)
 
+    def chunks(self, index: int, plan: Planned, block: AnswerBlock, written: Written) -> list[dict[str, Any]]:
+        choice = {
+            "index": index,
+            "delta": _delta(block, written.num_calls),
+            "logprobs": self._logprobs(block.delta),
+            "finish_reason": block.finish_reason,
+        }
+        chunk = self.chunk(choice | self._provenance(block.delta))
+        if written.num_blocks:
+            return [chunk]
+        begun = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        # Not before there is a block: until the first event a failure has a status of its own.
+        return [self.chunk(begun) | self.extra, chunk]
+
     def _provenance(self, block: Completion | CompletionDelta) -> dict[str, Any]:
         return provenance(block) if self._body.return_token_ids else {}
-
-    def _extras(self) -> dict[str, Any]:
-        has_ids = bool(self._body.return_token_ids)
-        return extra_fields(self._planned.prompt_token_ids, self._body.ignored_tools, has_ids=has_ids)
 
     def _logprobs(self, block: Completion | CompletionDelta) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(block, self._renderer, as_ids=bool(self._body.return_tokens_as_token_ids))
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = self._common | {"object": "chat.completion.chunk", "choices": choices}
-        return chunk | {"usage": None} if self._body.includes_usage else chunk
-
-
-def _role_choice(index: int) -> dict[str, Any]:
-    return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return chat_logprobs(block, self._renderer, as_ids=self._body.return_tokens_as_token_ids)
 
 
 def _message(answer: Answer) -> dict[str, Any]:

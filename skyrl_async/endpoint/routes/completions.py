@@ -5,26 +5,27 @@ In a session each one is a turn without parent. Does not know engines or session
 
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field, model_validator
-from starlette.responses import Response
 
-from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.fields import refused
-from skyrl_async.endpoint.requests.generation import Answer, GenerationRequest, Planned
-from skyrl_async.endpoint.requests.guard import ParsedRoute
-from skyrl_async.endpoint.requests.long_work import LONG_TEXT, in_thread_if
+from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, GenerationRequest, Planned
 from skyrl_async.endpoint.requests.planner import Planner
 from skyrl_async.endpoint.requests.request_handler import Serving
-from skyrl_async.endpoint.requests.response_parts import completion_logprobs, provenance, usage
-from skyrl_async.endpoint.requests.shared_request import Emit
 from skyrl_async.endpoint.routes.schema import Checked, Label, ResponseFormat, SamplingFields
-from skyrl_async.runtime.tasks import run_together
+from skyrl_async.endpoint.routes.surface import (
+    ChoicesCall,
+    Requests,
+    Written,
+    completion_logprobs,
+    provenance,
+    sampling_router,
+)
 from skyrl_async.types import Completion, CompletionDelta
 
 _MAX_CHOICES = 1024
@@ -38,7 +39,7 @@ class CompletionRequest(SamplingFields):
     """One label for all prompts, or one for each."""
     max_tokens: int | None = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    echo: bool | None = False
+    echo: bool = False
     suffix: str | None = None
     response_format: ResponseFormat | None = None
 
@@ -58,127 +59,56 @@ class CompletionRequest(SamplingFields):
         prompts: list[str] | list[list[int]] = [prompt] if is_one else prompt
         return prompts
 
-    def labels(self, header: str | None) -> list[str | None]:
-        """The session label of each prompt. ``ApiError`` unless there is one label, or as many as prompts."""
-        num_prompts = len(self.prompts)
-        if not isinstance(self.session_id, list):
-            return [self.label(header)] * num_prompts
-        if len(self.session_id) != num_prompts:
-            message = f"must be one label, or one for each of {num_prompts} prompts, got {len(self.session_id)}"
-            raise refused("session_id", message)
-        return [str(label) for label in self.session_id]
-
-    def to_generation(self, prompt_token_ids: tuple[int, ...], session_label: str | None) -> GenerationRequest:
-        """One prompt's request without its wire format."""
+    def to_generation(self, session_header: str | None) -> list[GenerationRequest]:
+        prompts = self.prompts
+        if len(prompts) * self.n > _MAX_CHOICES:
+            raise _refused(f"prompts times n must be <= {_MAX_CHOICES}, got {len(prompts)} * {self.n}")
         structured = self.response_format.structured if self.response_format else None
-        return GenerationRequest(
-            prompt_token_ids=prompt_token_ids,
-            sampling=self.sampling(
-                self.max_tokens, structured, self.logprobs or 0, shows_logprobs=self.logprobs is not None
-            ),
-            bad_words=tuple(self.bad_words or ()),
-            session_label=session_label,
-            priority=self.priority or 0,
-        )
+        has_logprobs = self.logprobs is not None
+        sampling = self.sampling(self.max_tokens, structured, self.logprobs or 0, shows_logprobs=has_logprobs)
+        request = self.generation(session_header, sampling)
+        labels: Sequence[str | None] = [request.session_label] * len(prompts)
+        if isinstance(self.session_id, list):
+            labels = [str(label) for label in self.session_id]
+        if len(labels) != len(prompts):
+            message = f"must be one label, or one for each of {len(prompts)} prompts, got {len(labels)}"
+            raise refused("session_id", message)
+        ids = [None if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
+        return [replace(request, prompt_token_ids=i, session_label=s) for i, s in zip(ids, labels, strict=True)]
 
 
 def make_router(serving: Serving) -> APIRouter:
     """The route of text completions."""
-    router = APIRouter(route_class=ParsedRoute)
-
-    @router.post("/v1/completions")
-    async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        serving.require_model(body.model)
-        label = request.headers.get("x-session-id")
-
-        async def call(planner: Planner) -> CompletionCall:
-            return CompletionCall(await _plan(planner, body, label), body, serving.renderer, serving.model_name)
-
-        return await serving.handle(request, call, is_stream=bool(body.stream))
-
-    return router
+    return sampling_router(serving, "/v1/completions", CompletionRequest, CompletionCall, encode=_encoded)
 
 
-async def _plan(planner: Planner, body: CompletionRequest, label: str | None) -> list[Planned]:
-    """One plan per prompt."""
-    prompts = body.prompts
-    if len(prompts) * body.num_choices > _MAX_CHOICES:
-        raise _refused(f"prompts times n must be <= {_MAX_CHOICES}, got {len(prompts)} * {body.num_choices}")
-    encoded = iter(await planner.encode([prompt for prompt in prompts if isinstance(prompt, str)]))
-    ids = [next(encoded) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
+async def _encoded(planner: Planner, body: CompletionRequest, requests: Requests) -> Requests:
+    """The requests with the token ids of prompts that are text."""
+    texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+    encoded = iter(await planner.encode(texts))
+    ids = [next(encoded) if one.prompt_token_ids is None else one.prompt_token_ids for one in requests]
     if not ids or not all(ids):
         raise _refused("prompt must hold at least one token, got none")
-    labels = zip(ids, body.labels(label), strict=True)
-    return [await planner.plan(body.to_generation(prompt, one)) for prompt, one in labels]
+    return [replace(one, prompt_token_ids=prompt) for one, prompt in zip(requests, ids, strict=True)]
 
 
 def _refused(message: str) -> ApiError:
     return ApiError(400, message, code="invalid_value", param="prompt")
 
 
-class CompletionCall:
-    """One request in OpenAI's completions format: ``n`` choices of each prompt, in the order of prompts."""
+class CompletionCall(ChoicesCall[CompletionRequest]):
+    """One request in OpenAI's completions format."""
 
-    def __init__(
-        self, planned: list[Planned], body: CompletionRequest, renderer: ChatRenderer, model_name: str
-    ) -> None:
-        self._choices = [(plan, i) for plan in planned for i in range(body.num_choices)]
-        self._num_prompt_tokens = sum(len(plan.prompt_token_ids) for plan in planned)
-        self._body = body
-        self._renderer = renderer
-        self._common = {
+    def __init__(self, planned: Sequence[Planned], body: CompletionRequest, serving: Serving) -> None:
+        head = {
             "id": f"cmpl-{uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": model_name,
+            "model": serving.model_name,
         }
+        super().__init__(planned, body, serving, head=head, chunk_head=head, num_top_logprobs=body.logprobs or 0)
 
-    async def reply(self) -> dict[str, Any]:
-        """The whole answer."""
-        answers = await run_together(
-            {f"{self._common['id']}-{index}": plan.answer(i) for index, (plan, i) in enumerate(self._choices)}
-        )
-        num_tokens = sum(len(answer.completion.token_ids) for answer in answers)
-        choices = await in_thread_if(
-            lambda: [self._choice(index, answer) for index, answer in enumerate(answers)],
-            is_long=num_tokens * (1 + (self._body.logprobs or 0)) > LONG_TEXT,
-        )
-        return self._common | {"choices": choices, "usage": self._usage([answer.completion for answer in answers])}
-
-    async def stream(self, emit: Emit) -> None:
-        """The answer in chunks; those of all choices are interleaved."""
-        completions = await run_together(
-            {f"{self._common['id']}-{i}": self._stream_choice(i, emit) for i in range(len(self._choices))}
-        )
-        if self._body.includes_usage:
-            emit(self._chunk([]) | {"usage": self._usage(completions)})
-
-    def _usage(self, choices: Sequence[Completion]) -> dict[str, Any]:
-        """Reports the prompt tokens that were cached for the first choice of each prompt."""
-        num_cached = sum(choice.num_cached_tokens for choice in choices[:: self._body.num_choices])
-        return usage(self._num_prompt_tokens, sum(len(choice.token_ids) for choice in choices), num_cached)
-
-    async def _stream_choice(self, index: int, emit: Emit) -> Completion:
-        """Emit one choice's chunks, and return its completion."""
-        plan, choice_of_prompt = self._choices[index]
-        echo, num_characters = self._echo(plan), 0
-        async with aclosing(plan.stream(choice_of_prompt)) as blocks:
-            async for block in blocks:
-                delta = block.delta
-                choice = {
-                    "index": index,
-                    "text": echo + block.content,
-                    "logprobs": self._logprobs(delta, num_characters),
-                    "finish_reason": block.finish_reason,
-                }
-                num_characters += len(block.content)
-                echo = ""
-                emit(self._chunk([choice | self._provenance(plan, delta)]))
-        assert block.answer is not None, "a stream ends with its answer"
-        return block.answer.completion
-
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        plan, _ = self._choices[index]
+    def choice(self, index: int, plan: Planned, answer: Answer) -> dict[str, Any]:
         choice = {
             "index": index,
             "text": self._echo(plan) + (answer.content or ""),
@@ -187,6 +117,15 @@ class CompletionCall:
             "stop_reason": answer.stop_reason,
         }
         return choice | self._provenance(plan, answer.completion)
+
+    def chunks(self, index: int, plan: Planned, block: AnswerBlock, written: Written) -> list[dict[str, Any]]:
+        choice = {
+            "index": index,
+            "text": ("" if written.num_blocks else self._echo(plan)) + block.content,
+            "logprobs": self._logprobs(block.delta, written.num_characters),
+            "finish_reason": block.finish_reason,
+        }
+        return [self.chunk(choice | self._provenance(plan, block.delta))]
 
     def _echo(self, plan: Planned) -> str:
         return self._renderer.decode(plan.prompt_token_ids) if self._body.echo else ""
@@ -199,8 +138,4 @@ class CompletionCall:
     def _logprobs(self, block: Completion | CompletionDelta, offset: int) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
-        return completion_logprobs(block, self._renderer, offset, as_ids=bool(self._body.return_tokens_as_token_ids))
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = self._common | {"choices": choices}
-        return chunk | {"usage": None} if self._body.includes_usage else chunk
+        return completion_logprobs(block, self._renderer, offset, as_ids=self._body.return_tokens_as_token_ids)

@@ -183,7 +183,7 @@ class MessagesRequest(Conversation, SamplingFields):
     the content; a stream has the first in ``message_start.message`` and the others in ``message_delta``.
     """
 
-    stop: Checked[StopString] | None = Field(default=None, validation_alias="stop_sequences")
+    stop: Checked[StopString] = Field(default=[], validation_alias="stop_sequences")
     tool_choice: dict[str, Any] | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -193,18 +193,16 @@ class MessagesRequest(Conversation, SamplingFields):
         """Whether reasoning is part of the content."""
         return self.thinking is None or self.thinking.type != "disabled"
 
-    def to_generation(self, session_label: str | None) -> GenerationRequest:
-        """The request without its wire format; ``ApiError`` names what is not served."""
+    def to_generation(self, session_header: str | None) -> tuple[GenerationRequest, ...]:
         tools = self.chat_tools()
-        return GenerationRequest(
+        request = self.generation(
+            session_header,
             messages=self.chat_messages(),
             tools=tools or None,
             tool_choice=checked_choice(self._choice(), tools, self.ignored_tools),
             sampling=self.sampling(self.max_tokens, self._format(), 0),
-            bad_words=tuple(self.bad_words or ()),
-            session_label=self.label(session_label),
-            priority=self.priority or 0,
         )
+        return (request,)
 
     def _choice(self) -> str:
         match self.tool_choice:

@@ -5,269 +5,153 @@ code whole and streamed. Does not know how prompts are made or tokens sampled.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
-from uuid import uuid4
 
-from fastapi import APIRouter, Request
-from starlette.responses import Response
+from fastapi import APIRouter
 
-from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.parsing.answers import ToolCall
 from skyrl_async.endpoint.requests.fields import ignored_metadata
-from skyrl_async.endpoint.requests.generation import Planned
-from skyrl_async.endpoint.requests.guard import ParsedRoute
-from skyrl_async.endpoint.requests.long_work import LONG_TEXT, in_thread_if
-from skyrl_async.endpoint.requests.planner import Planner
+from skyrl_async.endpoint.requests.generation import Answer, Planned
 from skyrl_async.endpoint.requests.request_handler import Serving
-from skyrl_async.endpoint.requests.response_parts import chat_logprobs, provenance
-from skyrl_async.endpoint.requests.shared_request import Emit
 from skyrl_async.endpoint.requests.streaming import EventStyle
 from skyrl_async.endpoint.routes.responses_schema import ResponsesRequest, item_id
-from skyrl_async.types import Completion, CompletionDelta, FinishReason
+from skyrl_async.endpoint.routes.surface import ItemsCall, chat_logprobs, provenance, sampling_router
+from skyrl_async.types import Completion, CompletionDelta
 
 
 def make_router(serving: Serving) -> APIRouter:
     """The route of OpenAI's Responses API."""
-    router = APIRouter(route_class=ParsedRoute)
-
-    @router.post("/v1/responses")
-    async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        serving.require_model(body.model)
-        asked = body.to_generation(request.headers.get("x-session-id"))
-
-        async def call(planner: Planner) -> ResponsesCall:
-            return ResponsesCall(await planner.plan(asked), body, serving.renderer, serving.model_name)
-
-        return await serving.handle(request, call, is_stream=bool(body.stream), style=EventStyle.named)
-
-    return router
+    return sampling_router(serving, "/v1/responses", ResponsesRequest, ResponsesCall, style=EventStyle.named)
 
 
-class ResponsesCall:
+class ResponsesCall(ItemsCall[ResponsesRequest]):
     """One request in the format of the Responses API."""
 
-    def __init__(self, planned: Planned, body: ResponsesRequest, renderer: ChatRenderer, model_name: str) -> None:
-        self._planned = planned
-        self._body = body
-        self._renderer = renderer
-        self._model_name = model_name
+    kinds = ("reasoning", "message")
 
-    async def reply(self) -> dict[str, Any]:
-        """The whole response."""
-        answer = await self._planned.answer()
-        writer = self._writer(lambda _: None)
-        num_logprobs = len(answer.completion.token_ids) * (1 + (self._body.top_logprobs or 0))
-        logprobs = await in_thread_if(lambda: self._logprobs(answer.completion), is_long=num_logprobs > LONG_TEXT)
-        writer.write(reasoning=answer.reasoning, text=answer.content, tool_calls=answer.tool_calls, logprobs=logprobs)
-        return self._finish(writer, answer.completion)
-
-    async def stream(self, emit: Emit) -> None:
-        """The response in events."""
-        writer = self._writer(emit)
-        writer.begin()
-        async with aclosing(self._planned.stream()) as blocks:
-            async for block in blocks:
-                writer.write(
-                    reasoning=block.reasoning,
-                    text=block.content,
-                    tool_calls=block.tool_calls,
-                    logprobs=self._logprobs(block.delta),
-                )
-        assert block.answer is not None, "a stream ends with its answer"
-        self._finish(writer, block.answer.completion)
-
-    def _finish(self, writer: "ResponseWriter", completion: Completion) -> dict[str, Any]:
-        num_prompt, num_sampled = len(completion.prompt_token_ids), len(completion.token_ids)
-        usage = {
-            "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": completion.num_cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": num_sampled,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": num_prompt + num_sampled,
-        }
-        origin = {"prompt_token_ids": completion.prompt_token_ids, **provenance(completion)}
-        return writer.finish(
-            is_cut=completion.finish_reason is FinishReason.LENGTH,
-            usage=usage,
-            provenance=origin if self._body.return_token_ids else {},
-        )
-
-    def _writer(self, emit: Emit) -> "ResponseWriter":
-        body = self._body
-        fields = {
+    def __init__(self, planned: Sequence[Planned], body: ResponsesRequest, serving: Serving) -> None:
+        super().__init__(planned, body, serving)
+        self._num_events = 0
+        self._new_logprobs: list[Mapping[str, Any]] = []
+        """Those of tokens since the last piece of a message: reasoning's wait for the message."""
+        self._message_logprobs: list[Mapping[str, Any]] = []
+        self._fields = {
             "created_at": int(time.time()),
             "completed_at": None,
-            "model": self._model_name,
+            "model": serving.model_name,
             "instructions": body.instructions,
-            "metadata": (body.metadata or {}) | ignored_metadata(body.ignored_tools),
-            "tools": body.tools or [],
-            "tool_choice": body.tool_choice or "auto",
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+            "metadata": body.metadata | ignored_metadata(body.ignored_tools),
+            "tools": body.tools,
+            "tool_choice": body.tool_choice,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "text": {"format": body.text_format},
             "reasoning": body.reasoning or {"effort": None, "summary": None},
             "max_output_tokens": body.max_output_tokens,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "top_p": body.top_p or 1.0,
-            "top_logprobs": body.top_logprobs or 0,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_logprobs": body.top_logprobs,
             "previous_response_id": None,
             "background": False,
             "store": False,
             "truncation": "disabled",
         }
-        return ResponseWriter(uuid4().hex, fields, emit)
-
-    def _logprobs(self, block: Completion | CompletionDelta) -> list[dict[str, Any]]:
-        """One entry per token, if asked for."""
-        if not self._body.has_logprobs:
-            return []
-        as_ids = bool(self._body.return_tokens_as_token_ids)
-        entries: list[dict[str, Any]] = chat_logprobs(block, self._renderer, as_ids=as_ids)["content"]
-        return entries
-
-
-Logprobs = Sequence[Mapping[str, Any]]
-"""One entry per token, in OpenAI's form."""
-
-
-@dataclass(slots=True)
-class _TextItem:
-    """A message or reasoning while it is written."""
-
-    id: str
-    is_message: bool
-    pieces: list[str] = field(default_factory=list)
-    logprobs: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
-    def events(self) -> str:
-        """The name of its text in event types."""
-        return "output_text" if self.is_message else "reasoning_text"
+    def num_top_logprobs(self) -> int:
+        return self._body.top_logprobs
 
-    def part(self) -> dict[str, Any]:
-        """Its one content part, with the text so far."""
-        text = "".join(self.pieces)
-        if not self.is_message:
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self.logprobs)}
-
-    def item(self, status: str) -> dict[str, Any]:
-        """The item as it stands."""
-        content = [] if status == "in_progress" else [self.part()]
-        if self.is_message:
-            return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
-        return {"id": self.id, "type": "reasoning", "status": status, "summary": [], "content": content}
-
-
-class ResponseWriter:
-    """Writes one response.
-
-    Args:
-        turn: 32 hex digits, shared by the ids of the response and its items.
-        fields: further fields of the response.
-        emit: gets every event.
-    """
-
-    def __init__(self, turn: str, fields: dict[str, Any], emit: Emit) -> None:
-        self._turn = turn
-        self._fields = fields
-        self._emit = emit
-        self._num_events = 0
-        self._output: list[dict[str, Any]] = []
-        self._open: _TextItem | None = None
-        self._logprobs: list[Mapping[str, Any]] = []
+    def add_tokens(self, tokens: Completion | CompletionDelta) -> None:
+        if self._body.has_logprobs:
+            as_ids = self._body.return_tokens_as_token_ids
+            self._new_logprobs += chat_logprobs(tokens, self._renderer, as_ids=as_ids)["content"]
 
     def begin(self) -> None:
-        """Announce the response."""
         for kind in ("created", "in_progress"):
             self._event(kind, response=self._response("in_progress"))
 
-    def write(
-        self, *, reasoning: str | None, text: str | None, tool_calls: Iterable[ToolCall], logprobs: Logprobs = ()
-    ) -> None:
-        """Add a block. ``logprobs`` are those of all its tokens; they go with the text, or wait for it."""
-        self._logprobs.extend(logprobs)
-        if reasoning:
-            self._add_text(reasoning, is_message=False)
-        if text:
-            self._add_text(text, is_message=True)
-        for call in tool_calls:
-            self._add_call(call)
+    def begin_text(self, kind: str) -> None:
+        self._message_logprobs = []
+        self._begin_item(self._text_item(kind, "in_progress", []))
+        self._event("content_part.added", **self._place(kind), part=self._part(kind, ""))
 
-    def finish(self, *, is_cut: bool, usage: Mapping[str, Any], provenance: dict[str, Any]) -> dict[str, Any]:
-        """End the response and return it. A response without calls always has a message, even an empty one."""
-        if not any(item["type"] == "function_call" for item in self._output):
-            self._open_text(is_message=True)
-        self._close("incomplete" if is_cut else "completed")
-        kind = "incomplete" if is_cut else "completed"
-        response = self._response(kind) | {
-            "completed_at": None if is_cut else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "usage": usage,
-            **provenance,
-        }
-        self._event(kind, response=response)
-        return response
+    def add_text(self, kind: str, text: str) -> None:
+        self._event(f"{_event_of(kind)}.delta", **self._place(kind), delta=text, **self._taken_logprobs(kind))
 
-    def _add_text(self, text: str, *, is_message: bool) -> None:
-        item = self._open_text(is_message=is_message)
-        item.pieces.append(text)
-        self._event(f"{item.events}.delta", **self._place(item), delta=text, **self._new_logprobs(item))
+    def end_text(self, kind: str, text: str) -> None:
+        self._taken_logprobs(kind)
+        logprobs = {"logprobs": self._message_logprobs} if kind == "message" else {}
+        part = self._part(kind, text)
+        self._event(f"{_event_of(kind)}.done", **self._place(kind), text=text, **logprobs)
+        self._event("content_part.done", **self._place(kind), part=part)
+        self._end_item(self._text_item(kind, "incomplete" if self._is_cut else "completed", [part]))
 
-    def _open_text(self, *, is_message: bool) -> _TextItem:
-        if self._open is not None and self._open.is_message == is_message:
-            return self._open
-        self._close()
-        identity = item_id("msg" if is_message else "rs", self._turn, len(self._output))
-        item = self._open = _TextItem(identity, is_message)
-        self._event("output_item.added", output_index=len(self._output), item=item.item("in_progress"))
-        self._event("content_part.added", **self._place(item), part=item.part())
-        return item
-
-    def _close(self, status: str = "completed") -> None:
-        """End the open item, if there is one."""
-        item, self._open = self._open, None
-        if item is None:
-            return
-        place = self._place(item)
-        self._new_logprobs(item)
-        logprobs = {"logprobs": list(item.logprobs)} if item.is_message else {}
-        self._event(f"{item.events}.done", **place, text="".join(item.pieces), **logprobs)
-        self._event("content_part.done", **place, part=item.part())
-        self._end_item(item.item(status))
-
-    def _add_call(self, call: ToolCall) -> None:
-        self._close()
-        place = {"item_id": item_id("fc", self._turn, len(self._output)), "output_index": len(self._output)}
+    def add_call(self, call: ToolCall) -> None:
+        place = {"item_id": item_id("fc", self._name, len(self._items)), "output_index": len(self._items)}
         item = {"id": place["item_id"], "type": "function_call", "call_id": call.id, "name": call.name}
-        begun = item | {"arguments": "", "status": "in_progress"}
-        self._event("output_item.added", output_index=len(self._output), item=begun)
+        self._begin_item(item | {"arguments": "", "status": "in_progress"})
         self._event("function_call_arguments.delta", **place, delta=call.arguments)
         self._event("function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
         self._end_item(item | {"arguments": call.arguments, "status": "completed"})
 
-    def _end_item(self, item: dict[str, Any]) -> None:
-        self._event("output_item.done", output_index=len(self._output), item=item)
-        self._output.append(item)
+    def finish(self, answer: Answer) -> dict[str, Any]:
+        completion, status = answer.completion, "incomplete" if self._is_cut else "completed"
+        num_prompt, num_sampled = len(completion.prompt_token_ids), len(completion.token_ids)
+        response = self._response(status) | {
+            "completed_at": None if self._is_cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
+            "usage": {
+                "input_tokens": num_prompt,
+                "input_tokens_details": {"cached_tokens": completion.num_cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": num_sampled,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": num_prompt + num_sampled,
+            },
+        }
+        if self._body.return_token_ids:
+            response |= {"prompt_token_ids": completion.prompt_token_ids, **provenance(completion)}
+        self._event(status, response=response)
+        return response
 
-    def _place(self, item: _TextItem) -> dict[str, Any]:
-        return {"item_id": item.id, "output_index": len(self._output), "content_index": 0}
+    def _text_item(self, kind: str, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        item = {"id": self._place(kind)["item_id"], "type": kind}
+        fields = {"role": "assistant", "status": status} if kind == "message" else {"status": status, "summary": []}
+        return item | fields | {"content": content}
 
-    def _new_logprobs(self, item: _TextItem) -> dict[str, Any]:
-        """Log-probs that came since the last piece of text; reasoning's wait for the message."""
-        if not item.is_message:
+    def _part(self, kind: str, text: str) -> dict[str, Any]:
+        part = {"type": _event_of(kind), "text": text}
+        return part | ({"annotations": [], "logprobs": list(self._message_logprobs)} if kind == "message" else {})
+
+    def _place(self, kind: str) -> dict[str, Any]:
+        index = len(self._items)
+        identity = item_id("msg" if kind == "message" else "rs", self._name, index)
+        return {"item_id": identity, "output_index": index, "content_index": 0}
+
+    def _taken_logprobs(self, kind: str) -> dict[str, Any]:
+        """The log-probs that go with a piece of a message."""
+        if kind != "message":
             return {}
-        new, self._logprobs = self._logprobs, []
-        item.logprobs.extend(new)
+        new, self._new_logprobs = self._new_logprobs, []
+        self._message_logprobs += new
         return {"logprobs": new}
 
+    def _begin_item(self, item: dict[str, Any]) -> None:
+        self._event("output_item.added", output_index=len(self._items), item=item)
+
+    def _end_item(self, item: dict[str, Any]) -> None:
+        self._event("output_item.done", output_index=len(self._items), item=item)
+        self._items.append(item)
+
     def _response(self, status: str) -> dict[str, Any]:
-        response: dict[str, Any] = {"id": f"resp_{self._turn}", "object": "response", "status": status}
+        response: dict[str, Any] = {"id": f"resp_{self._name}", "object": "response", "status": status}
         nothing = {"error": None, "incomplete_details": None, "usage": None}
-        return response | nothing | self._fields | {"output": list(self._output)}
+        return response | nothing | self._fields | {"output": list(self._items)}
 
     def _event(self, kind: str, **fields: Any) -> None:
         self._emit({"type": f"response.{kind}", "sequence_number": self._num_events, **fields})
         self._num_events += 1
+
+
+def _event_of(kind: str) -> str:
+    """The name of a text in event types and content parts."""
+    return "output_text" if kind == "message" else "reasoning_text"

@@ -178,59 +178,55 @@ class ResponsesRequest(SamplingFields):
     input: Any
     """A string, or items."""
     instructions: str | None = None
-    tools: Checked[dict[str, Any]] | None = None
+    tools: Checked[dict[str, Any]] = Field(default=[])
     tool_choice: Any = "auto"
-    text: TextConfig | None = None
+    text: TextConfig = TextConfig()
     max_output_tokens: int | None = Field(default=None, ge=1)
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    include: Checked[str] | None = None
-    parallel_tool_calls: bool | None = True
-    reasoning: dict[str, Any] | None = None
-    metadata: dict[str, str] | None = None
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    include: Checked[str] = Field(default=[])
+    parallel_tool_calls: bool = True
+    reasoning: dict[str, Any] = Field(default={})
+    metadata: dict[str, str] = Field(default={})
     previous_response_id: Any = None
     conversation: Any = None
     background: Any = None
     prompt: Any = None
 
     @property
+    def text_format(self) -> dict[str, Any]:
+        return self.text.format or {"type": "text"}
+
+    @property
     def has_logprobs(self) -> bool:
         """Whether text comes with the log-probs of the answer's tokens."""
-        return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+        return _LOGPROBS in self.include or self.top_logprobs > 0
 
     @property
     def ignored_tools(self) -> tuple[str, ...]:
         """The tools that are no functions, by type and name: nothing else is run here, and clients send some by default."""
-        return tuple(tool_name(tool) for tool in self.tools or () if tool["type"] != "function")
+        return tuple(tool_name(tool) for tool in self.tools if tool["type"] != "function")
 
-    def to_generation(self, session_label: str | None) -> GenerationRequest:
-        """The request without its wire format; ``ApiError`` names what is not served."""
+    def to_generation(self, session_header: str | None) -> tuple[GenerationRequest, ...]:
         for name, advice in _STATEFUL.items():
             if getattr(self, name):
                 raise refused(name, f"is not supported; {advice}", code="unsupported_parameter")
         tools = tuple(
             chat_tool(tool, f"tools.{i}", parameters="parameters")
-            for i, tool in enumerate(self.tools or ())
+            for i, tool in enumerate(self.tools)
             if string_at(tool, "type", f"tools.{i}") == "function"
         )
-        return GenerationRequest(
+        structured, has_logprobs = self._format(), self.has_logprobs
+        request = self.generation(
+            session_header,
             messages=chat_messages(self.input, self.instructions),
             tools=tools or None,
             tool_choice=checked_choice(self._choice(), tools, self.ignored_tools),
-            sampling=self.sampling(
-                self.max_output_tokens,
-                self._format(),
-                self.top_logprobs or 0,
-                shows_logprobs=self.has_logprobs,
-            ),
-            bad_words=tuple(self.bad_words or ()),
-            session_label=self.label(session_label),
-            priority=self.priority or 0,
+            sampling=self.sampling(self.max_output_tokens, structured, self.top_logprobs, shows_logprobs=has_logprobs),
         )
+        return (request,)
 
     def _choice(self) -> str:
         match self.tool_choice:
-            case None:
-                return "auto"
             case "auto" | "none" | "required":
                 return str(self.tool_choice)
             case {"type": "function"}:
@@ -241,7 +237,7 @@ class ResponsesRequest(SamplingFields):
         raise refused("tool_choice", f"must be auto, none, required or a function, got {self.tool_choice!r}")
 
     def _format(self) -> StructuredOutput | None:
-        form = (self.text and self.text.format) or {"type": "text"}
+        form = self.text_format
         match form.get("type"):
             case "text":
                 return None

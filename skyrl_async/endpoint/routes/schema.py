@@ -20,6 +20,7 @@ from pydantic import (
 
 from skyrl_async.chat import Tool
 from skyrl_async.endpoint.requests.fields import refuse_unserved, refused
+from skyrl_async.endpoint.requests.generation import GenerationRequest
 from skyrl_async.types import SamplingParams, StructuredOutput
 
 UNBOUNDED = 2**31
@@ -29,7 +30,8 @@ UNBOUNDED = 2**31
 class StreamOptions(BaseModel):
     """OpenAI's ``stream_options``."""
 
-    include_usage: bool | None = False
+    include_usage: bool | None = None
+    """A stream ends with a usage chunk."""
 
 
 T = TypeVar("T")
@@ -48,6 +50,11 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Label = Annotated[str | int, Field(union_mode="left_to_right")]
 """A session's label; a number is the same as its digits."""
 _GUIDED = ("json", "regex", "choice", "grammar")
+_AS_THEY_ARE = (
+    *("temperature", "top_p", "min_p", "seed", "min_tokens", "ignore_eos", "skip_special_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Fields that are sampling parameters of the same name and meaning."""
 
 
 class StructuredOutputs(BaseModel):
@@ -63,11 +70,11 @@ class StructuredOutputs(BaseModel):
 
     @model_validator(mode="after")
     def _is_one(self) -> "StructuredOutputs":
-        asked = [name for name, value in (self.model_extra or {}).items() if value]
-        if asked:
-            raise ValueError(
-                f"{asked[0]} is not served; json, json_object, regex, choice or grammar constrain an answer"
-            )
+        for name, value in (self.model_extra or {}).items():
+            if value:
+                raise ValueError(
+                    f"{name} is not served; json, json_object, regex, choice or grammar constrain an answer"
+                )
         if sum(getattr(self, name) not in (None, False) for name in type(self).model_fields) != 1:
             raise ValueError("exactly one of json, json_object, regex, choice and grammar must be set")
         return self
@@ -84,60 +91,70 @@ class StructuredOutputs(BaseModel):
 
 
 class SamplingFields(BaseModel):
-    """Sampling parameters under the names of OpenAI and vLLM. Null means the default everywhere."""
+    """Sampling parameters under the names of OpenAI and vLLM."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    n: int | None = Field(default=1, ge=1, le=128)
+    n: int = Field(default=1, ge=1, le=128)
     max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=1.0, ge=0, allow_inf_nan=False)
-    top_p: float | None = Field(default=1.0, gt=0, le=1)
-    stop: StopString | Checked[StopString] | None = None
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    stop: StopString | Checked[StopString] = []
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    presence_penalty: float | None = Field(default=0.0, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=0.0, ge=-2, le=2)
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
 
-    top_k: int | None = Field(default=0, ge=-1, lt=2**31)
-    min_p: float | None = Field(default=0.0, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=1.0, gt=0, le=10)
-    min_tokens: int | None = Field(default=0, ge=0)
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    include_stop_str_in_output: bool | None = False
-    logit_bias: dict[int, Annotated[float, Field(allow_inf_nan=False)]] | None = None
+    top_k: int = Field(default=0, ge=-1, lt=2**31)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=10)
+    min_tokens: int = Field(default=0, ge=0)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[int, Annotated[float, Field(allow_inf_nan=False)]] = {}
     allowed_token_ids: TokenIds | None = None
-    bad_words: list[StopString] | None = None
+    bad_words: list[StopString] = []
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
     """vLLM's older names for the fields of ``structured_outputs``."""
-    ignore_eos: bool | None = False
-    skip_special_tokens: bool | None = True
-    priority: int | None = Field(default=0, ge=-(2**31), lt=2**31)
-    return_token_ids: bool | None = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+    return_token_ids: bool = False
     """Answer with ``prompt_token_ids`` and, per choice, ``token_ids``, ``token_logprobs``, ``policy_versions``; whole
     replies also with ``text_ends`` and ``num_aborts``."""
-    return_tokens_as_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool = False
     """Write tokens in log-probs as ``token_id:5``."""
     session_id: Label | None = None
     """Requests of one label go to one engine while it lives. A label, never authority."""
 
-    @property
-    def num_choices(self) -> int:
-        return self.n or 1
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, body: Any) -> Any:
+        """Drop nulls, except of required fields. A null ``max_tokens`` stays too: only the context bounds it."""
+        if not isinstance(body, dict):
+            return body
+        kept = {"max_tokens", *(name for name, field in cls.model_fields.items() if field.is_required())}
+        return {name: value for name, value in body.items() if value is not None or name in kept}
 
-    @property
-    def includes_usage(self) -> bool:
-        """A stream ends with a usage chunk."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def to_generation(self, session_header: str | None) -> Sequence[GenerationRequest]:
+        """The requests, one per prompt, without their wire format; ``ApiError`` names what is not served."""
+        raise NotImplementedError
 
-    def label(self, header: str | None) -> str | None:
-        """The session's label: the body's, else the header's."""
-        return header if self.session_id is None else str(self.session_id)
+    def generation(self, session_header: str | None, sampling: SamplingParams, **prompt: Any) -> GenerationRequest:
+        """A request for ``prompt``, the fields of ``GenerationRequest`` about messages, tools and lengths."""
+        return GenerationRequest(
+            sampling=sampling,
+            bad_words=tuple(self.bad_words),
+            session_label=session_header if self.session_id is None else str(self.session_id),
+            priority=self.priority,
+            **prompt,
+        )
 
     def sampling(
         self,
@@ -149,29 +166,20 @@ class SamplingFields(BaseModel):
     ) -> SamplingParams:
         """The sampling parameters; the context bounds a missing ``max_tokens``. ``ApiError`` names a field that is not served."""
         refuse_unserved(self.model_extra or {})
-        if (self.min_tokens or 0) > (max_tokens or UNBOUNDED):
+        if self.min_tokens > (max_tokens or UNBOUNDED):
             raise refused("min_tokens", f"must be <= max_tokens, got {self.min_tokens} > {max_tokens}")
         return SamplingParams(
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
             max_tokens=max_tokens or UNBOUNDED,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=self.top_p or 1.0,
-            top_k=max(self.top_k or 0, 0),
-            min_p=self.min_p or 0.0,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            includes_stop=bool(self.include_stop_str_in_output),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            min_tokens=self.min_tokens or 0,
-            logit_bias=tuple((i, min(100.0, max(-100.0, bias))) for i, bias in (self.logit_bias or {}).items()),
+            top_k=max(self.top_k, 0),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            includes_stop=self.include_stop_str_in_output,
+            stop_token_ids=tuple(self.stop_token_ids),
+            logit_bias=tuple((i, min(100.0, max(-100.0, bias))) for i, bias in self.logit_bias.items()),
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            seed=self.seed,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
             structured=self._structured(structured),
             num_top_logprobs=num_top_logprobs,
-            reports_logprobs=shows_logprobs or num_top_logprobs > 0 or bool(self.return_token_ids),
-            skip_special_tokens=self.skip_special_tokens is not False,
+            reports_logprobs=shows_logprobs or num_top_logprobs > 0 or self.return_token_ids,
         )
 
     def _structured(self, of_format: StructuredOutput | None) -> StructuredOutput | None:

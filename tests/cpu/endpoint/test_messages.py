@@ -1,5 +1,6 @@
 """``POST /v1/messages`` as the real anthropic client meets it, over a real socket; the sampler is scripted."""
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -15,10 +16,18 @@ from pydantic import BaseModel
 from skyrl_async.endpoint.parsing.answers import ToolCall
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.generation import chat_tool_call
-from skyrl_async.endpoint.routes.messages import MessageWriter
+from skyrl_async.endpoint.routes.messages import MessagesCall
 from skyrl_async.endpoint.routes.messages_schema import MessagesRequest, chat_messages, tool_input
 from skyrl_async.errors import NoEngineError
-from tests.cpu.scripted_sampler import RENDERER, RUN_KEY, ScriptedSampler, scripted_endpoint, training_session
+from tests.cpu.scripted_sampler import (
+    RENDERER,
+    RUN_KEY,
+    PlannedAnswer,
+    ScriptedSampler,
+    reply_and_events,
+    scripted_endpoint,
+    training_session,
+)
 from tests.cpu.tiny_chat import END, spelled
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -287,21 +296,15 @@ answers = st.tuples(
 )
 
 
-def _written(reasoning: str, text: str, calls: Sequence[ToolCall], emit: Any = lambda _: None) -> dict[str, Any]:
-    """A message that was written in pieces of one character."""
-    writer = MessageWriter("0" * 32, "policy", 1, emit)
-    writer.begin({})
-    for piece in reasoning:
-        writer.write(reasoning=piece, text=None, tool_calls=())
-    for piece in text:
-        writer.write(reasoning=None, text=piece, tool_calls=())
-    writer.write(reasoning=None, text=None, tool_calls=calls)
-    return writer.finish(stop_reason="end_turn", stop_sequence=None, num_sampled_tokens=1, extra={})
+def _written(reasoning: str, text: str, calls: Sequence[ToolCall]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    body = MessagesRequest.model_validate({"messages": [USER]})
+    answer = PlannedAnswer(reasoning=reasoning, text=text, tool_calls=calls)
+    return asyncio.run(reply_and_events(MessagesCall, body, answer))
 
 
 @given(st.lists(answers, min_size=1, max_size=4))
 def test_any_answers_come_back_as_the_messages_they_were(turns: list[tuple[str, str, list[ToolCall]]]) -> None:
-    sent: list[Any] = [{"role": "assistant", "content": _written(*turn)["content"]} for turn in turns]
+    sent: list[Any] = [{"role": "assistant", "content": _written(*turn)[0]["content"]} for turn in turns]
     expected: list[dict[str, Any]] = []
     for reasoning, text, calls in turns:
         message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -332,8 +335,7 @@ def _parsed(arguments: str) -> Any:
 
 @given(answers)
 def test_the_events_of_any_answer_add_up_to_the_message(answer: tuple[str, str, list[ToolCall]]) -> None:
-    events: list[dict[str, Any]] = []
-    message = _written(*answer, emit=events.append)
+    message, events = _written(*answer)
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
     assert "".join(delta["text"] for delta in deltas if delta["type"] == "text_delta") == answer[1]
     assert "".join(delta["thinking"] for delta in deltas if delta["type"] == "thinking_delta") == answer[0]
@@ -364,7 +366,7 @@ def test_arguments_that_are_no_json_object_survive_in_an_object(arguments: str) 
     ],
 )
 def test_tool_choices_are_understood(choice: Any, expected: str) -> None:
-    request = MessagesRequest(messages=[USER], tools=[WEATHER], tool_choice=choice).to_generation(None)
+    request = MessagesRequest(messages=[USER], tools=[WEATHER], tool_choice=choice).to_generation(None)[0]
     assert request.tool_choice == expected
     assert request.tools == (CHAT_WEATHER,)
 
@@ -457,4 +459,4 @@ def test_any_body_is_a_request_or_a_refusal(messages: Any, fields: dict[str, Any
     except ValueError:
         return
     with contextlib.suppress(ApiError):
-        assert body.to_generation(None).messages
+        assert body.to_generation(None)[0].messages

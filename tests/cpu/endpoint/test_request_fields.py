@@ -83,7 +83,7 @@ def test_every_field_of_the_installed_vllm_is_honoured_refused_or_known_to_chang
 
 def asked(**fields: Any) -> SamplingParams:
     """How a chat with these fields samples."""
-    return ChatCompletionRequest.model_validate({"messages": [user()], **fields}).to_generation(None).sampling
+    return ChatCompletionRequest.model_validate({"messages": [user()], **fields}).to_generation(None)[0].sampling
 
 
 @pytest.mark.parametrize("name", sorted({*REFUSED, *REFUSED_UNLESS_TRUE}))
@@ -98,7 +98,7 @@ def test_a_field_that_is_not_served_is_refused_by_name_unless_it_asks_for_nothin
         bodies.append(CompletionRequest(prompt="x", **{name: refused}))
     for body in bodies:
         with pytest.raises(ApiError, match=name) as caught:
-            body.to_generation(*([(5,)] if isinstance(body, CompletionRequest) else []), None)
+            body.to_generation(None)
         assert (caught.value.status, caught.value.param) == (400, name)
     assert asked(**{name: None}) == asked(**{name: name in REFUSED_UNLESS_TRUE}) == asked()
 

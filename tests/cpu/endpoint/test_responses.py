@@ -1,5 +1,6 @@
 """``POST /v1/responses`` as the real openai client meets it, over a real socket; the sampler is scripted."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -16,11 +17,19 @@ from pydantic import BaseModel
 from skyrl_async.endpoint.parsing.answers import ToolCall
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.generation import chat_tool_call
-from skyrl_async.endpoint.routes.responses import ResponseWriter
+from skyrl_async.endpoint.routes.responses import ResponsesCall
 from skyrl_async.endpoint.routes.responses_schema import ResponsesRequest, chat_messages
 from skyrl_async.errors import NoEngineError
 from skyrl_async.types import StructuredOutput
-from tests.cpu.scripted_sampler import RENDERER, RUN_KEY, ScriptedSampler, scripted_endpoint, training_session
+from tests.cpu.scripted_sampler import (
+    RENDERER,
+    RUN_KEY,
+    PlannedAnswer,
+    ScriptedSampler,
+    reply_and_events,
+    scripted_endpoint,
+    training_session,
+)
 from tests.cpu.tiny_chat import END, spelled
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -107,7 +116,7 @@ async def test_a_stream_brings_the_events_of_each_item_in_order_and_adds_up_to_t
 
 def _without_names(response: Any) -> Any:
     """A response without what is new each time."""
-    dumped = response.model_dump()
+    dumped = response if isinstance(response, dict) else response.model_dump()
     for item in [dumped, *dumped["output"]]:
         for key in ("id", "call_id", "created_at", "completed_at"):
             item.pop(key, None)
@@ -277,26 +286,18 @@ answers = st.tuples(
 )
 
 
-def _written(
-    turn: str, reasoning: str, text: str, calls: Sequence[ToolCall], emit: Any = lambda _: None
-) -> dict[str, Any]:
-    """A response that was written in pieces of one character."""
-    writer = ResponseWriter(turn, {}, emit)
-    writer.begin()
-    for piece in reasoning:
-        writer.write(reasoning=piece, text=None, tool_calls=())
-    for piece in text:
-        writer.write(reasoning=None, text=piece, tool_calls=())
-    writer.write(reasoning=None, text=None, tool_calls=calls)
-    return writer.finish(is_cut=False, usage={}, provenance={})
+def _written(reasoning: str, text: str, calls: Sequence[ToolCall]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    body = ResponsesRequest.model_validate({"input": "hi"})
+    answer = PlannedAnswer(reasoning=reasoning, text=text, tool_calls=calls)
+    return asyncio.run(reply_and_events(ResponsesCall, body, answer))
 
 
 @given(st.lists(answers, min_size=1, max_size=4))
 def test_any_answers_come_back_as_the_messages_they_were(turns: list[tuple[str, str, list[ToolCall]]]) -> None:
     items: list[Any] = []
     expected: list[dict[str, Any]] = []
-    for index, (reasoning, text, calls) in enumerate(turns):
-        items += _written(f"{index:032x}", reasoning, text, calls)["output"]
+    for reasoning, text, calls in turns:
+        items += _written(reasoning, text, calls)[0]["output"]
         message: dict[str, Any] = {"role": "assistant", "content": text}
         message |= {"reasoning_content": reasoning} if reasoning else {}
         message |= {"tool_calls": [chat_tool_call(call) for call in calls]} if calls else {}
@@ -306,13 +307,13 @@ def test_any_answers_come_back_as_the_messages_they_were(turns: list[tuple[str, 
 
 @given(answers)
 def test_the_events_of_any_answer_add_up_to_the_response(answer: tuple[str, str, list[ToolCall]]) -> None:
-    events: list[dict[str, Any]] = []
-    response = _written("0" * 32, *answer, emit=events.append)
+    reply, events = _written(*answer)
+    response = events[-1]["response"]
     assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == response["output"]
     assert "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == answer[1]
     assert "".join(e["delta"] for e in events if e["type"] == "response.reasoning_text.delta") == answer[0]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert events[-1]["response"] == response
+    assert _without_names(response) == _without_names(reply)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +327,7 @@ def test_the_events_of_any_answer_add_up_to_the_response(answer: tuple[str, str,
     ],
 )
 def test_tool_choices_are_understood(choice: Any, expected: str) -> None:
-    request = ResponsesRequest(input="hi", tools=[WEATHER], tool_choice=choice).to_generation(None)
+    request = ResponsesRequest(input="hi", tools=[WEATHER], tool_choice=choice).to_generation(None)[0]
     assert request.tool_choice == expected
     assert request.tools == (CHAT_WEATHER,)
 
@@ -341,7 +342,7 @@ def test_tool_choices_are_understood(choice: Any, expected: str) -> None:
 )
 def test_text_formats_constrain_the_answer(form: Any, expected: StructuredOutput | None) -> None:
     request = ResponsesRequest.model_validate({"input": "hi", "text": {"format": form, "verbosity": "low"}})
-    assert request.to_generation(None).sampling.structured == expected
+    assert request.to_generation(None)[0].sampling.structured == expected
 
 
 @pytest.mark.parametrize(
@@ -457,4 +458,4 @@ def test_any_body_is_a_request_or_a_refusal(items: Any, fields: dict[str, Any]) 
     except ValueError:
         return
     with contextlib.suppress(ApiError):
-        assert body.to_generation(None).messages
+        assert body.to_generation(None)[0].messages

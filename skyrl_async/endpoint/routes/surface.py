@@ -1,0 +1,339 @@
+"""What the surfaces share: their route, the two shapes of their replies, and parts of these.
+
+    sampling_router ──> ChoicesCall   chat · completions: choices, each with its own chunks
+                    └─> ItemsCall     messages · responses: one answer as items, written one after the other
+
+A surface adds its wire format. Does not know engines or sessions.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+from uuid import uuid4
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from skyrl_async.chat import ChatRenderer
+from skyrl_async.endpoint.parsing.answers import ToolCall
+from skyrl_async.endpoint.requests.fields import ignored_metadata
+from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, GenerationRequest, Planned
+from skyrl_async.endpoint.requests.guard import ParsedRoute
+from skyrl_async.endpoint.requests.long_work import LONG_TEXT, in_thread_if
+from skyrl_async.endpoint.requests.planner import Planner
+from skyrl_async.endpoint.requests.request_handler import Call, Serving
+from skyrl_async.endpoint.requests.shared_request import Emit
+from skyrl_async.endpoint.requests.streaming import EventStyle
+from skyrl_async.endpoint.routes.schema import SamplingFields
+from skyrl_async.runtime.tasks import run_together
+from skyrl_async.types import Completion, CompletionDelta, FinishReason
+from skyrl_async.version_spans import spans_of
+
+B = TypeVar("B", bound=SamplingFields)
+Requests = Sequence[GenerationRequest]
+
+
+def sampling_router(
+    serving: Serving,
+    path: str,
+    body_type: type[B],
+    call_type: Callable[[Sequence[Planned], B, Serving], Call],
+    *,
+    style: EventStyle = EventStyle.openai,
+    encode: Callable[[Planner, B, Requests], Awaitable[Requests]] | None = None,
+) -> APIRouter:
+    """The route of a surface that samples.
+
+    Args:
+        style: how its streams are written.
+        encode: tokenizes prompts that are raw text.
+    """
+    router = APIRouter(route_class=ParsedRoute)
+
+    async def sample(body: B, request: Request) -> Response:
+        serving.require_model(body.model)
+        asked = body.to_generation(request.headers.get("x-session-id"))
+
+        async def call(planner: Planner) -> Call:
+            requests = asked if encode is None else await encode(planner, body, asked)
+            return call_type([await planner.plan(one) for one in requests], body, serving)
+
+        return await serving.handle(request, call, is_stream=body.stream, style=style)
+
+    sample.__annotations__["body"] = body_type
+    router.post(path)(sample)
+    return router
+
+
+@dataclass(slots=True)
+class Written:
+    """What a stream has written of one choice."""
+
+    num_blocks: int = 0
+    num_characters: int = 0
+    num_calls: int = 0
+
+
+class ChoicesCall(ABC, Generic[B]):
+    """One request whose answer is choices, ``n`` of each prompt in the order of prompts: OpenAI's two completion formats.
+
+    Args:
+        head, chunk_head: fields before the choices of a reply and of a chunk.
+        num_top_logprobs: reported for each token.
+    """
+
+    extra: dict[str, Any]
+    """Fields after the choices."""
+
+    def __init__(
+        self,
+        planned: Sequence[Planned],
+        body: B,
+        serving: Serving,
+        *,
+        head: dict[str, Any],
+        chunk_head: dict[str, Any],
+        num_top_logprobs: int,
+    ) -> None:
+        self._choices = [(plan, i) for plan in planned for i in range(body.n)]
+        self._num_prompt_tokens = sum(len(plan.prompt_token_ids) for plan in planned)
+        self._body = body
+        self._renderer = serving.renderer
+        self._head = head
+        self._chunk_head = chunk_head
+        self._num_top_logprobs = num_top_logprobs
+        self.extra = {}
+
+    @abstractmethod
+    def choice(self, index: int, plan: Planned, answer: Answer) -> dict[str, Any]:
+        """One whole choice."""
+
+    @abstractmethod
+    def chunks(self, index: int, plan: Planned, block: AnswerBlock, written: Written) -> list[dict[str, Any]]:
+        """The chunks for one block of a choice."""
+
+    async def reply(self) -> dict[str, Any]:
+        """The whole answer."""
+        answers = await run_together(
+            {f"{self._head['id']}-{i}": plan.answer(n) for i, (plan, n) in enumerate(self._choices)}
+        )
+        completions = [answer.completion for answer in answers]
+        num_tokens = sum(len(completion.token_ids) for completion in completions)
+        choices = await in_thread_if(
+            lambda: [self.choice(i, self._choices[i][0], answer) for i, answer in enumerate(answers)],
+            is_long=num_tokens * (1 + self._num_top_logprobs) > LONG_TEXT,
+        )
+        return self._head | {"choices": choices, "usage": self._usage(completions)} | self.extra
+
+    async def stream(self, emit: Emit) -> None:
+        """The answer in chunks; those of all choices are interleaved."""
+        completions = await run_together(
+            {f"{self._head['id']}-{i}": self._stream_choice(i, emit) for i in range(len(self._choices))}
+        )
+        if self._body.stream_options.include_usage:
+            emit(self.chunk() | {"usage": self._usage(completions)})
+
+    def chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        """A chunk of choices."""
+        chunk = self._chunk_head | {"choices": choices}
+        return chunk | {"usage": None} if self._body.stream_options.include_usage else chunk
+
+    async def _stream_choice(self, index: int, emit: Emit) -> Completion:
+        """Emit one choice's chunks, and return its completion."""
+        plan, choice_of_prompt = self._choices[index]
+        written = Written()
+        async with aclosing(plan.stream(choice_of_prompt)) as blocks:
+            async for block in blocks:
+                for chunk in self.chunks(index, plan, block, written):
+                    emit(chunk)
+                written.num_blocks += 1
+                written.num_characters += len(block.content)
+                written.num_calls += len(block.tool_calls)
+        assert block.answer is not None, "a stream ends with its answer"
+        return block.answer.completion
+
+    def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """OpenAI's ``usage``, with the prompt tokens that were cached for the first choice of each prompt."""
+        num_sampled = sum(len(completion.token_ids) for completion in completions)
+        num_cached = sum(completion.num_cached_tokens for completion in completions[:: self._body.n])
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+            "completion_tokens": num_sampled,
+            "total_tokens": self._num_prompt_tokens + num_sampled,
+        }
+
+
+class ItemsCall(ABC, Generic[B]):
+    """One request whose answer is items, written one after the other with the same code whole and streamed.
+
+    An answer without calls always has a text, even an empty one.
+    """
+
+    kinds: tuple[str, str]
+    """The surface's names for reasoning and for text."""
+    shows_reasoning = True
+
+    def __init__(self, planned: Sequence[Planned], body: B, serving: Serving) -> None:
+        (self._planned,) = planned
+        self._body = body
+        self._renderer = serving.renderer
+        self._model_name = serving.model_name
+        self._name = uuid4().hex
+        """Shared by the ids of the answer and its items."""
+        self._items: list[dict[str, Any]] = []
+        """Those that are finished."""
+        self._open: str | None = None
+        """The kind of text that is being written."""
+        self._pieces: list[str] = []
+        self._has_calls = False
+        self._is_cut = False
+        self._emit: Emit = lambda _: None
+
+    async def reply(self) -> dict[str, Any]:
+        """The whole answer."""
+        answer = await self._planned.answer()
+        num_logprobs = len(answer.completion.token_ids) * (1 + self.num_top_logprobs)
+        return await in_thread_if(lambda: self._written(answer), is_long=num_logprobs > LONG_TEXT)
+
+    async def stream(self, emit: Emit) -> None:
+        """The answer in events."""
+        self._emit = emit
+        self.begin()
+        async with aclosing(self._planned.stream()) as blocks:
+            async for block in blocks:
+                self._write(block, block.delta)
+        assert block.answer is not None, "a stream ends with its answer"
+        self._finish(block.answer)
+
+    def _written(self, answer: Answer) -> dict[str, Any]:
+        self._write(answer, answer.completion)
+        return self._finish(answer)
+
+    def _write(self, part: Answer | AnswerBlock, tokens: Completion | CompletionDelta) -> None:
+        self.add_tokens(tokens)
+        for kind, text in zip(
+            self.kinds, (part.reasoning if self.shows_reasoning else None, part.content), strict=True
+        ):
+            if text:
+                self._open_text(kind)
+                self._pieces.append(text)
+                self.add_text(kind, text)
+        for call in part.tool_calls:
+            self._has_calls = True
+            self._close_text()
+            self.add_call(call)
+
+    def _finish(self, answer: Answer) -> dict[str, Any]:
+        if not self._has_calls:
+            self._open_text(self.kinds[1])
+        self._is_cut = answer.completion.finish_reason is FinishReason.LENGTH
+        self._close_text()
+        return self.finish(answer)
+
+    def _open_text(self, kind: str) -> None:
+        if self._open != kind:
+            self._close_text()
+            self._open = kind
+            self.begin_text(kind)
+
+    def _close_text(self) -> None:
+        kind, self._open = self._open, None
+        text, self._pieces = "".join(self._pieces), []
+        if kind is not None:
+            self.end_text(kind, text)
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Log-probs that are written for each token, besides its own."""
+        return 0
+
+    def add_tokens(self, tokens: Completion | CompletionDelta) -> None:
+        """Take the tokens of a block, before its text."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Announce the answer."""
+
+    @abstractmethod
+    def begin_text(self, kind: str) -> None:
+        """Announce an item of text."""
+
+    @abstractmethod
+    def add_text(self, kind: str, text: str) -> None:
+        """Add a piece to it."""
+
+    @abstractmethod
+    def end_text(self, kind: str, text: str) -> None:
+        """End it; ``text`` is all of it."""
+
+    @abstractmethod
+    def add_call(self, call: ToolCall) -> None:
+        """Write a whole call."""
+
+    @abstractmethod
+    def finish(self, answer: Answer) -> dict[str, Any]:
+        """End the answer and return it."""
+
+
+_LEAST_LOGPROB = -9999.0
+"""OpenAI and vLLM write -inf so: JSON has no infinity."""
+
+
+def provenance(block: Completion | CompletionDelta) -> dict[str, Any]:
+    """Exact tokens of a choice or block. Version spans count from its first token."""
+    return {
+        "token_ids": block.token_ids,
+        "token_logprobs": block.logprobs,
+        "policy_versions": spans_of(block.versions),
+    }
+
+
+def extra_fields(prompt_token_ids: Sequence[int], ignored_tools: Sequence[str], *, has_ids: bool) -> dict[str, Any]:
+    """Fields that the surface's own replies lack: the prompt's ids if ``has_ids``, and the ignored tools if there are any."""
+    metadata = {"metadata": ignored_metadata(ignored_tools)} if ignored_tools else {}
+    return ({"prompt_token_ids": prompt_token_ids} if has_ids else {}) | metadata
+
+
+def chat_logprobs(
+    block: Completion | CompletionDelta, renderer: ChatRenderer, *, as_ids: bool = False
+) -> dict[str, Any]:
+    """``logprobs`` of a chat choice or chunk; ``as_ids`` writes tokens as ``token_id:5``."""
+    alternatives = block.top_logprobs or ((),) * len(block.token_ids)
+    content = [
+        _spelled(token_id, logprob, renderer, as_ids)
+        | {"top_logprobs": [_spelled(other, value, renderer, as_ids) for other, value in likeliest]}
+        for token_id, logprob, likeliest in zip(block.token_ids, block.logprobs, alternatives, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _spelled(token_id: int, logprob: float, renderer: ChatRenderer, as_ids: bool) -> dict[str, Any]:
+    token, raw = _token(token_id, renderer, as_ids), renderer.token_bytes(token_id)
+    return {"token": token, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(raw)}
+
+
+def _token(token_id: int, renderer: ChatRenderer, as_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_ids else renderer.token_bytes(token_id).decode(errors="replace")
+
+
+def completion_logprobs(
+    block: Completion | CompletionDelta, renderer: ChatRenderer, offset: int, *, as_ids: bool = False
+) -> dict[str, Any]:
+    """``logprobs`` of a text completion's choice or chunk; ``offset``: characters before its text."""
+    offsets = []
+    for token_id in block.token_ids:
+        offsets.append(offset)
+        offset += len(_token(token_id, renderer, False))
+    likeliest = [
+        {_token(i, renderer, as_ids): max(value, _LEAST_LOGPROB) for i, value in position}
+        for position in block.top_logprobs
+    ]
+    return {
+        "tokens": [_token(i, renderer, as_ids) for i in block.token_ids],
+        "token_logprobs": block.logprobs,
+        "top_logprobs": likeliest or None,
+        "text_offset": offsets,
+    }
