@@ -27,6 +27,7 @@ from typing import Any
 import httpx
 
 from benchmarks.report import arguments, conditions, report
+from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.server.process import EndpointServer, EndpointSettings
 from skyrl_async.tasks.lagged_fibonacci import LaggedFibonacciTask
 from skyrl_async.tasks.tiny_policy import task_tokenizer
@@ -86,16 +87,12 @@ class PacedEngine:
 
 def _serve(policy_path: str, max_model_len: int, told: Connection) -> None:
     settings = EndpointSettings(
+        server=ServerConfig(),
         policy_path=policy_path,
         trust_remote_code=False,
         max_model_len=max_model_len,
-        host="127.0.0.1",
-        port=0,
         api_keys=(),
         controller_keys=(_CONTROLLER_KEY,),
-        model_name="policy",
-        max_body_bytes=16 * 2**20,
-        keep_alive_timeout_s=75,
     )
 
     async def serve() -> None:

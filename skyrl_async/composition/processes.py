@@ -27,7 +27,6 @@ from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionSetting
 from skyrl_async.inference.front_end_notifier import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.registries import POLICY_LOSSES
-from skyrl_async.runtime.heartbeat import Heartbeat
 from skyrl_async.runtime.outages import Outages
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.training.backends.settings import DeepSpeedSettings, LoraSettings, TrainingSettings
@@ -214,7 +213,6 @@ async def serving_endpoint(
     processes = endpoint_processes(
         settings,
         engines,
-        num_front_ends=config.server.num_front_ends,
         outages=outages if config.generator.needs_endpoint else None,
         on_failure=shutdown.fail if shutdown is not None else None,
     )
@@ -247,23 +245,12 @@ def _endpoint_settings(
 
     server = config.server
     return EndpointSettings(
+        server=server,
         policy_path=str(policy_dir),
         trust_remote_code=config.policy.trust_remote_code,
         max_model_len=max_model_len,
-        host=server.host,
-        port=server.port,
         api_keys=(api_key,),
         controller_keys=(controller_key,),
-        model_name=server.model_name,
-        max_body_bytes=server.max_body_bytes,
-        keep_alive_timeout_s=server.keep_alive_timeout_s,
-        request_timeout_s=server.request_timeout_s,
-        shutdown_timeout_s=server.shutdown_timeout_s,
-        tool_call_parser=server.tool_call_parser,
-        reasoning_parser=server.reasoning_parser,
-        max_concurrent_requests=server.max_concurrent_requests,
-        heartbeat=Heartbeat(interval_s=server.heartbeat_interval_s, timeout_s=server.heartbeat_timeout_s),
-        max_restarts=server.max_restarts,
         engine_wait_s=server.engine_wait_s if is_supervised(config) else 0.0,
         sessions=SessionSettings(
             limits=SessionLimits(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fastapi import FastAPI
 
 from skyrl_async.chat import ChatRenderer
+from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.requests.errors import install_error_handlers
 from skyrl_async.endpoint.requests.guard import BodyLimit, KeyGuard
@@ -34,42 +35,37 @@ def create_app(
     sampler: Sampler,
     renderer: ChatRenderer,
     *,
+    server: ServerConfig | None = None,
     api_keys: Sequence[str],
     controller_keys: Sequence[str] = (),
-    model_name: str = "policy",
     parser: AnswerParser | None = None,
     session_settings: SessionSettings | None = None,
-    max_body_bytes: int = 16 * 2**20,
-    max_concurrent_requests: int = 4096,
     statistics: Statistics = dict,
     keepalive_interval_s: float = 4.0,
-    request_timeout_s: float = 60.0,
     clock: Callable[[], float] = time.monotonic,
     on_session_end: Callable[[str], None] = lambda _: None,
 ) -> FastAPI:
     """Make the application; its ``state.serving`` holds the sessions.
 
     Args:
+        server: Limits of requests, and the policy's name in replies; None takes the defaults.
         api_keys: Bearer keys that sample outside of sessions. ``/health`` needs none, and nothing does without keys of both kinds.
         controller_keys: Bearer keys that also make, reward and export sessions.
-        model_name: Name of the policy in ``/v1/models`` and in replies.
         parser: Finds reasoning and tool calls; None chooses it by the chat template.
-        max_body_bytes: Larger requests get 413.
-        max_concurrent_requests: Generations at once; more wait in line.
         statistics: Figures for ``/metrics``.
         keepalive_interval_s: Silence after which a stream sends a comment, > 0.
-        request_timeout_s: Time for a client to send a body; then 408.
         clock: Seconds, for the lifetimes of sessions.
         on_session_end: Called with the id of a session that is closed, once or more often; the sampler knows its requests by that id.
     """
+    server = server or ServerConfig()
     store = SessionStore(session_settings or SessionSettings(), clock=clock)
     serving = Serving(
         sampler,
         renderer,
         parser or AnswerParser.of(renderer.tokenizer),
         store,
-        model_name=model_name,
-        max_concurrent_requests=max_concurrent_requests,
+        model_name=server.model_name,
+        max_concurrent_requests=server.max_concurrent_requests,
         keepalive_interval_s=keepalive_interval_s,
         on_session_end=on_session_end,
     )
@@ -80,15 +76,14 @@ def create_app(
     app = FastAPI(title="skyrl_async", docs_url=None, redoc_url=None)
     app.state.serving = serving
     install_error_handlers(app)
-    for surface in (chat_completions, completions, responses, messages):
+    for surface in (chat_completions, completions, responses, messages, sessions):
         app.include_router(surface.make_router(serving))
-    app.include_router(sessions.make_router(serving))
     app.include_router(operations.make_router(serving, figures, created=int(time.time())))
     app.add_middleware(
         BodyLimit,
-        max_body_bytes=max_body_bytes,
+        max_body_bytes=server.max_body_bytes,
         max_model_len=sampler.max_model_len,
-        timeout_s=request_timeout_s,
+        timeout_s=server.request_timeout_s,
         long_work=serving.long_work,
     )
     app.add_middleware(KeyGuard, api_keys=tuple(api_keys), controller_keys=tuple(controller_keys), sessions=store)

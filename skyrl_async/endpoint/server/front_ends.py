@@ -12,7 +12,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -21,7 +20,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from skyrl_async.endpoint.server.process import EndpointServer, EndpointSettings
 from skyrl_async.errors import ConfigError, DeadlineError, InferenceError, SkyRLAsyncError
 from skyrl_async.inference.protocol import InferenceEngine
-from skyrl_async.runtime.heartbeat import until_silent
+from skyrl_async.runtime.heartbeat import Heartbeat, until_silent
 from skyrl_async.runtime.outages import Outages
 from skyrl_async.runtime.tasks import run_together, task_group
 
@@ -32,6 +31,8 @@ _PORT_TIMEOUT_S = 60.0
 """A killed process frees its port at once, a frozen one when Ray's node kills it, some five seconds later."""
 _PORT_RETRY_S = 0.5
 _START_TIMEOUT_S = 180.0
+_MAX_CONCURRENCY = 1000
+"""Calls that run at once in a front end's actor."""
 
 OnFailure = Callable[[SkyRLAsyncError], None]
 """Called with the reason why a front end is not replaced."""
@@ -44,7 +45,6 @@ class FrontEnd:
         settings: shared by all front ends.
         index: this one's.
         engines: the first ones; ``follow`` replaces them.
-        max_concurrency: calls running at once in the actor.
         outages: record the time between a process's end and its successor.
         on_failure: called once the process cannot be replaced; None raises the reason.
     """
@@ -55,19 +55,17 @@ class FrontEnd:
         index: int,
         engines: Sequence[InferenceEngine],
         *,
-        max_concurrency: int,
         outages: Outages,
         on_failure: OnFailure | None = None,
     ) -> None:
         self._settings = settings
         self._index = index
         self._engines = tuple(engines)
-        self._max_concurrency = max_concurrency
         self._outages = outages
         self._on_failure = on_failure
         self._num_restarts = 0
-        self.host = settings.host
-        self.port = settings.port + index if settings.port else 0
+        self.host = settings.server.host
+        self.port = settings.server.port + index if settings.server.port else 0
         self.actor: Any = None
 
     @property
@@ -110,9 +108,9 @@ class FrontEnd:
 
     async def start(self) -> None:
         """Start a process that serves. Errors raised in it keep their class."""
-        server = ray.remote(EndpointServer).options(num_cpus=0, max_concurrency=self._max_concurrency, max_restarts=0)
+        server = ray.remote(EndpointServer).options(num_cpus=0, max_concurrency=_MAX_CONCURRENCY, max_restarts=0)
         self.actor = server.remote(self._settings, self._engines, self._index)
-        self.host, self.port = await _as_own_errors(self.actor.start.remote())
+        self.host, self.port = await _as_own_errors(self.actor.start.remote(self.host, self.port))
 
     async def connect(self, peers: tuple[str, ...]) -> None:
         """Pass the addresses of all front ends to the process."""
@@ -163,7 +161,7 @@ class FrontEnd:
     def _count_restart(self, reason: str) -> None:
         """Count and log a restart. Raises ``InferenceError`` if none is left."""
         name = f"the front end on port {self.port}" if self.port else self._name
-        if self._num_restarts == self._settings.max_restarts:
+        if self._num_restarts == self._settings.server.max_restarts:
             raise InferenceError(
                 f"{name} {reason}, and server.max_restarts={self._num_restarts} are used up. Mend what "
                 "ends it, or raise server.max_restarts, and continue with trainer.resume_mode=latest"
@@ -202,7 +200,8 @@ class FrontEnd:
         return None
 
     async def _silence(self) -> str:
-        heartbeat = self._settings.heartbeat
+        server = self._settings.server
+        heartbeat = Heartbeat(interval_s=server.heartbeat_interval_s, timeout_s=server.heartbeat_timeout_s)
         try:
             await until_silent(self._ping, heartbeat)
         except RayError as error:
@@ -214,7 +213,6 @@ class FrontEnd:
 
     async def _start_again(self) -> None:
         """Call ``start`` on the same port once it is free."""
-        self._settings = replace(self._settings, host=self.host, port=self.port - self._index)
         deadline = asyncio.get_running_loop().time() + _PORT_TIMEOUT_S
         while True:
             try:
@@ -231,8 +229,6 @@ async def endpoint_processes(
     settings: EndpointSettings,
     engines: Sequence[InferenceEngine],
     *,
-    num_front_ends: int = 1,
-    max_concurrency: int = 1000,
     outages: Outages | None = None,
     on_failure: OnFailure | None = None,
 ) -> AsyncIterator[tuple[FrontEnd, ...]]:
@@ -244,8 +240,8 @@ async def endpoint_processes(
     """
     outages = outages or Outages()
     front_ends = tuple(
-        FrontEnd(settings, index, engines, max_concurrency=max_concurrency, outages=outages, on_failure=on_failure)
-        for index in range(num_front_ends)
+        FrontEnd(settings, index, engines, outages=outages, on_failure=on_failure)
+        for index in range(settings.server.num_front_ends)
     )
     try:
         await run_together({f"start-front-end-{i}": one.start_in_time() for i, one in enumerate(front_ends)})
@@ -259,7 +255,7 @@ async def endpoint_processes(
                 for task in supervising:
                     task.cancel()
         with contextlib.suppress(RayError, TimeoutError):
-            async with asyncio.timeout(settings.shutdown_timeout_s + _SHUTDOWN_GRACE_S):
+            async with asyncio.timeout(settings.server.shutdown_timeout_s + _SHUTDOWN_GRACE_S):
                 await run_together({f"stop-front-end-{i}": one.stop() for i, one in enumerate(front_ends)})
     finally:
         for one in front_ends:

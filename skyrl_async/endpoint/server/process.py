@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.server.forwarding import Forwarding
 from skyrl_async.endpoint.sessions.settings import SessionSettings
 from skyrl_async.inference.protocol import InferenceEngine
-from skyrl_async.runtime.heartbeat import DEFAULT, Heartbeat
 
 if TYPE_CHECKING:
     from skyrl_async.inference.client import InferenceEngineClient
@@ -25,30 +25,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSettings:
-    """What an endpoint serves, and its address; ``ServerConfig`` explains the fields."""
+    """What the front ends of an endpoint serve."""
 
+    server: ServerConfig = field(repr=False)
+    """The run's section ``server``; its addresses are those of the first start."""
     policy_path: str
     """Directory of the tokenizer."""
     trust_remote_code: bool
     max_model_len: int
-    host: str
-    port: int
-    """The first front end's; the next ones take the ports after it. 0 takes free ports."""
     api_keys: tuple[str, ...] = field(repr=False)
     controller_keys: tuple[str, ...] = field(default=(), repr=False)
-    model_name: str
-    max_body_bytes: int
-    keep_alive_timeout_s: int
-    request_timeout_s: float = 60.0
-    shutdown_timeout_s: int = 1
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    max_concurrent_requests: int = 4096
     engine_wait_s: float = 0.0
-    heartbeat: Heartbeat = DEFAULT
-    """A front end that misses one is replaced."""
-    max_restarts: int = 10
-    """Most times each front end is replaced."""
+    """``server.engine_wait_s`` where engines are replaced; 0 where nothing is worth waiting for."""
     sessions: SessionSettings = field(default_factory=SessionSettings)
 
 
@@ -80,11 +68,11 @@ class EndpointServer:
         self._forwarding: Forwarding
         self._client: InferenceEngineClient | None = None
 
-    async def start(self) -> tuple[str, int]:
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> tuple[str, int]:
         """Serve, and return (host, port). ``ConfigError`` for a port in use or a tokenizer without a template."""
         address: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
         # Ray runs each call as a task of its own, so no call can hold the group in which the server would live.
-        self._serving = asyncio.create_task(self._serve(address), name="endpoint-server")
+        self._serving = asyncio.create_task(self._serve(host, port, address), name="endpoint-server")
         watched: set[asyncio.Future[Any]] = {self._serving, address}
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         if self._serving.done():
@@ -114,18 +102,18 @@ class EndpointServer:
         self._stopping.set()
         await self.wait()
 
-    async def _serve(self, address: "asyncio.Future[tuple[str, int]]") -> None:
+    async def _serve(self, host: str, port: int, address: "asyncio.Future[tuple[str, int]]") -> None:
         from skyrl_async.endpoint.server.serve import start_server
 
-        settings = self._settings
+        settings = self._settings.server
         app = self._application()
         self._forwarding = Forwarding(
             app, self._front_end, max_body_bytes=settings.max_body_bytes, request_timeout_s=settings.request_timeout_s
         )
         server = start_server(
             self._forwarding,
-            settings.host,
-            settings.port + self._front_end if settings.port else 0,
+            host,
+            port,
             keep_alive_timeout_s=settings.keep_alive_timeout_s,
             request_timeout_s=settings.request_timeout_s,
             shutdown_timeout_s=settings.shutdown_timeout_s,
@@ -147,7 +135,7 @@ class EndpointServer:
         from skyrl_async.endpoint.server.app import create_app
         from skyrl_async.inference.client import InferenceEngineClient
 
-        settings = self._settings
+        settings, server = self._settings, self._settings.server
         tokenizer = AutoTokenizer.from_pretrained(
             settings.policy_path, trust_remote_code=settings.trust_remote_code, local_files_only=True
         )
@@ -164,19 +152,16 @@ class EndpointServer:
             engine_wait_s=settings.engine_wait_s,
         )
         parser = AnswerParser.of(
-            tokenizer, tool_call_parser=settings.tool_call_parser, reasoning_parser=settings.reasoning_parser
+            tokenizer, tool_call_parser=server.tool_call_parser, reasoning_parser=server.reasoning_parser
         )
         return create_app(
             client,
             renderer,
+            server=server,
             api_keys=settings.api_keys,
             controller_keys=settings.controller_keys,
             parser=parser,
             session_settings=replace(settings.sessions, front_end=self._front_end),
-            max_concurrent_requests=settings.max_concurrent_requests,
-            model_name=settings.model_name,
-            max_body_bytes=settings.max_body_bytes,
-            request_timeout_s=settings.request_timeout_s,
             statistics=client.statistics,
             on_session_end=client.pool.end_session,
         )

@@ -72,7 +72,7 @@ def test_a_front_end_that_never_comes_up_ends_the_start_by_name(
     monkeypatch.setattr(front_ends, "ray", ray)
 
     async def serve() -> None:
-        async with asyncio.timeout(1e6), front_ends.endpoint_processes(settings(tmp_path), [], num_front_ends=2):
+        async with asyncio.timeout(1e6), front_ends.endpoint_processes(settings(tmp_path, num_front_ends=2), []):
             raise AssertionError
 
     with pytest.raises(DeadlineError, match=complaint):

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from benchmarks.endpoint_freeze import front_end, measure
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.chat.spelling import Speller
+from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.requests.json_text import (
     MAX_CONTAINERS,
     MAX_VALUES,
@@ -301,7 +302,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n"
     ],
 )
 async def test_a_request_that_is_sent_half_is_408(sent: list[bytes], part: str) -> None:
-    app = create_app(ScriptedSampler(), HeldRenderer(), api_keys=[RUN_KEY], request_timeout_s=0.05)
+    app = create_app(ScriptedSampler(), HeldRenderer(), api_keys=[RUN_KEY], server=ServerConfig(request_timeout_s=0.05))
     async with start_server(app, request_timeout_s=0.05) as address:
         answer = await receive_all(*address, *sent)
     assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")

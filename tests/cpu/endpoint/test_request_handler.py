@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.requests.shared_request import Emit, Event, SharedRequest
 from skyrl_async.endpoint.server.app import create_app
@@ -154,7 +155,7 @@ class RequestMachine(RuleBasedStateMachine):
             RENDERER,
             api_keys=["k"],
             parser=NO_PARSER,
-            max_concurrent_requests=MAX_CONCURRENT,
+            server=ServerConfig(max_concurrent_requests=MAX_CONCURRENT),
             session_settings=SessionSettings(limits=SessionLimits(max_concurrent_requests=2)),
             keepalive_interval_s=1e6,
         )

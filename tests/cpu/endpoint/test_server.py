@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.routes.operations import prometheus_text
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.serve import start_server
@@ -298,7 +299,7 @@ async def test_any_of_the_keys_is_accepted_and_no_keys_mean_no_check() -> None:
 
 
 async def test_models_tell_the_context_length() -> None:
-    async with endpoint(model_name="org/model") as running:
+    async with endpoint(server=ServerConfig(model_name="org/model")) as running:
         (listed,) = (await running.openai.models.list()).data
         retrieved = await running.openai.models.retrieve("org/model")
         with pytest.raises(openai.NotFoundError, match="'other' is not served here; the model is 'org/model'"):
@@ -325,7 +326,7 @@ async def test_a_body_above_the_limit_is_413_announced_or_not() -> None:
         for _ in range(20):
             yield b"x" * 100
 
-    async with endpoint(max_body_bytes=1000) as running:
+    async with endpoint(server=ServerConfig(max_body_bytes=1000)) as running:
         announced = await running.post(b"x" * 1001)
         unannounced = await running.http.post("/v1/chat/completions", content=chunks())
         assert (await running.post({"messages": HELLO})).status_code == 200

@@ -15,13 +15,13 @@ import pytest
 from openai.types.chat import ChatCompletion
 from ray.exceptions import RayActorError
 
+from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.server.front_ends import endpoint_processes
 from skyrl_async.endpoint.server.process import EndpointServer, EndpointSettings
 from skyrl_async.errors import ConfigError, InferenceError, SkyRLAsyncError
 from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
-from skyrl_async.runtime.heartbeat import Heartbeat
 from skyrl_async.runtime.outages import Deadlines, Outages
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, Prompt, SamplingParams
 from skyrl_gym_http import SkyRLGymHTTPGenerator
@@ -83,22 +83,16 @@ def engine() -> Any:
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-def settings(directory: Path, **changes: Any) -> EndpointSettings:
+def settings(directory: Path, engine_wait_s: float = 0.0, **server: Any) -> EndpointSettings:
     TOKENIZER.save_pretrained(directory)
     return EndpointSettings(
-        **{
-            "policy_path": str(directory),
-            "trust_remote_code": False,
-            "max_model_len": 100,
-            "host": "127.0.0.1",
-            "port": 0,
-            "api_keys": ("k",),
-            "controller_keys": ("c",),
-            "model_name": "policy",
-            "max_body_bytes": 10_000,
-            "keep_alive_timeout_s": 75,
-            **changes,
-        }
+        server=ServerConfig(shutdown_timeout_s=server.pop("shutdown_timeout_s", 1), **server),
+        policy_path=str(directory),
+        trust_remote_code=False,
+        max_model_len=100,
+        api_keys=("k",),
+        controller_keys=("c",),
+        engine_wait_s=engine_wait_s,
     )
 
 
@@ -155,7 +149,7 @@ async def test_any_front_end_serves_every_session_and_hands_it_to_the_one_that_h
     tmp_path: Path, engine: Any
 ) -> None:
     async with (
-        endpoint_processes(settings(tmp_path), [engine], num_front_ends=2) as (first, second),
+        endpoint_processes(settings(tmp_path, num_front_ends=2), [engine]) as (first, second),
         httpx.AsyncClient(headers={"Authorization": "Bearer c"}) as controller,
     ):
         assert first.port != second.port
@@ -212,9 +206,9 @@ async def test_without_engines_for_too_long_a_request_gets_503_and_when_to_come_
 
 
 async def test_a_front_end_that_is_killed_or_frozen_is_replaced_on_its_port(tmp_path: Path, engine: Any) -> None:
-    quick = settings(tmp_path, heartbeat=Heartbeat(interval_s=0.2, timeout_s=5.0))
+    quick = settings(tmp_path, num_front_ends=2, heartbeat_interval_s=0.2, heartbeat_timeout_s=5.0)
     async with (
-        endpoint_processes(quick, [], num_front_ends=2) as (first, second),
+        endpoint_processes(quick, []) as (first, second),
         httpx.AsyncClient(headers={"Authorization": "Bearer c"}) as controller,
     ):
         for front_end in (first, second):

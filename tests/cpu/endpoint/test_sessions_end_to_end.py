@@ -20,6 +20,7 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from skyrl_async.chat import ChatRenderer
+from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.server.front_ends import FrontEnd, endpoint_processes
 from skyrl_async.endpoint.server.process import EndpointSettings
 from skyrl_async.endpoint.sessions.settings import SessionSettings
@@ -129,19 +130,15 @@ async def system(tmp_path_factory: pytest.TempPathFactory, ray_session: None) ->
         for engine in engines:
             stack.push_async_callback(engine.close)
         settings = EndpointSettings(
+            server=ServerConfig(num_front_ends=2),
             policy_path=str(policy_dir),
             trust_remote_code=False,
             max_model_len=engines[0].max_model_len,
-            host="127.0.0.1",
-            port=0,
             api_keys=(RUN_KEY,),
             controller_keys=(CONTROLLER_KEY,),
-            model_name="policy",
-            max_body_bytes=1 << 20,
-            keep_alive_timeout_s=75,
             sessions=SessionSettings(trains_constrained=True),
         )
-        front_ends = await stack.enter_async_context(endpoint_processes(settings, engines, num_front_ends=2))
+        front_ends = await stack.enter_async_context(endpoint_processes(settings, engines))
         client = InferenceEngineClient(
             engines, tokenizer=tokenizer, max_model_len=engines[0].max_model_len, renderer=renderer
         )

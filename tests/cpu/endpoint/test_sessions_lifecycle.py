@@ -13,6 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionSettings
@@ -459,7 +460,7 @@ async def test_requests_beyond_a_limit_wait_in_line_and_are_answered(sampler: He
     sampler.is_held = True
     limited = endpoint(
         sampler,
-        max_concurrent_requests=3,
+        server=ServerConfig(max_concurrent_requests=3),
         session_settings=SessionSettings(limits=SessionLimits(max_concurrent_requests=2)),
     )
     async with limited as served, asyncio.TaskGroup() as group:
