@@ -11,9 +11,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -35,11 +35,19 @@ from skyrl_async.metrics.console import Console
 from skyrl_async.metrics.logs import run_logging
 from skyrl_async.metrics.summary import summary_table, write_summary
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.metrics.tracker import MetricsLog, Sink, Tracker, TrainedGroupsLog, evaluated_steps, free_path
+from skyrl_async.metrics.tracker import (
+    MetricsLog,
+    RecordFile,
+    Sink,
+    Tracker,
+    TrainedGroupsLog,
+    evaluated_steps,
+    free_path,
+)
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.tasks import first_failure
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
-from skyrl_async.trainer.run import LogGroups, TrainerCallbacks
+from skyrl_async.trainer.run import TrainerCallbacks
 from skyrl_async.weight_sync.publisher import Lag
 
 logger = logging.getLogger("skyrl_async.main")
@@ -72,289 +80,286 @@ def run(config: Config, overrides: list[str], *, owns_process: bool = False) -> 
         try:
             run_dir = _run_directory(config)
             stack.enter_context(only_run_in(run_dir))
-            found = checkpoint_to_resume(config, run_dir)
-            set_aside = set_aside_records(config, run_dir, found)
+            resumed = checkpoint_to_resume(config, run_dir)
+            set_aside = set_aside_records(config, run_dir, resumed)
             log_path, has_console = run_dir / "run.log", config.logging.console
             stack.enter_context(run_logging(log_path, config.logging.level, has_console=has_console))
-            kept = RunConfigFile(run_dir, config, found.state.step if found is not None else None)
+            config_file = RunConfigFile(run_dir, config, None if resumed is None else resumed.state.step)
         except SkyRLAsyncError as error:
             sys.stderr.write(f"error: {error}\n")
             return _REFUSED
         except OSError as error:
-            found_dir = value_text(config.trainer.output_dir)
-            sys.stderr.write(
-                f"error: trainer.output_dir must be a directory that can be written to, got {found_dir!r}: {error}\n"
-            )
+            found = value_text(config.trainer.output_dir)
+            expected = "trainer.output_dir must be a directory that can be written to"
+            sys.stderr.write(f"error: {expected}, got {found!r}: {error}\n")
             return _REFUSED
         interruption = stack.enter_context(Interruption(config.trainer.shutdown_timeout_s))
         logger.info("overrides: %s", " ".join(overrides))
         if set_aside is not None:
             logger.warning("%s", set_aside)
-        if num_left := end_agents_of(run_dir):
-            logger.warning("%d processes of agents that the run had left behind when it was killed are ended", num_left)
-        for reason in found.refused if found is not None else ():
-            logger.warning("%s; %s is resumed instead", reason, found.path.name if found else None)
-        if changes := kept.changes():
+        if num_agents := end_agents_of(run_dir):
+            logger.warning("%d processes of agents that the run left when it was killed are ended", num_agents)
+        if resumed is not None:
+            for reason in resumed.refused:
+                logger.warning("%s; %s is resumed instead", reason, resumed.path.name)
+        if changes := config_file.changes():
             logger.warning("the run goes on with other settings than before: %s", ", ".join(changes))
-        left = _Left(run_dir, kept)
-        code = _exit_code(_run(config, found, started, interruption, left), interruption, left)
-    if owns_process and (left.ending.has_unfinished_thread or left.disk.is_busy):
+        one_run = _Run(config, run_dir, config_file, resumed, interruption, started)
+        code = one_run.exit_code()
+    if owns_process and one_run.has_unfinished_thread:
         leave_process(code)
     return code
-
-
-def _exit_code(running: Coroutine[Any, Any, None], interruption: Interruption, left: "_Left") -> int:
-    """Run to the end, and explain on standard error what that is."""
-    try:
-        asyncio.run(running)
-    except BaseExceptionGroup as failures:
-        error = first_failure(failures)
-    except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as end:
-        error = end
-    else:
-        return left.exit_code()
-    if (failure := interruption.shutdown.failure) is not None:
-        return _fail(failure, left.run_dir)
-    is_cancelled = isinstance(error, asyncio.CancelledError) and interruption.signal is not None
-    if is_cancelled or isinstance(error, KeyboardInterrupt | _Stopped):
-        return _last_words(interruption, left, is_saved=isinstance(error, _Stopped))
-    return _fail(error, left.run_dir)
 
 
 class _Stopped(Exception):
     """The run was asked to stop, and has saved what there is."""
 
 
-@dataclass(slots=True)
-class _Left:
-    """What a run leaves, complete or not."""
+class _Run:
+    """One run in its directory.
 
-    run_dir: Path
-    config_file: RunConfigFile
-    ending: ClosingStack = field(default_factory=ClosingStack)
-    disk: DaemonThreads = field(default_factory=lambda: DaemonThreads("checkpoint"))
-    """Writes checkpoints."""
-    trainer: FullyAsyncTrainer | None = None
-    lags: Callable[[], Mapping[str, Lag]] = dict
-    """Of the engines, by name."""
-    stuck: Sequence[str] = ()
-    """A line for each thing that takes too long."""
-    begin_records: list[Callable[[], None]] = field(default_factory=list)
-    """Forget what was written of steps that the run now does again."""
-    failures: list[str] = field(default_factory=list)
-    """Of what comes after training: none of it keeps the rest from being done."""
+    Args:
+        config: checked.
+        run_dir: exists, and is locked for this run.
+        config_file: written, or replaced after the run was resumed.
+        resumed: checkpoint to go on from; None: the run begins anew.
+        interruption: handles signals.
+        started: time of the command, of ``time.monotonic``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        config_file: RunConfigFile,
+        resumed: Usable | None,
+        interruption: Interruption,
+        started: float,
+    ) -> None:
+        self.run_dir = run_dir
+        self.disk = DaemonThreads("checkpoint")
+        """Writes checkpoints."""
+        self._config = config
+        self._config_file = config_file
+        self._checkpoint = None if resumed is None else resumed.path
+        # An evaluation does no step again.
+        self._resume_step = None if resumed is None else math.inf if config.trainer.eval_only else resumed.state.step
+        self._interruption = interruption
+        self._started = self._training_began = started
+        self._ending = ClosingStack()
+        self._trainer: FullyAsyncTrainer | None = None
+        self._engine_lags: Callable[[], Mapping[str, Lag]] = dict
+        self._stalls: Sequence[str] = ()
+        self._records: list[RecordFile] = []
+        self._failures: list[str] = []
+        """One per thing after training that failed: none of it keeps the rest from being done."""
+
+    @property
+    def has_unfinished_thread(self) -> bool:
+        """Whether a thread is stuck after the end."""
+        return self._ending.has_unfinished_thread or self.disk.is_busy
+
+    def exit_code(self) -> int:
+        """Run to the end, and explain on standard error what that is."""
+        try:
+            asyncio.run(self.execute())
+        except BaseExceptionGroup as failures:
+            error = first_failure(failures)
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as end:
+            error = end
+        else:
+            if self._trainer is not None and (failure := self._trainer.checkpoint_failure):
+                self._failures.insert(0, str(failure))
+            for reason in self._failures:
+                sys.stderr.write(f"error: {reason}\n")
+            return 1 if self._failures else 0
+        if (cause := self._interruption.shutdown.failure) is not None:
+            return self._report_failure(cause)
+        is_cancelled = isinstance(error, asyncio.CancelledError) and self._interruption.signal is not None
+        if is_cancelled or isinstance(error, KeyboardInterrupt | _Stopped):
+            return self._report_interruption(is_saved=isinstance(error, _Stopped))
+        return self._report_failure(error)
+
+    def _report_failure(self, error: BaseException) -> int:
+        """Log the error with all that led to it; show one line, or the traceback of an error that does not explain itself."""
+        _only_in_file.error("the run failed", exc_info=error)
+        if isinstance(error, SkyRLAsyncError):
+            sys.stderr.write(f"error: {error}\n")
+        else:
+            traceback.print_exception(error, chain=False)
+        sys.stderr.write(f"(see {self.run_dir / 'run.log'})\n")
+        return 1
+
+    def _report_interruption(self, *, is_saved: bool) -> int:
+        """Say what is saved and how the run goes on; return the exit code."""
+        trainer, code = self._trainer, self._interruption.exit_code
+        saved = trainer.newest_checkpoint if trainer is not None else None
+        said = f"ended at once, {f'the last checkpoint is {saved}' if saved else 'nothing is saved'}"
+        if trainer is not None and is_saved:
+            if trainer.checkpoint_failure is not None:
+                said = f"error: step {trainer.trained_version} is not saved: {trainer.checkpoint_failure}"
+                code = 1
+            elif saved is not None:
+                said = f"stopped after step {trainer.trained_version}, saved in {saved}"
+        sys.stderr.write(
+            f"{said}\ninterrupted; continue with --config {self.run_dir / 'config.yaml'} trainer.output_dir={self.run_dir} "
+            "trainer.resume_mode=latest\n"
+        )
+        return code
+
+    async def execute(self) -> None:
+        """Start all parts, train or evaluate, end all parts, and write the summary."""
+        config, shutdown = self._config, self._interruption.shutdown
+        with ExitStack() as stack:
+            stack.enter_context(self._interruption.attached())
+            console = stack.enter_context(Console(config.logging.console, config.trainer.num_steps))
+            tracker = stack.enter_context(Tracker([*self._sinks(), console]))
+            trace_path = free_path(self.run_dir / "trace.json") if config.logging.trace else None
+            trace = stack.enter_context(Trace(trace_path, time.monotonic))
+            callbacks = self._callbacks(tracker, console, stack)
+            console.message(f"run directory: {self.run_dir}")
+            async with started_parts(
+                config,
+                self.run_dir,
+                trace=trace,
+                say=console.phase,
+                announce=console.message,
+                checkpoint=self._checkpoint,
+                stack=self._ending,
+                shutdown=shutdown,
+            ) as parts:
+                trainer = self._trainer = make_trainer(
+                    config,
+                    parts,
+                    run_dir=self.run_dir,
+                    callbacks=callbacks,
+                    trace=trace,
+                    shutdown=shutdown,
+                    disk=self.disk,
+                )
+                self._engine_lags = parts.publisher.lags
+                console.watch(trainer.stages)
+                with self._interruption.ending_afterwards():
+                    await self._train(trainer, parts, console)
+            self._failures += self._ending.failures
+            with self._attempt("the summary"):
+                self._summarize(trainer, parts, console)
+
+    def _sinks(self) -> list[Sink]:
+        config, run_dir = self._config, self.run_dir
+        metrics = MetricsLog(run_dir / "metrics.jsonl", self._resume_step, notes=self._notes)
+        self._records.append(metrics)
+        sinks: list[Sink] = [metrics]
+        if config.logging.tensorboard:
+            from skyrl_async.metrics.sinks import TensorBoardSink
+
+            sinks.append(TensorBoardSink(run_dir / "tensorboard", self._resume_step))
+        if config.logging.wandb:
+            from skyrl_async.metrics.sinks import WandbSink
+
+            sinks.append(WandbSink(run_dir, config.logging.wandb_project, without_secrets(config)))
+        return sinks
+
+    def _notes(self) -> dict[str, Any]:
+        """What belongs to a line of ``metrics.jsonl`` and is no number."""
+        if self._trainer is None:
+            return {}
+        engines = {
+            name: {"lag_steps": lag.steps, "lag_seconds": round(lag.seconds, 3)}
+            for name, lag in self._engine_lags().items()
+        }
+        stages = {stage.name: stage.where for stage in self._trainer.stages()}
+        return {"stages": stages, "engines": engines} | ({"stuck": list(self._stalls)} if self._stalls else {})
+
+    def _callbacks(self, tracker: Tracker, console: Console, stack: ExitStack) -> TrainerCallbacks:
+        def log(step: int, values: dict[str, float]) -> None:
+            tracker.log(step, {"trainer/step": float(step), **values})
+
+        def show_stalls(lines: Sequence[str]) -> None:
+            self._stalls = lines
+            console.stuck(lines)
+
+        callbacks, logging_config = TrainerCallbacks(log=log, show_stalls=show_stalls), self._config.logging
+        if not logging_config.trained_groups:
+            return callbacks
+        path, has_tokens = self.run_dir / "trained_groups.jsonl", logging_config.trained_tokens
+        groups_log = TrainedGroupsLog(path, self._resume_step, has_tokens=has_tokens)
+        self._records.append(groups_log)
+        stack.callback(groups_log.close)
+        return replace(callbacks, log_groups=groups_log.log)
+
+    async def _train(self, trainer: FullyAsyncTrainer, parts: Parts, console: Console) -> None:
+        """Train to the end, and export the policy. Raises ``_Stopped`` when a stop was asked for before that end."""
+        if parts.endpoint_url is not None:
+            console.message(f"endpoint: {parts.endpoint_url} (key in {self.run_dir / 'endpoint.json'})")
+        if self._checkpoint is not None:
+            console.phase(f"resuming {self._checkpoint.name}")
+            evaluated = evaluated_steps(self.run_dir / "metrics.jsonl")
+            await trainer.resume(self._checkpoint, evaluated_versions=evaluated)
+            self._config_file.replace()
+        for record in self._records:
+            record.begin()
+        self._training_began = time.monotonic()
+        console.phase("training")
+        self._interruption.enter(Phase.TRAINING)
+        await trainer.run()
+        if self._interruption.shutdown.is_requested and not trainer.is_complete:
+            raise _Stopped
+        self._interruption.enter(Phase.FINISHING)
+        if trainer.evaluation_failure is not None:
+            self._failures.append(f"the last evaluation failed: {trainer.evaluation_failure}")
+        if self._exports_policy:
+            console.phase("exporting the policy")
+            with self._attempt("the export of the policy"):
+                await parts.policy.export_hf(self.run_dir / "policy")
+
+    @property
+    def _exports_policy(self) -> bool:
+        return self._config.trainer.export_hf and not self._config.trainer.eval_only
 
     @contextmanager
-    def attempt(self, what: str) -> Iterator[None]:
+    def _attempt(self, what: str) -> Iterator[None]:
         """Go on after a failure inside."""
         try:
             yield
         except Exception as error:
             _only_in_file.error("%s failed", what, exc_info=error)
-            self.failures.append(f"{what} failed: {type(error).__name__}: {error}")
+            self._failures.append(f"{what} failed: {type(error).__name__}: {error}")
 
-    def notes(self) -> dict[str, Any]:
-        """What is no number and belongs to a line of ``metrics.jsonl``."""
-        if self.trainer is None:
-            return {}
-        engines = {
-            name: {"lag_steps": lag.steps, "lag_seconds": round(lag.seconds, 3)} for name, lag in self.lags().items()
+    def _summarize(self, trainer: FullyAsyncTrainer, parts: Parts, console: Console) -> None:
+        """Write and show the summary of a run; of an evaluation, what it found, in a file of its own."""
+        run_dir, now = self.run_dir, time.monotonic()
+        summary: dict[str, Any] = {
+            "steps": trainer.served_version,
+            "seconds": now - self._started,
+            "boot_seconds": self._training_began - self._started,
+            "run_directory": run_dir,
         }
-        stuck = {"stuck": list(self.stuck)} if self.stuck else {}
-        return {"stages": {stage.name: stage.where for stage in self.trainer.stages()}, "engines": engines} | stuck
+        if self._config.trainer.eval_only:
+            path = free_path(run_dir / "evaluation.json")
+            result = trainer.first_evaluation
+            summary |= {} if result is None else result.values()
+            summary |= {"checkpoint": self._checkpoint, "evaluation": path}
+        else:
+            from skyrl_async.metrics.curves import draw_curves
 
-    def exit_code(self) -> int:
-        """Of a run that has come to its end; says what is missing."""
-        if self.trainer is not None and (failure := self.trainer.checkpoint_failure):
-            self.failures.insert(0, str(failure))
-        for reason in self.failures:
-            sys.stderr.write(f"error: {reason}\n")
-        return 1 if self.failures else 0
-
-
-def _last_words(interruption: Interruption, left: _Left, *, is_saved: bool) -> int:
-    """Say what an interrupted run has saved and how it goes on; returns the exit code."""
-    trainer, code = left.trainer, interruption.exit_code
-    saved = trainer.newest_checkpoint if trainer is not None else None
-    if trainer is not None and is_saved and trainer.checkpoint_failure is not None:
-        sys.stderr.write(f"error: step {trainer.trained_version} is not saved: {trainer.checkpoint_failure}\n")
-        code = 1
-    elif trainer is not None and is_saved and saved is not None:
-        sys.stderr.write(f"stopped after step {trainer.trained_version}, saved in {saved}\n")
-    else:
-        sys.stderr.write(f"ended at once, {f'the last checkpoint is {saved}' if saved else 'nothing is saved'}\n")
-    sys.stderr.write(
-        f"interrupted; continue with --config {left.run_dir / 'config.yaml'} trainer.output_dir={left.run_dir} "
-        "trainer.resume_mode=latest\n"
-    )
-    return code
-
-
-def _fail(error: BaseException, run_dir: Path) -> int:
-    """The error with all that led to it goes to the log; people see one line, or its own traceback if it does not explain itself."""
-    _only_in_file.error("the run failed", exc_info=error)
-    if isinstance(error, SkyRLAsyncError):
-        sys.stderr.write(f"error: {error}\n")
-    else:
-        traceback.print_exception(error, chain=False)
-    sys.stderr.write(f"(see {run_dir / 'run.log'})\n")
-    return 1
-
-
-async def _run(config: Config, found: Usable | None, started: float, interruption: Interruption, left: _Left) -> None:
-    run_dir = left.run_dir
-    with ExitStack() as stack:
-        stack.enter_context(interruption.attached())
-        console = stack.enter_context(Console(config.logging.console, config.trainer.num_steps))
-        # An evaluation does no step again.
-        resume_step = None if found is None else math.inf if config.trainer.eval_only else found.state.step
-        tracker = stack.enter_context(Tracker(_sinks(config, left, resume_step, console)))
-        trace_path = free_path(run_dir / "trace.json") if config.logging.trace else None
-        trace = stack.enter_context(Trace(trace_path, time.monotonic))
-        console.message(f"run directory: {run_dir}")
-
-        def log(step: int, values: dict[str, float]) -> None:
-            tracker.log(step, {"trainer/step": float(step), **values})
-
-        def show_stalls(lines: Sequence[str]) -> None:
-            left.stuck = lines
-            console.stuck(lines)
-
-        checkpoint = found.path if found is not None else None
-        log_groups = _trained_groups_log(config, left, resume_step, stack)
-        parts_of_run = started_parts(
-            config,
-            run_dir,
-            trace=trace,
-            say=console.phase,
-            announce=console.message,
-            checkpoint=checkpoint,
-            stack=left.ending,
-            shutdown=interruption.shutdown,
-        )
-        async with parts_of_run as parts:
-            trainer = left.trainer = make_trainer(
-                config,
-                parts,
-                run_dir=run_dir,
-                callbacks=TrainerCallbacks(log=log, log_groups=log_groups, show_stalls=show_stalls),
-                trace=trace,
-                shutdown=interruption.shutdown,
-                disk=left.disk,
-            )
-            left.lags = parts.publisher.lags
-            console.watch(trainer.stages)
-            with interruption.ending_afterwards():
-                booted = await _train(trainer, parts, checkpoint, console, interruption, left)
-                if config.trainer.export_hf and not config.trainer.eval_only:
-                    console.phase("exporting the policy")
-                    with left.attempt("the export of the policy"):
-                        await parts.policy.export_hf(run_dir / "policy")
-        left.failures += left.ending.failures
-        with left.attempt("the summary"):
-            if config.trainer.eval_only:
-                path = free_path(run_dir / "evaluation.json")
-                summary = _evaluation(left, checkpoint, started, booted) | {"evaluation": str(path)}
-            else:
-                summary, path = _summary(left, started, booted, config.trainer.export_hf), run_dir / "summary.json"
-            if parts.policy.num_restarts:
-                summary["policy_restarts"] = parts.policy.num_restarts
-            console.summary(summary_table(summary))
-            write_summary(path, summary)
-
-
-async def _train(
-    trainer: FullyAsyncTrainer,
-    parts: Parts,
-    checkpoint: Path | None,
-    console: Console,
-    interruption: Interruption,
-    left: _Left,
-) -> float:
-    """Train to the end; returns when training began (seconds). Raises ``_Stopped`` when a stop was asked for before that end."""
-    if parts.endpoint_url is not None:
-        console.message(f"endpoint: {parts.endpoint_url} (key in {left.run_dir / 'endpoint.json'})")
-    if checkpoint is not None:
-        console.phase(f"resuming {checkpoint.name}")
-        await trainer.resume(checkpoint, evaluated_versions=evaluated_steps(left.run_dir / "metrics.jsonl"))
-        left.config_file.replace()
-    for begin in left.begin_records:
-        begin()
-    booted = time.monotonic()
-    console.phase("training")
-    interruption.enter(Phase.TRAINING)
-    await trainer.run()
-    if interruption.shutdown.is_requested and not trainer.is_complete:
-        raise _Stopped
-    interruption.enter(Phase.FINISHING)
-    if trainer.evaluation_failure is not None:
-        left.failures.append(f"the last evaluation failed: {trainer.evaluation_failure}")
-    return booted
-
-
-def _sinks(config: Config, left: _Left, resume_step: float | None, console: Console) -> list[Sink]:
-    run_dir = left.run_dir
-    metrics = MetricsLog(run_dir / "metrics.jsonl", resume_step, notes=left.notes)
-    left.begin_records.append(metrics.begin)
-    sinks: list[Sink] = [metrics, console]
-    if config.logging.tensorboard:
-        from skyrl_async.metrics.sinks import TensorBoardSink
-
-        sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step))
-    if config.logging.wandb:
-        from skyrl_async.metrics.sinks import WandbSink
-
-        sinks.append(WandbSink(run_dir, config.logging.wandb_project, without_secrets(config)))
-    return sinks
-
-
-def _trained_groups_log(config: Config, left: _Left, resume_step: float | None, stack: ExitStack) -> LogGroups:
-    if not config.logging.trained_groups:
-        return lambda version, groups: None
-    path = left.run_dir / "trained_groups.jsonl"
-    groups_log = TrainedGroupsLog(path, resume_step, has_tokens=config.logging.trained_tokens)
-    left.begin_records.append(groups_log.begin)
-    stack.callback(groups_log.close)
-    return groups_log.log
-
-
-def _evaluation(left: _Left, checkpoint: Path | None, started: float, booted: float) -> dict[str, Any]:
-    """Of a run that trains nothing: what it leaves beside the record of the one that did, which stays as it is."""
-    assert left.trainer is not None
-    result = left.trainer.first_evaluation
-    return {
-        "steps": left.trainer.served_version,
-        **({} if result is None else result.values()),
-        "seconds": time.monotonic() - started,
-        "boot_seconds": booted - started,
-        "checkpoint": None if checkpoint is None else str(checkpoint),
-        "run_directory": str(left.run_dir),
-    }
-
-
-def _summary(left: _Left, started: float, booted: float, has_policy: bool) -> dict[str, Any]:
-    from skyrl_async.metrics.curves import draw_curves
-
-    now, trainer, run_dir = time.monotonic(), left.trainer, left.run_dir
-    assert trainer is not None
-    with left.attempt("the drawing of curves"):
-        draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png")
-    files = {
-        "run_directory": run_dir,
-        "curves": run_dir / "curves.png",
-        "metrics": run_dir / "metrics.jsonl",
-        "policy": run_dir / "policy" if has_policy else None,
-    }
-    return {
-        "reward_before": trainer.totals.reward_before,
-        "reward_after": trainer.reward_after,
-        "throughput_beside_validation": trainer.throughput_beside_validation,
-        "steps": trainer.served_version,
-        "seconds": now - started,
-        "boot_seconds": booted - started,
-        **trainer.totals.summary(),
-        **{name: str(path) for name, path in files.items() if path is not None},
-    }
+            path, metrics, curves = (run_dir / name for name in ("summary.json", "metrics.jsonl", "curves.png"))
+            with self._attempt("the drawing of curves"):
+                draw_curves(metrics, curves)
+            summary |= {
+                "reward_before": trainer.totals.reward_before,
+                "reward_after": trainer.reward_after,
+                "throughput_beside_validation": trainer.throughput_beside_validation,
+                **trainer.totals.summary(),
+                "curves": curves,
+                "metrics": metrics,
+            }
+        if self._exports_policy:
+            summary["policy"] = run_dir / "policy"
+        if parts.policy.num_restarts:
+            summary["policy_restarts"] = parts.policy.num_restarts
+        console.summary(summary_table(summary))
+        write_summary(path, summary)
 
 
 def _run_directory(config: Config) -> Path:

@@ -28,11 +28,12 @@ def hang(handle):
         threading.Event().wait()
     fsync(handle)
 
-async def write(config, found, started, interruption, left):
+async def write(one_run):
+    interruption = one_run._interruption
     with interruption.attached(), interruption.ending_afterwards():
         interruption.enter(Phase.TRAINING)
         os.fsync = hang
-        checkpointer = Checkpointer(left.run_dir / "checkpoints", max_to_keep=0, threads=left.disk)
+        checkpointer = Checkpointer(one_run.run_dir / "checkpoints", max_to_keep=0, threads=one_run.disk)
         state = TrainerState(step=2, next_admission_index=0, dataloader={}, totals={}, groups=())
         await checkpointer.write(ModelledPolicy(), state)
 
@@ -40,7 +41,7 @@ def leave(code):
     print("left", flush=True)
     leave_process(code)
 
-main._run, main.leave_process = write, leave
+main._Run.execute, main.leave_process = write, leave
 overrides = [f"trainer.output_dir={sys.argv[1]}", "trainer.resume_mode=latest"]
 code = main.main(overrides, **({"owns_process": True} if sys.argv[2] == "owns" else {}))
 print("returned", flush=True)

@@ -268,10 +268,10 @@ def test_two_signals_end_a_call_that_blocks_the_loop() -> None:
 def test_a_run_says_what_it_failed_of_first_whatever_ended_it_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], later: BaseException
 ) -> None:
-    async def fail(config: object, found: object, started: float, interruption: Interruption, left: object) -> None:
-        interruption.shutdown.remember(GenerationError("the tool is broken"))
+    async def fail(one_run: main._Run) -> None:
+        one_run._interruption.shutdown.remember(GenerationError("the tool is broken"))
         raise later
 
-    monkeypatch.setattr(main, "_run", fail)
+    monkeypatch.setattr(main._Run, "execute", fail)
     assert main.run(config_of(f"trainer.output_dir={tmp_path}"), []) == 1
     assert "error: the tool is broken" in capsys.readouterr().err
