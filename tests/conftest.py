@@ -1,6 +1,27 @@
-"""Hypothesis profiles: ``ci`` tries few examples, the same ones each time; ``nightly`` tries many, others each time."""
+"""How all tests are run: by a process per core, with one of two Hypothesis profiles.
 
+``ci`` tries few examples, the same ones each time; ``nightly`` tries many, others each time.
+"""
+
+import os
+from collections import Counter
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("ci", max_examples=20, deadline=None, derandomize=True, database=None, print_blob=True)
 settings.register_profile("nightly", max_examples=500, deadline=None, print_blob=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Folders are run by a process per core, files by this one alone; ``-n`` says otherwise."""
+    option, is_one_of_them = config.option, hasattr(config, "workerinput")
+    if option.numprocesses is None and not is_one_of_them and all(os.path.isdir(argument) for argument in config.args):
+        option.numprocesses, option.dist, option.loadscopereorder = min(os.cpu_count() or 1, 4), "loadfile", False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first, or one process would be left with them at the end."""
+    num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -num_slow[item.path])

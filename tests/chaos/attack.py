@@ -34,7 +34,7 @@ GENERATORS = (*DRAWN_GENERATORS, "agent")
 """The last one has a process per sample, over the endpoint."""
 INTERRUPT_EVERY = 3
 NUM_PROMPTS = 24
-_BOOTING = (Role.engine, Role.worker, Role.server)
+BOOTING = (Role.engine, Role.worker, Role.server)
 """Come up at the start of a run."""
 _AGENT = Path(__file__).with_name("agent.py")
 _BOOT_TIMEOUT_S = 600.0
@@ -93,7 +93,7 @@ class Attack:
         self._rng = random.Random(seed)
         self._interrupts = random.Random(f"interrupts-{seed}")
         self._boots = random.Random(f"boots-{seed}")
-        self._boot_roles = [role for role in roles if role in _BOOTING and "killed" in kinds]
+        self._boot_roles = [role for role in roles if role in BOOTING and "killed" in kinds]
         self._interrupt_every = interrupt_every
         self.generator = generator or random.Random(f"generator-{seed}").choice(DRAWN_GENERATORS)
         self.ending: Ending | None = None

@@ -4,7 +4,6 @@ import atexit
 import gc
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -33,20 +32,6 @@ sys.dont_write_bytecode = False
 correct_wheel_tag()
 gc.disable()  # until all is imported: nothing of that is garbage, and looking through it takes as long as importing
 atexit.register(gc.unfreeze)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Folders are run by a process per core, files by this one alone; ``-n`` says otherwise."""
-    option, is_one_of_them = config.option, hasattr(config, "workerinput")
-    if option.numprocesses is None and not is_one_of_them and all(os.path.isdir(argument) for argument in config.args):
-        option.numprocesses, option.dist, option.loadscopereorder = min(os.cpu_count() or 1, 4), "loadfile", False
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest come first, or one process would be left with them at the end."""
-    num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -num_slow[item.path])
 
 
 def pytest_collection_finish() -> None:

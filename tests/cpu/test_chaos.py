@@ -1,4 +1,4 @@
-"""Contracts 1, 2, 6, 7 and 8 under faults and Ctrl-C: a state machine in virtual time, and a short attack on a real run."""
+"""Contracts 1, 2, 6, 7 and 8 under faults and Ctrl-C in virtual time. ``tests/chaos`` kills processes of real runs."""
 
 import sys
 import tempfile
@@ -12,8 +12,7 @@ from hypothesis import settings
 
 from skyrl_async.metrics.tracker import read_rows
 from tests.chaos import __main__ as command
-from tests.chaos.attack import Attack
-from tests.chaos.attacked_run import AttackedRun, Role
+from tests.chaos.attacked_run import AttackedRun
 from tests.chaos.audit import RECORD, audit
 from tests.chaos.machine import ARunUnderFaults, Tally, run_machine
 from tests.chaos.virtual import SETTINGS, VirtualRun
@@ -114,15 +113,3 @@ def test_an_end_that_ctrl_c_did_not_bring_and_what_it_leaves_are_seen(
     ending = refused.ending()
     assert ending.exit_code == 2
     assert ending.problems() == {"wrong_exits": 1, "shared_memory_left": 1}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_real_run_survives_the_death_of_an_engine(tmp_path: Path) -> None:
-    """``tests/chaos/test_real_run.py`` kills its other processes."""
-    attack = Attack(tmp_path, seed=0, roles=(Role.engine,), kinds=("killed",), generator="gym_http", interrupt_every=0)
-    (fault,) = attack.run(1)
-    assert fault.survived and fault.problems == {}
-    assert attack.audit().problems() == {}
-    assert attack.ending is not None and attack.ending.problems() == {}
-    assert attack.unsaved_steps == 0
