@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from skyrl_async.chat import Tool
-from skyrl_async.endpoint.parsing.answers import AnswerDelta, ParsedAnswer, make_tool_call
-from skyrl_async.endpoint.parsing.splitting import AnswerStream, Marks
+from skyrl_async.endpoint.parsing.answers import AnswerDelta, AnswerStream, Marks, ParsedAnswer, make_tool_call
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.vllm.parsers import (
     FoundCalls,

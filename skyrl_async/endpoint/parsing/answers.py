@@ -1,7 +1,15 @@
-"""What an answer holds: content, reasoning and tool calls, without any wire format."""
+"""What an answer holds, and how a growing one is split at the marks of reasoning and of tool calls.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Each block returns what has become certain; joined, the parts say the same for any blocks. Does not know wire formats, nor the formats of
+tool calls.
+
+    opening ──mark, or the prompt's──> reasoning ──mark, or a call's──> content ──a call's mark──> calls
+       └────────────────anything else────────────────────────────────────^
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from uuid import uuid4
 
 
@@ -58,3 +66,162 @@ class AnswerDelta:
 def make_tool_call(name: str, arguments: str) -> ToolCall:
     """A call with an id of its own."""
     return ToolCall(id=f"call_{uuid4().hex[:24]}", name=name, arguments=arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """Texts at which answers are split."""
+
+    reasoning: tuple[str, str] | None = None
+    """The opening and the closing mark."""
+    calls: tuple[str, ...] = ()
+    """Beginnings of a tool call; an empty string if it may begin anywhere."""
+    calls_ending_reasoning: tuple[str, ...] = ()
+    """Beginnings of a tool call that close reasoning too."""
+
+    def without_calls(self) -> "Marks":
+        """The marks for a request without tools."""
+        return replace(self, calls=(), calls_ending_reasoning=())
+
+
+class _Phase(StrEnum):
+    WHOLE = "whole"
+    """Nothing is certain before the end."""
+    OPENING = "opening"
+    REASONING = "reasoning"
+    CONTENT = "content"
+    CALLS = "calls"
+
+
+class AnswerStream:
+    """One answer as it grows.
+
+    Args:
+        marks: where it is split.
+        read_calls: reads a text that begins with a call; returns None if the text holds no call.
+        read_reasoning: splits a whole text into reasoning and content, for a model whose marks do not suffice.
+        starts_in_reasoning: the prompt has opened a block of reasoning.
+        keeps_special_tokens: whether the text must spell special tokens.
+    """
+
+    def __init__(
+        self,
+        marks: Marks,
+        *,
+        read_calls: Callable[[str], AnswerDelta | None],
+        read_reasoning: Callable[[str], tuple[str, str]] | None = None,
+        starts_in_reasoning: bool = False,
+        keeps_special_tokens: bool = False,
+    ) -> None:
+        self.keeps_special_tokens = keeps_special_tokens
+        self._marks = marks
+        self._read_calls = read_calls
+        self._read_reasoning = read_reasoning
+        self._starts_in_reasoning = starts_in_reasoning
+        self._pending = ""
+        self._dropped_space = ""
+        """White space that is dropped until the phase's first words."""
+        self._space = ""
+        """White space before the first call, which is content only if there is no call."""
+        self._has_content = False
+        self._phase = _Phase.OPENING if marks.reasoning else _Phase.CONTENT
+        if read_reasoning is not None:
+            self._phase = _Phase.WHOLE
+
+    def push(self, text: str) -> AnswerDelta:
+        """Add a block; returns what has become certain."""
+        self._pending += text
+        delta = AnswerDelta()
+        before = None
+        while before is not self._phase:
+            before = self._phase
+            delta += self._advance()
+        return delta
+
+    def finish(self) -> AnswerDelta:
+        """End the answer; returns what was held back."""
+        delta = AnswerDelta()
+        if self._phase is _Phase.WHOLE and self._read_reasoning is not None:
+            reasoning, self._pending = self._read_reasoning(self._pending)
+            self._phase = _Phase.CONTENT
+            delta = AnswerDelta(reasoning=reasoning) + self.push("")
+        if self._phase is _Phase.REASONING or (self._phase is _Phase.OPENING and self._starts_in_reasoning):
+            return delta + AnswerDelta(reasoning=self._pending.lstrip(self._dropped_space).rstrip("\n"))
+        found = self._read_calls(self._pending) if self._phase is _Phase.CALLS else None
+        if found is None:
+            return delta + AnswerDelta(content=self._space + self._pending)
+        words = self._space + found.content
+        return delta + replace(found, content=words if words.strip() else "")
+
+    def _advance(self) -> AnswerDelta:
+        if self._phase is _Phase.OPENING:
+            self._advance_opening()
+        elif self._phase is _Phase.REASONING:
+            return self._advance_reasoning()
+        elif self._phase is _Phase.CONTENT:
+            return self._advance_content()
+        return AnswerDelta()
+
+    def _advance_opening(self) -> None:
+        """Find whether the answer opens reasoning itself; a model may do so although its prompt already has."""
+        assert self._marks.reasoning is not None
+        start, _ = self._marks.reasoning
+        text = self._pending.lstrip()
+        if text.startswith(start):
+            self._pending = text.removeprefix(start)
+        elif start.startswith(text):
+            return
+        elif not self._starts_in_reasoning:
+            self._phase = _Phase.CONTENT
+            return
+        self._phase = _Phase.REASONING
+        self._dropped_space = "\n"
+
+    def _advance_reasoning(self) -> AnswerDelta:
+        assert self._marks.reasoning is not None
+        _, end = self._marks.reasoning
+        marks = (end, *self._marks.calls_ending_reasoning)
+        text = self._pending.lstrip(self._dropped_space)
+        position = _first(text, marks)
+        certain = text[: len(text) - _num_held_back(text, marks) if position is None else position].rstrip("\n")
+        if position is None:
+            self._pending = text[len(certain) :]
+            self._dropped_space = "" if certain else self._dropped_space
+        else:
+            self._pending = text[position:].removeprefix(end)
+            self._dropped_space = "\n"
+            self._phase = _Phase.CONTENT
+        return AnswerDelta(reasoning=certain)
+
+    def _advance_content(self) -> AnswerDelta:
+        text = self._pending.lstrip(self._dropped_space)
+        position = _first(text, self._marks.calls)
+        num_certain = len(text) - _num_held_back(text, self._marks.calls) if position is None else position
+        certain = text[:num_certain]
+        is_space = not self._has_content and not certain.strip()
+        if position is not None:
+            self._phase = _Phase.CALLS
+            self._space = certain if is_space else ""
+        elif is_space:
+            self._pending = text
+            return AnswerDelta()
+        self._pending = text[num_certain:]
+        if is_space:
+            return AnswerDelta()
+        self._has_content = True
+        self._dropped_space = ""
+        return AnswerDelta(content=certain)
+
+
+def _first(text: str, marks: tuple[str, ...]) -> int | None:
+    """Position of the first of ``marks`` in a text."""
+    return min((position for mark in marks if (position := text.find(mark)) >= 0), default=None)
+
+
+def _num_held_back(text: str, marks: tuple[str, ...]) -> int:
+    """Length of the longest suffix of a text that may begin one of ``marks``."""
+    longest = 0
+    for mark in marks:
+        lengths = range(min(len(mark) - 1, len(text)), longest, -1)
+        longest = next((length for length in lengths if text.endswith(mark[:length])), longest)
+    return longest

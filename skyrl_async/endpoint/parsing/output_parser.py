@@ -12,6 +12,9 @@ from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.parsing.answers import AnswerDelta, make_tool_call
 from skyrl_async.types import StructuredOutput
 
+_ANY_OBJECT = {"type": "object", "properties": {}}
+"""The parameters of a function that names none."""
+
 
 class OutputParser(Protocol):
     """Reads one completion, whole or in blocks: ``push`` each block, then ``finish``. All parts joined say the same for any blocks."""
@@ -33,11 +36,18 @@ class OutputParser(Protocol):
 def forced_call(tools: Sequence[Tool] | None, tool_choice: str) -> StructuredOutput | None:
     """The grammar under which an answer is a call; None if ``tool_choice`` demands none.
 
-    Raises ``ValueError`` for tools of which no schema can be made.
+    Under the name of a function the answer is its arguments. Under ``required`` it is a list, not empty, of ``{"name", "parameters"}``,
+    as in vLLM. Raises ``ValueError`` for tools of which no schema can be made.
     """
     if not _is_forced(tools, tool_choice):
         return None
-    return StructuredOutput(json_schema=forced_tool_schema(tools or (), _named(tool_choice)))
+    functions = [tool["function"] for tool in tools or ()]
+    named = [(function["name"], function.get("parameters") or _ANY_OBJECT) for function in functions]
+    if tool_choice == "required":
+        schema = _schema_of_calls(named)
+    else:
+        schema = next(parameters for name, parameters in named if name == tool_choice)
+    return StructuredOutput(json_schema=json.dumps(schema))
 
 
 def output_parser_of(
@@ -58,16 +68,12 @@ def output_parser_of(
     if not is_chat:
         return _Plain()
     if _is_forced(tools, tool_choice):
-        return _Forced(tools or (), _named(tool_choice))
+        return _Forced(tools or (), tool_choice)
     return parser.stream(tools=tools if tool_choice != "none" else None, starts_in_reasoning=starts_in_reasoning)
 
 
 def _is_forced(tools: Sequence[Tool] | None, tool_choice: str) -> bool:
     return bool(tools) and tool_choice not in ("auto", "none")
-
-
-def _named(tool_choice: str) -> str | None:
-    return None if tool_choice == "required" else tool_choice
 
 
 class _Plain:
@@ -83,13 +89,13 @@ class _Plain:
 
 
 class _Forced:
-    """The whole text is the arguments of a call, or a list of calls."""
+    """The whole text is the arguments of a call, or a list of calls; where it was cut, it is content as it was written."""
 
     keeps_special_tokens = False
 
-    def __init__(self, tools: Sequence[Tool], name: str | None) -> None:
-        self._tools = tools
-        self._name = name
+    def __init__(self, tools: Sequence[Tool], tool_choice: str) -> None:
+        self._known = {tool["function"]["name"] for tool in tools}
+        self._choice = tool_choice
         self._text = ""
 
     def push(self, text: str) -> AnswerDelta:
@@ -97,67 +103,34 @@ class _Forced:
         return AnswerDelta()
 
     def finish(self) -> AnswerDelta:
-        return parse_forced(self._text, self._tools, self._name)
+        try:
+            named = self._named_arguments(json.loads(self._text))
+        except (ValueError, RecursionError, TypeError, KeyError):
+            named = []
+        calls = tuple(make_tool_call(name, arguments) for name, arguments in named if name in self._known)
+        if not calls or len(calls) < len(named):
+            return AnswerDelta(content=self._text)
+        return AnswerDelta(tool_calls=calls)
+
+    def _named_arguments(self, spelled: Any) -> list[tuple[str, str]]:
+        if self._choice == "required":
+            return [(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in spelled]
+        return [(self._choice, self._text.strip())] if isinstance(spelled, dict) else []
 
 
-def forced_tool_schema(tools: Sequence[Tool], name: str | None) -> str:
-    """The JSON schema, as JSON text, of an answer that must call.
-
-    Args:
-        tools: in OpenAI's chat form.
-        name: the one function to call: the answer is its arguments. None: the answer is a list, not empty, of
-            ``{"name", "parameters"}``, as vLLM has it for ``tool_choice: required``.
-
-    Raises:
-        ValueError: no tool is named so, or there is none at all.
-    """
-    if name is not None:
-        return json.dumps(_parameters(_function(tools, name)))
-    if not tools:
-        raise ValueError("tools must hold at least one function where tool_choice demands a call, got none")
+def _schema_of_calls(named: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """The schema of a list of calls; definitions that the parameters refer to move to the top, where references find them."""
     definitions: dict[str, Any] = {}
     calls = []
-    for tool in tools:
-        parameters = dict(_parameters(tool["function"]))
-        found = parameters.pop("$defs", None) or {}
+    for name, parameters in named:
+        found = parameters.get("$defs") or {}
         if not isinstance(found, dict):
             raise ValueError(f"$defs of a tool's parameters must be an object, got {type(found).__name__}")
         for key, definition in found.items():
             if definitions.setdefault(key, definition) != definition:
                 raise ValueError(f"tools must agree on the definition of {key!r} in their $defs, got two")
-        properties = {"name": {"type": "string", "enum": [tool["function"]["name"]]}, "parameters": parameters}
+        own = {key: value for key, value in parameters.items() if key != "$defs"}
+        properties = {"name": {"type": "string", "enum": [name]}, "parameters": own}
         calls.append({"type": "object", "properties": properties, "required": ["name", "parameters"]})
     schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    return json.dumps(schema | ({"$defs": definitions} if definitions else {}))
-
-
-def parse_forced(text: str, tools: Sequence[Tool], name: str | None) -> AnswerDelta:
-    """The calls in an answer sampled under ``forced_tool_schema(tools, name)``.
-
-    One that was cut is content, as it was written. Never raises.
-    """
-    try:
-        spelled = json.loads(text)
-        if name is not None:
-            named = [(name, text.strip())] if isinstance(spelled, dict) else []
-        else:
-            named = [(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in spelled]
-    except (ValueError, RecursionError, TypeError, KeyError):
-        named = []
-    known = {tool["function"]["name"] for tool in tools}
-    calls = tuple(make_tool_call(called, arguments) for called, arguments in named if called in known)
-    if not calls or len(calls) < len(named):
-        return AnswerDelta(content=text)
-    return AnswerDelta(tool_calls=calls)
-
-
-def _function(tools: Sequence[Tool], name: str) -> dict[str, Any]:
-    for tool in tools:
-        if tool["function"]["name"] == name:
-            return dict(tool["function"])
-    names = ", ".join(tool["function"]["name"] for tool in tools) or "no function at all"
-    raise ValueError(f"tool_choice must name a function of tools, which hold {names}; got {name!r}")
-
-
-def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    return function.get("parameters") or {"type": "object", "properties": {}}
+    return schema | ({"$defs": definitions} if definitions else {})

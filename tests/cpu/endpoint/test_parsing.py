@@ -21,9 +21,8 @@ from skyrl_async.endpoint.parsing.answer_parser import (
     reasoning_parser_for,
     tool_parser_for,
 )
-from skyrl_async.endpoint.parsing.answers import AnswerDelta, ParsedAnswer, make_tool_call
-from skyrl_async.endpoint.parsing.output_parser import forced_tool_schema, parse_forced
-from skyrl_async.endpoint.parsing.splitting import AnswerStream, Marks
+from skyrl_async.endpoint.parsing.answers import AnswerDelta, AnswerStream, Marks, ParsedAnswer, make_tool_call
+from skyrl_async.endpoint.parsing.output_parser import forced_call, output_parser_of
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.vllm.parsers import FoundCalls, VLLMReasoningParser, VLLMToolParser
 from tests.cpu.chat_templates import LLAMA3, MISTRAL, QWEN3, QWEN25, llama3, mistral, qwen3, qwen25
@@ -443,25 +442,39 @@ def test_a_prompt_that_opens_reasoning_is_told_from_one_that_speaks_of_it() -> N
     assert not parser.starts_in_reasoning(())
 
 
+def schema_of(tools: list[Tool], tool_choice: str) -> str:
+    """The JSON schema of a forced answer."""
+    forced = forced_call(tools, tool_choice)
+    assert forced is not None and forced.json_schema is not None
+    return forced.json_schema
+
+
+def parsed_forced(text: str, tool_choice: str) -> ParsedAnswer:
+    parser = output_parser_of(
+        AnswerParser(TOKENIZER), tools=TOOLS, tool_choice=tool_choice, is_chat=True, starts_in_reasoning=False
+    )
+    return (parser.push(text) + parser.finish()).as_whole()
+
+
 def test_a_named_function_is_forced_by_its_parameters() -> None:
-    assert json.loads(forced_tool_schema(TOOLS, "look")) == TOOLS[0]["function"]["parameters"]
-    assert json.loads(forced_tool_schema(TOOLS, "stop")) == {"type": "object", "properties": {}}
-    answer = parse_forced(' {"city": "Köln"}\n', TOOLS, "look").as_whole()
+    assert json.loads(schema_of(TOOLS, "look")) == TOOLS[0]["function"]["parameters"]
+    assert json.loads(schema_of(TOOLS, "stop")) == {"type": "object", "properties": {}}
+    answer = parsed_forced(' {"city": "Köln"}\n', "look")
     assert summary(answer) == (None, None, [("look", '{"city": "Köln"}')])
 
 
 def test_required_calls_are_a_list_of_names_and_parameters() -> None:
     text = '[{"name": "look", "parameters": {"city": "猫"}}, {"name": "stop", "parameters": {}}]'
-    assert summary(parse_forced(text, TOOLS, None).as_whole()) == (
+    assert summary(parsed_forced(text, "required")) == (
         None,
         None,
         [("look", '{"city": "猫"}'), ("stop", "{}")],
     )
 
 
-@pytest.mark.parametrize("name", ["look", "stop", None])
-def test_what_forces_calls_is_a_grammar_that_vllms_engine_accepts(name: str | None) -> None:
-    grammar = xgrammar.Grammar.from_json_schema(forced_tool_schema(TOOLS, name))
+@pytest.mark.parametrize("name", ["look", "stop", "required"])
+def test_what_forces_calls_is_a_grammar_that_vllms_engine_accepts(name: str) -> None:
+    grammar = xgrammar.Grammar.from_json_schema(schema_of(TOOLS, name))
     assert "root" in str(grammar)
 
 
@@ -472,34 +485,27 @@ def test_definitions_that_parameters_refer_to_stay_in_reach() -> None:
         "$defs": {"place": {"type": "string"}},
     }
     tools = [{"type": "function", "function": {"name": "go", "parameters": parameters}}, *TOOLS]
-    schema = json.loads(forced_tool_schema(tools, None))
+    schema = json.loads(schema_of(tools, "required"))
     assert schema["$defs"] == {"place": {"type": "string"}}
     assert "$defs" in parameters
     xgrammar.Grammar.from_json_schema(json.dumps(schema))
     other = {"name": "run", "parameters": {"$defs": {"place": {"type": "integer"}}}}
     with pytest.raises(ValueError, match="agree on the definition of 'place'"):
-        forced_tool_schema([*tools, {"type": "function", "function": other}], None)
-
-
-def test_forcing_a_function_that_is_not_offered_is_refused() -> None:
-    with pytest.raises(ValueError, match="tool_choice must name a function of tools, which hold look, stop; got 'go'"):
-        forced_tool_schema(TOOLS, "go")
-    with pytest.raises(ValueError, match="at least one function"):
-        forced_tool_schema([], None)
+        schema_of([*tools, {"type": "function", "function": other}], "required")
 
 
 @given(
     text=texts_of('[{"name": "look", "parameters": {}}]', '{"city": "x"}', "[", "]"),
-    name=st.sampled_from(["look", None]),
+    name=st.sampled_from(["look", "required"]),
 )
-def test_a_forced_answer_that_was_cut_is_content(text: str, name: str | None) -> None:
-    answer = parse_forced(text, TOOLS, name).as_whole()
+def test_a_forced_answer_that_was_cut_is_content(text: str, name: str) -> None:
+    answer = parsed_forced(text, name)
     assert answer.tool_calls or answer.content == text
-    assert parse_forced("[" * 100_000, TOOLS, name).content == "[" * 100_000
+    assert parsed_forced("[" * 100_000, name).content == "[" * 100_000
 
 
 @pytest.mark.parametrize("definitions", [[1], "x", 3])
 def test_definitions_that_are_no_object_are_refused(definitions: object) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$defs": definitions}}}
     with pytest.raises(ValueError, match=r"\$defs of a tool's parameters must be an object, got"):
-        forced_tool_schema([tool], None)
+        schema_of([tool], "required")
