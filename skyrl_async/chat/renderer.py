@@ -1,8 +1,7 @@
 """Chat messages as token ids, through a tokenizer's own chat template.
 
-Flows in: messages and tools in OpenAI form, and the ids of turns already sampled. Flows out: prompt ids, and what tokens spell.
-Sampled text is never tokenized again: a later turn's prompt is the ids so far plus the rendered *tail* (contract 4 of
-the design). Does not know engines, environments or HTTP.
+Sampled text is never tokenized again. The next prompt of a conversation is the token ids so far, followed by the *tail*: what the template
+renders behind the last sampled message (contract 4 of the design). Does not know engines, environments or HTTP.
 """
 
 import ctypes
@@ -22,17 +21,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _LONG_TEXT = 16_384
-"""Characters; a shorter text is tokenized within milliseconds, and an overflow then told exactly."""
+"""Characters. A shorter text is tokenized within milliseconds, so an overflow is reported with the exact length."""
 _HUGE_TEXT = 2**19
 _LIBC = ctypes.CDLL(None)
 _SENTINEL = f"skyrl-async-sampled-text-{token_hex(8)}"
 
 
 class ChatRenderer:
-    """Renders conversations for one tokenizer. Stateless but for caches; safe to share between tasks."""
+    """Renders conversations for one tokenizer. Has no state except caches; tasks and threads may share it."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
-        """``tokenizer``: a Hugging Face fast tokenizer with a chat template; raises ``ConfigError`` without one."""
+        """``tokenizer``: a Hugging Face fast tokenizer. Raises ``ConfigError`` if it has no chat template."""
         if not tokenizer.chat_template:
             raise ConfigError(
                 "policy.path must hold a tokenizer with a chat template, got one without; add chat_template.jinja to "
@@ -48,12 +47,12 @@ class ChatRenderer:
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerFast":
-        """What it renders with."""
+        """The tokenizer, whose template is rendered."""
         return self._tokenizer
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """Number of token ids; every id is below it."""
         return len(self._tokenizer)
 
     def render(
@@ -64,7 +63,7 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
         limit: int | None = None,
     ) -> tuple[int, ...]:
-        """Ids of the whole conversation; ``ValueError`` when the template refuses it, ``limit`` as for ``encode``."""
+        """Token ids of the whole conversation. ``limit``: as for ``encode``. Raises ``ValueError`` if the template refuses the messages."""
         return self.encode(self._render_text(normalise_messages(messages), tools, add_generation_prompt), limit=limit)
 
     def render_next(
@@ -76,20 +75,20 @@ class ChatRenderer:
         tools: Sequence[Tool] | None = None,
         limit: int | None = None,
     ) -> tuple[int, ...]:
-        """The next prompt: ``token_ids`` as they are, then the tail.
+        """Token ids of the next prompt: ``token_ids`` unchanged, then the tail.
 
-        The end of turn is supplied unless ``token_ids`` ends with that very token. Tokens of a stop string that the text lacks
-        stay: they were sampled.
+        The token that ends the turn is added unless ``token_ids`` ends with it. Tokens of a stop string stay, although the text lacks the
+        stop string: they were sampled.
 
         Args:
             token_ids: prompt and completion of ``messages[:num_covered]``.
-            num_covered: ends in an assistant message; messages behind it may hold further ones, which nobody sampled. None:
-                through the last assistant message.
-            limit: as for ``encode``, of the whole prompt.
+            num_covered: number of messages that ``token_ids`` spells; the last of them is an assistant message. Messages after it may
+                include assistant messages that were not sampled. None: all messages through the last assistant message.
+            limit: as for ``encode``, for the whole prompt.
 
         Raises:
-            ValueError: the template refuses the messages, or ``num_covered`` names no assistant message.
-            ConfigError: the template cannot be continued in token space.
+            ValueError: the template refuses the messages, or ``num_covered`` does not end in an assistant message.
+            ConfigError: the template does not allow to continue the ids.
         """
         tail = self.encode(self._full_tail(messages, num_covered, tools), limit=limit, num_before=len(token_ids))
         num_leading = self._leading_end(tail)
@@ -97,9 +96,14 @@ class ChatRenderer:
         return (*token_ids, *(tail[num_leading:] if ended else tail))
 
     def stop_string(self, token_ids: Sequence[int], text: str, stop: Iterable[str]) -> str | None:
-        """Which of ``stop`` ended a completion whose text was cut to ``text``, or None.
+        """The stop string that ended a completion, or None.
 
-        vLLM's tokens keep the stop string that the text lacks.
+        The text that vLLM returns lacks the stop string, but the tokens spell it.
+
+        Args:
+            token_ids: the completion's tokens.
+            text: the completion's text, cut before the stop string.
+            stop: the request's stop strings.
         """
         stops = tuple(stop)
         if not stops:
@@ -111,18 +115,18 @@ class ChatRenderer:
         return None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of ``token_ids``; bytes that are no characters come out as U+FFFD."""
+        """The text of ``token_ids``, with U+FFFD for bytes that are no characters."""
         text = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return str(text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for in the text, a special token's name for such a token."""
+        """The bytes of one token in a text. A special token has the bytes of its name."""
         return self._speller.spell(token_id)
 
     def text_ends(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """(T,) UTF-8 bytes of decoded text up to and including each token; special tokens add none."""
+        """(T,) For each token, the number of bytes of decoded text through that token. Special tokens add none."""
         sizes = (0 if i in self._special_ids else len(self._speller.spell(i)) for i in token_ids)
         return tuple(accumulate(sizes))
 
@@ -139,7 +143,10 @@ class ChatRenderer:
         return _after_sentinel(text)
 
     def _tail_after_calls(self, messages: list[Message], last: int, tools: Sequence[Tool] | None) -> str:
-        """The tail where a template insists on tool calls before tool results: from the end of turn behind a sentinel call."""
+        """The tail for a template that demands tool calls before tool results.
+
+        The sentinel is the argument of a call. The tail begins where the turn ends behind that call.
+        """
         *calls, call = messages[last]["tool_calls"]
         calls.append({**call, "function": {**call["function"], "arguments": {"text": _SENTINEL}}})
         called = [*messages[:last], {"role": "assistant", "content": "", "tool_calls": calls}, *messages[last + 1 :]]
@@ -155,7 +162,7 @@ class ChatRenderer:
         return after[start:]
 
     def _leading_end(self, tail: Sequence[int]) -> int:
-        """How many ids at the start of a tail make the end of turn: white space, then one special token; 0 without."""
+        """Number of ids at the start of a tail that end the turn: white space, then one special token. 0 if the tail does not begin so."""
         for i, token_id in enumerate(tail):
             if token_id in self._special_ids:
                 return i + 1
@@ -191,10 +198,10 @@ class ChatRenderer:
         return str(text)
 
     def encode(self, text: str, *, limit: int | None = None, num_before: int = 0) -> tuple[int, ...]:
-        """Ids of a text as it stands, without special tokens added. Other threads run meanwhile.
+        """Token ids of ``text``, without adding special tokens. Lets other threads run meanwhile.
 
-        A long text that must have ``limit`` tokens or more, with the ``num_before`` in front of it, is not tokenized:
-        ``PromptTooLongError``.
+        Raises ``PromptTooLongError`` without tokenizing if the text is long and is known to reach ``limit`` tokens, counted with the
+        ``num_before`` tokens in front of it.
         """
         if limit is not None and len(text) > _LONG_TEXT:
             fewest = num_before + self._speller.fewest_tokens(text)
@@ -202,12 +209,14 @@ class ChatRenderer:
                 raise PromptTooLongError(fewest, limit, num_characters=len(text))
         ids = tuple(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         if len(text) > _HUGE_TEXT and hasattr(_LIBC, "malloc_trim"):
-            _LIBC.malloc_trim(0)  # the tokenizer took a hundred bytes per token in small blocks, which glibc would keep
+            _LIBC.malloc_trim(
+                0
+            )  # the tokenizer took a hundred bytes per token in small blocks, which glibc would not return
         return ids
 
 
 def _last_covered(messages: Sequence[Message], num_covered: int | None) -> int:
-    """Index of the assistant message that the covered messages end in."""
+    """Index of the last covered message, an assistant message."""
     if num_covered is not None:
         if not 1 <= num_covered <= len(messages) or messages[num_covered - 1]["role"] != "assistant":
             raise ValueError(

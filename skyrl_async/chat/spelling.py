@@ -1,6 +1,6 @@
-"""What each token of a vocabulary spells.
+"""The bytes that each token of a vocabulary spells: those of all tokens, joined, are the text's UTF-8.
 
-Flows in: a tokenizer and token ids. Flows out: bytes; joined they are the text's UTF-8. Does not know messages or templates.
+Does not know messages or templates.
 """
 
 import json
@@ -17,7 +17,7 @@ _SLICE = 2**20
 
 
 class Speller:
-    """What each token of a vocabulary spells, in bytes."""
+    """Spells the tokens of one tokenizer."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         self._tokenizer = tokenizer
@@ -26,23 +26,23 @@ class Speller:
         self._shares = self._shares_of_bytes() if _keeps_characters(tokenizer) else None
 
     def spell(self, token_id: int) -> bytes:
-        """The bytes of one token, a special token's name for such a token; none for an unknown id."""
+        """The bytes of one token. A special token has the bytes of its name; an unknown id has none."""
         spelling = self._spellings.get(token_id)
         if spelling is None:
             spelling = self._spellings[token_id] = self._look_up(token_id)
         return spelling
 
     def fewest_tokens(self, text: str) -> int:
-        """A number of tokens that ``text`` has at least, found without tokenizing it; 0 where nothing is known.
+        """A lower bound of the number of tokens in ``text``, found without tokenizing it. 0 where nothing is known.
 
-        Each byte of a token counts for one over the longest token that has such a byte, so that no token counts for more than one.
-        Composing (NFC) makes one character of four at most, and takes at most one ASCII character with each that is none.
+        A byte counts as 1/n, where n is the length of the longest token with such a byte: the bytes of a token add up to 1 at most.
+        Normalization (NFC) joins at most four characters into one, and joins at most one ASCII character to each other one.
         """
         if self._shares is None:
             return 0
         ascii_bytes = text.encode("ascii", "ignore")
         counts: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(256, dtype=np.int64)
-        for start in range(0, len(ascii_bytes), _SLICE):  # each for itself: other threads run in between
+        for start in range(0, len(ascii_bytes), _SLICE):  # in slices, so that other threads run in between
             piece = np.frombuffer(ascii_bytes, dtype=np.uint8, count=-1, offset=start)[:_SLICE]
             counts += np.bincount(piece, minlength=256)
         num_others = len(text) - len(ascii_bytes)
@@ -50,7 +50,7 @@ class Speller:
         return int(max(by_ascii, len(text) / 4 * float(self._shares.min())) * (1 - 1e-9))
 
     def _shares_of_bytes(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
-        """(256,) one over the bytes of the longest token that has such a byte."""
+        """(256,) For each byte, 1/n, where n is the length of the longest token with such a byte."""
         longest = np.ones(256)
         for token_id in range(len(self._tokenizer)):
             spelling = self.spell(token_id)
@@ -70,7 +70,7 @@ class Speller:
 
 
 def _keeps_characters(tokenizer: "PreTrainedTokenizerFast") -> bool:
-    """Whether every character of a text is spelled by a token: none is dropped, unknown, or white space around a special token."""
+    """Whether tokens spell every character of a text: none is dropped, unknown, or stripped around a special token."""
     backend, vocabulary = tokenizer.backend_tokenizer, tokenizer.get_vocab()
     parts = [json.loads(part.__getstate__()) for part in (backend.normalizer, backend.pre_tokenizer) if part]
     kinds = {kind for part in parts for kind in _kinds(part)}
@@ -101,7 +101,7 @@ def _kinds(part: dict[str, Any]) -> Iterator[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The characters by which byte-level BPE writes bytes: printable ones as themselves, others from U+0100 on."""
+    """Character -> byte, as byte-level BPE writes bytes: printable ones as themselves, others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -1,21 +1,231 @@
 """``POST /v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's Messages API with text and tools.
 
-A message is written piece by piece, with the same code whole and streamed. Does not know how prompts are made or tokens sampled.
+Messages become the ones that a chat client would have sent, so that a session finds its turns. Unknown fields and server tools are ignored.
+Does not know how prompts are made or tokens sampled.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from skyrl_async.chat import Tool
 from skyrl_async.endpoint.parsing.answers import ToolCall
-from skyrl_async.endpoint.requests.generation import Answer, Planned
+from skyrl_async.endpoint.requests.fields import (
+    chat_content,
+    chat_tool,
+    checked_choice,
+    name_at,
+    object_at,
+    refused,
+    string_at,
+    texts_at,
+    tool_name,
+    unsupported,
+)
+from skyrl_async.endpoint.requests.generation import Answer, GenerationRequest, Planned
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.requests.streaming import EventStyle
-from skyrl_async.endpoint.routes.messages_schema import Conversation, MessagesRequest, tool_input
+from skyrl_async.endpoint.routes.schema import Checked, SamplingFields, StopString, assistant_message
 from skyrl_async.endpoint.routes.surface import ItemsCall, extra_fields, provenance, sampling_router
+from skyrl_async.types import Message, StructuredOutput
+
+_RAW_ARGUMENTS = "__raw_arguments__"
+"""The key under which a ``tool_use`` input holds arguments that are no JSON object: Anthropic's input must be one."""
+_TEXT = {"text": "text"}
+
+
+def chat_messages(messages: Sequence[Mapping[str, Any]], system: Any) -> tuple[Message, ...]:
+    """The conversation in chat form; ``ApiError`` names a block that cannot be used."""
+    chat: list[Message] = []
+    instructions = texts_at({"system": system}, "system", "", _TEXT)
+    if any(instructions):
+        chat.append({"role": "system", "content": chat_content(instructions)})
+    for index, message in enumerate(messages):
+        chat += _chat_messages(message, f"messages.{index}")
+    if chat[-1]["role"] == "assistant":
+        raise refused("messages", "must end with a user message: an answer that is begun (a prefill) is not continued")
+    return tuple(chat)
+
+
+def tool_input(arguments: str) -> dict[str, Any]:
+    """A call's arguments as the ``input`` of a ``tool_use`` block; ``chat_messages`` restores equal arguments from it."""
+    if arguments.strip() in ("", "null"):
+        return {}
+    try:
+        parsed = json.loads(arguments)
+        json.dumps(parsed, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {_RAW_ARGUMENTS: arguments}
+
+
+def _chat_messages(message: Mapping[str, Any], where: str) -> list[Message]:
+    role = message.get("role")
+    match role:
+        case "user":
+            return _user_messages(message, where)
+        case "assistant":
+            return [_assistant_message(message, where)]
+        case "system":
+            return [{"role": role, "content": chat_content(texts_at(message, "content", where, _TEXT))}]
+    raise refused(f"{where}.role", f"must be user, assistant or system, got {role!r}")
+
+
+def _blocks(message: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    """The content as blocks; a string is one block of text."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    if not isinstance(content, list):
+        raise refused(f"{where}.content", f"must be a string or a list of blocks, got {type(content).__name__}")
+    return [object_at(block, f"{where}.content.{i}") for i, block in enumerate(content)]
+
+
+def _user_messages(message: Mapping[str, Any], where: str) -> list[Message]:
+    """Tool results become messages of their own; text around them becomes user messages, in the same order."""
+    chat: list[Message] = []
+    texts: list[str] = []
+
+    def end_text() -> None:
+        if texts:
+            chat.append({"role": "user", "content": chat_content(texts)})
+            texts.clear()
+
+    for index, block in enumerate(_blocks(message, where)):
+        at = f"{where}.content.{index}"
+        match block.get("type"):
+            case "text":
+                texts.append(string_at(block, "text", at))
+            case "tool_result":
+                end_text()
+                content = chat_content(texts_at(block, "content", at, _TEXT))
+                call_id = name_at(block, "tool_use_id", at)
+                chat.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            case kind:
+                raise unsupported(at, kind, "a user's content may be text and tool_result")
+    end_text()
+    return chat or [{"role": "user", "content": ""}]
+
+
+def _assistant_message(message: Mapping[str, Any], where: str) -> Message:
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for index, block in enumerate(_blocks(message, where)):
+        at = f"{where}.content.{index}"
+        match block.get("type"):
+            case "text":
+                texts.append(string_at(block, "text", at))
+            case "thinking":
+                reasoning.append(string_at(block, "thinking", at))
+            case "redacted_thinking":
+                pass  # another server wrote it, encrypted
+            case "tool_use":
+                calls.append(_chat_call(block, at))
+            case kind:
+                raise unsupported(at, kind, "an assistant's content may be text, thinking and tool_use")
+    return assistant_message(texts, reasoning, calls)
+
+
+def _chat_call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    given = object_at(block.get("input"), f"{where}.input")
+    raw = given.get(_RAW_ARGUMENTS) if len(given) == 1 else None
+    arguments = raw if isinstance(raw, str) else json.dumps(given, ensure_ascii=False)
+    function = {"name": name_at(block, "name", where), "arguments": arguments}
+    return {"id": name_at(block, "id", where), "type": "function", "function": function}
+
+
+class Conversation(BaseModel):
+    """The fields that make a prompt: a body of ``POST /v1/messages/count_tokens``."""
+
+    messages: Checked[dict[str, Any]] = Field(min_length=1)
+    model: str | None = None
+    system: Any = None
+    """A string, or text blocks."""
+    tools: Checked[dict[str, Any]] | None = None
+
+    def chat_tools(self) -> tuple[Tool, ...]:
+        """The tools in chat form; ``ApiError`` names what is not served."""
+        return tuple(
+            chat_tool(tool, f"tools.{i}", parameters="input_schema")
+            for i, tool in enumerate(self.tools or ())
+            if not _is_ignored(tool)
+        )
+
+    @property
+    def ignored_tools(self) -> tuple[str, ...]:
+        """The tools that only Anthropic's servers know, by type and name."""
+        return tuple(tool_name(tool) for tool in self.tools or () if _is_ignored(tool))
+
+
+class ThinkingConfig(BaseModel):
+    """Anthropic's ``thinking``; the policy decides how long it reasons."""
+
+    type: str | None = None
+
+
+class OutputConfig(BaseModel):
+    """Anthropic's ``output_config``."""
+
+    format: dict[str, Any] | None = None
+
+
+class MessagesRequest(Conversation, SamplingFields):
+    """A body of ``POST /v1/messages``: Anthropic's fields and those of ``SamplingFields``. Null means the default everywhere.
+
+    ``return_token_ids`` answers with ``prompt_token_ids``, ``token_ids``, ``token_logprobs`` and ``policy_versions`` beside
+    the content; a stream has the first in ``message_start.message`` and the others in ``message_delta``.
+    """
+
+    stop: Checked[StopString] = Field(default=[], validation_alias="stop_sequences")
+    tool_choice: dict[str, Any] | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether reasoning is part of the content."""
+        return self.thinking is None or self.thinking.type != "disabled"
+
+    def to_generation(self, session_header: str | None) -> tuple[GenerationRequest, ...]:
+        tools = self.chat_tools()
+        request = self.generation(
+            session_header,
+            messages=chat_messages(self.messages, self.system),
+            tools=tools or None,
+            tool_choice=checked_choice(self._choice(), tools, self.ignored_tools),
+            sampling=self.sampling(self.max_tokens, self._format(), 0),
+        )
+        return (request,)
+
+    def _choice(self) -> str:
+        match self.tool_choice:
+            case None | {"type": "auto"}:
+                return "auto"
+            case {"type": "any"}:
+                return "required"
+            case {"type": "none"}:
+                return "none"
+            case {"type": "tool"}:
+                return name_at(self.tool_choice, "name", "tool_choice")
+        raise unsupported("tool_choice", self.tool_choice.get("type"), "choose auto, any, tool or none")
+
+    def _format(self) -> StructuredOutput | None:
+        form = self.output_config.format if self.output_config else None
+        if form is None:
+            return None
+        if form.get("type") != "json_schema":
+            raise unsupported("output_config.format", form.get("type"), "the only format is json_schema")
+        return StructuredOutput(json_schema=json.dumps(object_at(form.get("schema"), "output_config.format.schema")))
+
+
+def _is_ignored(tool: dict[str, Any]) -> bool:
+    """Whether a tool is another than one that the client describes and runs (``custom``)."""
+    return tool.get("type") is not None and string_at(tool, "type", "tools") != "custom"
 
 
 def make_router(serving: Serving) -> APIRouter:
@@ -25,7 +235,7 @@ def make_router(serving: Serving) -> APIRouter:
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: Conversation, request: Request) -> Response:
         serving.require_model(body.model)
-        messages, tools = body.chat_messages(), body.chat_tools() or None
+        messages, tools = chat_messages(body.messages, body.system), body.chat_tools() or None
 
         def count() -> dict[str, int]:
             return {"input_tokens": len(serving.renderer.render(messages, tools=tools))}

@@ -19,9 +19,9 @@ from pydantic import (
 )
 
 from skyrl_async.chat import Tool
-from skyrl_async.endpoint.requests.fields import refuse_unserved, refused
+from skyrl_async.endpoint.requests.fields import chat_content, refuse_unserved, refused
 from skyrl_async.endpoint.requests.generation import GenerationRequest
-from skyrl_async.types import SamplingParams, StructuredOutput
+from skyrl_async.types import Message, SamplingParams, StructuredOutput
 
 UNBOUNDED = 2**31
 """``max_tokens`` of a request without one: the context bounds it."""
@@ -249,6 +249,16 @@ class ToolDefinition(BaseModel):
     def to_tool(self) -> Tool:
         """The tool as the client sent it, for templates."""
         return {"type": "function", **self.model_dump(exclude_unset=True)}
+
+
+def assistant_message(texts: Sequence[str], reasoning: Sequence[str], calls: Sequence[dict[str, Any]]) -> Message:
+    """One turn of the assistant, as a chat client would have sent it."""
+    message: Message = {"role": "assistant", "content": chat_content(texts)}
+    if reasoning:
+        message["reasoning_content"] = "\n".join(reasoning)
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
 
 
 def functions_of(tools: "Sequence[ToolDefinition] | None") -> tuple[Tool, ...]:

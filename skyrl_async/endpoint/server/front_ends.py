@@ -139,24 +139,19 @@ class FrontEnd:
         Raises ``InferenceError`` when ``max_restarts`` are used up and there is no ``on_failure``.
         """
         try:
-            await self._supervise(peers)
+            while reason := await self._death():
+                while reason is not None:
+                    self._count_restart(reason)
+                    self._outages.begin(self._name)
+                    self.kill()
+                    reason = await self._replace(peers)
+                self._outages.end(self._name)
         except SkyRLAsyncError as error:
             if self._on_failure is None:
                 raise
             self.kill()
             self._outages.begin(self._name)
             self._on_failure(error)
-
-    async def _supervise(self, peers: tuple[str, ...]) -> None:
-        reason = await self._death()
-        while reason is not None:
-            self._count_restart(reason)
-            self._outages.begin(self._name)
-            self.kill()
-            reason = await self._replace(peers)
-            if reason is None:
-                self._outages.end(self._name)
-                reason = await self._death()
 
     def _count_restart(self, reason: str) -> None:
         """Count and log a restart. Raises ``InferenceError`` if none is left."""
@@ -203,13 +198,10 @@ class FrontEnd:
         server = self._settings.server
         heartbeat = Heartbeat(interval_s=server.heartbeat_interval_s, timeout_s=server.heartbeat_timeout_s)
         try:
-            await until_silent(self._ping, heartbeat)
+            await until_silent(lambda: self.actor.ping.remote(), heartbeat)
         except RayError as error:
             return f"has ended ({type(error).__name__})"
         return f"does not answer within {heartbeat.timeout_s:g} s"
-
-    async def _ping(self) -> None:
-        await self.actor.ping.remote()
 
     async def _start_again(self) -> None:
         """Call ``start`` on the same port once it is free."""

@@ -8,7 +8,8 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from skyrl_async.endpoint.server import front_ends
-from skyrl_async.errors import DeadlineError, InferenceError
+from skyrl_async.errors import DeadlineError, InferenceError, SkyRLAsyncError
+from skyrl_async.runtime.outages import Outages
 from skyrl_async.simulator.clock import run_in_virtual_time
 from tests.cpu.endpoint.test_server_process import settings
 
@@ -102,3 +103,23 @@ def test_a_front_end_that_dies_while_it_comes_up_is_replaced_and_that_counts(
     assert run_in_virtual_time(serve(len(deaths))) == len(deaths) + 1
     with pytest.raises(InferenceError, match=rf"ActorDiedError.*server.max_restarts={len(deaths) - 1} are used up"):
         run_in_virtual_time(serve(len(deaths) - 1))
+
+
+def test_whoever_is_told_that_a_front_end_stays_gone_can_go_on_while_the_outage_stays_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front_ends, "ray", SilentRay(SERVES | {"wait": ActorDiedError()}))
+
+    async def serve() -> SkyRLAsyncError:
+        outages, told = Outages(), asyncio.Queue[SkyRLAsyncError]()
+        only_one = settings(tmp_path, max_restarts=0)
+        async with front_ends.endpoint_processes(only_one, [], outages=outages, on_failure=told.put_nowait):
+            error = await told.get()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1e6):
+                    await outages.wait_until_over()
+        return error
+
+    error = run_in_virtual_time(serve())
+    assert isinstance(error, InferenceError)
+    assert "raise server.max_restarts, and continue with trainer.resume_mode=latest" in str(error)

@@ -16,8 +16,7 @@ from pydantic import BaseModel
 from skyrl_async.endpoint.parsing.answers import ToolCall
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.generation import chat_tool_call
-from skyrl_async.endpoint.routes.messages import MessagesCall
-from skyrl_async.endpoint.routes.messages_schema import MessagesRequest, chat_messages, tool_input
+from skyrl_async.endpoint.routes.messages import MessagesCall, MessagesRequest, chat_messages, tool_input
 from skyrl_async.errors import NoEngineError
 from tests.cpu.scripted_sampler import (
     RENDERER,

@@ -11,8 +11,8 @@ from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.fields import REFUSED
 from skyrl_async.endpoint.routes.chat_completions import ChatCompletionRequest
 from skyrl_async.endpoint.routes.completions import CompletionRequest
-from skyrl_async.endpoint.routes.messages_schema import MessagesRequest
-from skyrl_async.endpoint.routes.responses_schema import ResponsesRequest
+from skyrl_async.endpoint.routes.messages import MessagesRequest
+from skyrl_async.endpoint.routes.responses import ResponsesRequest
 from skyrl_async.types import Completion, CompletionDelta, SamplingParams, StructuredOutput
 from tests.cpu.scripted_sampler import RENDERER, RUN_KEY, ScriptedSampler
 from tests.cpu.session_endpoint import HeldSampler, endpoint, error_of, events_of, user

@@ -17,8 +17,7 @@ from pydantic import BaseModel
 from skyrl_async.endpoint.parsing.answers import ToolCall
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.generation import chat_tool_call
-from skyrl_async.endpoint.routes.responses import ResponsesCall
-from skyrl_async.endpoint.routes.responses_schema import ResponsesRequest, chat_messages
+from skyrl_async.endpoint.routes.responses import ResponsesCall, ResponsesRequest, chat_messages
 from skyrl_async.errors import NoEngineError
 from skyrl_async.types import StructuredOutput
 from tests.cpu.scripted_sampler import (

@@ -5,31 +5,33 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 from openai.types.chat import ChatCompletion
 from ray.exceptions import RayActorError
 
 from skyrl_async.config.schema.server import ServerConfig
-from skyrl_async.endpoint.server.front_ends import endpoint_processes
+from skyrl_async.endpoint.server.front_ends import FrontEnd, endpoint_processes
 from skyrl_async.endpoint.server.process import EndpointServer, EndpointSettings
-from skyrl_async.errors import ConfigError, InferenceError, SkyRLAsyncError
+from skyrl_async.errors import ConfigError, InferenceError
 from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
-from skyrl_async.runtime.outages import Deadlines, Outages
+from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, Prompt, SamplingParams
 from skyrl_gym_http import SkyRLGymHTTPGenerator
 from tests.cpu.generators.test_gym_http_generator import Chat
 from tests.cpu.tiny_chat import END, TOKENIZER, spelled
 from tests.patience import PATIENCE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("ray_session")]
 
 ANSWER = (*spelled("hé"), END)
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -96,6 +98,33 @@ def settings(directory: Path, engine_wait_s: float = 0.0, **server: Any) -> Endp
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two front ends that tests share, and the outages of their processes."""
+
+    front_ends: tuple[FrontEnd, ...]
+    deadlines: Deadlines
+
+    async def follow(self, engines: Sequence[Any]) -> tuple[FrontEnd, ...]:
+        for front_end in self.front_ends:
+            await front_end.follow(engines)
+        return self.front_ends
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    deadlines = Deadlines()
+    shared = settings(
+        tmp_path_factory.mktemp("policy"),
+        engine_wait_s=60.0,
+        num_front_ends=2,
+        heartbeat_interval_s=0.2,
+        heartbeat_timeout_s=8.0,
+    )
+    async with endpoint_processes(shared, [], outages=deadlines.outages) as front_ends:
+        yield Pair(front_ends=front_ends, deadlines=deadlines)
+
+
 async def until_dead(actor: Any) -> None:
     """It may answer some calls more after it was killed."""
     while True:
@@ -146,12 +175,10 @@ async def test_a_port_in_use_reaches_the_driver_as_one_clear_error(tmp_path: Pat
 
 
 async def test_any_front_end_serves_every_session_and_hands_it_to_the_one_that_holds_it(
-    tmp_path: Path, engine: Any
+    pair: Pair, engine: Any
 ) -> None:
-    async with (
-        endpoint_processes(settings(tmp_path, num_front_ends=2), [engine]) as (first, second),
-        httpx.AsyncClient(headers={"Authorization": "Bearer c"}) as controller,
-    ):
+    first, second = await pair.follow([engine])
+    async with httpx.AsyncClient(headers={"Authorization": "Bearer c"}) as controller:
         assert first.port != second.port
         made = (await controller.post(f"{second.url}/sessions")).json()
         assert made["base_url"] == f"{second.url}/v1"
@@ -172,10 +199,10 @@ async def test_any_front_end_serves_every_session_and_hands_it_to_the_one_that_h
 
 
 async def test_front_ends_follow_the_engines_that_they_are_told_of_and_hold_what_has_none(
-    tmp_path: Path, engine: Any
+    pair: Pair, engine: Any
 ) -> None:
+    front_end, _ = await pair.follow([])
     async with (
-        endpoint_processes(settings(tmp_path, engine_wait_s=60.0), []) as (front_end,),
         openai.AsyncOpenAI(base_url=f"{front_end.url}/v1", api_key="k", max_retries=0) as client,
         asyncio.TaskGroup() as tasks,
     ):
@@ -205,14 +232,9 @@ async def test_without_engines_for_too_long_a_request_gets_503_and_when_to_come_
         assert (await ask(f"{front_end.url}/v1")).choices[0].message.content == "hé"
 
 
-async def test_a_front_end_that_is_killed_or_frozen_is_replaced_on_its_port(tmp_path: Path, engine: Any) -> None:
-    quick = settings(tmp_path, num_front_ends=2, heartbeat_interval_s=0.2, heartbeat_timeout_s=5.0)
-    async with (
-        endpoint_processes(quick, []) as (first, second),
-        httpx.AsyncClient(headers={"Authorization": "Bearer c"}) as controller,
-    ):
-        for front_end in (first, second):
-            await front_end.follow([engine])
+async def test_a_front_end_that_is_killed_or_frozen_is_replaced_on_its_port(pair: Pair, engine: Any) -> None:
+    first, second = await pair.follow([engine])
+    async with httpx.AsyncClient(headers={"Authorization": "Bearer c"}) as controller:
         for struck, other, sign in ((first, second, signal.SIGKILL), (second, first, signal.SIGSTOP)):
             made = (await controller.post(f"{struck.url}/sessions")).json()
             replaced = struck.actor
@@ -235,27 +257,28 @@ async def test_a_front_end_that_is_killed_while_it_comes_up_at_first_is_replaced
         assert (await ask(f"{front_end.url}/v1")).choices[0].message.content == "hé"
 
 
-async def test_a_rollout_over_http_outlives_its_front_end_and_costs_no_retry(tmp_path: Path, engine: Any) -> None:
-    deadlines = Deadlines()
-    async with endpoint_processes(settings(tmp_path), [], outages=deadlines.outages) as (front_end,):
-        generator = SkyRLGymHTTPGenerator(
-            f"{front_end.url}/v1",
-            "k",
-            "policy",
-            lambda name, extras: Chat(1),
-            outages=deadlines.outages,
-            outage_timeout_s=PATIENCE_S,
-        )
-        retrier = RolloutRetrier(generator, max_retries=0, timeout_s=PATIENCE_S, deadlines=deadlines)
-        prompt = Prompt(uid="p", messages=tuple(HELLO), env_class="chat")
-        request = GroupRequest(prompt=prompt, num_samples=2, sampling=SamplingParams(max_tokens=9))
-        async with asyncio.TaskGroup() as tasks:
-            playing = tasks.create_task(retrier.generate(request))
-            os.kill(await front_end.actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
-            while not deadlines.outages.num_over:  # noqa: ASYNC110 - nobody is told
-                await asyncio.sleep(0.05)
-            await front_end.follow([engine])
-        await generator.close()
+async def test_a_rollout_over_http_outlives_its_front_end_and_costs_no_retry(pair: Pair, engine: Any) -> None:
+    outages = pair.deadlines.outages
+    num_over = outages.num_over
+    front_end, _ = await pair.follow([])
+    generator = SkyRLGymHTTPGenerator(
+        f"{front_end.url}/v1",
+        "k",
+        "policy",
+        lambda name, extras: Chat(1),
+        outages=outages,
+        outage_timeout_s=PATIENCE_S,
+    )
+    retrier = RolloutRetrier(generator, max_retries=0, timeout_s=PATIENCE_S, deadlines=pair.deadlines)
+    prompt = Prompt(uid="p", messages=tuple(HELLO), env_class="chat")
+    request = GroupRequest(prompt=prompt, num_samples=2, sampling=SamplingParams(max_tokens=9))
+    async with asyncio.TaskGroup() as tasks:
+        playing = tasks.create_task(retrier.generate(request))
+        os.kill(await front_end.actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
+        while outages.num_over == num_over:  # noqa: ASYNC110 - nobody is told
+            await asyncio.sleep(0.05)
+        await front_end.follow([engine])
+    await generator.close()
     assert [row.response_token_ids for row in playing.result()] == [ANSWER] * 2
 
 
@@ -283,29 +306,3 @@ async def test_sessions_of_several_front_ends_share_idle_engines_and_make_room_w
     assert [engine.num_calls for engine in engines] == [8] * 4
     for server in servers:
         await server.stop()
-
-
-async def test_a_front_end_that_dies_too_often_ends_the_run(tmp_path: Path, engine: Any) -> None:
-    async def serve() -> None:
-        async with endpoint_processes(settings(tmp_path, max_restarts=0), [engine]) as (front_end,):
-            os.kill(await front_end.actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
-            await asyncio.Event().wait()
-
-    with pytest.raises(InferenceError, match=r"has ended \(.*server.max_restarts=0 are used up"):
-        await serve()
-
-
-async def test_where_somebody_is_told_that_a_front_end_stays_gone_what_goes_on_around_it_can_be_saved(
-    tmp_path: Path, engine: Any
-) -> None:
-    outages, told = Outages(), asyncio.Queue[SkyRLAsyncError]()
-    only_one = settings(tmp_path, max_restarts=0)
-    endpoint = endpoint_processes(only_one, [engine], outages=outages, on_failure=told.put_nowait)
-    async with endpoint as (front_end,):
-        os.kill(await front_end.actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
-        error = await told.get()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):
-                await outages.wait_until_over()
-    assert isinstance(error, InferenceError)
-    assert "raise server.max_restarts, and continue with trainer.resume_mode=latest" in str(error)
