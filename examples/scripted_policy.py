@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_async.chat import ChatRenderer
+from skyrl_async.config.schema.generator import GeneratorConfig
 from skyrl_async.data.dataset import load_sources
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.server.app import create_app
@@ -134,15 +135,9 @@ async def play(
 
     Raises ``GenerationError`` when too few of them come to an end.
     """
+    settings = GeneratorConfig(command=command, reward=reward, max_turns=1, agent_timeout_s=AGENT_TIMEOUT_S)
     generator = make_agent_generator(
-        urls=[url],
-        controller_key=controller_key,
-        command=command,
-        entrypoint=None,
-        reward=reward,
-        make_environment=make_environment,
-        max_turns=1,
-        agent_timeout_s=AGENT_TIMEOUT_S,
+        settings, urls=[url], controller_key=controller_key, make_environment=make_environment
     )
     sampling = SamplingParams(max_tokens=MAX_ANSWER_TOKENS)
     try:

@@ -62,12 +62,7 @@ def check_generator(config: Config) -> None:
     check_reward_shaping(config)
     generator = config.generator
     if generator.kind is GeneratorKind.agent:
-        check_agent_settings(
-            command=generator.command,
-            entrypoint=generator.entrypoint,
-            reward=generator.reward,
-            working_dir=None if generator.working_dir is None else Path(generator.working_dir),
-        )
+        check_agent_settings(generator)
     elif generator.entrypoint is not None:
         import_function("generator.entrypoint", generator.entrypoint)
 
@@ -85,18 +80,12 @@ def make_generator(
     if generator.kind is GeneratorKind.agent:
         assert endpoint is not None
         agents = make_agent_generator(
+            generator,
             urls=endpoint.urls,
             controller_key=endpoint.controller_key,
-            command=generator.command,
-            entrypoint=generator.entrypoint,
-            reward=generator.reward,
             make_environment=environment_factory(config),
-            max_turns=generator.max_turns,
-            agent_timeout_s=generator.agent_timeout_s,
             deadlines=client.pool.deadlines,
             outage_timeout_s=config.engine.no_engine_timeout_s,
-            max_concurrent_agents=generator.max_concurrent_agents,
-            working_dir=None if generator.working_dir is None else Path(generator.working_dir),
             run_dir=run_dir,
         )
         stack.push_async_callback(agents.close)

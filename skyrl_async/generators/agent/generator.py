@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 _MIN_FINISHED = 2
 """Samples of a group that must finish, because one alone has no advantage."""
+_UNSAMPLED = Trajectory(
+    prompt_token_ids=(), response_token_ids=(), loss_mask=(), logprobs=(), versions=(), reward=0.0, num_turns=0
+)
+"""Stands for a failed sample without rows in an evaluation."""
 _UNSAFE = re.compile(r"[^\w.-]")
 """Characters of a uid that are replaced in a directory's name."""
 
@@ -47,7 +51,6 @@ class _Failure:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
     rows: tuple[Trajectory, ...]
-    reward: float
     failure: _Failure | None
 
 
@@ -75,7 +78,6 @@ class AgentGenerator:
         reward_source: RewardSource,
         *,
         agent_timeout_s: float,
-        executor: ThreadPoolExecutor,
         deadlines: Deadlines | None = None,
         max_concurrent_agents: int | None = None,
         working_dir: Path | None = None,
@@ -86,7 +88,6 @@ class AgentGenerator:
             harness: runs a sample.
             reward_source: rewards it.
             agent_timeout_s: of one run of the harness, without the wait for its start.
-            executor: deletes working directories; ``close`` waits for it and shuts it down.
             deadlines: stand still in outages; None: no outages.
             max_concurrent_agents: harnesses running concurrently, over all groups; None: no limit.
             working_dir: parent of the working directories, which are kept; None makes temporary ones.
@@ -96,7 +97,7 @@ class AgentGenerator:
         self._reward_source = reward_source
         self._agent_timeout_s = agent_timeout_s
         self._deadlines = deadlines or Deadlines()
-        self._executor = executor
+        self._deleting = ThreadPoolExecutor(thread_name_prefix="agent")
         self._slots = asyncio.Semaphore(max_concurrent_agents) if max_concurrent_agents else contextlib.nullcontext()
         self._working_dir = working_dir
         self._counts = {"running": 0, "finished": 0, "failed": 0, "timeouts": 0, "truncated": 0}
@@ -113,7 +114,7 @@ class AgentGenerator:
             "agent",
             lambda index: self._run_sample(request, index),
             lambda sample: None if sample.failure and not request.is_evaluation else sample.rows,
-            lambda rows: _Sample(rows=rows, reward=rows[0].reward if rows else 0.0, failure=None),
+            lambda rows: _Sample(rows=rows, failure=None),
         )
         failures = [sample.failure for sample in samples if sample.failure]
         num_finished = request.num_samples - len(failures)  # with the samples that were not requested again
@@ -130,7 +131,7 @@ class AgentGenerator:
     async def close(self) -> None:
         """Close the connections, and wait until the working directories are deleted."""
         await self._pool.close()
-        await asyncio.to_thread(self._executor.shutdown)
+        await asyncio.to_thread(self._deleting.shutdown)
 
     async def _run_sample(self, request: GroupRequest, index: int) -> _Sample:
         """Run one sample after waiting for a slot. A lost session is a failure of the sample.
@@ -142,20 +143,19 @@ class AgentGenerator:
         async with self._slots:
             num_over = outages.num_over
             report("opening its session")
-            with self._counted_as_running(), self._workspace(label) as working_dir:
+            with self._workspace(label) as working_dir:
                 try:
                     async with self._pool.session(
                         sampling=request.sampling, priority=request.priority, label=label
                     ) as session:
                         sample = await self._run_in(session, request, index, working_dir)
                 except SessionError as error:
-                    failure = _Failure(message=f"its session was lost: {error}")
-                    sample = _Sample(rows=(), reward=0.0, failure=failure)
+                    sample = _Sample(rows=(), failure=_Failure(message=f"its session was lost: {error}"))
         self._count(label, sample)
         if sample.failure and outages.met_since(num_over):
             raise OutageError(f"agent {label} failed in an outage: {sample.failure.message}")
         if request.is_evaluation and not sample.rows:
-            return replace(sample, rows=(_unsampled(index, sample.reward),))
+            return replace(sample, rows=(replace(_UNSAMPLED, sample_index=index),))
         return sample
 
     def _count(self, label: str, sample: _Sample) -> None:
@@ -199,7 +199,7 @@ class AgentGenerator:
                 earned.reward, metrics=earned.metrics | metrics, is_truncated=episode.is_truncated
             )
         rows = tuple(replace(row, sample_index=index) for row in rows)
-        return _Sample(rows=rows, reward=earned.reward, failure=failure)
+        return _Sample(rows=rows, failure=failure)
 
     async def _run_harness(self, task: AgentTask) -> AgentResult | _Failure:
         try:
@@ -221,25 +221,18 @@ class AgentGenerator:
         return EpisodeReward(reward=result.reward)
 
     @contextlib.contextmanager
-    def _counted_as_running(self) -> Iterator[None]:
+    def _workspace(self, label: str) -> Iterator[Path]:
+        """A new directory of a running agent. A temporary one is deleted in the background, because it may be large."""
+        prefix = f"{_UNSAFE.sub('_', label)[:80]}-"
+        is_kept = self._working_dir is not None
+        directory = tempfile.mkdtemp(prefix=prefix if is_kept else f"skyrl_async-{prefix}", dir=self._working_dir)
         self._counts["running"] += 1
         try:
-            yield
+            yield Path(directory)
         finally:
             self._counts["running"] -= 1
-
-    @contextlib.contextmanager
-    def _workspace(self, label: str) -> Iterator[Path]:
-        """A new directory. A temporary one is deleted in the background, because it may be large."""
-        prefix = f"{_UNSAFE.sub('_', label)[:80]}-"
-        if self._working_dir is not None:
-            yield Path(tempfile.mkdtemp(prefix=prefix, dir=self._working_dir))
-            return
-        directory = Path(tempfile.mkdtemp(prefix=f"skyrl_async-{prefix}"))
-        try:
-            yield directory
-        finally:
-            self._executor.submit(rmtree, directory, ignore_errors=True)
+            if not is_kept:
+                self._deleting.submit(rmtree, directory, ignore_errors=True)
 
 
 def _task(session: AgentSession, request: GroupRequest, index: int, working_dir: Path) -> AgentTask:
@@ -260,20 +253,17 @@ def _task(session: AgentSession, request: GroupRequest, index: int, working_dir:
 def _episode(
     status: Mapping[str, Any], result: AgentResult, working_dir: Path, failure: _Failure | None
 ) -> AgentEpisode:
-    """Combine the endpoint's and the harness's reports. Raises ``GenerationError`` if the status lacks a field."""
+    """Combine the endpoint's and the harness's reports."""
     is_cut = status.get("last_finish_reason") == FinishReason.LENGTH
-    try:
-        return AgentEpisode(
-            messages=tuple(status["messages"]),
-            last_text=status["last_text"],
-            output=result.output,
-            working_dir=working_dir,
-            num_turns=status["num_turns"],
-            is_truncated=bool(status["was_cut_short"]) or (failure is not None and is_cut),
-            failure=failure.message if failure else None,
-        )
-    except (KeyError, TypeError) as error:
-        raise GenerationError(f"GET /sessions/{status.get('id')} lacks a field: {error}") from error
+    return AgentEpisode(
+        messages=tuple(status["messages"]),
+        last_text=status["last_text"],
+        output=result.output,
+        working_dir=working_dir,
+        num_turns=status["num_turns"],
+        is_truncated=bool(status["was_cut_short"]) or (failure is not None and is_cut),
+        failure=failure.message if failure else None,
+    )
 
 
 def _final_failure(failure: _Failure | None, status: Mapping[str, Any], episode: AgentEpisode) -> _Failure | None:
@@ -288,17 +278,3 @@ def _final_failure(failure: _Failure | None, status: Mapping[str, Any], episode:
     if failure and episode.is_truncated and not failure.is_timeout:
         return None
     return failure
-
-
-def _unsampled(index: int, reward: float) -> Trajectory:
-    """An empty row that carries the reward of a sample without rows."""
-    return Trajectory(
-        prompt_token_ids=(),
-        response_token_ids=(),
-        loss_mask=(),
-        logprobs=(),
-        versions=(),
-        reward=reward,
-        num_turns=0,
-        sample_index=index,
-    )

@@ -8,7 +8,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,12 +67,10 @@ RewardFunction = Callable[[Prompt, AgentEpisode], float | Awaitable[float]]
 class FunctionReward:
     """Calls a function; ``slots`` bounds the plain functions that run concurrently in ``executor``."""
 
-    def __init__(
-        self, function: RewardFunction, executor: Executor, slots: AbstractAsyncContextManager[Any] | None = None
-    ) -> None:
+    def __init__(self, function: RewardFunction, executor: Executor, slots: AbstractAsyncContextManager[Any]) -> None:
         self._function = function
         self._executor = executor
-        self._slots = slots or nullcontext()
+        self._slots = slots
         self._is_async = inspect.iscoroutinefunction(function)
 
     async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
@@ -105,7 +103,7 @@ class EnvironmentReward:
         self,
         make_environment: EnvironmentFactory,
         executor: Executor,
-        slots: AbstractAsyncContextManager[Any] | None = None,
+        slots: AbstractAsyncContextManager[Any],
         *,
         max_turns: int,
     ) -> None:
@@ -113,7 +111,7 @@ class EnvironmentReward:
         Args:
             make_environment: called with a prompt's ``env_class`` and ``extras``.
             executor: runs environments that block.
-            slots: bounds their concurrent calls; None: only the executor bounds them.
+            slots: bounds their concurrent calls.
             max_turns: most texts passed, >= 1, whatever the environment's own limit.
         """
         self._slots = slots

@@ -8,10 +8,11 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from types import TracebackType
-from typing import Any, Self
+from functools import partial
+from json import JSONDecodeError
+from typing import Any, Self, TypeVar
 
 import httpx
 
@@ -27,7 +28,9 @@ from skyrl_async.types import SamplingParams, Trajectory
 from skyrl_async.version_spans import versions_of
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
+_CALL_TIMEOUT_S = 60.0
 _NUM_CONNECT_RETRIES = 2
 _HURRIED_RELEASE_S = 1.0
 """Most seconds for deleting a session after a cancellation or an outage; otherwise the session expires."""
@@ -49,7 +52,6 @@ class SessionPool:
         urls: Sequence[str],
         controller_key: str,
         *,
-        timeout_s: float = 60.0,
         transport: httpx.AsyncBaseTransport | None = None,
         outages: Outages | None = None,
         outage_timeout_s: float = 0.0,
@@ -58,7 +60,6 @@ class SessionPool:
         Args:
             urls: roots of the front ends, without ``/v1``; at least one.
             controller_key: may create, reward and finish sessions; never goes to a harness.
-            timeout_s: of one call.
             transport: carries the calls; None is TCP.
             outages: the end of an outage is awaited before a call is sent again; None: unknown.
             outage_timeout_s: how long an unanswered call is sent again.
@@ -71,16 +72,14 @@ class SessionPool:
         self._resending = Resending(outages or Outages(), outage_timeout_s)
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {controller_key}"},
-            timeout=timeout_s,
+            timeout=_CALL_TIMEOUT_S,
             transport=transport or httpx.AsyncHTTPTransport(retries=_NUM_CONNECT_RETRIES, limits=limits),
         )
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -126,13 +125,14 @@ class SessionPool:
         first = next(self._next_url)
         roots = (*self._urls[first:], *self._urls[:first])
         roots = roots if len(roots) > 1 else roots * 2
-        root, found = await self._resending.until_answered(lambda: _ask(self._client, "POST", roots, "/sessions", body))
-        try:
+
+        def read(root: str, found: Any) -> AgentSession:
             return AgentSession(self._client, self._resending, root, found)
-        except (KeyError, TypeError) as error:
-            raise GenerationError(
-                f"POST {root}/sessions must answer with id, api_key, base_url and model; it did not say {error}"
-            ) from error
+
+        expected = "id, api_key, base_url and model"
+        return await self._resending.until_answered(
+            lambda: _ask(self._client, "POST", roots, "/sessions", body, read, expected)
+        )
 
 
 class AgentSession:
@@ -158,10 +158,7 @@ class AgentSession:
 
     async def status(self) -> dict[str, Any]:
         """Return the session's state, counts, ``messages`` of the newest turn's conversation, and ``last_text``."""
-        found = await self._ask("GET", "")
-        if not isinstance(found, dict):
-            raise GenerationError(f"GET {self._root}/sessions/{self.id} must answer with an object, got {found!r}")
-        return found
+        return await self._ask("GET", "", None, lambda _, found: dict(found), "an object")
 
     async def finish(
         self, reward: float, *, metrics: Mapping[str, float] | None = None, is_truncated: bool = False
@@ -191,14 +188,7 @@ class AgentSession:
                 "is_truncated": is_truncated,
                 "is_abandoned": is_abandoned,
             }
-            found = await self._ask("POST", "/finish", body)
-            try:
-                self._trajectories = tuple(_trajectory(row) for row in found["trajectories"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise GenerationError(
-                    f"POST {self._root}/sessions/{self.id}/finish must answer with training rows, got others: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+            self._trajectories = await self._ask("POST", "/finish", body, _rows, "training rows")
         return self._trajectories
 
     async def _release(self, *, is_hurried: bool) -> None:
@@ -210,53 +200,51 @@ class AgentSession:
                     if not is_hurried:
                         await self.abandon()
                 finally:
-                    await self._ask("DELETE", "")
+                    await self._ask("DELETE", "", None, lambda *_: None, "nothing")
         except (TimeoutError, SkyRLAsyncError) as error:
             logger.warning("session %s could not be released, and will expire: %s", self.id, repr(error))
 
-    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        roots = (self._root, self._root)
-
-        async def send() -> Any:
-            _, found = await _ask(self._client, method, roots, f"/sessions/{self.id}{path}", body)
-            return found
-
+    async def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None, read: Callable[[str, Any], T], expected: str
+    ) -> T:
+        roots, path = (self._root, self._root), f"/sessions/{self.id}{path}"
+        send = partial(_ask, self._client, method, roots, path, body, read, expected)
         return await (send() if self._is_releasing else self._resending.until_answered(send))
 
 
 async def _ask(
-    client: httpx.AsyncClient, method: str, roots: Sequence[str], path: str, body: Mapping[str, Any] | None
-) -> tuple[str, Any]:
-    """Send a request to the first of ``roots`` that accepts it; returns that root and its JSON answer (None without content).
+    client: httpx.AsyncClient,
+    method: str,
+    roots: Sequence[str],
+    path: str,
+    body: Mapping[str, Any] | None,
+    read: Callable[[str, Any], T],
+    expected: str,
+) -> T:
+    """Send a request to the first of ``roots`` that accepts it, and ``read`` that root's JSON answer (None without content).
 
     Raises ``SessionNotFoundError``, ``SessionClosedError``, ``OutageError`` or ``GenerationError``, each with the request.
     """
     for num_tries, root in enumerate(roots, start=1):
+        asked = f"{method} {root}{path}"
         try:
-            return root, _checked(method, root, path, await client.request(method, f"{root}{path}", json=body))
+            response = await client.request(method, f"{root}{path}", json=body)
         except httpx.HTTPError as error:
             if num_tries == len(roots) or not isinstance(error, _NOT_ACCEPTED):
-                raise _failure(method, root, path, error) from error
-            logger.info("%s %s%s is sent again: %r", method, root, path, error)
-    raise AssertionError("unreachable")
-
-
-def _failure(method: str, root: str, path: str, error: httpx.HTTPError) -> GenerationError:
-    is_outage = isinstance(error, httpx.NetworkError | httpx.TimeoutException | httpx.RemoteProtocolError)
-    kind = OutageError if is_outage else GenerationError
-    return kind(f"{method} {root}{path} failed: {type(error).__name__}: {error}")
-
-
-def _checked(method: str, root: str, path: str, response: httpx.Response) -> Any:
-    """Return the answer's JSON, or raise the error of its status."""
-    asked = f"{method} {root}{path}"
-    if response.is_success:
+                kind = OutageError if isinstance(error, (*_NOT_ACCEPTED, httpx.TimeoutException)) else GenerationError
+                raise kind(f"{asked} failed: {type(error).__name__}: {error}") from error
+            logger.info("%s is sent again: %r", asked, error)
+            continue
+        if not response.is_success:
+            code, words = _refusal(response)
+            raise _REFUSALS.get(code, GenerationError)(f"{asked} was answered {response.status_code}: {words}")
         try:
-            return response.json() if response.content else None
-        except ValueError as error:
-            raise GenerationError(f"{asked} must answer with JSON, got {response.text[:200]!r}") from error
-    code, words = _refusal(response)
-    raise _REFUSALS.get(code, GenerationError)(f"{asked} was answered {response.status_code}: {words}")
+            return read(root, response.json() if response.content else None)
+        except (KeyError, TypeError, ValueError) as error:
+            is_json = not isinstance(error, JSONDecodeError)  # an answer that is JSON may hold a session's key
+            found = f"others: {type(error).__name__}: {error}" if is_json else repr(response.text[:200])
+            raise GenerationError(f"{asked} must answer with {expected}, got {found}") from error
+    raise AssertionError("unreachable")
 
 
 _REFUSALS: dict[str, type[SkyRLAsyncError]] = {
@@ -274,20 +262,14 @@ def _refusal(response: httpx.Response) -> tuple[str, str]:
         return "", repr(response.text[:200])
 
 
-def _trajectory(row: Mapping[str, Any]) -> Trajectory:
-    """Parse a row. Raises ``KeyError``, ``TypeError`` or ``ValueError``."""
-    num_tokens = len(row["response_token_ids"])
-    return Trajectory(
-        prompt_token_ids=tuple(row["prompt_token_ids"]),
-        response_token_ids=tuple(row["response_token_ids"]),
-        loss_mask=tuple(row["loss_mask"]),
-        logprobs=tuple(row["logprobs"]),
-        versions=versions_of(row["policy_versions"], num_tokens),
-        reward=float(row["reward"]),
-        num_turns=row["num_turns"],
-        is_truncated=row["is_truncated"],
-        num_aborts=row["num_aborts"],
-        weight=row["weight"],
-        is_abandoned=row["is_abandoned"],
-        metrics=dict(row["metrics"]),
-    )
+def _rows(_root: str, found: Any) -> tuple[Trajectory, ...]:
+    return tuple(_trajectory(**row) for row in found["trajectories"])
+
+
+def _trajectory(*, response_token_ids: list[int], policy_versions: list[Any], **others: Any) -> Trajectory:
+    """A row from its fields as JSON, which has no tuples."""
+    columns: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in others.items()
+    }
+    versions = versions_of(policy_versions, len(response_token_ids))
+    return Trajectory(response_token_ids=tuple(response_token_ids), versions=versions, **columns)

@@ -1,6 +1,6 @@
 """Makes an ``AgentGenerator`` from ``generator.*``, and checks the settings before anything starts.
 
-Raises ``ConfigError`` with the key, the value found and what to change. Does not know the configuration's classes.
+Raises ``ConfigError`` with the key, the value found and what to change.
 """
 
 import asyncio
@@ -12,22 +12,22 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from skyrl_async.config.schema.generator import GeneratorConfig
 from skyrl_async.errors import ConfigError
 from skyrl_async.generators.agent.command import SHELL, CommandHarness, passed_environment, with_absolute_files
 from skyrl_async.generators.agent.generator import AgentGenerator
-from skyrl_async.generators.agent.harness import FunctionHarness
-from skyrl_async.generators.agent.reward import EnvironmentReward, FunctionReward
+from skyrl_async.generators.agent.harness import FunctionHarness, Harness
+from skyrl_async.generators.agent.reward import EnvironmentReward, FunctionReward, RewardSource
 from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.generators.gym.environment import EnvironmentFactory
 from skyrl_async.registries import import_function
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.outages import Deadlines
 
-_MAX_THREADS = 32
+_MAX_REWARD_CALLS = 32
 _CHECK_TIMEOUT_S = 10.0
 _PYTHON = r"(?:[\w./@%+:,-]*/)?(?:python|pypy)[\d.]*\s+(?:-[bBdEiIOPqsSuvx]+\s+)*"
 _SCRIPT = re.compile(
@@ -42,42 +42,34 @@ _SCRIPT = re.compile(
 _MODULE = re.compile(rf"\s*(?P<python>{_PYTHON})-m\s+(?P<name>[\w.]+)(?=[\s;&|<>]|$)")
 
 
-def check_agent_settings(
-    *, command: str | None, entrypoint: str | None, reward: str | None, working_dir: Path | None = None
-) -> None:
+def check_agent_settings(settings: GeneratorConfig) -> None:
     """Check that there is exactly one harness, and that it and the reward can be found; imports functions, makes ``working_dir``.
 
     Raises ``ConfigError``.
     """
-    if (command is None) == (entrypoint is None):
-        found = "neither" if command is None else "both"
+    if (settings.command is None) == (settings.entrypoint is None):
+        found = "neither" if settings.command is None else "both"
         raise ConfigError(
             f"generator.kind=agent needs generator.command or generator.entrypoint, one of them, got {found}"
         )
-    if command is not None:
-        _check_command(command)
-    if entrypoint is not None:
-        _harness_function(entrypoint)
-    if reward is not None:
-        import_function("generator.reward", reward)
-    if working_dir is not None:
-        _make_directory(working_dir)
+    if settings.command is not None:
+        _check_command(settings.command)
+    if settings.entrypoint is not None:
+        _harness_function(settings.entrypoint)
+    if settings.reward is not None:
+        import_function("generator.reward", settings.reward)
+    if settings.working_dir is not None:
+        _make_directory(Path(settings.working_dir))
 
 
 def make_agent_generator(
+    settings: GeneratorConfig,
     *,
     urls: Sequence[str],
     controller_key: str,
-    command: str | None,
-    entrypoint: str | None,
-    reward: str | None,
     make_environment: EnvironmentFactory,
-    max_turns: int,
-    agent_timeout_s: float,
     deadlines: Deadlines | None = None,
     outage_timeout_s: float = 0.0,
-    max_concurrent_agents: int | None = None,
-    working_dir: Path | None = None,
     run_dir: Path | None = None,
 ) -> AgentGenerator:
     """Return a generator that runs the harness; its ``close`` releases connections and threads.
@@ -85,39 +77,35 @@ def make_agent_generator(
     Args:
         urls: roots of the endpoint's front ends, without ``/v1``.
         controller_key: of the endpoint.
-        command: the harness as a command line; or
-        entrypoint: as ``module:function``.
-        reward: ``module:function``, called with (``Prompt``, ``AgentEpisode``); None: the prompt's environment rewards.
         make_environment: called with a prompt's ``env_class`` and ``extras``.
-        max_turns: most texts of an episode passed to an environment.
-        agent_timeout_s: of one run of the harness.
         deadlines: stand still in outages; None: no outages.
         outage_timeout_s: how long an unanswered request to the endpoint is sent again.
-        max_concurrent_agents: harnesses running concurrently; None: no limit.
-        working_dir: parent of the working directories, which are kept; None makes temporary ones.
         run_dir: directory of the run, if there is one.
 
     Raises:
         ConfigError: as ``check_agent_settings`` does.
     """
-    check_agent_settings(command=command, entrypoint=entrypoint, reward=reward, working_dir=working_dir)
-    reward_threads, slots = DaemonThreads("reward"), asyncio.Semaphore(_MAX_THREADS)
+    check_agent_settings(settings)
+    deadlines = deadlines or Deadlines()
+    harness: Harness
+    if settings.command is not None:
+        harness = CommandHarness(settings.command, run_dir=run_dir)
+    else:
+        harness = FunctionHarness(_harness_function(str(settings.entrypoint)))
+    reward_threads, slots = DaemonThreads("reward"), asyncio.Semaphore(_MAX_REWARD_CALLS)
+    reward_source: RewardSource
+    if settings.reward is not None:
+        reward_source = FunctionReward(import_function("generator.reward", settings.reward), reward_threads, slots)
+    else:
+        reward_source = EnvironmentReward(make_environment, reward_threads, slots, max_turns=settings.max_turns)
     return AgentGenerator(
-        SessionPool(
-            urls,
-            controller_key,
-            outages=None if deadlines is None else deadlines.outages,
-            outage_timeout_s=outage_timeout_s,
-        ),
-        CommandHarness(command, run_dir=run_dir) if command else FunctionHarness(_harness_function(str(entrypoint))),
-        FunctionReward(import_function("generator.reward", reward), reward_threads, slots)
-        if reward
-        else EnvironmentReward(make_environment, reward_threads, slots, max_turns=max_turns),
-        agent_timeout_s=agent_timeout_s,
+        SessionPool(urls, controller_key, outages=deadlines.outages, outage_timeout_s=outage_timeout_s),
+        harness,
+        reward_source,
+        agent_timeout_s=settings.agent_timeout_s,
         deadlines=deadlines,
-        executor=ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="agent"),
-        max_concurrent_agents=max_concurrent_agents,
-        working_dir=None if working_dir is None else working_dir.expanduser().absolute(),
+        max_concurrent_agents=settings.max_concurrent_agents,
+        working_dir=None if settings.working_dir is None else Path(settings.working_dir).expanduser().absolute(),
     )
 
 

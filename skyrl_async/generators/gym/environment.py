@@ -83,12 +83,12 @@ class EnvironmentCalls:
         self,
         environment: Environment,
         executor: concurrent.futures.Executor,
-        slots: contextlib.AbstractAsyncContextManager[Any] | None = None,
+        slots: contextlib.AbstractAsyncContextManager[Any],
     ) -> None:
         """``slots`` bounds the calls that run at once; one that nobody waits for any more needs none."""
         self._environment = environment
         self._executor = executor
-        self._slots = slots or contextlib.nullcontext()
+        self._slots = slots
         self._is_fast = bool(getattr(environment, "is_fast", False))
         self._in_flight: concurrent.futures.Future[Any] | None = None
 

@@ -21,6 +21,7 @@ import pytest
 from openai import AsyncOpenAI, AuthenticationError
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
+from skyrl_async.config.schema.generator import GeneratorConfig
 from skyrl_async.errors import GenerationError
 from skyrl_async.generators.agent.generator import AgentGenerator
 from skyrl_async.generators.agent.harness import AgentFunction, AgentResult, AgentTask, FunctionHarness
@@ -29,6 +30,7 @@ from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.generators.agent.settings import make_agent_generator
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
+from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.types import Prompt, SamplingParams, Trajectory
 from tests.cpu.agent_endpoint import CONTROLLER_KEY, StandIn, stand_in
@@ -124,12 +126,13 @@ async def agents(
     reward: RewardFunction | None = None,
     **settings: Any,
 ) -> AsyncIterator[AgentGenerator]:
-    executor = ThreadPoolExecutor(4)
+    executor, slots = DaemonThreads("reward"), asyncio.Semaphore(4)
     generator = AgentGenerator(
         endpoint if isinstance(endpoint, SessionPool) else SessionPool([endpoint.root], CONTROLLER_KEY),
         FunctionHarness(function),
-        FunctionReward(reward, executor) if reward else EnvironmentReward(make_environment, executor, max_turns=8),
-        executor=executor,
+        FunctionReward(reward, executor, slots)
+        if reward
+        else EnvironmentReward(make_environment, executor, slots, max_turns=8),
         **{"agent_timeout_s": 20.0, **settings},
     )
     try:
@@ -141,14 +144,10 @@ async def agents(
 @asynccontextmanager
 async def programs(endpoint: StandIn, command: str, **settings: Any) -> AsyncIterator[AgentGenerator]:
     generator = make_agent_generator(
+        GeneratorConfig(**{"command": command, "agent_timeout_s": 20.0, **settings}),
         urls=[endpoint.root],
         controller_key=CONTROLLER_KEY,
-        command=command,
-        entrypoint=None,
-        reward=None,
         make_environment=make_environment,
-        max_turns=8,
-        **{"agent_timeout_s": 20.0, **settings},
     )
     try:
         yield generator
@@ -184,7 +183,7 @@ async def test_a_program_with_the_openai_package_alone_becomes_training_rows(tmp
     script = tmp_path / "agent.py"
     script.write_text(PROGRAM)
     command = f"{sys.executable} {script}"
-    async with stand_in(echo) as endpoint, programs(endpoint, command, working_dir=tmp_path / "runs") as generator:
+    async with stand_in(echo) as endpoint, programs(endpoint, command, working_dir=str(tmp_path / "runs")) as generator:
         rows = by_sample(await generator.generate(request()))
         assert generator.statistics() == {
             "running": 0.0,
@@ -447,7 +446,8 @@ async def test_an_environment_of_several_turns_is_told_each_text_until_it_is_don
         is_truncated=False,
     )
     with ThreadPoolExecutor(1) as executor:
-        earned = await EnvironmentReward(make_environment, executor, max_turns=8).reward_of(prompt, episode)
+        source = EnvironmentReward(make_environment, executor, asyncio.Semaphore(1), max_turns=8)
+        earned = await source.reward_of(prompt, episode)
     assert earned.reward == pytest.approx(reward)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_async.config.schema.generator import GeneratorConfig
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.generators.agent.command import CommandHarness, with_absolute_files
 from skyrl_async.generators.agent.harness import AgentFunction, AgentResult, AgentTask, FunctionHarness, shown_extras
@@ -298,7 +299,7 @@ HERE = "tests.cpu.generators.test_harness"
 )
 def test_settings_that_cannot_work_are_refused_before_anything_starts(settings: dict[str, str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        check_agent_settings(**{"command": None, "entrypoint": None, "reward": None, **settings})
+        check_agent_settings(GeneratorConfig(**settings))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +311,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(settings: 
     ],
 )
 def test_settings_that_may_work_pass(settings: dict[str, str]) -> None:
-    check_agent_settings(**{"command": None, "entrypoint": None, "reward": None, **settings})
+    check_agent_settings(GeneratorConfig(**settings))
 
 
 @pytest.fixture
@@ -345,7 +346,7 @@ def test_a_script_that_no_agent_would_find_is_refused_by_the_path_that_was_typed
     launch_dir: Path, command: str, complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match="^generator.command must ") as refused:
-        check_agent_settings(command=command, entrypoint=None, reward=None)
+        check_agent_settings(GeneratorConfig(command=command))
     assert complaint.replace("LAUNCH_DIR", str(launch_dir)) in str(refused.value)
 
 
@@ -367,16 +368,16 @@ def test_a_script_that_no_agent_would_find_is_refused_by_the_path_that_was_typed
     ],
 )
 def test_a_command_whose_files_are_there_or_may_be_passes(launch_dir: Path, command: str) -> None:
-    check_agent_settings(command=command, entrypoint=None, reward=None)
+    check_agent_settings(GeneratorConfig(command=command))
 
 
 def test_programs_are_looked_for_where_agents_find_them(launch_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(launch_dir / "bin"))
-    check_agent_settings(command=f"{Path(sys.executable).name} agent.py", entrypoint=None, reward=None)
+    check_agent_settings(GeneratorConfig(command=f"{Path(sys.executable).name} agent.py"))
     (launch_dir / "lib" / "my_agent").mkdir(parents=True)
     (launch_dir / "lib" / "my_agent" / "__main__.py").touch()
     monkeypatch.setenv("PYTHONPATH", "lib")
-    check_agent_settings(command="python -m my_agent", entrypoint=None, reward=None)
+    check_agent_settings(GeneratorConfig(command="python -m my_agent"))
 
 
 def test_a_program_given_as_a_module_is_named_where_it_exits_while_it_is_imported(
@@ -385,7 +386,7 @@ def test_a_program_given_as_a_module_is_named_where_it_exits_while_it_is_importe
     (launch_dir / "exiting_agent.py").write_text("import sys; sys.exit('usage: exiting_agent TASK')")
     monkeypatch.syspath_prepend(launch_dir)
     with pytest.raises(ConfigError, match="generator.entrypoint='exiting_agent:run' cannot be imported: usage"):
-        check_agent_settings(command=None, entrypoint="exiting_agent:run", reward=None)
+        check_agent_settings(GeneratorConfig(entrypoint="exiting_agent:run"))
 
 
 @pytest.mark.parametrize(
@@ -394,7 +395,7 @@ def test_a_program_given_as_a_module_is_named_where_it_exits_while_it_is_importe
 def test_a_working_directory_that_cannot_be_used_is_refused(launch_dir: Path, directory: str, complaint: str) -> None:
     (launch_dir / "file").touch()
     with pytest.raises(ConfigError, match=f"generator.working_dir must be a directory .*, got .*: .*{complaint}"):
-        check_agent_settings(command="true", entrypoint=None, reward=None, working_dir=Path(directory))
+        check_agent_settings(GeneratorConfig(command="true", working_dir=directory))
 
 
 async def test_functions_run_on_a_loop_of_their_own_that_they_share(tmp_path: Path) -> None:

@@ -224,8 +224,8 @@ async def test_a_session_that_an_outage_ended_is_only_deleted() -> None:
         (refusal(500, "the disk is full"), "POST http://endpoint/sessions was answered 500: the disk is full"),
         (Response("<html>", 502), "was answered 502: '<html>'"),
         (refusal(401, "wrong key"), "was answered 401: wrong key"),
-        (Response("no json"), "must answer with JSON, got 'no json'"),
-        (JSONResponse({"id": "s"}), "must answer with id, api_key, base_url and model; it did not say 'api_key'"),
+        (Response("no json"), "must answer with id, api_key, base_url and model, got 'no json'"),
+        (JSONResponse({"id": "s"}), "must answer with id, api_key, base_url and model, got .*: KeyError: 'api_key'"),
         (JSONResponse(["s"]), "must answer with id"),
     ],
 )
@@ -245,7 +245,7 @@ async def test_an_endpoint_that_fails_or_refuses_is_named_with_what_was_asked(an
 @pytest.mark.parametrize(
     ("trajectories", "complaint"),
     [
-        ([{"prompt_token_ids": [1]}], "KeyError: 'response_token_ids'"),
+        ([{"prompt_token_ids": [1]}], "missing .* 'response_token_ids'"),
         (None, "TypeError"),
         ("versions", "policy_versions cover 1 of 2 tokens"),
         ("gap", "adjoining spans from 0"),

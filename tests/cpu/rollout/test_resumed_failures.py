@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from hypothesis import given
@@ -123,8 +122,7 @@ def test_agents_that_were_finished_in_the_checkpoint_do_not_run_again() -> None:
     states = {i: SampleState(rows=of_one, num_tokens=2) for i, of_one in rows.items()}
 
     async def main() -> tuple[Trajectory, ...]:
-        with ThreadPoolExecutor(1) as executor:
-            generator = AgentGenerator(None, None, None, agent_timeout_s=1.0, executor=executor)
-            return await generator.generate(replace(request(2), sample_states=SampleStates(states, num_samples=2)))
+        generator = AgentGenerator(None, None, None, agent_timeout_s=1.0)
+        return await generator.generate(replace(request(2), sample_states=SampleStates(states, num_samples=2)))
 
     assert run_in_virtual_time(main()) == (*rows[0], *rows[1])

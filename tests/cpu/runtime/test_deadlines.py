@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -142,16 +141,10 @@ def test_an_agent_that_waits_for_an_engine_uses_up_none_of_its_time(
         deadlines, loop = Deadlines(), asyncio.get_running_loop()
         loop.call_at(1.0, deadlines.suspend)
         loop.call_at(101.0, deadlines.resume)
-        with ThreadPoolExecutor(1) as executor:
-            generator = AgentGenerator(
-                OneTurnPool(),
-                AgentOf(seconds),
-                RewardSource(),
-                agent_timeout_s=5.0,
-                executor=executor,
-                deadlines=deadlines,
-            )
-            (trajectory,) = await generator.generate(request(1, is_evaluation=True))
+        generator = AgentGenerator(
+            OneTurnPool(), AgentOf(seconds), RewardSource(), agent_timeout_s=5.0, deadlines=deadlines
+        )
+        (trajectory,) = await generator.generate(request(1, is_evaluation=True))
         return loop.time(), trajectory
 
     ended, trajectory = run_in_virtual_time(main())
