@@ -1,15 +1,19 @@
-"""Environments of one turn that judge a final answer: ``gsm8k``, ``math`` and ``math_verify``, and a function of the user's.
+"""Environments that judge an answer: a number or an expression, a program by its tests, or whatever a function of the user's judges.
 
-Flows in: a row's columns, then what the policy says. Flows out: the reward. This module does not know tokens or who plays.
+``gsm8k``, ``math``, ``math_verify`` and ``code`` have one turn; in ``code_multi_turn`` failures are told. Programs run in the sandbox.
+
+Flows in: a row's columns, then what the policy says. Flows out: the reward. Does not know tokens or who plays.
 """
 
-import math
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
-from skyrl_async.errors import ConfigError, GenerationError
+from skyrl_async.errors import ConfigError
+from skyrl_async.generators.gym.environment import finite_reward
+from skyrl_async.rewards.code_tests import judge_program, program_in, read_tests
 from skyrl_async.rewards.math_answers import (
     as_number,
     final_answer,
@@ -18,7 +22,13 @@ from skyrl_async.rewards.math_answers import (
     is_same_answer,
     require_math_verify,
 )
+from skyrl_async.rewards.sandbox import Limits, require_sandbox
 
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_TURNS = 8
+"""Of environments of several turns, for rows without ``max_turns``."""
+_NO_PROGRAM = "no fenced block of Python"
 Extras = dict[str, Any]
 RewardFunction = Callable[[str, Extras], float]
 """A user's reward: called with the answer and the row's columns, ``prompt`` among them, in a thread, so it may block."""
@@ -28,6 +38,17 @@ def ended(reward: float, **metadata: Any) -> BaseTextEnvStepOutput:
     """Return the output of a last step."""
     return BaseTextEnvStepOutput(
         observations=[], reward=reward, done=True, metadata=metadata, postprocessed_action=None
+    )
+
+
+def told(observation: str, *, postprocessed_action: str | None = None, **metadata: Any) -> BaseTextEnvStepOutput:
+    """Return the output of a step that another one follows."""
+    return BaseTextEnvStepOutput(
+        observations=[{"role": "user", "content": observation}],
+        reward=0.0,
+        done=False,
+        metadata=metadata,
+        postprocessed_action=postprocessed_action,
     )
 
 
@@ -42,12 +63,6 @@ def ground_truth_of(extras: Mapping[str, Any] | None, expected: str) -> Any:
     raise ConfigError(f"reward_spec.ground_truth must be {expected}, found {found or f'the columns {sorted(columns)}'}")
 
 
-def method_of(extras: Mapping[str, Any] | None) -> str | None:
-    """Return ``reward_spec.method``, if the row has one."""
-    spec = (extras or {}).get("reward_spec")
-    return spec.get("method") if isinstance(spec, Mapping) else None
-
-
 class Gsm8kEnv(BaseTextEnv):
     """The reward is 1.0 for the right number after ``####``; with ``reward_spec.method`` flexible the last number counts."""
 
@@ -56,7 +71,8 @@ class Gsm8kEnv(BaseTextEnv):
     def __init__(self, env_config: Any = None, extras: Extras | None = None) -> None:
         super().__init__()
         self.ground_truth = str(ground_truth_of(extras, "the right number"))
-        self.is_flexible = method_of(extras) == "flexible"
+        spec = (extras or {}).get("reward_spec")
+        self.is_flexible = isinstance(spec, Mapping) and spec.get("method") == "flexible"
         if as_number(self.ground_truth) is None:
             raise ConfigError(f"reward_spec.ground_truth must be a number, got {self.ground_truth!r}")
 
@@ -112,11 +128,67 @@ class FunctionEnv(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
-        found = self.function(action, self.extras)
+        return ended(finite_reward(self.function(action, self.extras), "task.reward"))
+
+
+class CodeEnv(BaseTextEnv):
+    """The reward is 1.0 for a program, the last fenced block of Python, that passes every test of the row.
+
+    Tests are in ``reward_spec.ground_truth`` (``rewards.code_tests`` says how); a column ``time_limit_s`` sets the CPU seconds of
+    a run, ``memory_limit_mb`` its memory.
+    """
+
+    def __init__(self, env_config: Any = None, extras: Extras | None = None) -> None:
+        super().__init__()
+        require_sandbox()
+        truth = ground_truth_of(extras, "tests (an object with inputs and outputs)")
         try:
-            reward = float(found)
-        except (TypeError, ValueError) as error:
-            raise GenerationError(f"task.reward must return a number, got {found!r}") from error
-        if not math.isfinite(reward):
-            raise GenerationError(f"task.reward must return a finite number, got {reward}")
-        return ended(reward)
+            self.tests = read_tests(truth)
+        except ValueError as error:
+            raise ConfigError(f"reward_spec.ground_truth: {error}") from error
+        self.limits = limits_of(extras or {})
+        self.share_passed = 0.0
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        reason = self.judge(action)
+        return ended(float(reason is None), reason=reason)
+
+    def judge(self, action: str) -> str | None:
+        """Test the program in ``action``; return why it fails, None where it does not."""
+        self.turns += 1
+        source = program_in(action)
+        if source is None:
+            self.share_passed = 0.0
+            return _NO_PROGRAM
+        verdict = judge_program(source, self.tests, self.limits)
+        self.share_passed = verdict.num_passed / verdict.num_tests
+        if verdict.reason is not None:
+            logger.debug("a program failed: %s", verdict.reason)
+        return verdict.reason
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"tests_passed": self.share_passed}
+
+
+class MultiTurnCodeEnv(CodeEnv):
+    """The same over ``max_turns`` turns (a column; 8 without it): a program that fails is told why, and may be mended."""
+
+    def __init__(self, env_config: Any = None, extras: Extras | None = None) -> None:
+        super().__init__(env_config, extras)
+        self.max_turns = int((extras or {}).get("max_turns", DEFAULT_MAX_TURNS))
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        reason = self.judge(action)
+        if reason is None or self.turns >= self.max_turns:
+            return ended(float(reason is None), reason=reason)
+        return told(f"Not yet: {reason}", reason=reason)
+
+
+def limits_of(extras: Extras) -> Limits:
+    """Return the limits that a row's columns set; ``ConfigError`` for what is no positive number."""
+    default = Limits()
+    cpu_s, memory_mb = extras.get("time_limit_s", default.cpu_s), extras.get("memory_limit_mb", default.memory_mb)
+    for name, value in (("time_limit_s", cpu_s), ("memory_limit_mb", memory_mb)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigError(f"{name} must be a number > 0, got {value!r}")
+    return Limits(cpu_s=max(1, round(cpu_s)), wall_s=max(default.wall_s, 3.0 * cpu_s), memory_mb=int(memory_mb))

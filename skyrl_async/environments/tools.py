@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
-from skyrl_async.environments.answers import Extras, Gsm8kEnv, MathEnv, ended
-from skyrl_async.environments.code import limits_of
+from skyrl_async.environments.answers import DEFAULT_MAX_TURNS, Extras, Gsm8kEnv, MathEnv, ended, limits_of, told
 from skyrl_async.rewards.sandbox import require_sandbox, run_program
 
-DEFAULT_MAX_TURNS = 8
 _SHOWN_CHARACTERS = 2000
 MAX_CHARACTERS = 200
 MAX_MAGNITUDE = 10**30
@@ -60,13 +58,7 @@ class _ToolEnv(BaseTextEnv):
         result = self.result_of(call.content)
         if self.turns >= self.max_turns:  # no turn is left to use the result
             return ended(0.0)
-        return BaseTextEnvStepOutput(
-            observations=[{"role": "user", "content": result}],
-            reward=0.0,
-            done=False,
-            metadata={},
-            postprocessed_action=call.said,
-        )
+        return told(result, postprocessed_action=call.said)
 
     def result_of(self, content: str) -> str:
         """Run the tool on what stands between the marks."""

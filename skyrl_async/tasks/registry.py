@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _ENVIRONMENTS = {
     "calculator": "skyrl_async.environments.tools:CalculatorEnv",
-    "code": "skyrl_async.environments.code:CodeEnv",
-    "code_multi_turn": "skyrl_async.environments.code:MultiTurnCodeEnv",
+    "code": "skyrl_async.environments.answers:CodeEnv",
+    "code_multi_turn": "skyrl_async.environments.answers:MultiTurnCodeEnv",
     "gsm8k": "skyrl_async.environments.answers:Gsm8kEnv",
     "lagged_fibonacci": "skyrl_async.tasks.lagged_fibonacci:LaggedFibonacciEnv",
     "math": "skyrl_async.environments.answers:MathEnv",

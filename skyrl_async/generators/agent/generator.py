@@ -8,7 +8,6 @@ The endpoint captures exact token ids, log-probs and versions. Does not know tok
 import asyncio
 import contextlib
 import logging
-import math
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ from skyrl_async.errors import GenerationError, OutageError, SessionError
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask, Harness, shown_extras
 from skyrl_async.generators.agent.reward import AgentEpisode, EpisodeReward, RewardSource
 from skyrl_async.generators.agent.sessions import AgentSession, SessionPool
+from skyrl_async.generators.gym.environment import finite_reward
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.runtime.progress import report
@@ -216,9 +216,7 @@ class AgentGenerator:
         """The harness's own reward if it returned one, else the reward source's."""
         if result.reward is None:
             return await self._reward_source.reward_of(prompt, episode)
-        if not math.isfinite(result.reward):
-            raise GenerationError(f"generator.entrypoint must return a finite reward, got {result.reward}")
-        return EpisodeReward(reward=result.reward)
+        return EpisodeReward(reward=finite_reward(result.reward, "generator.entrypoint"))
 
     @contextlib.contextmanager
     def _workspace(self, label: str) -> Iterator[Path]:

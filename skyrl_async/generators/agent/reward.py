@@ -5,7 +5,6 @@ Does not know harnesses, sessions or tokens.
 
 import asyncio
 import inspect
-import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
@@ -14,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from skyrl_async.errors import GenerationError
-from skyrl_async.generators.gym.environment import Environment, EnvironmentCalls, EnvironmentFactory
+from skyrl_async.generators.gym.environment import Environment, EnvironmentCalls, EnvironmentFactory, finite_reward
 from skyrl_async.types import Message, Prompt
 
 
@@ -82,13 +80,7 @@ class FunctionReward:
                 found = await asyncio.wrap_future(self._executor.submit(self._function, prompt, episode))
         if inspect.isawaitable(found):
             found = await found
-        try:
-            reward = float(found)
-        except (TypeError, ValueError) as error:
-            raise GenerationError(f"generator.reward must return a number, got {found!r}") from error
-        if not math.isfinite(reward):
-            raise GenerationError(f"generator.reward must return a finite number, got {reward}")
-        return EpisodeReward(reward=reward)
+        return EpisodeReward(reward=finite_reward(found, "generator.reward"))
 
 
 class EnvironmentReward:

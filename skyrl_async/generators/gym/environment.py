@@ -59,6 +59,17 @@ class RestorableEnvironment(Protocol):
         ...
 
 
+def finite_reward(found: Any, source: str) -> float:
+    """``found`` as a number; ``GenerationError`` names its source if it is none, or not finite."""
+    try:
+        reward = float(found)
+    except (TypeError, ValueError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise GenerationError(f"{source} must return a finite number as reward, got {found!r}")
+    return reward
+
+
 EnvironmentFactory = Callable[[str, dict[str, Any]], Environment]
 """Makes a fresh environment of a name and of a prompt's extras."""
 
@@ -110,10 +121,9 @@ class EnvironmentCalls:
         report("in environment step")
         output, snapshot = await self._call(self._with_snapshot, self._environment.step, action)
         try:
-            reward = float(output["reward"])
-            outcome = StepOutcome(
+            return StepOutcome(
                 observations=list(output["observations"]),
-                reward=reward,
+                reward=finite_reward(output["reward"], f"{type(self._environment).__name__}.step"),
                 is_done=bool(output["done"]),
                 postprocessed_action=output.get("postprocessed_action"),
                 snapshot=snapshot,
@@ -122,9 +132,6 @@ class EnvironmentCalls:
             raise GenerationError(
                 f"{type(self._environment).__name__}.step must return observations, reward and done, got {output!r}"
             ) from error
-        if not math.isfinite(reward):
-            raise GenerationError(f"{type(self._environment).__name__}.step must return a finite reward, got {reward}")
-        return outcome
 
     def _with_snapshot(self, method: Callable[..., T], *args: Any) -> tuple[T, str | None]:
         """What ``method`` returns, and the snapshot after it: text, so that nothing in it changes later."""

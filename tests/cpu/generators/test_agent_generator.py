@@ -383,7 +383,7 @@ async def test_a_function_may_reward_itself() -> None:
 
 @pytest.mark.parametrize(
     ("reward", "complaint"),
-    [(math.nan, "generator.reward must return a finite number, got nan"), ("x", "must return a number, got 'x'")],
+    [(math.nan, "generator.reward must return a finite number as reward, got nan"), ("x", "as reward, got 'x'")],
 )
 async def test_a_reward_that_is_no_number_fails_the_group(reward: Any, complaint: str) -> None:
     async with stand_in(echo) as endpoint, agents(endpoint, reward=lambda prompt, episode: reward) as generator:
@@ -398,7 +398,9 @@ async def test_a_harness_that_rewards_itself_with_no_number_fails_the_group() ->
         return math.inf
 
     async with stand_in(echo) as endpoint, agents(endpoint, run) as generator:
-        with pytest.raises(GenerationError, match="generator.entrypoint must return a finite reward, got inf"):
+        with pytest.raises(
+            GenerationError, match="generator.entrypoint must return a finite number as reward, got inf"
+        ):
             await generator.generate(request())
 
 
