@@ -3,6 +3,8 @@
 import signal
 from pathlib import Path
 
+from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
 from skyrl_async.inference.vllm.weight_transfer import WorkerExtension
 
 HALT = "halt"
@@ -18,7 +20,7 @@ class HaltingExtension(WorkerExtension):
         if not fifo.exists():
             super().load_update(chunks)
             return
-        self.start_weight_update()
-        self.update_weights(chunks[0])
+        initialize_layerwise_reload(self._model())
+        self.load_chunk(chunks[0])
         fifo.write_text("one chunk is loaded")
         signal.pause()

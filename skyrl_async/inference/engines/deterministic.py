@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-import itertools
 import math
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -24,7 +24,6 @@ from skyrl_async.inference.generation_state import OpenCalls, merged
 from skyrl_async.inference.policy_files import eos_token_ids, require_as_sent
 from skyrl_async.inference.protocol import pause_then_load
 from skyrl_async.inference.vllm.adapter import MergedAdapters, update_validator
-from skyrl_async.inference.vllm.weight_map import WeightMap
 from skyrl_async.runtime.changes import Changes
 from skyrl_async.types import (
     EngineOutput,
@@ -168,9 +167,8 @@ class DeterministicEngine:
     def _load_all(self, update: WeightUpdate) -> None:
         parameters = self._model.state_dict()
         for chunk in update.chunks:
-            with WeightMap(chunk["path"], chunk.get("load_bucket_bytes", 1 << 20)) as weights:
-                for name, tensor in itertools.chain.from_iterable(weights.buckets()):
-                    parameters[name].copy_(tensor)
+            for name, tensor in load_file(chunk["path"]).items():
+                parameters[name].copy_(tensor)
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """See ``InferenceEngine.switch_weights``."""

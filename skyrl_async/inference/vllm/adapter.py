@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from skyrl_async.errors import PublishError
 from skyrl_async.inference.policy_files import UpdateValidator, chunk_manifest, read_manifest, require_same
-from skyrl_async.inference.vllm.weight_map import WeightMap
 from skyrl_async.types import WeightUpdate
 from skyrl_async.weights.formats import CONFIG_FILE, WEIGHTS_FILE, adapted_layers, peft_config, tensor_names
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _NEVER_ADAPTED = {"lm_head", "embed_tokens"}
-_LOAD_BUCKET_BYTES = 64 << 20
 _ID = 1
 _NAME = "policy"
 _IN_PLACE = "the one that was published last"
@@ -193,10 +192,9 @@ class MergedAdapters:
         """Merge a checked adapter in the place of the one before."""
         assert update.adapter is not None
         (chunk,) = update.chunks
-        with WeightMap(chunk["path"], _LOAD_BUCKET_BYTES) as weights:
-            for layer in adapted_layers(update.manifest):
-                weight = self._parameters[f"{layer}.weight"]
-                if layer not in self._base_weights:
-                    self._base_weights[layer] = weight.clone()
-                a, b = (weights.tensor(name).to(weight.dtype) for name in tensor_names(layer))
-                weight.copy_(self._base_weights[layer] + update.adapter.scaling * (b @ a))
+        tensors = load_file(chunk["path"])
+        for layer in adapted_layers(update.manifest):
+            weight = self._parameters[f"{layer}.weight"]
+            base = self._base_weights.setdefault(layer, weight.clone())
+            a, b = (tensors[name].to(weight.dtype) for name in tensor_names(layer))
+            weight.copy_(base + update.adapter.scaling * (b @ a))

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
-TRANSFER_BACKEND = "shm"
-"""Name of the weight-transfer backend: files in shared memory, mapped or received."""
 _WORKER_EXTENSION = "skyrl_async.inference.vllm.weight_transfer.WorkerExtension"
 _PR_SET_PDEATHSIG = 1
 _CORE_END_S = 5.0
@@ -131,7 +129,6 @@ def _register_architectures(config: VLLMEngineConfig) -> None:
 
 
 def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
-    from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     arguments: dict[str, Any] = {
@@ -152,7 +149,6 @@ def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": _WORKER_EXTENSION,
-        "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
         "disable_log_stats": True,
     }
     if config.adapter_rank:

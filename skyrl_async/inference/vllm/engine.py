@@ -30,7 +30,7 @@ from skyrl_async.inference.generation_state import merged
 from skyrl_async.inference.policy_files import TOKENIZER_FILES, eos_token_ids, require_as_sent
 from skyrl_async.inference.vllm.adapter import AdapterSlot, update_validator
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig, boot, is_core_killed
-from skyrl_async.inference.vllm.outcome_fifo import OutcomeFifo
+from skyrl_async.inference.vllm.outcomes import first_failure, outcome_socket
 from skyrl_async.inference.vllm.requests import engine_output, partial_output, versions_of, vllm_sampling_params
 from skyrl_async.runtime.changes import Changes
 from skyrl_async.runtime.tasks import run_together
@@ -173,10 +173,7 @@ class VLLMEngine:
 
     async def connect_transfer(self, init_info: dict[str, Any]) -> None:
         """Prepare to receive in the trainer's process group (``init_info``: its place, and this engine's ``rank``)."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        request = WeightTransferInitRequest(init_info=init_info)
-        await self._control("connect the weight transfer", self._llm.init_weight_transfer_engine, request)
+        await self._on_workers("connect the weight transfer", "connect_transfer", init_info)
 
     async def receive_weights(self, update: WeightUpdate, keep: Collection[str]) -> None:
         """Receive a broadcast of the update's file, beside generation and without a deadline; it is loaded from the copy received.
@@ -187,14 +184,14 @@ class VLLMEngine:
         (chunk,) = update.chunks
         source = str(chunk["path"])
         self._received = {path: own for path, own in self._received.items() if path in keep and path != source}
-        with OutcomeFifo() as fifo:
-            arguments = (source, sorted(keep), str(fifo.path))
-            paths = await self._control("receive weights", self._llm.collective_rpc, "receive_weights", args=arguments)
+        with outcome_socket() as outcomes:
+            arguments = (source, sorted(keep), outcomes.getsockname())
+            paths = await self._on_workers("receive weights", "receive_weights", *arguments)
             if not any(paths):
                 raise PublishError(
                     f"engine {self.name} cannot receive weights {update.version}: connect the transfer first"
                 )
-            failed = await self._call_core(None, "receive weights", fifo.first_failure, num_outcomes=1)
+            failed = await self._call_core(None, "receive weights", first_failure, outcomes, 1)
         if failed is not None:
             raise PublishError(f"engine {self.name} has not received weights {update.version}: {failed}")
         self._received[source] = next(path for path in paths if path is not None)
@@ -217,13 +214,10 @@ class VLLMEngine:
         if self._config.device != "cpu" or self._adapter is not None:
             return
         for chunk in self._as_received(update).chunks:
-            with OutcomeFifo() as fifo:
-                await self._control(
-                    "stage weights", self._llm.collective_rpc, "stage_weights", args=(chunk, str(fifo.path))
-                )
-                failed = await self._control(
-                    "stage weights", fifo.first_failure, num_outcomes=self._config.tensor_parallel_size
-                )
+            with outcome_socket() as outcomes:
+                await self._on_workers("stage weights", "stage_weights", chunk, outcomes.getsockname())
+                num_workers = self._config.tensor_parallel_size
+                failed = await self._control("stage weights", first_failure, outcomes, num_workers)
             if failed is not None:
                 raise PublishError(f"engine {self.name} cannot stage weights {update.version}: {failed}")
 
@@ -378,6 +372,11 @@ class VLLMEngine:
         """The frontend's record of a running request. Only a request's last output has its tokens' versions."""
         processor = self._llm.output_processor
         return processor.request_states[processor.external_req_ids[request_id][0]]
+
+    async def _on_workers(self, what: str, method: str, *args: Any) -> list[Any]:
+        """The answers of a method of ``WorkerExtension`` on every worker."""
+        answers: list[Any] = await self._control(what, self._llm.collective_rpc, method, args=args)
+        return answers
 
     async def _control(self, what: str, call: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
         """Await a control call of the core, within its deadline."""

@@ -1,12 +1,39 @@
-"""A worker's end of a broadcast of weights: a copy of the sender's file in this process's memory, for its engine's workers to map."""
+"""Files of weight updates in a worker's process: received by broadcast into memory for its engine's workers, and mapped for the model."""
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
+from safetensors import safe_open
 
+from skyrl_async.weights.formats import TORCH_NAMES
 from skyrl_async.weights.shared_tensor import MemoryFile
 from skyrl_async.weights.transfer_group import GroupPlace, TransferGroup
+
+Bucket = list[tuple[str, torch.Tensor]]
+"""Tensors under Hugging Face names."""
+
+
+def mapped_buckets(path: str, load_bucket_bytes: int) -> Iterator[Bucket]:
+    """All tensors of a safetensors file in its order, in lists of at most so many bytes; a larger tensor goes alone.
+
+    They are mapped, not read, so that loading copies each byte once. A bucket's pages are released with its tensors.
+    """
+    buckets: list[list[str]] = [[]]
+    num_bytes = 0
+    with safe_open(path, framework="pt") as file:
+        for name in file.offset_keys():
+            tensor = file.get_slice(name)
+            num_tensor_bytes = math.prod(tensor.get_shape()) * getattr(torch, TORCH_NAMES[tensor.get_dtype()]).itemsize
+            if buckets[-1] and num_bytes + num_tensor_bytes > load_bucket_bytes:
+                buckets.append([])
+                num_bytes = 0
+            buckets[-1].append(name)
+            num_bytes += num_tensor_bytes
+    for names in buckets:
+        with safe_open(path, framework="pt") as file:
+            yield [(name, file.get_tensor(name)) for name in names]
 
 
 @dataclass(slots=True)

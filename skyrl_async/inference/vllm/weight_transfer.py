@@ -1,43 +1,48 @@
-"""The ``shm`` weight-transfer backend of vLLM's workers: one safetensors file per chunk, in memory or on disk.
+"""What is mixed into vLLM's workers: weights are received and prepared beside generation, and loaded while the engine is paused.
 
     receive (beside generation): broadcast ──> file in this process's memory, where the trainer's cannot be mapped
-    stage (beside generation, CPU): file ──plan──> new tensors, packed layers ──┐
-    shared (CUDA): the trainer's copies on this device ─────────────────────────┤
-    start ──> update ──────────────────────────────────────────────────> swap, or load ──> finish
+    stage (beside generation, CPU): file ──vLLM's reload──> a twin of the model ──┐
+    shared (CUDA): the trainer's copies on this device ───────────────────────────┤
+    load_update ──────────────────────────────────────────────────────────────> swap, or vLLM's reload
 
-The model's weights are replaced in place. Each worker imports this module (``worker_extension_cls``), which registers the backend and asks
-the kernel for the CPU's matrix tiles. Versions and pauses are unknown here: nothing may run in the engine between the start and the finish
-of an update.
+An update has one safetensors file per chunk, in memory or on disk. Each worker imports this module (``worker_extension_cls``), which asks
+the kernel for the CPU's matrix tiles. Versions and pauses are unknown here: nothing may run in the engine during ``load_update``.
 """
 
-import functools
+import copy
 import hashlib
 import itertools
 import logging
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from torch import nn
+from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    get_layerwise_info,
+    initialize_online_processing,
+)
+from vllm.model_executor.model_loader.reload.meta import (
+    materialize_meta_tensor,
+    restore_layer_on_meta,
+    to_meta_tensor,
+)
+from vllm.model_executor.model_loader.reload.sanitize import sanitize_layer_refs
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.platforms import current_platform
 
-from skyrl_async.inference.vllm.boot import TRANSFER_BACKEND
-from skyrl_async.inference.vllm.load_plan import LoadPlan, Swap
-from skyrl_async.inference.vllm.outcome_fifo import report, run_and_report
-from skyrl_async.inference.vllm.weight_map import WeightMap
-from skyrl_async.inference.vllm.weight_receiver import WeightReceiver
+from skyrl_async.inference.vllm.outcomes import run_and_report
+from skyrl_async.inference.vllm.weight_receiver import Bucket, WeightReceiver, mapped_buckets
 from skyrl_async.weights.shared_tensor import device_key, opened
 from skyrl_async.weights.transfer_group import GroupPlace
 
@@ -47,191 +52,100 @@ DEFAULT_LOAD_BUCKET_BYTES = 512 << 20
 _NUM_PROBE_ROWS = 64
 
 
-@dataclass
-class ShmInitInfo(WeightTransferInitInfo):
-    """A group in which files are broadcast (see ``transfer_group.GroupPlace``). Engines that map the trainer's files need none."""
+class WorkerExtension:
+    """Mixed into vLLM's worker: methods for ``collective_rpc``.
 
-    rank: int
-    """This engine's rank, >= 1."""
-    host: str
-    port: int
-    name: str
-    num_members: int
-    backend: str
-    timeout_s: float
+    A chunk of an update is a dict. ``path``: a safetensors file under Hugging Face names, which may be deleted once it is loaded.
+    ``load_bucket_bytes``: most bytes of it given to the model, or kept mapped, at a time; only a single larger tensor exceeds it.
+    ``shared``, if any: ``shared_tensor.device_key`` -> name -> handle of its tensors on devices, readable until the update is loaded.
+    """
 
+    _receiver: WeightReceiver | None = None
+    _staged: "tuple[str, _Twin] | None" = None
 
-@dataclass
-class ShmUpdateInfo(WeightTransferUpdateInfo):
-    """One chunk of an update."""
+    def connect_transfer(self, init_info: dict[str, Any]) -> None:
+        """Prepare to receive in a group: the values of its ``GroupPlace``, and this engine's ``rank`` >= 1.
 
-    path: str
-    """Safetensors file under Hugging Face names; it may be deleted once the update is finished."""
-    load_bucket_bytes: int = DEFAULT_LOAD_BUCKET_BYTES
-    """Most bytes of the file given to the model, or kept mapped, at a time; only a single larger tensor exceeds it."""
-    shared: dict[str, dict[str, dict[str, Any]]] | None = None
-    """``shared_tensor.device_key`` -> name -> handle of the file's tensors on devices, readable until the update is finished."""
-
-
-class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
-    """Loads chunks as the model's own ``load_weights`` does, so that fused and sharded layers are as at boot."""
-
-    init_info_cls = ShmInitInfo
-    update_info_cls = ShmUpdateInfo
-
-    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
-        """Prepare to receive in a group. One worker of an engine does, into memory that the others map."""
-        if self.parallel_config.rank != 0:
+        One worker of an engine does, into memory that the others map.
+        """
+        if self.rank != 0:  # type: ignore[attr-defined]
             return
         if self._receiver is None:
-            self._receiver = WeightReceiver(self.device)
-        group = asdict(init_info)
-        rank = group.pop("rank")
-        self._receiver.connect(GroupPlace(**group), rank)
+            self._receiver = WeightReceiver(self.device)  # type: ignore[attr-defined]
+        rank = init_info.pop("rank")
+        self._receiver.connect(GroupPlace(**init_info), rank)
 
-    def receive(self, source: str, keep: Sequence[str], fifo_path: str) -> str | None:
+    def receive_weights(self, source: str, keep: Sequence[str], report_to: str) -> str | None:
         """Receive the trainer's file ``source`` in a thread. Returns the path where it will be; None: another worker receives it.
 
-        Files received before are dropped unless named in ``keep``. The outcome is reported to ``fifo_path``.
+        Files received before are dropped unless named in ``keep``. The outcome is reported to ``report_to``.
         """
         if self._receiver is None:
             return None
         path, fill = self._receiver.prepare(source, keep)
-        threading.Thread(target=run_and_report, args=(fill, fifo_path), name="receiving", daemon=True).start()
+        threading.Thread(target=run_and_report, args=(fill, report_to), name="receiving", daemon=True).start()
         return path
 
-    _receiver: WeightReceiver | None = None
-    _plan: LoadPlan | None = None
-    _planned_layout: bytes | None = None
-    _staged: tuple[str, list[Swap]] | None = None
-    _is_reloading = False
+    def stage_weights(self, chunk: dict[str, Any], report_to: str) -> None:
+        """Load a file into a twin of the model in a thread. The outcome is reported to ``report_to``.
 
-    def stage(self, update_info: ShmUpdateInfo, fifo_path: str) -> None:
-        """Prepare the weights of a file in a thread, in memory of their own. The outcome is reported to ``fifo_path``.
-
-        A model without a plan stages nothing.
+        A model with more than plain layers stages nothing.
         """
         self._staged = None
-        try:
-            with WeightMap(update_info.path, update_info.load_bucket_bytes) as weights:
-                plan = self._plan_for(weights)
-        except Exception as error:
-            report(fifo_path, error)
-            return
-        stage = functools.partial(self._stage, plan, update_info)
-        threading.Thread(target=run_and_report, args=(stage, fifo_path), name="staging", daemon=True).start()
+        model = self._model()
 
-    def _stage(self, plan: LoadPlan | None, update_info: ShmUpdateInfo) -> None:
-        if plan is not None:
-            with torch.inference_mode(), WeightMap(update_info.path, update_info.load_bucket_bytes) as weights:
-                self._staged = update_info.path, list(plan.swaps(weights, in_place=False))
-
-    def start_weight_update(self) -> None:
-        """Nothing to do: only the first chunk says how its weights are loaded."""
-
-    def update_weights(self, update_info: dict[str, str]) -> None:
-        """Load one chunk. The base class would synchronise an accelerator, which a CPU does not have."""
-        self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-
-    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        """Swap in the staged weights of the file, or load it: by the plan if there is one, else as at boot."""
-        staged, self._staged = self._staged, None
-        if staged is not None and staged[0] == update_info.path:
-            old = [swap() for swap in staged[1]]
-            threading.Thread(target=old.clear, name="freeing", daemon=True).start()
-            return
-        if (shared := self._opened(update_info)) is not None:
-            self._load_as_at_boot([shared])
-            return
-        with WeightMap(update_info.path, update_info.load_bucket_bytes) as weights:
-            plan = self._plan_for(weights)
-            if plan is not None:
-                with torch.inference_mode():
-                    for swap in plan.swaps(weights, in_place=True):
-                        swap()
+        def stage() -> None:
+            if not all(_is_plain(layer) for layer in model.modules()):
                 return
-            self._load_as_at_boot(weights.buckets())
+            twin = _Twin(model)
+            with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+                twin.load(_buckets(chunk), self.model_config)  # type: ignore[attr-defined]
+            self._staged = chunk["path"], twin
 
-    def _opened(self, update_info: ShmUpdateInfo) -> list[tuple[str, torch.Tensor]] | None:
+        threading.Thread(target=run_and_report, args=(stage, report_to), name="staging", daemon=True).start()
+
+    def load_update(self, chunks: list[dict[str, Any]]) -> None:
+        """Load a whole update in one call, since each would cost a round trip inside the pause: staged weights, or as at boot."""
+        staged, self._staged = self._staged, None
+        if staged is not None and [staged[0]] == [chunk["path"] for chunk in chunks]:
+            old = staged[1].swap()
+            threading.Thread(target=old.clear, name="freeing", daemon=True).start()  # takes longer than the swap
+            return
+        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+            initialize_layerwise_reload(
+                self._model()
+            )  # every layer gets back the parameters it had before it was packed
+            for chunk in chunks:
+                self.load_chunk(chunk)
+            finalize_layerwise_reload(self._model(), self.model_config)  # type: ignore[attr-defined]
+            if current_platform.is_cpu():
+                _repack_shared_weights(self._model())
+            else:
+                torch.accelerator.synchronize()  # from here on nothing reads the trainer's shared tensors
+
+    def load_chunk(self, chunk: dict[str, Any]) -> None:
+        """Give one chunk to the model's own loader, so that fused and sharded layers are as at boot."""
+        shared = self._opened(chunk)
+        for bucket in _buckets(chunk) if shared is None else [shared]:
+            self._model().load_weights(bucket)
+
+    def _opened(self, chunk: dict[str, Any]) -> Bucket | None:
         """The tensors that the trainer shares on this device; None: read them from the file."""
-        if update_info.shared is None:
+        if chunk.get("shared") is None:
             return None
+        device = self.device  # type: ignore[attr-defined]
         try:
-            handles = update_info.shared.get(device_key(self.device))
+            handles = chunk["shared"].get(device_key(device))
             if handles is not None:
-                return [(name, opened(handle, self.device)) for name, handle in handles.items()]
+                return [(name, opened(handle, device)) for name, handle in handles.items()]
             reason = "no policy worker runs on this device"
         except (RuntimeError, OSError) as error:
             reason = f"what is shared on this device cannot be opened ({error})"
-        logger.warning("%s: the weights are loaded from %s instead", reason, update_info.path)
+        logger.warning("%s: the weights are loaded from %s instead", reason, chunk["path"])
         return None
 
-    def _load_as_at_boot(self, buckets: Iterable[list[tuple[str, torch.Tensor]]]) -> None:
-        if not self._is_reloading:
-            self._is_reloading = True
-            initialize_layerwise_reload(self.model)  # every layer gets back the parameters it had before it was packed
-        for bucket in buckets:
-            self.model.load_weights(bucket)
-
-    def finish_weight_update(self) -> None:
-        """Process and pack weights loaded as at boot. On return nothing reads the trainer's shared tensors any more."""
-        if self._is_reloading:
-            self._is_reloading = False
-            finalize_layerwise_reload(self.model, self.model_config)
-            if self.device.type == "cpu":
-                _repack_shared_weights(self.model)
-            else:
-                torch.accelerator.synchronize()
-
-    def _plan_for(self, weights: WeightMap) -> LoadPlan | None:
-        if self.device.type != "cpu" or self._is_reloading:
-            return None
-        if weights.layout != self._planned_layout:
-            self._plan, self._planned_layout = LoadPlan.of(self.model, weights), weights.layout
-            if self._plan is None:
-                logger.info("this model's weights are loaded as at boot, while the engine is paused: it takes longer")
-        return self._plan
-
-    def shutdown(self) -> None:
-        """Drop received files."""
-        if self._receiver is not None:
-            self._receiver.close()
-
-
-def _repack_shared_weights(model: torch.nn.Module) -> None:
-    """Pack the linear layers again that share a weight with another module, such as a tied head.
-
-    On CPU a linear layer multiplies by a packed copy of its weight. A reload packs the layers that it loads; without this, a tied head
-    would keep the old weights. Layers that were loaded have no unpacked weight any more.
-    """
-    for module in model.modules():
-        quant_method = getattr(module, "quant_method", None)
-        if quant_method is not None and hasattr(module, "cpu_linear") and module.weight.numel() > 0:
-            quant_method.process_weights_after_loading(module)
-
-
-class WorkerExtension:
-    """Mixed into vLLM's worker: methods for ``collective_rpc``."""
-
-    def load_update(self, chunks: list[dict[str, str]]) -> None:
-        """Load a whole update in one call: vLLM's own methods would each cost a round trip inside the pause."""
-        self.start_weight_update()  # type: ignore[attr-defined]
-        for chunk in chunks:
-            self.update_weights(chunk)  # type: ignore[attr-defined]
-        self.finish_weight_update()  # type: ignore[attr-defined]
-
-    def receive_weights(self, source: str, keep: Sequence[str], fifo_path: str) -> str | None:
-        """See ``ShmWeightTransferEngine.receive``."""
-        path: str | None = self.weight_transfer_engine.receive(source, keep, fifo_path)  # type: ignore[attr-defined]
-        return path
-
-    def stage_weights(self, update_info: dict[str, str], fifo_path: str) -> None:
-        """See ``ShmWeightTransferEngine.stage``."""
-        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
-            engine.stage(engine.parse_update_info(update_info), fifo_path)
+    def _model(self) -> Any:
+        return self.model_runner.get_model()  # type: ignore[attr-defined]
 
     def put_blank_adapter(self, name: str, adapter_id: int, rank: int) -> None:
         """Add an adapter of zeros: the one that vLLM warms up with."""
@@ -254,8 +168,7 @@ class WorkerExtension:
         digest = hashlib.sha256()
         for name, value in sorted(self.compute_weight_checksums().items()):  # type: ignore[attr-defined]
             digest.update(f"{name}={value};".encode())
-        model: torch.nn.Module = self.model_runner.get_model()  # type: ignore[attr-defined]
-        for name, module in model.named_modules():
+        for name, module in self._model().named_modules():
             if hasattr(module, "cpu_linear"):
                 digest.update(f"{name}={_effective_weight_digest(module)};".encode())
             for tensor in (*getattr(module, "lora_a_stacked", ()), *getattr(module, "lora_b_stacked", ())):
@@ -280,7 +193,97 @@ def _input_width(module: torch.nn.Module) -> int:
     return int(module.input_size if width is None else width)
 
 
-WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, ShmWeightTransferEngine)
+def _buckets(chunk: dict[str, Any]) -> Iterator[Bucket]:
+    return mapped_buckets(chunk["path"], chunk.get("load_bucket_bytes", DEFAULT_LOAD_BUCKET_BYTES))
+
+
+class _Twin:
+    """The layers of a model on CPU once more, with tensors of their own: vLLM's reload fills them beside generation.
+
+    vLLM itself reloads a model in place, while the engine is paused.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._twins = {layer: copy.copy(layer) for layer in model.modules()}
+        self._model = self._twins[model]
+        for layer, twin in self._twins.items():
+            twin._modules = {name: child and self._twins[child] for name, child in layer._modules.items()}
+            twin._parameters, twin._buffers = layer._parameters.copy(), layer._buffers.copy()
+            twin._non_persistent_buffers_set = layer._non_persistent_buffers_set.copy()
+            info = get_layerwise_info(twin)
+            parameters, buffers = get_layerwise_info(layer).restore_metadata
+            info.restore_metadata = _unbound(parameters, layer), _unbound(buffers, layer)
+            restore_layer_on_meta(twin, info)
+            for name, tensor in get_layer_tensors(twin).items():
+                if not tensor.is_meta:  # vLLM restores some in no reload, such as biases
+                    setattr(twin, name, materialize_meta_tensor(to_meta_tensor(tensor)).copy_(tensor))
+            initialize_online_processing(twin)
+
+    @torch.no_grad()
+    def load(self, buckets: Iterable[Bucket], config: ModelConfig) -> None:
+        """Load and pack all weights."""
+        for bucket in buckets:
+            self._model.load_weights(bucket)
+        loaded = {}
+        for layer, twin in self._twins.items():
+            info = get_layerwise_info(twin)
+            if info.load_numel or not info.can_load():  # the latter: it is whole, and processed already
+                loaded[layer] = twin
+        finalize_layerwise_reload(self._model, config)
+        new = {
+            id(old): getattr(twin, name) for layer, twin in loaded.items() for name, old in layer._parameters.items()
+        }
+        for layer, twin in self._twins.items():
+            if layer not in loaded and hasattr(layer, "cpu_linear") and id(layer.weight) in new:  # such as a tied head
+                twin.weight = new[id(layer.weight)]
+                twin.quant_method.process_weights_after_loading(twin)
+                loaded[layer] = twin
+        self._twins = loaded
+
+    def swap(self) -> list[Any]:
+        """Give the model the loaded weights, and return the old ones. Nothing may run in the model meanwhile."""
+        old: list[Any] = []
+        for layer, twin in self._twins.items():
+            for name, tensor in get_layer_tensors(layer).items():
+                if name not in layer._non_persistent_buffers_set:
+                    old.append(tensor.data)
+                    tensor.data = getattr(twin, name).data
+            if hasattr(layer, "cpu_linear"):
+                old.append(layer.cpu_linear)
+                layer.cpu_linear = twin.cpu_linear
+        return old
+
+
+def _unbound(tensors: dict[str, torch.Tensor], layer: nn.Module) -> dict[str, torch.Tensor]:
+    """A layer's tensors on the meta device, with loaders that another layer can bind to itself."""
+    copies = {name: to_meta_tensor(tensor) for name, tensor in tensors.items()}
+    for tensor in copies.values():
+        if hasattr(tensor, "weight_loader"):
+            tensor.weight_loader = _get_original_loader(tensor)  # an earlier reload has wrapped it
+        sanitize_layer_refs(tensor, layer)
+    return copies
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether loading the layer is only copying, and perhaps packing for ``cpu_linear``."""
+    if is_deferred_attention_layer(layer):
+        return type(layer) is Attention
+    method = getattr(layer, "quant_method", None)
+    return method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+
+def _repack_shared_weights(model: torch.nn.Module) -> None:
+    """Pack the linear layers again that share a weight with another module, such as a tied head.
+
+    On CPU a linear layer multiplies by a packed copy of its weight. A reload packs the layers that it loads; without this, a tied head
+    would keep the old weights. Layers that were loaded have no unpacked weight any more.
+    """
+    for module in model.modules():
+        quant_method = getattr(module, "quant_method", None)
+        if quant_method is not None and hasattr(module, "cpu_linear") and module.weight.numel() > 0:
+            quant_method.process_weights_after_loading(module)
+
+
 if current_platform.is_cpu():
     from skyrl_async.inference.vllm.cpu_adapter import use_on_cpus
 

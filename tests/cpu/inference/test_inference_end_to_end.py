@@ -95,18 +95,20 @@ def skip_repacking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """
     switch = tmp_path_factory.mktemp("switch") / "skip"
     with warnings.catch_warnings(action="ignore"):  # vLLM's own deprecations
-        from skyrl_async.inference.vllm import load_plan as vllm_load_plan
-        from skyrl_async.inference.vllm import weight_transfer as vllm_weight_transfer
-    original = vllm_weight_transfer._repack_shared_weights
-    shares = vllm_load_plan._multiplies_packed
+        from skyrl_async.inference.vllm import weight_transfer
+    repack, swap = weight_transfer._repack_shared_weights, weight_transfer._Twin.swap
+
+    def swap_but_tied_heads(twin: weight_transfer._Twin) -> list[Any]:
+        if switch.exists():
+            heads = [layer for layer in twin._twins if type(layer).__name__ == "ParallelLMHead"]
+            for head in heads:
+                del twin._twins[head]
+        return swap(twin)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_transfer._Twin, "swap", swap_but_tied_heads)
         patch.setattr(
-            vllm_load_plan, "_multiplies_packed", lambda layer, tensor: not switch.exists() and shares(layer, tensor)
-        )
-        patch.setattr(
-            vllm_weight_transfer,
-            "_repack_shared_weights",
-            lambda model: None if switch.exists() else original(model),
+            weight_transfer, "_repack_shared_weights", lambda model: None if switch.exists() else repack(model)
         )
         yield switch
 
