@@ -14,19 +14,25 @@ Groups, staleness and training are unknown here. The client does not pause engin
 
 import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import fields, replace
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError
-from skyrl_async.inference.continuation import OpenGenerations, call_until_end, generate_once, stream_once
-from skyrl_async.inference.generation_state import GenerationState, head_of
+from skyrl_async.inference.generation import (
+    GenerationState,
+    call_until_end,
+    fetch_partial_outputs,
+    generate_once,
+    head_of,
+    stream_once,
+)
 from skyrl_async.inference.placement import PlacementSettings
 from skyrl_async.inference.pool import EnginePool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.text import CompletionText, Tokenizer
-from skyrl_async.rollout.sampler import OpenGeneration, record_cut_off, record_tokens
+from skyrl_async.rollout.sampler import NOTHING_SAMPLED, OpenGeneration, record_cut_off, record_tokens
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.runtime.progress import report_engine
 from skyrl_async.runtime.tasks import run_together
@@ -82,7 +88,8 @@ class InferenceEngineClient:
         self._carries_tokens = carries_tokens
         self._name = f"{name}-{next(_client_ids)}"
         self._request_numbers = itertools.count()
-        self._open_generations = OpenGenerations()
+        self._tracked: set[GenerationState] = set()
+        """The running generations that a checkpoint reads."""
         self.policy_version = 0
         self._counts = {"requests": 0, "tokens": 0, "abandoned_tokens": 0, "aborts": 0, "engine_failures": 0}
 
@@ -134,19 +141,6 @@ class InferenceEngineClient:
         ids = self._prompt_ids(prompt_token_ids, messages)
         return await self.generate_tokens(ids, sampling, session_id=session_id)
 
-    async def generate_batch(
-        self,
-        *,
-        sampling: SamplingParams,
-        prompts_token_ids: Sequence[Sequence[int]] | None = None,
-        conversations: Sequence[Sequence[Message]] | None = None,
-    ) -> list[Completion]:
-        """Sample one completion for each prompt at once, in the order given. Raises what ``generate`` raises."""
-        ids = [self._prompt_ids(p, None) for p in prompts_token_ids or ()]
-        ids += [self._prompt_ids(None, messages) for messages in conversations or ()]
-        batch = {f"generate-{i}": self.generate_tokens(prompt, sampling) for i, prompt in enumerate(ids)}
-        return list(await run_together(batch))
-
     async def generate_tokens(
         self,
         prompt_token_ids: Sequence[int],
@@ -164,22 +158,21 @@ class InferenceEngineClient:
         while True:
             state = GenerationState(has_logprobs=sampling.reports_logprobs)
             text = CompletionText.of(self._tokenizer, sampling)
-            blocks = self._blocks(request, state, session_id, streams=streams)
-            with self._open_generations.tracking(generation if sampling.is_resumable else None, state) as begin:
-                state.add(begin)
-                is_stopped = bool(begin.token_ids) and _push(begin, state, text)
-                async with aclosing(blocks):
-                    is_stopped = is_stopped or await _read(blocks, state, text)
+            with self._tracking(generation if sampling.is_resumable else None, state) as begin:
+                blocks = self._blocks(request, state, session_id, begin, streams=streams)
+                async with aclosing(_until_stop_string(blocks, state, text)) as kept:
+                    async for _ in kept:
+                        pass
             if state.has_ended:
                 break
-            num_restarts += 1
+            num_restarts += 1  # its engine died, and it is not resumable
         assert state.finish_reason is not None
         return Completion(
             prompt_token_ids=request.prompt_token_ids,
             token_ids=tuple(state.token_ids),
             logprobs=tuple(state.logprobs),
             versions=tuple(state.versions),
-            text=text.finish(is_stopped=is_stopped)[0],
+            text=text.finish()[0],
             finish_reason=state.finish_reason,
             num_aborts=state.num_aborts + num_restarts,
             top_logprobs=tuple(state.top_logprobs),
@@ -188,7 +181,14 @@ class InferenceEngineClient:
 
     async def collect_open_tokens(self) -> None:
         """Fetch the engines' tokens of the generations that a checkpoint reads. An engine that dies meanwhile is dropped."""
-        await self._open_generations.collect(self.engines, self.drop_engine)
+
+        async def fetch(engine: InferenceEngine) -> None:
+            try:
+                await fetch_partial_outputs(engine, tuple(self._tracked))
+            except EngineDeadError as error:
+                self.drop_engine(engine, error)
+
+        await run_together({f"collect-{engine.name}": fetch(engine) for engine in self.engines})
 
     async def stream_tokens(
         self,
@@ -207,29 +207,22 @@ class InferenceEngineClient:
         state = GenerationState(has_logprobs=sampling.reports_logprobs)
         text = CompletionText.of(self._tokenizer, sampling)
         request = replace(self._request(prompt_token_ids, sampling, priority), stream_interval=None)
-        async with aclosing(self._blocks(request, state, session_id, streams=True)) as blocks:
-            async for block in blocks:
-                num_before = len(state.token_ids) - len(block.token_ids)
-                num_kept = text.push(_text_tokens(block, text))
-                if num_kept is not None:
-                    block = head_of(block, max(0, num_kept - num_before))
-                    state.truncate(num_kept)
-                is_last = num_kept is not None or block.finish_reason is not None
+        blocks = self._blocks(request, state, session_id, NOTHING_SAMPLED, streams=True)
+        async with aclosing(_until_stop_string(blocks, state, text)) as kept:
+            async for block in kept:
+                is_last = block.finish_reason is not None
                 if not block.token_ids and not is_last:
                     continue  # an engine died, or was paused before its first token
-                new_text = text.finish(is_stopped=num_kept is not None)[1] if is_last else text.take()
                 yield CompletionDelta(
                     token_ids=block.token_ids,
                     logprobs=block.logprobs,
                     versions=block.versions,
-                    text=new_text,
+                    text=text.finish()[1] if is_last else text.take(),
                     finish_reason=block.finish_reason,
                     top_logprobs=block.top_logprobs,
                     num_aborts=state.num_aborts if is_last else 0,
                     num_cached_tokens=state.num_cached_tokens or 0,
                 )
-                if is_last:
-                    return
 
     def statistics(self) -> dict[str, float]:
         """Requests, tokens (delivered, and abandoned), aborts and engine failures so far, and the load now."""
@@ -263,15 +256,38 @@ class InferenceEngineClient:
             stream_interval=None if sampling.stop else _CARRIED_BLOCK_TOKENS,
         )
 
-    async def _blocks(
-        self, request: EngineRequest, state: GenerationState, session_id: str | None, *, streams: bool
-    ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield the tokens of one generation, from whichever engines are alive, and count them."""
-        calls = call_until_end(
-            request, state, lambda rest: self._call(rest, request.request_id, session_id, streams=streams)
-        )
+    @contextmanager
+    def _tracking(self, generation: OpenGeneration | None, state: GenerationState) -> Iterator[EngineOutput]:
+        """Let ``generation`` read ``state`` while it grows; yields the tokens that it begins with."""
+        if generation is None:
+            yield NOTHING_SAMPLED
+            return
+        generation.follow(state.partial_output)
+        self._tracked.add(state)
         try:
-            async with aclosing(calls) as blocks:
+            yield generation.begin
+        finally:
+            self._tracked.discard(state)
+
+    async def _blocks(
+        self,
+        request: EngineRequest,
+        state: GenerationState,
+        session_id: str | None,
+        begin: EngineOutput,
+        *,
+        streams: bool,
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield the tokens of one generation, first those it begins with, from whichever engines are alive, and count them."""
+
+        def call(rest: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+            return self._call(rest, request.request_id, session_id, streams=streams)
+
+        try:
+            state.add(begin)
+            if begin.token_ids:
+                yield begin
+            async with aclosing(call_until_end(request, state, call)) as blocks:
                 async for block in blocks:
                     yield block
         finally:
@@ -305,20 +321,19 @@ class InferenceEngineClient:
         yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
 
 
-async def _read(blocks: AsyncIterator[EngineOutput], state: GenerationState, text: CompletionText) -> bool:
-    """Read to the end; True if a stop string ended the text before."""
-    async for block in blocks:
-        if _push(block, state, text):
-            return True
-    return False
-
-
-def _push(block: EngineOutput, state: GenerationState, text: CompletionText) -> bool:
-    """Add a block's text; True, with the tokens after it cut off, if a stop string ended it."""
-    num_kept = text.push(_text_tokens(block, text))
-    if num_kept is not None:
-        state.truncate(num_kept)
-    return num_kept is not None
+async def _until_stop_string(
+    blocks: AsyncGenerator[EngineOutput, None], state: GenerationState, text: CompletionText
+) -> AsyncGenerator[EngineOutput, None]:
+    """Add the blocks to ``text`` and yield them. A stop string ends the block in which it ends, and ``state``."""
+    async with aclosing(blocks):
+        async for block in blocks:
+            num_kept = text.push(_text_tokens(block, text))
+            if num_kept is not None:
+                num_before = len(state.token_ids) - len(block.token_ids)
+                state.truncate(num_kept)
+                yield head_of(block, max(0, num_kept - num_before))
+                return
+            yield block
 
 
 def _text_tokens(block: EngineOutput, text: CompletionText) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Which engine each running request belongs in: a state machine without I/O.
+"""Which engine each request belongs in: a state machine without I/O that knows engines by name.
 
     oldest requests ─> engine-0: few, fast     ...     newest requests ─> engine-n: many, slow
 
@@ -6,9 +6,13 @@ An engine with fewer requests serves each of them faster. A trainer that holds a
 policy the oldest groups are masked, dropped or too old. So every engine gets the same *weight* of requests instead of the same number, and
 an old request weighs more: the oldest share an engine with few others. Requests move at weight updates, when keys and values are computed
 anew in any case. Of a priority only this is known: smaller is older.
+
+A new request goes to the engine to which it was moved, else to its session's, else to the one with the least weight, then with the fewest
+sessions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from skyrl_async.types import EngineRequest
@@ -34,6 +38,56 @@ def default_oldest_weight(max_staleness_steps: int, *, is_waited_for: bool) -> f
     return 1.5 * (max_staleness_steps + 1) if is_waited_for else 2.0
 
 
+class Sessions:
+    """The engine of each session's last request, where its prefix is cached.
+
+    Args:
+        max_sessions: sessions remembered; past it the least recently used is forgotten.
+        max_idle_s: a session whose last request began longer ago is forgotten, since some clients never say that one ends. An hour is
+            longer than a turn takes.
+    """
+
+    def __init__(self, *, max_sessions: int = 100_000, max_idle_s: float = 3600.0) -> None:
+        self._engines: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        """Session -> engine and time of the last request, least recently used first."""
+        self._num_in: Counter[str] = Counter()
+        self._max_sessions = max_sessions
+        self._max_idle_s = max_idle_s
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def num_in(self, engine: str) -> int:
+        """Sessions remembered of an engine."""
+        return self._num_in[engine]
+
+    def engine_of(self, session_id: str | None, now: float) -> str | None:
+        """The session's engine, unless it is forgotten. ``now``: seconds, never decreasing."""
+        while self._engines and now - next(iter(self._engines.values()))[1] > self._max_idle_s:
+            self.end(next(iter(self._engines)))
+        found = None if session_id is None else self._engines.get(session_id)
+        return None if found is None else found[0]
+
+    def remember(self, session_id: str, engine: str, now: float) -> None:
+        """The session's last request goes to ``engine``."""
+        self.end(session_id)
+        self._engines[session_id] = (engine, now)
+        self._num_in[engine] += 1
+        if len(self._engines) > self._max_sessions:
+            self.end(next(iter(self._engines)))
+
+    def end(self, session_id: str) -> None:
+        """Forget a session. Idempotent; unknown ones are fine."""
+        if found := self._engines.pop(session_id, None):
+            self._num_in[found[0]] -= 1
+
+    def forget(self, engine: str) -> None:
+        """Forget the sessions of an engine that is gone."""
+        if self._num_in.pop(engine, 0):
+            for session_id in [one for one, (name, _) in self._engines.items() if name == engine]:
+                del self._engines[session_id]
+
+
 @dataclass(slots=True)
 class _Running:
     call: EngineRequest
@@ -50,6 +104,7 @@ class Placement:
 
     def __init__(self, settings: PlacementSettings | None = None) -> None:
         self._settings = settings
+        self.sessions = Sessions()
         self._running: dict[str, _Running] = {}
         self._weights: dict[str, float] = {}
         self._newest = 0
@@ -72,9 +127,17 @@ class Placement:
         """Weight of the requests in an engine, rounded so that equal sums compare equal."""
         return round(self._weights.get(engine, 0.0), 6)
 
-    def wanted_engine(self, generation_id: str) -> str | None:
-        """The engine in which a moved generation continues; None leaves that to the router."""
-        return self._wanted.pop(generation_id, None)
+    def choose(self, engines: Collection[str], generation_id: str, session_id: str | None, now: float) -> str:
+        """The engine of a generation's next call, out of at least one; also its session's from then on."""
+        session_engine = self.sessions.engine_of(session_id, now)
+        engine = self._wanted.pop(generation_id, None)
+        if engine not in engines:
+            engine = session_engine
+        if engine is None or engine not in engines:
+            engine = min(engines, key=lambda one: (self.load(one), self.sessions.num_in(one)))
+        if session_id is not None:
+            self.sessions.remember(session_id, engine, now)
+        return engine
 
     def start(self, generation_id: str, call: EngineRequest, engine: str) -> None:
         """A generation runs in ``engine`` from now on."""

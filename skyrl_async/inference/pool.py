@@ -12,10 +12,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Protocol
 
-from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError
+from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, StateError
 from skyrl_async.inference.placement import Placement, PlacementSettings
 from skyrl_async.inference.protocol import InferenceEngine
-from skyrl_async.inference.router import Router
 from skyrl_async.runtime.changes import Changes
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.types import EngineOutput, EngineRequest
@@ -51,19 +50,19 @@ class EngineSlot:
 
     def __init__(self, engine: InferenceEngine) -> None:
         self.engine = engine
+        self.num_calls = 0
         self._open: dict[asyncio.Timeout, None] = {}
-        self._num_calls = 0
         self._changes = Changes()
         self._death: str | None = None
 
     @contextlib.contextmanager
     def open_call(self) -> Iterator[None]:
         """Count one more call while the block lasts."""
-        self._num_calls += 1
+        self.num_calls += 1
         try:
             yield
         finally:
-            self._num_calls -= 1
+            self.num_calls -= 1
             self._changes.notify()
 
     async def blocks(self, call: Call, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
@@ -74,7 +73,7 @@ class EngineSlot:
 
     async def wait_until_idle(self) -> None:
         """Return when no call is open."""
-        await self._changes.until(lambda: not self._num_calls)
+        await self._changes.until(lambda: not self.num_calls)
 
     def cut_off(self, reason: str) -> None:
         """End every open call, now."""
@@ -117,7 +116,9 @@ class EnginePool:
         placement: PlacementSettings | None = None,
     ) -> None:
         self._slots = {engine.name: EngineSlot(engine) for engine in engines}
-        self._router = Router(tuple(self._slots))
+        """Of the engines that take requests, in order of preference between equals."""
+        self._leaving: dict[str, EngineSlot] = {}
+        """Of removed engines with open calls."""
         self._placement = Placement(placement)
         self._wait_s = wait_s
         self._changes = Changes()
@@ -131,7 +132,7 @@ class EnginePool:
     @property
     def engines(self) -> tuple[InferenceEngine, ...]:
         """The engines that take requests."""
-        return tuple(self._slots[name].engine for name in self._router.engine_names)
+        return tuple(slot.engine for slot in self._slots.values())
 
     @property
     def is_expecting(self) -> bool:
@@ -141,51 +142,46 @@ class EnginePool:
     @property
     def is_busy(self) -> bool:
         """Whether a call of this client's is open in an engine that takes requests."""
-        return any(self._router.num_running(name) for name in self._router.engine_names)
+        return any(slot.num_calls for slot in self._slots.values())
 
     @asynccontextmanager
     async def slot(
         self, session_id: str | None, generation_id: str, request: EngineRequest
     ) -> AsyncIterator[EngineSlot]:
-        """The slot for one call of a generation: of the engine it was moved to, else the session's, else the least loaded.
-
-        Raises ``NoEngineError`` like ``wait_for_engine``.
-        """
+        """The slot for one call of a generation; see ``Placement.choose``. Raises ``NoEngineError`` like ``wait_for_engine``."""
         await self.wait_for_engine()
-        wanted = self._placement.wanted_engine(generation_id)
         now = asyncio.get_running_loop().time()
-        name = self._router.start(session_id, now=now, load=self._placement.load, wanted=wanted)
-        self._placement.start(generation_id, request, name)
+        name = self._placement.choose(self._slots, generation_id, session_id, now)
         slot = self._slots[name]
+        self._placement.start(generation_id, request, name)
         try:
             with slot.open_call():
                 yield slot
         finally:
             self._placement.end(generation_id)
-            self._router.end(name)
             self._forget(name)
 
     def end_session(self, session_id: str) -> None:
         """A session sends nothing more. Idempotent."""
-        self._router.end_session(session_id)
+        self._placement.sessions.end(session_id)
 
     def rearrange(self) -> Mapping[str, Sequence[str]]:
         """Engine -> its requests to evict, which then continue in another. Called at every weight update, while engines are paused;
         see ``Placement.rearrange``."""
-        return self._placement.rearrange(self._router.engine_names)
+        return self._placement.rearrange(tuple(self._slots))
 
     async def wait_for_engine(self) -> None:
         """Return once there is an engine. Raises ``NoEngineError`` if none is expected, or none comes in time."""
-        if self._router.engine_names:
+        if self._slots:
             return
         try:
             async with asyncio.timeout(self._wait_s) as deadline:
-                await self._changes.until(lambda: bool(self._router.engine_names) or not self.is_expecting)
+                await self._changes.until(lambda: bool(self._slots) or not self.is_expecting)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
             raise NoEngineError(f"no inference engine has been there for {self._wait_s:g} s; try again") from error
-        if not self._router.engine_names:
+        if not self._slots:
             raise NoEngineError(self.unavailable_reason or _NONE_LEFT)
 
     def give_up(self, reason: str) -> None:
@@ -209,14 +205,11 @@ class EnginePool:
         Requests that cannot be continued run to their end there; after ``timeout_s`` they begin anew in another engine.
         Raises ``InferenceError`` for an unknown name, and for the last engine if no other is expected.
         """
-        names = self._router.engine_names
-        if name not in names:
-            raise InferenceError(f"there is no engine {name!r} to remove; there are {', '.join(names) or 'none'}")
-        if len(names) == 1 and not self.is_expecting:
+        if name not in self._slots:
+            raise InferenceError(f"there is no engine {name!r} to remove; there are {', '.join(self._slots) or 'none'}")
+        if len(self._slots) == 1 and not self.is_expecting:
             raise InferenceError(f"{name} is the only engine; add another one before it is removed")
-        slot = self._slots[name]
-        self._router.remove(name)
-        self._notify()
+        slot = self._take_out(name)
         try:
             async with asyncio.timeout(timeout_s):
                 if self.listener is not None:
@@ -225,48 +218,57 @@ class EnginePool:
                 await slot.wait_until_idle()
         except (TimeoutError, EngineDeadError):
             slot.cut_off(f"{name} was removed before all of its requests had left it")
-        self._forget(name)
         return slot.engine
 
     def drop(self, engine: InferenceEngine, reason: str) -> None:
         """Send nothing more to a dead engine, and cut off its calls. Idempotent."""
-        name = engine.name
         if engine not in self.engines:
             return
-        self._router.remove(name)
-        self._slots[name].cut_off(reason)
-        self._forget(name)
-        self._notify()
+        self._take_out(engine.name).cut_off(reason)
         if self.listener is not None:
-            self.listener.engine_died(name, reason)
+            self.listener.engine_died(engine.name, reason)
 
     def follow(self, engines: Sequence[InferenceEngine]) -> None:
         """Use exactly these engines, which somebody else supervises. Open calls in other engines run to their end."""
         named = {engine.name: engine for engine in engines}
-        for name in self._router.engine_names:
-            if name not in named:
-                self._router.remove(name)
-                self._forget(name)
+        for name in self._slots.keys() - named:
+            self._take_out(name)
         for name, engine in named.items():
-            if self._router.is_free(name):
+            if name not in self._slots and name not in self._leaving:
                 self._add(engine)
-        self._notify()
 
     def statistics(self) -> dict[str, float]:
-        """Engines, sessions and running requests; see ``Router.statistics``."""
-        return self._router.statistics()
+        """Engines, sessions with an engine, and requests running: in all, and on the emptiest and the fullest engine."""
+        loads = [slot.num_calls for slot in self._slots.values()] or [0]
+        return {
+            "engines": float(len(self._slots)),
+            "routed_sessions": float(len(self._placement.sessions)),
+            "running_requests": float(sum(loads)),
+            "min_running_requests": float(min(loads)),
+            "max_running_requests": float(max(loads)),
+        }
 
     def _add(self, engine: InferenceEngine) -> None:
-        self._router.add(engine.name)
-        self._slots[engine.name] = EngineSlot(engine)
+        name = engine.name
+        if name in self._slots or name in self._leaving:
+            raise StateError(f"the name {name} is taken, by an engine or by requests that have yet to leave it")
+        self._slots[name] = EngineSlot(engine)
         self.unavailable_reason = None
         self._notify()
+
+    def _take_out(self, name: str) -> EngineSlot:
+        """Send nothing more to an engine; its requests may end later, and its sessions go elsewhere."""
+        slot = self._leaving[name] = self._slots.pop(name)
+        self._placement.sessions.forget(name)
+        self._forget(name)
+        self._notify()
+        return slot
 
     def _notify(self) -> None:
         """Wake whoever waits for an engine, and begin or end an outage."""
         self._changes.notify()
         outages = self.deadlines.outages
-        if self._router.engine_names:
+        if self._slots:
             outages.end(_NO_ENGINE)
         elif self.is_expecting:
             outages.begin(_NO_ENGINE)
@@ -275,8 +277,8 @@ class EnginePool:
 
     def _forget(self, name: str) -> None:
         """Forget a removed engine once its last call has ended."""
-        if self._router.is_free(name):
-            self._slots.pop(name, None)
+        if name in self._leaving and not self._leaving[name].num_calls:
+            del self._leaving[name]
             self._placement.forget(name)
 
 

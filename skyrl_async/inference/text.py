@@ -3,6 +3,7 @@
 A stop string may begin in one engine call and end in another, so engines do not look for them: only here are all tokens in one place.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Protocol, Self
 
@@ -53,6 +54,7 @@ class CompletionText:
         self._num_text_tokens = 0
         self._window_start = 0
         self._num_emitted = 0
+        self._is_stopped = False
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, sampling: SamplingParams) -> Self:
@@ -75,10 +77,13 @@ class CompletionText:
         if self._min_end is None:
             if len(self._token_ids) < self._min_tokens:
                 return None
-            self._min_end = len(self._decode(self._token_ids[: self._min_tokens]).rstrip(_REPLACEMENT))
-        if self._cut_at_stop(self._text + unfinished, searched_from):
-            return self._num_tokens_needed()
-        return None
+            self._min_end = self._num_characters(self._min_tokens)
+        stop_end = self._cut_at_stop(self._text + unfinished, searched_from)
+        if stop_end is None:
+            return None
+        self._is_stopped = True
+        # The fewest tokens whose text reaches the stop string's end: text only grows with tokens.
+        return 1 + bisect_left(range(1, len(self._token_ids)), stop_end, key=self._num_characters)
 
     def take(self) -> str:
         """New final text: complete characters that cannot be the beginning of a stop string."""
@@ -89,9 +94,9 @@ class CompletionText:
         self._num_emitted += len(block)
         return block
 
-    def finish(self, *, is_stopped: bool) -> tuple[str, str]:
+    def finish(self) -> tuple[str, str]:
         """The whole text, and the part that ``take`` has not returned. Incomplete characters become U+FFFD."""
-        if not is_stopped:
+        if not self._is_stopped:
             self._text = self._decode(self._token_ids)
         return self._text, self._text[self._num_emitted :]
 
@@ -114,36 +119,30 @@ class CompletionText:
         self._num_text_tokens = len(self._token_ids)
         return ""
 
-    def _cut_at_stop(self, text: str, searched_from: int) -> bool:
+    def _num_characters(self, num_tokens: int) -> int:
+        """Complete characters in the text of the first tokens."""
+        return len(self._decode(self._token_ids[:num_tokens]).rstrip(_REPLACEMENT))
+
+    def _cut_at_stop(self, text: str, searched_from: int) -> int | None:
+        """End of the stop string in ``text`` that is complete first, where the text ends then; None: there is none."""
         min_end = self._min_end or 0
-        starts = [
-            (start, stop)
+        found = [
+            (start + len(stop), start)
             for stop in self._stop
             if (start := text.find(stop, max(searched_from, min_end - len(stop) + 1))) >= 0
         ]
-        if not starts:
-            return False
-        self._stop_end, first = min((start + len(stop), start) for start, stop in starts)
-        self._text = text[: self._stop_end if self.includes_stop else first]
-        return True
-
-    def _num_tokens_needed(self) -> int:
-        """The fewest tokens whose text reaches the stop string's end (bisected: text only grows with tokens)."""
-        low, high = 1, len(self._token_ids)
-        while low < high:
-            middle = (low + high) // 2
-            text = self._decode(self._token_ids[:middle]).rstrip(_REPLACEMENT)
-            if len(text) >= self._stop_end:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        if not found:
+            return None
+        end, start = min(found)
+        self._text = text[: end if self.includes_stop else start]
+        return end
 
     def _num_held_back(self) -> int:
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(self._text)), 0, -1):
-                if self._text.endswith(stop[:length]):
-                    longest = max(longest, length)
-                    break
-        return longest
+        """Characters at the text's end that may begin a stop string."""
+        lengths = (
+            length
+            for stop in self._stop
+            for length in range(1, min(len(stop), len(self._text) + 1))
+            if self._text.endswith(stop[:length])
+        )
+        return max(lengths, default=0)

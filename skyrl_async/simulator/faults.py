@@ -6,7 +6,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from skyrl_async.errors import EngineDeadError
-from skyrl_async.inference.continuation import stream_once
+from skyrl_async.inference.generation import stream_once
 from skyrl_async.inference.protocol import InferenceEngine, pause_then_load
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
 

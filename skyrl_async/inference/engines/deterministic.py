@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError, PublishError, RequestRefusedError
-from skyrl_async.inference.generation_state import OpenCalls, merged
+from skyrl_async.inference.generation import OpenCalls, merged
 from skyrl_async.inference.policy_files import eos_token_ids, require_as_sent
 from skyrl_async.inference.protocol import pause_then_load
 from skyrl_async.inference.vllm.adapter import MergedAdapters, update_validator

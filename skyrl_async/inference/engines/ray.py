@@ -12,6 +12,7 @@ import itertools
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -61,84 +62,80 @@ class RayEngine:
         return RayEngine, (self.name, self._actor, self._started)
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
-        """See ``InferenceEngine.generate``."""
+        """``InferenceEngine.generate``."""
         with self._cancelled_with_caller(request.request_id), self._as_own_errors():
             output: EngineOutput = await self._actor.generate.remote(request)
             return output
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """See ``InferenceEngine.stream``."""
+        """``InferenceEngine.stream``."""
         with self._cancelled_with_caller(request.request_id), self._as_own_errors():
             async for reference in self._actor.stream.options(num_returns="streaming").remote(request):
                 yield await reference
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
-        """See ``InferenceEngine.partial_outputs``."""
-        call = self._actor.partial_outputs.remote(tuple(request_ids))
-        outputs: dict[str, EngineOutput] = await self._answer("partial_outputs", call)
+        """``InferenceEngine.partial_outputs``."""
+        outputs: dict[str, EngineOutput] = await self._answer(
+            "partial_outputs", self._actor.partial_outputs.remote(tuple(request_ids))
+        )
         return outputs
 
     async def pause(self, mode: PauseMode) -> None:
-        """See ``InferenceEngine.pause``."""
+        """``InferenceEngine.pause``."""
         await self._control_in_order("pause", mode)
 
     async def resume(self) -> None:
-        """See ``InferenceEngine.resume``."""
+        """``InferenceEngine.resume``."""
         await self._control_in_order("resume")
 
     async def connect_transfer(self, init_info: dict[str, Any]) -> None:
-        """See ``VLLMEngine.connect_transfer``."""
+        """``VLLMEngine.connect_transfer``."""
         await self._control("connect_transfer", init_info)
 
     async def receive_weights(self, update: WeightUpdate, keep: Collection[str]) -> None:
-        """See ``VLLMEngine.receive_weights``; without a deadline."""
-        with self._as_own_errors():
-            await self._actor.control.remote("receive_weights", (update, tuple(keep)))
+        """``VLLMEngine.receive_weights``, without a deadline."""
+        await self._control("receive_weights", update, tuple(keep), has_deadline=False)
 
     async def stage_weights(self, update: WeightUpdate) -> None:
-        """See ``InferenceEngine.stage_weights``."""
+        """``InferenceEngine.stage_weights``."""
         await self._control("stage_weights", update)
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """See ``InferenceEngine.load_weights``."""
+        """``InferenceEngine.load_weights``."""
         await self._control_in_order("load_weights", update)
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
-        """See ``InferenceEngine.switch_weights``."""
+        """``InferenceEngine.switch_weights``."""
         deadlines_s = 3 * self._started.call_timeout_s  # for checking an adapter's layers, pausing and loading
         seconds: float = await self._control_in_order("switch_weights", update, mode, timeout_s=deadlines_s)
         return seconds
 
     async def version(self) -> int:
-        """See ``InferenceEngine.version``."""
+        """``InferenceEngine.version``."""
         version: int = await self._control("version")
         return version
 
     async def checksum(self) -> str:
-        """See ``InferenceEngine.checksum``."""
+        """``InferenceEngine.checksum``."""
         checksum: str = await self._control_in_order("checksum", timeout_s=self._started.checksum_timeout_s)
         return checksum
 
     async def ping(self) -> None:
-        """See ``InferenceEngine.ping``."""
-        with self._as_own_errors():
-            await self._actor.control.remote("ping", ())
+        """``InferenceEngine.ping``."""
+        await self._control("ping", has_deadline=False)
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
-        """See ``InferenceEngine.evict``. Evicting all takes as long as requests do, and has no deadline."""
-        if request_ids is not None:
-            await self._answer("evict", self._actor.evict.remote(tuple(request_ids)))
-            return
-        with self._as_own_errors():
-            await self._actor.evict.remote()
+        """``InferenceEngine.evict``. Evicting all takes as long as requests do, and has no deadline."""
+        ids = None if request_ids is None else tuple(request_ids)
+        await self._answer("evict", self._actor.evict.remote(ids), has_deadline=ids is not None)
 
     async def statistics(self) -> dict[str, int]:
-        """See ``VLLMEngine.statistics``."""
+        """``VLLMEngine.statistics``."""
         statistics: dict[str, int] = await self._control("statistics")
         return statistics
 
     async def close(self) -> None:
-        """See ``InferenceEngine.close``. The actor and all its processes are killed."""
+        """``InferenceEngine.close``. The actor and all its processes are killed."""
         ray.kill(self._actor)
 
     async def _control_in_order(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
@@ -160,17 +157,19 @@ class RayEngine:
             if not is_abandoned and self._busy_until == busy_until:
                 self._busy_until = 0.0
 
-    async def _control(self, method: str, *args: Any) -> Any:
-        return await self._answer(method, self._actor.control.remote(method, args))
+    async def _control(self, method: str, *args: Any, has_deadline: bool = True) -> Any:
+        return await self._answer(method, self._actor.control.remote(method, args), has_deadline=has_deadline)
 
-    async def _answer(self, method: str, call: ObjectRef, timeout_s: float | None = None) -> Any:
-        waited = (timeout_s or self._started.call_timeout_s) + _RAY_GRACE_S
+    async def _answer(
+        self, method: str, call: ObjectRef, timeout_s: float | None = None, *, has_deadline: bool = True
+    ) -> Any:
+        waited_s = (timeout_s or self._started.call_timeout_s) + _RAY_GRACE_S
         with self._as_own_errors():
             try:
-                async with asyncio.timeout(waited):
+                async with asyncio.timeout(waited_s if has_deadline else None):
                     return await call
             except TimeoutError as error:
-                raise EngineDeadError(f"engine {self.name}: no answer to {method} within {waited:g} s") from error
+                raise EngineDeadError(f"engine {self.name}: no answer to {method} within {waited_s:g} s") from error
 
     @contextlib.contextmanager
     def _cancelled_with_caller(self, request_id: str) -> Iterator[None]:
@@ -224,21 +223,11 @@ async def start_ray_engines(
     log_paths = _log_paths(configs, log_dir)
     are_apart = scheduling_strategies is not None or not 0 < num_gpus <= 0.5
     boot_lock = contextlib.nullcontext() if are_apart else asyncio.Lock()
+    strategies = scheduling_strategies or [None] * len(configs)
     boots = {}
     with contextlib.ExitStack() as on_failure:
-        for config, log_path, strategy in zip(
-            configs, log_paths, scheduling_strategies or [None] * len(configs), strict=True
-        ):
-
-            def make_actor(
-                config: VLLMEngineConfig = config,
-                log_path: Path = log_path,
-                strategy: PlacementGroupSchedulingStrategy | None = strategy,
-            ) -> ActorHandle:
-                actor = _make_actor(config, log_path, num_cpus, num_gpus, strategy)
-                on_failure.callback(ray.kill, actor)
-                return actor
-
+        for config, log_path, strategy in zip(configs, log_paths, strategies, strict=True):
+            make_actor = partial(_make_actor, config, log_path, num_cpus, num_gpus, strategy, on_failure)
             life = lives.get(config.name)
             boots[config.name] = _boot(make_actor, config.name, log_path, start_timeout_s, boot_lock, life)
         engines = list(await run_together(boots))
@@ -270,6 +259,7 @@ def _make_actor(
     num_cpus: float,
     num_gpus: float,
     strategy: PlacementGroupSchedulingStrategy | None,
+    on_failure: contextlib.ExitStack,
 ) -> ActorHandle:
     environment = {"VLLM_LOGGING_LEVEL": "INFO"}
     if config.device == "cpu":
@@ -282,7 +272,9 @@ def _make_actor(
         max_restarts=0,
         runtime_env={"env_vars": environment},
     )
-    return actor_class.remote(config, str(log_path))
+    actor = actor_class.remote(config, str(log_path))
+    on_failure.callback(ray.kill, actor)
+    return actor
 
 
 async def _boot(

@@ -9,15 +9,22 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
 
 from skyrl_async.errors import EngineDeadError, EngineStartError
-from skyrl_async.inference.continuation import fetch_partial_outputs, generate_to_end, stream_to_end
-from skyrl_async.inference.generation_state import GenerationState, OpenCalls
+from skyrl_async.inference.generation import (
+    GenerationState,
+    OpenCalls,
+    call_until_end,
+    fetch_partial_outputs,
+    generate_to_end,
+    stream_once,
+)
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.inference.vllm.engine import VLLMEngine
 from skyrl_async.types import EngineOutput, EngineRequest, SamplingParams
@@ -39,7 +46,9 @@ class EngineActor:
     """Owns one ``VLLMEngine``, and its requests' tasks, so that callers can cancel them."""
 
     def __init__(self, config: VLLMEngineConfig, log_path: str) -> None:
-        _redirect_output(log_path)
+        with open(log_path, "ab", buffering=0) as log:  # of this process and its children
+            os.dup2(log.fileno(), sys.stdout.fileno())
+            os.dup2(log.fileno(), sys.stderr.fileno())
         self._config = config
         self._engine: VLLMEngine
         self._requests: dict[str, asyncio.Task[Any]] = {}
@@ -65,20 +74,21 @@ class EngineActor:
         )
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
-        """See ``InferenceEngine.generate``."""
+        """``InferenceEngine.generate``."""
         with self._registered(request) as state:
-            return await generate_to_end(self._engine, request, state, self._unless_evicted(request))
+            return await generate_to_end(self._engine, request, state, lambda: request.request_id not in self._evicted)
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """See ``InferenceEngine.stream``."""
+        """``InferenceEngine.stream``."""
+        call = partial(stream_once, self._engine)
         with self._registered(request) as state:
-            blocks = stream_to_end(self._engine, request, state, self._unless_evicted(request))
+            blocks = call_until_end(request, state, call, lambda: request.request_id not in self._evicted)
             async with contextlib.aclosing(blocks):
                 async for block in blocks:
                     yield block
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
-        """See ``InferenceEngine.partial_outputs``; with the tokens of all the engine's calls for a request."""
+        """``InferenceEngine.partial_outputs``, with the tokens of all the engine's calls for a request."""
         await fetch_partial_outputs(self._engine, self._calls.find(request_ids).values())
         return self._calls.partial_outputs(request_ids)
 
@@ -88,7 +98,7 @@ class EngineActor:
             task.cancel()
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
-        """See ``InferenceEngine.evict``. Requests also leave between two of the engine's calls."""
+        """``InferenceEngine.evict``. Requests also leave between two of the engine's calls."""
         leaving = self._requests.keys() if request_ids is None else self._requests.keys() & set(request_ids)
         self._evicted |= leaving
         await self._engine.evict(None if request_ids is None else leaving)
@@ -109,10 +119,6 @@ class EngineActor:
         finally:
             over.set()
 
-    def _unless_evicted(self, request: EngineRequest) -> Callable[[], bool]:
-        """A function: whether the request may continue in this engine after an abort."""
-        return lambda: request.request_id not in self._evicted
-
     @contextlib.contextmanager
     def _registered(self, request: EngineRequest) -> Iterator[GenerationState]:
         task = asyncio.current_task()
@@ -124,10 +130,3 @@ class EngineActor:
         finally:
             del self._requests[request.request_id]
             self._evicted.discard(request.request_id)
-
-
-def _redirect_output(log_path: str) -> None:
-    """Send the output of this process and its children to a file."""
-    with open(log_path, "ab", buffering=0) as log:
-        os.dup2(log.fileno(), sys.stdout.fileno())
-        os.dup2(log.fileno(), sys.stderr.fileno())

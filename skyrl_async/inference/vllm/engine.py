@@ -25,8 +25,7 @@ from skyrl_async.errors import (
     PublishError,
     RequestRefusedError,
 )
-from skyrl_async.inference.continuation import belongs_to
-from skyrl_async.inference.generation_state import merged
+from skyrl_async.inference.generation import belongs_to, merged
 from skyrl_async.inference.policy_files import TOKENIZER_FILES, eos_token_ids, require_as_sent
 from skyrl_async.inference.vllm.adapter import AdapterSlot, update_validator
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig, boot, is_core_killed

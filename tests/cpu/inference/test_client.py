@@ -4,15 +4,16 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, PromptTooLongError
+from skyrl_async.inference import generation
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.continuation import generate_to_end, stream_to_end
-from skyrl_async.inference.generation_state import GenerationState, new_state
+from skyrl_async.inference.generation import GenerationState, call_until_end, generate_to_end
 from skyrl_async.inference.text import CompletionText
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
@@ -227,9 +228,10 @@ def test_beside_its_engine_a_request_goes_on_through_aborts_to_its_end(
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(storm())
             if streams:
-                blocks = [block async for block in stream_to_end(served, asked, new_state(asked))]
+                streamed = call_until_end(asked, GenerationState(), partial(generation.stream_once, served))
+                blocks = [block async for block in streamed]
             else:
-                blocks = [await generate_to_end(served, asked, new_state(asked))]
+                blocks = [await generate_to_end(served, asked, GenerationState())]
         num_tokens = min(max_tokens, 200)
         assert [t for block in blocks for t in block.token_ids] == [i % 100 for i in range(num_tokens)]
         versions = [v for block in blocks for v in block.versions]
@@ -246,7 +248,7 @@ def test_beside_its_engine_a_request_that_cannot_be_continued_comes_back_aborted
         served = engine()
         asked = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=PENALISED)
         async with asyncio.TaskGroup() as tasks:
-            whole = tasks.create_task(generate_to_end(served, asked, new_state(asked)))
+            whole = tasks.create_task(generate_to_end(served, asked, GenerationState()))
             await asyncio.sleep(1.0)
             await publish(served, 1)
         return [(await whole).finish_reason]
@@ -350,14 +352,6 @@ def test_a_paused_engine_holds_a_new_request_until_it_resumes() -> None:
     assert seconds > 5 and versions == {1}
 
 
-def test_a_batch_comes_back_in_order() -> None:
-    async def main():
-        user = client(ModelledEngine("e0", num_tokens_of=lambda prompt, seed: prompt[0]))
-        return await user.generate_batch(prompts_token_ids=[[30], [10], [20]], sampling=SamplingParams(max_tokens=50))
-
-    assert [len(c.token_ids) for c in run_in_virtual_time(main())] == [30, 10, 20]
-
-
 def test_neither_prompt_nor_messages_is_an_error() -> None:
     async def main() -> None:
         await client(engine()).generate(sampling=SamplingParams(max_tokens=5))
@@ -414,7 +408,7 @@ def test_text_of_a_sentencepiece_tokenizer_with_special_tokens_streams_as_a_whol
     for block in stream_once(token_ids, sizes):
         growing.push(block)
         streamed += growing.take()
-    whole, rest = growing.finish(is_stopped=False)
+    whole, rest = growing.finish()
     assert streamed + rest == whole == tokenizer.decode(token_ids)
 
 
@@ -437,7 +431,7 @@ def cut_at_stop(
         if kept is not None:
             break
         streamed += growing.take()
-    whole, rest = growing.finish(is_stopped=kept is not None)
+    whole, rest = growing.finish()
     return streamed + rest, whole, kept
 
 
@@ -517,7 +511,7 @@ def test_streamed_text_is_the_whole_text_whatever_the_blocks(text: str, cuts: li
         position += size
         streamed += growing.take()
         assert "�" not in streamed or "�" in whole
-    end, rest = growing.finish(is_stopped=False)
+    end, rest = growing.finish()
     assert end == whole and streamed + rest == whole
 
 
@@ -534,7 +528,7 @@ def test_a_stop_string_cuts_at_its_first_occurrence_with_the_fewest_tokens(text:
         if kept is not None:
             break
         streamed += growing.take()
-    whole, rest = growing.finish(is_stopped=kept is not None)
+    whole, rest = growing.finish()
     assert streamed + rest == whole
     if stop in text:
         assert whole == text[: text.index(stop)] and kept == text.index(stop) + len(stop)

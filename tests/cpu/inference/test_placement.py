@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from skyrl_async.composition.parts import placement
 from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.continuation import belongs_to
-from skyrl_async.inference.placement import Placement, PlacementSettings
+from skyrl_async.inference.generation import belongs_to
+from skyrl_async.inference.placement import Placement, PlacementSettings, Sessions
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
@@ -51,8 +52,8 @@ def test_after_an_update_the_oldest_are_in_the_first_engine_and_all_weigh_the_sa
             generation = request_id.replace("r", "g")
             assert where[generation] == engine
             state.end(generation)
-            target = state.wanted_engine(generation)
-            assert target is not None and target != engine
+            target = state.choose(ENGINES, generation, None, 0.0)
+            assert target != engine
             number = int(generation[1:])
             state.start(generation, call(number, requests[number][0]), target)
             where[generation] = target
@@ -75,6 +76,79 @@ def test_an_older_request_never_weighs_less(priorities: list[int], weight: float
     weights = [state.weight_of(priority) for priority in sorted(priorities)]
     assert weights == sorted(weights, reverse=True)
     assert weights[-1] == pytest.approx(1.0) and all(1 <= w <= weight + 1e-9 for w in weights)
+
+
+class SessionMachine(RuleBasedStateMachine):
+    """Requests, sessions and deaths in any order: sessions keep their engine until they end, and ties go where the fewest are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.placement = Placement()
+        self.placement.sessions = Sessions(max_sessions=4, max_idle_s=10.0)
+        self.engines = set(ENGINES)
+        self.open: dict[str, str] = {}
+        """Generation -> engine."""
+        self.homes: dict[str, tuple[str, float]] = {}
+        """Engine and last use of a session, the least recently used first."""
+        self.now = 0.0
+        self.num_started = 0
+
+    @property
+    def awake(self) -> dict[str, str]:
+        return {session: name for session, (name, used) in self.homes.items() if self.now - used <= 10.0}
+
+    @precondition(lambda self: self.engines)
+    @rule(session=st.sampled_from([None, *"stuvwx"]))
+    def start(self, session: str | None) -> None:
+        fullness = {
+            name: (list(self.open.values()).count(name), list(self.awake.values()).count(name)) for name in self.engines
+        }
+        self.num_started += 1
+        generation = f"g{self.num_started}"
+        name = self.placement.choose(sorted(self.engines), generation, session, self.now)
+        if session in self.awake:
+            assert name == self.awake[session]
+        else:
+            assert fullness[name] == min(fullness.values())
+        if session is not None:
+            others = {one: home for one, home in self.homes.items() if one in self.awake and one != session}
+            self.homes = dict([*others.items(), (session, (name, self.now))][-4:])
+        self.placement.start(generation, call(self.num_started, 0), name)
+        self.open[generation] = name
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        generation = data.draw(st.sampled_from(sorted(self.open)))
+        self.placement.end(generation)
+        del self.open[generation]
+
+    @rule(session=st.sampled_from("stuvwx"))
+    def end_session(self, session: str) -> None:
+        self.placement.sessions.end(session)
+        self.homes.pop(session, None)
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(name=st.sampled_from(["e0", "e1", "e2", "e3"]))
+    def join_or_leave(self, name: str) -> None:
+        """Requests in an engine that leaves end later; a namesake started anew knows nothing of its sessions."""
+        self.engines ^= {name}
+        if name not in self.engines:
+            self.placement.sessions.forget(name)
+            self.homes = {session: home for session, home in self.homes.items() if home[0] != name}
+
+    @invariant()
+    def loads_add_up(self) -> None:
+        for name in self.engines:
+            assert self.placement.load(name) == list(self.open.values()).count(name)
+        assert len(self.awake) <= len(self.placement.sessions) <= 4
+
+
+TestSessionMachine = SessionMachine.TestCase
+TestSessionMachine.settings = settings(stateful_step_count=50)
 
 
 def test_without_settings_requests_count_alike_and_none_moves() -> None:

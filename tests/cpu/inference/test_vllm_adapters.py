@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from skyrl_async.errors import PublishError
-from skyrl_async.inference.generation_state import merged
+from skyrl_async.inference.generation import merged
 from skyrl_async.inference.vllm.engine import VLLMEngine, VLLMEngineConfig
 from skyrl_async.training.export.staging import WeightSender
 from skyrl_async.types import EngineOutput, FinishReason, PauseMode, WeightUpdate

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
 from skyrl_async.errors import EngineDeadError, EngineStartError, PromptTooLongError, PublishError, RequestRefusedError
-from skyrl_async.inference.generation_state import merged
+from skyrl_async.inference.generation import merged
 from skyrl_async.inference.vllm.engine import VLLMEngine, VLLMEngineConfig
 from skyrl_async.types import (
     EngineOutput,

@@ -14,7 +14,7 @@ from skyrl_async.errors import EngineDeadError, GenerationError
 from skyrl_async.generators.gym.episode_state import EpisodeState
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.generation_state import OpenCalls
+from skyrl_async.inference.generation import OpenCalls
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.sample_state import ResumeCounts, SampleState, SampleStates

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.errors import ConfigError
-from skyrl_async.inference.continuation import generate_to_end
-from skyrl_async.inference.generation_state import GenerationState, new_state
+from skyrl_async.inference.generation import GenerationState, generate_to_end
 from skyrl_async.metrics.run_totals import BoundCost, RunTotals, needed_bound
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.rollout.staleness_policies import staleness_policy
@@ -119,7 +118,7 @@ class OneCallEngine(ModelledEngine):
         self._open: dict[str, GenerationState] = {}
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
-        joined = self._open[request.request_id] = new_state(request)
+        joined = self._open[request.request_id] = GenerationState()
         try:
             return await generate_to_end(_Segments(self), request, joined)
         finally:

@@ -1,4 +1,4 @@
-"""The group buffer and the router, under Hypothesis and in virtual time."""
+"""The group buffer, under Hypothesis and in virtual time."""
 
 import asyncio
 
@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from skyrl_async.errors import NoEngineError, StateError
-from skyrl_async.inference.router import Router
+from skyrl_async.errors import StateError
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.simulator.clock import VirtualTimeLoop, run_in_virtual_time
 from skyrl_async.types import Group
@@ -184,84 +183,3 @@ class BufferMachine(RuleBasedStateMachine):
 
 TestBufferMachine = BufferMachine.TestCase
 TestBufferMachine.settings = settings(stateful_step_count=40)
-
-
-class RouterMachine(RuleBasedStateMachine):
-    """Requests, sessions and deaths in any order: loads add up, sessions stay until they end, and ties go where the fewest stay."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = Router(("e0", "e1", "e2"), max_sessions=4, max_idle_s=10.0)
-        self.open: list[str] = []
-        self.homes: dict[str, tuple[str, float]] = {}
-        """Engine and last use of a session, the least recently used first."""
-        self.now = 0.0
-
-    @property
-    def awake(self) -> dict[str, str]:
-        return {session: name for session, (name, used) in self.homes.items() if self.now - used <= 10.0}
-
-    @precondition(lambda self: self.router.engine_names)
-    @rule(session=st.sampled_from([None, *"stuvwx"]))
-    def start(self, session: str | None) -> None:
-        fullness = {
-            name: (self.router.num_running(name), list(self.awake.values()).count(name))
-            for name in self.router.engine_names
-        }
-        name = self.router.start(session, now=self.now)
-        if session in self.awake:
-            assert name == self.awake[session]
-        else:
-            assert fullness[name] == min(fullness.values())
-        if session is not None:
-            others = {one: home for one, home in self.homes.items() if one in self.awake and one != session}
-            self.homes = dict([*others.items(), (session, (name, self.now))][-4:])
-        self.open.append(name)
-
-    @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        self.router.end(self.open.pop(data.draw(st.integers(0, len(self.open) - 1))))
-
-    @rule(session=st.sampled_from("stuvwx"))
-    def end_session(self, session: str) -> None:
-        self.router.end_session(session)
-        self.homes.pop(session, None)
-
-    @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-    @rule(name=st.sampled_from(["e0", "e1", "e2", "e3"]))
-    def add(self, name: str) -> None:
-        """A name is free when no engine has it, and every request of the one that had it has ended."""
-        is_free = name not in self.router.engine_names and name not in self.open
-        assert self.router.is_free(name) == is_free
-        if is_free:
-            self.router.add(name)
-        else:
-            with pytest.raises(StateError, match=f"the name {name} is taken"):
-                self.router.add(name)
-
-    @rule(name=st.sampled_from(["e0", "e1", "e2", "e3"]))
-    def remove(self, name: str) -> None:
-        """Requests on the dead engine end later, as they notice; a namesake started anew knows nothing of its sessions."""
-        self.router.remove(name)
-        self.homes = {session: home for session, home in self.homes.items() if home[0] != name}
-
-    @invariant()
-    def loads_add_up(self) -> None:
-        for name in self.router.engine_names:
-            assert self.router.num_running(name) == self.open.count(name)
-        assert len(self.awake) <= self.router.statistics()["routed_sessions"] <= 4
-
-
-TestRouterMachine = RouterMachine.TestCase
-TestRouterMachine.settings = settings(stateful_step_count=50)
-
-
-def test_without_engines_a_request_is_refused_by_name() -> None:
-    router = Router(("e0",))
-    router.remove("e0")
-    with pytest.raises(NoEngineError, match="no inference engine is left"):
-        router.start()

@@ -1,11 +1,24 @@
-"""The tokens of one generation so far, from however many engine calls: ids, log-probs, versions, and why it ended."""
+"""One generation from as many engine calls as it takes: after a weight update it continues in token space.
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+    request ──> call ──abort──> prompt + tokens so far, rest of the budget ──> call ──> ... ──> the end
+
+``GenerationState`` has the tokens so far, with log-probs and versions, and why it ended. This runs beside an engine, in the engine's
+process, so that a publish does not send every request in flight to its caller and back. It also runs in the client, which continues in
+another engine when one dies. A paused engine holds its requests, so pauses are unknown here.
+"""
+
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from skyrl_async.errors import InferenceError
+from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, TopLogprobs
+
+EngineCall = Callable[[EngineRequest], AsyncGenerator[EngineOutput, None]]
+"""Runs one engine call. Its last block has a finish reason; ``abort`` means that the generation is to continue."""
 
 
 class GenerationState:
@@ -124,11 +137,6 @@ class GenerationState:
         )
 
 
-def new_state(request: EngineRequest) -> GenerationState:
-    """An empty state for ``request``."""
-    return GenerationState(has_logprobs=request.sampling.reports_logprobs)
-
-
 class OpenCalls:
     """The states of an engine's open calls."""
 
@@ -138,7 +146,8 @@ class OpenCalls:
     @contextmanager
     def tracking(self, request: EngineRequest) -> Iterator[GenerationState]:
         """Yield the call's state, to which the caller adds what is sampled."""
-        state = self._states[request.request_id] = new_state(request)
+        state = GenerationState(has_logprobs=request.sampling.reports_logprobs)
+        self._states[request.request_id] = state
         try:
             yield state
         finally:
@@ -183,3 +192,86 @@ def without_abort(output: EngineOutput) -> EngineOutput:
     if output.finish_reason is not FinishReason.ABORT:
         return output
     return replace(output, finish_reason=None, num_aborts=output.num_aborts + 1)
+
+
+async def call_until_end(
+    request: EngineRequest, state: GenerationState, call: EngineCall, may_continue: Callable[[], bool] = lambda: True
+) -> AsyncGenerator[EngineOutput, None]:
+    """Yield the blocks of call after call until the generation has ended, and add them to ``state``, which may have ended before.
+
+    An abort is yielded, as the end, only if the request is not resumable or ``may_continue`` says no.
+    """
+    for number in itertools.count():
+        if state.has_ended:
+            return
+        if state.num_remaining(request) < 1:
+            end = EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.LENGTH)
+            state.add(end)
+            yield end
+            return
+        rest = state.remaining_request(request, f"{request.request_id}.{number}" if number else request.request_id)
+        state.begin_call(rest.request_id)
+        is_continued = True
+        async with aclosing(call(rest)) as blocks:
+            async for block in blocks:
+                state.add(block)
+                if block.finish_reason is FinishReason.ABORT:
+                    is_continued = request.sampling.is_resumable and may_continue()
+                yield without_abort(block) if is_continued else block
+        if not is_continued:
+            return
+
+
+def belongs_to(call_id: str, request_ids: Collection[str]) -> bool:
+    """Whether an engine call is one of these requests, or continues one of them."""
+    parts = call_id.split(".")
+    return any(".".join(parts[:end]) in request_ids for end in range(1, len(parts) + 1))
+
+
+async def stream_once(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    """The blocks of one call. Raises ``InferenceError`` if the engine ends it without a finish reason."""
+    reason = None
+    blocks: AsyncIterator[EngineOutput] = engine.stream(request)
+    try:
+        async for block in blocks:
+            reason = block.finish_reason
+            yield block
+    finally:
+        if isinstance(blocks, AsyncGenerator):
+            await blocks.aclose()
+    _require_end(engine, request, reason)
+
+
+async def generate_once(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    """One call's tokens as one block. Raises ``InferenceError`` like ``stream_once``."""
+    output = await engine.generate(request)
+    yield output
+    _require_end(engine, request, output.finish_reason)
+
+
+def _require_end(engine: InferenceEngine, request: EngineRequest, reason: FinishReason | None) -> None:
+    if reason is None:
+        raise InferenceError(f"{engine.name} ended request {request.request_id} without a finish reason")
+
+
+async def generate_to_end(
+    engine: InferenceEngine,
+    request: EngineRequest,
+    state: GenerationState,
+    may_continue: Callable[[], bool] = lambda: True,
+) -> EngineOutput:
+    """``engine.generate``, continued across aborts; tokens are added to ``state``."""
+    async with aclosing(call_until_end(request, state, partial(generate_once, engine), may_continue)) as blocks:
+        async for _ in blocks:
+            pass
+    return state.output()
+
+
+async def fetch_partial_outputs(engine: InferenceEngine, generations: Collection[GenerationState]) -> None:
+    """Tell generations which tokens the engine has sampled and not handed over yet. Raises what the engine raises."""
+    calls = [state.call_id for state in generations if state.call_id is not None]
+    if not calls:
+        return
+    outputs = await engine.partial_outputs(calls)
+    for state in generations:
+        state.set_engine_output(outputs)
