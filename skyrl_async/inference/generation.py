@@ -138,10 +138,11 @@ class GenerationState:
 
 
 class OpenCalls:
-    """The states of an engine's open calls."""
+    """The states of an engine's open calls, and which of them are to leave it."""
 
     def __init__(self) -> None:
         self._states: dict[str, GenerationState] = {}
+        self._evicted: set[str] = set()
 
     @contextmanager
     def tracking(self, request: EngineRequest) -> Iterator[GenerationState]:
@@ -152,6 +153,17 @@ class OpenCalls:
             yield state
         finally:
             self._states.pop(request.request_id, None)
+            self._evicted.discard(request.request_id)
+
+    def evict(self, request_ids: Collection[str] | None = None) -> set[str]:
+        """Let those requests that are open leave the engine, or all, and return them."""
+        leaving = set(self._states) if request_ids is None else set(self._states).intersection(request_ids)
+        self._evicted |= leaving
+        return leaving
+
+    def is_evicted(self, request_id: str) -> bool:
+        """Whether an open request is to leave the engine."""
+        return request_id in self._evicted
 
     def find(self, request_ids: Collection[str]) -> dict[str, GenerationState]:
         """The states of those requests that are open, by id."""

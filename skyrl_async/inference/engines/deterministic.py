@@ -9,7 +9,7 @@ import contextlib
 import functools
 import hashlib
 import math
-from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -69,7 +69,9 @@ class DeterministicEngine:
         self.max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
         """Longest prompt plus answer in tokens."""
         self._seconds_per_token = seconds_per_token
-        self._gate = _Gate(name)
+        self._pause_mode: PauseMode | None = None
+        self._is_dead = False
+        self._changes = Changes()
         self._calls = OpenCalls()
 
     def __reduce__(self) -> NoReturn:
@@ -80,11 +82,11 @@ class DeterministicEngine:
         )
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
-        """See ``InferenceEngine.generate``."""
+        """``InferenceEngine.generate``."""
         return functools.reduce(merged, [block async for block in self.stream(request)])
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """See ``InferenceEngine.stream``; every block is one token, or the empty end of an aborted request.
+        """``InferenceEngine.stream``; every block is one token, or the empty end of an aborted request.
 
         Raises ``RequestRefusedError`` for penalties and grammars, which it does not know.
         """
@@ -105,23 +107,36 @@ class DeterministicEngine:
 
     async def _tokens(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         sequence = _Sequence(self._model, request, self._stop_token_ids)
-        with self._gate.call(request.request_id) as call:
-            while True:
-                await self._gate.pass_time(self._seconds_per_token, call)
-                if not await self._gate.may_sample(call):
-                    yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
-                    return
-                token, logprobs = sequence.sample_next(self._num_loads)
-                reason = self._finish_reason(request, sequence, token)
-                yield EngineOutput(
-                    token_ids=(token,),
-                    logprobs=(float(logprobs[token]),) if request.sampling.reports_logprobs else (),
-                    versions=(self._version,),
-                    finish_reason=reason,
-                    top_logprobs=_top_logprobs(logprobs, request.sampling.num_top_logprobs),
-                )
-                if reason is not None:
-                    return
+        while await self._may_sample(request.request_id):
+            token, logprobs = sequence.sample_next(self._num_loads)
+            reason = self._finish_reason(request, sequence, token)
+            yield EngineOutput(
+                token_ids=(token,),
+                logprobs=(float(logprobs[token]),) if request.sampling.reports_logprobs else (),
+                versions=(self._version,),
+                finish_reason=reason,
+                top_logprobs=_top_logprobs(logprobs, request.sampling.num_top_logprobs),
+            )
+            if reason is not None:
+                return
+        yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
+
+    async def _may_sample(self, request_id: str) -> bool:
+        """Wait for the time that a token takes, and until the engine is not paused; False as soon as the request is evicted.
+
+        A token that was begun is lost then. Raises ``EngineDeadError``.
+        """
+
+        def is_leaving() -> bool:
+            return self._is_dead or self._calls.is_evicted(request_id)
+
+        until = asyncio.get_running_loop().time() + self._seconds_per_token
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._changes.until(is_leaving)
+        await self._changes.until(lambda: self._pause_mode is None or is_leaving())
+        self._raise_if_dead()
+        return not self._calls.is_evicted(request_id)
 
     def _finish_reason(self, request: EngineRequest, sequence: "_Sequence", token: int) -> FinishReason | None:
         sampling = request.sampling
@@ -133,26 +148,32 @@ class DeterministicEngine:
         return None
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
-        """See ``InferenceEngine.partial_outputs``."""
-        self._gate.raise_if_dead()
+        """``InferenceEngine.partial_outputs``."""
+        self._raise_if_dead()
         return self._calls.partial_outputs(request_ids)
 
     async def pause(self, mode: PauseMode) -> None:
-        """See ``InferenceEngine.pause``. Sampling a token awaits nothing, so none is half done."""
-        self._gate.close(mode)
+        """``InferenceEngine.pause``. Sampling a token awaits nothing, so none is half done."""
+        self._raise_if_dead()
+        if mode is PauseMode.ABORT and self._pause_mode is not mode:
+            self._calls.evict()
+        self._pause_mode = mode
+        self._changes.notify()
 
     async def resume(self) -> None:
-        """See ``InferenceEngine.resume``."""
-        self._gate.open()
+        """``InferenceEngine.resume``."""
+        self._raise_if_dead()
+        self._pause_mode = None
+        self._changes.notify()
 
     async def stage_weights(self, update: WeightUpdate) -> None:
         """Nothing to prepare: loading takes no time on the event loop's clock."""
-        self._gate.raise_if_dead()
+        self._raise_if_dead()
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """See ``InferenceEngine.load_weights``; chunks are safetensors files. Adapters are merged into the weights."""
-        self._gate.raise_if_dead()
-        if not self._gate.is_closed:
+        """``InferenceEngine.load_weights``; chunks are safetensors files. Adapters are merged into the weights."""
+        self._raise_if_dead()
+        if self._pause_mode is None:
             raise PublishError(f"engine {self.name} is not paused; pause it before loading weights {update.version}")
         self._validator.check(update)
         require_as_sent(update)
@@ -171,17 +192,17 @@ class DeterministicEngine:
                 parameters[name].copy_(tensor)
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
-        """See ``InferenceEngine.switch_weights``."""
+        """``InferenceEngine.switch_weights``."""
         return await pause_then_load(self, update, mode)
 
     async def version(self) -> int:
-        """See ``InferenceEngine.version``."""
-        self._gate.raise_if_dead()
+        """``InferenceEngine.version``."""
+        self._raise_if_dead()
         return self._version
 
     async def checksum(self) -> str:
-        """See ``InferenceEngine.checksum``: SHA-256 over names and bytes of the parameters."""
-        self._gate.raise_if_dead()
+        """``InferenceEngine.checksum``: SHA-256 over names and bytes of the parameters."""
+        self._raise_if_dead()
         digest = hashlib.sha256()
         for name, parameter in sorted(self._model.named_parameters()):
             digest.update(name.encode())
@@ -189,92 +210,23 @@ class DeterministicEngine:
         return digest.hexdigest()
 
     async def ping(self) -> None:
-        """See ``InferenceEngine.ping``."""
-        self._gate.raise_if_dead()
+        """``InferenceEngine.ping``."""
+        self._raise_if_dead()
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
-        """See ``InferenceEngine.evict``; every request that it takes can go on elsewhere."""
-        self._gate.abort(request_ids)
+        """``InferenceEngine.evict``; every request that it takes can go on elsewhere."""
+        self._raise_if_dead()
+        self._calls.evict(request_ids)
+        self._changes.notify()
 
     async def close(self) -> None:
-        """See ``InferenceEngine.close``. Requests in flight raise ``EngineDeadError``."""
-        self._gate.kill()
-
-
-class _Call:
-    """One request in flight."""
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.is_aborted = False
-
-
-class _Gate:
-    """Whether tokens may be sampled."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._mode: PauseMode | None = None
-        self._is_dead = False
-        self._changes = Changes()
-        self._calls: set[_Call] = set()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._mode is not None
-
-    def close(self, mode: PauseMode) -> None:
-        self.raise_if_dead()
-        if mode is PauseMode.ABORT and self._mode is not mode:
-            self.abort()
-        self._mode = mode
-        self._changes.notify()
-
-    @contextlib.contextmanager
-    def call(self, request_id: str) -> Iterator[_Call]:
-        """Register a request while the block lasts."""
-        call = _Call(request_id)
-        self._calls.add(call)
-        try:
-            yield call
-        finally:
-            self._calls.remove(call)
-
-    def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """End these requests, or all."""
-        self.raise_if_dead()
-        for call in self._calls:
-            call.is_aborted |= request_ids is None or call.request_id in request_ids
-        self._changes.notify()
-
-    def open(self) -> None:
-        self.raise_if_dead()
-        self._mode = None
-        self._changes.notify()
-
-    def kill(self) -> None:
+        """``InferenceEngine.close``. Requests in flight raise ``EngineDeadError``."""
         self._is_dead = True
         self._changes.notify()
 
-    def raise_if_dead(self) -> None:
+    def _raise_if_dead(self) -> None:
         if self._is_dead:
-            raise EngineDeadError(f"engine {self._name} is gone: closed")
-
-    async def pass_time(self, seconds: float, call: _Call) -> None:
-        """Wait, but not longer than until the call is aborted: a token that was begun is lost."""
-        until = asyncio.get_running_loop().time() + seconds
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
-                await self._changes.until(lambda: call.is_aborted or self._is_dead)
-
-    async def may_sample(self, call: _Call) -> bool:
-        """Wait until the gate is open; False if the call is aborted.
-
-        Raises ``EngineDeadError``.
-        """
-        await self._changes.until(lambda: not self.is_closed or call.is_aborted or self._is_dead)
-        self.raise_if_dead()
-        return not call.is_aborted
+            raise EngineDeadError(f"engine {self.name} is gone: closed")
 
 
 class _Sequence:

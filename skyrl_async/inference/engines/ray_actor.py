@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,7 +52,6 @@ class EngineActor:
         self._config = config
         self._engine: VLLMEngine
         self._requests: dict[str, asyncio.Task[Any]] = {}
-        self._evicted: set[str] = set()
         self._calls = OpenCalls()
         self._finished: dict[tuple[str, int], asyncio.Event] = {}
         """(caller, number) -> set once that ordered call is over; only each caller's newest are kept."""
@@ -76,13 +75,13 @@ class EngineActor:
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """``InferenceEngine.generate``."""
         with self._registered(request) as state:
-            return await generate_to_end(self._engine, request, state, lambda: request.request_id not in self._evicted)
+            return await generate_to_end(self._engine, request, state, self._may_continue(request))
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """``InferenceEngine.stream``."""
         call = partial(stream_once, self._engine)
         with self._registered(request) as state:
-            blocks = call_until_end(request, state, call, lambda: request.request_id not in self._evicted)
+            blocks = call_until_end(request, state, call, self._may_continue(request))
             async with contextlib.aclosing(blocks):
                 async for block in blocks:
                     yield block
@@ -99,8 +98,7 @@ class EngineActor:
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
         """``InferenceEngine.evict``. Requests also leave between two of the engine's calls."""
-        leaving = self._requests.keys() if request_ids is None else self._requests.keys() & set(request_ids)
-        self._evicted |= leaving
+        leaving = self._calls.evict(request_ids)
         await self._engine.evict(None if request_ids is None else leaving)
 
     async def control(self, method: str, args: tuple[Any, ...]) -> Any:
@@ -119,6 +117,9 @@ class EngineActor:
         finally:
             over.set()
 
+    def _may_continue(self, request: EngineRequest) -> Callable[[], bool]:
+        return lambda: not self._calls.is_evicted(request.request_id)
+
     @contextlib.contextmanager
     def _registered(self, request: EngineRequest) -> Iterator[GenerationState]:
         task = asyncio.current_task()
@@ -129,4 +130,3 @@ class EngineActor:
                 yield state
         finally:
             del self._requests[request.request_id]
-            self._evicted.discard(request.request_id)

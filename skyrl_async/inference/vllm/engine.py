@@ -102,7 +102,7 @@ class VLLMEngine:
         return int(self._llm.model_config.max_model_len)
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
-        """See ``InferenceEngine.generate``."""
+        """``InferenceEngine.generate``."""
         from vllm.sampling_params import RequestOutputKind
 
         async with contextlib.aclosing(self._run(request, RequestOutputKind.FINAL_ONLY)) as outputs:
@@ -114,7 +114,7 @@ class VLLMEngine:
         raise self._kill("a request ended without an output")
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """See ``InferenceEngine.stream``. The first block is a single token, unless the request sets the interval."""
+        """``InferenceEngine.stream``. The first block is a single token, unless the request sets the interval."""
         from vllm.sampling_params import RequestOutputKind
 
         num_sent = 0
@@ -140,13 +140,13 @@ class VLLMEngine:
                 num_sent = num_total
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
-        """See ``InferenceEngine.partial_outputs``; the tokens that the core has handed to the frontend."""
+        """``InferenceEngine.partial_outputs``; the tokens that the core has handed to the frontend."""
         self._raise_if_dead()
         open_ids = self._llm.output_processor.external_req_ids
         return {i: partial_output(self._request_state(i)) for i in request_ids if i in open_ids}
 
     async def pause(self, mode: PauseMode) -> None:
-        """See ``InferenceEngine.pause``. All requests are kept while one is in the engine that cannot be continued."""
+        """``InferenceEngine.pause``. All requests are kept while one is in the engine that cannot be continued."""
         async with self._control_lock:
             await self._pause(mode)
 
@@ -162,7 +162,7 @@ class VLLMEngine:
         self._pause_mode = mode
 
     async def resume(self) -> None:
-        """See ``InferenceEngine.resume``. It waits for every pause begun before, cancelled or not."""
+        """``InferenceEngine.resume``. It waits for every pause begun before, cancelled or not."""
         async with self._control_lock:
             if not self._may_be_paused:
                 return
@@ -209,7 +209,7 @@ class VLLMEngine:
         return replace(update, chunks=tuple(map(own, update.chunks)))
 
     async def stage_weights(self, update: WeightUpdate) -> None:
-        """See ``InferenceEngine.stage_weights``. Only all weights, on a CPU, are prepared."""
+        """``InferenceEngine.stage_weights``. Only all weights, on a CPU, are prepared."""
         if self._config.device != "cpu" or self._adapter is not None:
             return
         for chunk in self._as_received(update).chunks:
@@ -221,7 +221,7 @@ class VLLMEngine:
                 raise PublishError(f"engine {self.name} cannot stage weights {update.version}: {failed}")
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """See ``InferenceEngine.load_weights``."""
+        """``InferenceEngine.load_weights``."""
         async with self._control_lock:
             self._raise_if_dead()
             if self._pause_mode is None:
@@ -231,7 +231,7 @@ class VLLMEngine:
             await self._load_checked(await self._checked(update))
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
-        """See ``InferenceEngine.switch_weights``. A refused update never pauses the engine."""
+        """``InferenceEngine.switch_weights``. A refused update never pauses the engine."""
         async with self._control_lock:
             self._raise_if_dead()
             checked = await self._checked(update)
@@ -284,12 +284,12 @@ class VLLMEngine:
         )
 
     async def version(self) -> int:
-        """See ``InferenceEngine.version``."""
+        """``InferenceEngine.version``."""
         self._raise_if_dead()
         return self._version
 
     async def checksum(self) -> str:
-        """See ``InferenceEngine.checksum``; one digest over all workers."""
+        """``InferenceEngine.checksum``; one digest over all workers."""
         timeout_s = self._config.checksum_timeout_s
         async with self._control_lock:  # so that no heartbeat is awaited beside it
             digests = await self._call_core(timeout_s, "checksum", self._llm.collective_rpc, "weight_digest")
@@ -305,13 +305,13 @@ class VLLMEngine:
         }
 
     async def ping(self) -> None:
-        """See ``InferenceEngine.ping``. Returns at once during a control call, which has a deadline of its own."""
+        """``InferenceEngine.ping``. Returns at once during a control call, which has a deadline of its own."""
         self._raise_if_dead()
         if not self._control_lock.locked():
             await self._control("a heartbeat", self._llm.engine_core.is_scheduler_paused_async)
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
-        """See ``InferenceEngine.evict``. Calls that continue one of the requests are ended too."""
+        """``InferenceEngine.evict``. Calls that continue one of the requests are ended too."""
         self._raise_if_dead()
         resumable = [name for name, is_resumable in self._requests.items() if is_resumable]
         if request_ids is not None:
@@ -321,7 +321,7 @@ class VLLMEngine:
         await self._changes.until(lambda: not self._requests)
 
     async def close(self) -> None:
-        """See ``InferenceEngine.close``."""
+        """``InferenceEngine.close``."""
         self._kill("closed")
 
     async def _run(
