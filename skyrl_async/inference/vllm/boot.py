@@ -182,26 +182,26 @@ def _die_with_parent() -> None:
         raise SystemExit("the engine's process ended before its core started")
 
 
-class _BoundForkProcess(ForkProcess):
+class _BoundProcess(BaseProcess):
+    """A core, which is bound to the life of the thread that starts it."""
+
     def start(self) -> None:
         super().start()
         _cores.append(self)
 
     def run(self) -> None:
-        # Collecting the parent's garbage here would block: a process group would wait for threads that a fork does not copy.
+        # Collecting a parent's garbage in a fork would block: a process group would wait for threads that a fork does not copy.
         gc.freeze()
         _die_with_parent()
         super().run()
 
 
-class _BoundSpawnProcess(SpawnProcess):
-    def start(self) -> None:
-        super().start()
-        _cores.append(self)
+class _BoundForkProcess(_BoundProcess, ForkProcess):
+    pass
 
-    def run(self) -> None:
-        _die_with_parent()
-        super().run()
+
+class _BoundSpawnProcess(_BoundProcess, SpawnProcess):
+    pass
 
 
 class _BoundForkContext(ForkContext):

@@ -58,16 +58,10 @@ class VLLMReasoningParser:
 
 def load_tool_parser(name: str, tokenizer: "PreTrainedTokenizerFast") -> VLLMToolParser:
     """vLLM's tool parser ``name``; ``ConfigError`` if vLLM has none, or it cannot read this tokenizer's text."""
-    with _importing("tool_call_parser", name):
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.tool_parsers import ToolParserManager
-
-        _check_known("tool_call_parser", name, ToolParserManager.list_registered())
-        with _usable("tool_call_parser", name):
-            parser_class = ToolParserManager.get_tool_parser(name)
+    parser_class, request_class = _imported("tool_call_parser", name)
 
     def extract(text: str, tools: Sequence[Tool]) -> FoundCalls:
-        request = ChatCompletionRequest(messages=[], tools=list(tools))
+        request = request_class(messages=[], tools=list(tools))
         parser = parser_class(tokenizer, request.tools)
         if hasattr(parser, "skip_reasoning_parsing"):
             parser.skip_reasoning_parsing = True
@@ -78,24 +72,17 @@ def load_tool_parser(name: str, tokenizer: "PreTrainedTokenizerFast") -> VLLMToo
     tools = [{"type": "function", "function": {"name": _PROBE, "parameters": {"type": "object", "properties": {}}}}]
     with _usable("tool_call_parser", name):
         extract(_PROBE, tools)
-        request = ChatCompletionRequest(messages=[], tools=tools)
+        request = request_class(messages=[], tools=tools)
         adjusted = parser_class(tokenizer, request.tools).adjust_request(request)
     return VLLMToolParser(name=name, extract=extract, wants_special_tokens=not adjusted.skip_special_tokens)
 
 
 def load_reasoning_parser(name: str, tokenizer: "PreTrainedTokenizerFast") -> VLLMReasoningParser:
     """vLLM's reasoning parser ``name``; ``ConfigError`` if vLLM has none, or it cannot read this tokenizer's text."""
-    with _importing("reasoning_parser", name):
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.reasoning import ReasoningParserManager
-
-        _check_known("reasoning_parser", name, ReasoningParserManager.list_registered())
-        with _usable("reasoning_parser", name):
-            parser_class = ReasoningParserManager.get_reasoning_parser(name)
-    request = ChatCompletionRequest(messages=[])
+    parser_class, request_class = _imported("reasoning_parser", name)
 
     def extract(text: str) -> tuple[str, str]:
-        reasoning, content = parser_class(tokenizer).extract_reasoning(text, request)
+        reasoning, content = parser_class(tokenizer).extract_reasoning(text, request_class(messages=[]))
         return reasoning or "", content or ""
 
     with _usable("reasoning_parser", name):
@@ -104,6 +91,31 @@ def load_reasoning_parser(name: str, tokenizer: "PreTrainedTokenizerFast") -> VL
     return VLLMReasoningParser(
         name=name, extract=extract, start=parser.reasoning_start_str, end=parser.reasoning_end_str
     )
+
+
+def _imported(field: str, name: str) -> tuple[Any, Any]:
+    """vLLM's class of the parser, and its class of chat requests. Its warnings and its log lines about malformed answers are silenced."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    for logger in ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+            from vllm.reasoning import ReasoningParserManager
+            from vllm.tool_parsers import ToolParserManager
+        except ImportError as error:
+            raise ConfigError(
+                f"server.{field} must be none where vLLM is not installed, got {name!r}: {error}"
+            ) from error
+        is_of_tools = field == "tool_call_parser"
+        known = (ToolParserManager if is_of_tools else ReasoningParserManager).list_registered()
+        if name not in known:
+            raise ConfigError(f"server.{field} must be auto, none or one of {', '.join(known)}; got {name!r}")
+        with _usable(field, name):
+            get = ToolParserManager.get_tool_parser if is_of_tools else ReasoningParserManager.get_reasoning_parser
+            return get(name), ChatCompletionRequest
 
 
 @contextmanager
@@ -116,26 +128,3 @@ def _usable(field: str, name: str) -> Iterator[None]:
             f"server.{field} must name a parser that can read this tokenizer's text, got {name!r}, which cannot: {error}; "
             "set it to none, or to another parser"
         ) from error
-
-
-@contextmanager
-def _importing(field: str, name: str) -> Iterator[None]:
-    """Import vLLM, with its environment set and its warnings and log lines about malformed answers silenced."""
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    for logger in ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser"):
-        logging.getLogger(logger).setLevel(logging.CRITICAL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            import vllm  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                f"server.{field} must be none where vLLM is not installed, got {name!r}: {error}"
-            ) from error
-        yield
-
-
-def _check_known(field: str, name: str, known: Sequence[Any]) -> None:
-    if name not in known:
-        raise ConfigError(f"server.{field} must be auto, none or one of {', '.join(known)}; got {name!r}")

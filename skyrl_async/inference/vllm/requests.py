@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, WeightVersionSpan
     from vllm.sampling_params import RequestOutputKind
 
+_SAME_IN_VLLM = (
+    *("max_tokens", "min_tokens", "ignore_eos", "temperature", "top_p", "top_k", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Fields of ``SamplingParams`` with the same name and meaning in vLLM's."""
+
 
 def vllm_sampling_params(
     request: EngineRequest, *, output_kind: "RequestOutputKind", stop_token_ids: list[int], stream_interval: int
@@ -21,17 +27,8 @@ def vllm_sampling_params(
 
     sampling = request.sampling
     params = SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
+        **{name: getattr(sampling, name) for name in _SAME_IN_VLLM},
         structured_outputs=_grammar(sampling.structured),
-        ignore_eos=sampling.ignore_eos,
         stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else stop_token_ids)],
         logit_bias=dict(sampling.logit_bias) or None,
         allowed_token_ids=list(sampling.allowed_token_ids) or None,

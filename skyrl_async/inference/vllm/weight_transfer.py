@@ -1,7 +1,7 @@
 """What is mixed into vLLM's workers: weights are received and prepared beside generation, and loaded while the engine is paused.
 
     receive (beside generation): broadcast ──> file in this process's memory, where the trainer's cannot be mapped
-    stage (beside generation, CPU): file ──vLLM's reload──> a twin of the model ──┐
+    stage (beside generation, CPU): file ──as at boot──> a twin of the model ─────┐
     shared (CUDA): the trainer's copies on this device ───────────────────────────┤
     load_update ──────────────────────────────────────────────────────────────> swap, or vLLM's reload
 
@@ -15,11 +15,12 @@ import itertools
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
@@ -27,11 +28,7 @@ from vllm.model_executor.layers.attention import Attention, is_deferred_attentio
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import (
-    _get_original_loader,
-    get_layerwise_info,
-    initialize_online_processing,
-)
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import (
     materialize_meta_tensor,
     restore_layer_on_meta,
@@ -99,7 +96,7 @@ class WorkerExtension:
                 return
             twin = _Twin(model)
             with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
-                twin.load(_buckets(chunk), self.model_config)  # type: ignore[attr-defined]
+                twin.load(_buckets(chunk))
             self._staged = chunk["path"], twin
 
         threading.Thread(target=run_and_report, args=(stage, report_to), name="staging", daemon=True).start()
@@ -198,56 +195,55 @@ def _buckets(chunk: dict[str, Any]) -> Iterator[Bucket]:
 
 
 class _Twin:
-    """The layers of a model on CPU once more, with tensors of their own: vLLM's reload fills them beside generation.
+    """The layers of a model on CPU once more, with tensors of their own, which are filled beside generation.
 
     vLLM itself reloads a model in place, while the engine is paused.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._twins = {layer: copy.copy(layer) for layer in model.modules()}
-        self._model = self._twins[model]
+        self._layers = dict(model.named_modules())
+        self._twins = {layer: copy.copy(layer) for layer in self._layers.values()}
+        self._model: Any = self._twins[model]
         for layer, twin in self._twins.items():
             twin._modules = {name: child and self._twins[child] for name, child in layer._modules.items()}
             twin._parameters, twin._buffers = layer._parameters.copy(), layer._buffers.copy()
             twin._non_persistent_buffers_set = layer._non_persistent_buffers_set.copy()
-            info = get_layerwise_info(twin)
-            parameters, buffers = get_layerwise_info(layer).restore_metadata
-            info.restore_metadata = _unbound(parameters, layer), _unbound(buffers, layer)
-            restore_layer_on_meta(twin, info)
+            info = get_layerwise_info(layer)
+            unpacked = tuple(_unbound(tensors, layer) for tensors in info.restore_metadata)
+            restore_layer_on_meta(twin, replace(info, restore_metadata=unpacked))
             for name, tensor in get_layer_tensors(twin).items():
-                if not tensor.is_meta:  # vLLM restores some in no reload, such as biases
-                    setattr(twin, name, materialize_meta_tensor(to_meta_tensor(tensor)).copy_(tensor))
-            initialize_online_processing(twin)
+                own = materialize_meta_tensor(to_meta_tensor(tensor))
+                setattr(twin, name, own if tensor.is_meta else own.copy_(tensor))  # biases are never on meta
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """The model's, and new ones."""
 
     @torch.no_grad()
-    def load(self, buckets: Iterable[Bucket], config: ModelConfig) -> None:
-        """Load and pack all weights."""
+    def load(self, buckets: Iterable[Bucket]) -> None:
+        """Load and pack all weights, as at boot."""
+        loaded: set[str] = set()
         for bucket in buckets:
-            self._model.load_weights(bucket)
-        loaded = {}
+            loaded |= self._model.load_weights(bucket)
+        new: dict[torch.Tensor, torch.Tensor] = {}
+        for prefix, layer in self._layers.items():
+            for name, tensor in get_layer_tensors(layer).items():
+                if f"{prefix}.{name}".removeprefix(".") in loaded:
+                    new[tensor] = getattr(self._twins[layer], name)
+        if missing := [name for name, tensor in self._layers[""].named_parameters() if tensor not in new]:
+            raise ValueError(f"the model loads {missing[0]} (and {len(missing) - 1} more) in a way of its own")
         for layer, twin in self._twins.items():
-            info = get_layerwise_info(twin)
-            if info.load_numel or not info.can_load():  # the latter: it is whole, and processed already
-                loaded[layer] = twin
-        finalize_layerwise_reload(self._model, config)
-        new = {
-            id(old): getattr(twin, name) for layer, twin in loaded.items() for name, old in layer._parameters.items()
-        }
-        for layer, twin in self._twins.items():
-            if layer not in loaded and hasattr(layer, "cpu_linear") and id(layer.weight) in new:  # such as a tied head
-                twin.weight = new[id(layer.weight)]
+            names = [name for name, tensor in get_layer_tensors(layer).items() if tensor in new]
+            for name in names:
+                setattr(twin, name, new[getattr(layer, name)])  # that of another layer if this one is tied to it
+            if names and hasattr(twin, "quant_method"):
                 twin.quant_method.process_weights_after_loading(twin)
-                loaded[layer] = twin
-        self._twins = loaded
+            self._tensors += [(getattr(layer, name), getattr(twin, name)) for name in names]
 
     def swap(self) -> list[Any]:
         """Give the model the loaded weights, and return the old ones. Nothing may run in the model meanwhile."""
-        old: list[Any] = []
+        old: list[Any] = [tensor.data for tensor, _ in self._tensors]
+        for tensor, new in self._tensors:
+            tensor.data = new.data
         for layer, twin in self._twins.items():
-            for name, tensor in get_layer_tensors(layer).items():
-                if name not in layer._non_persistent_buffers_set:
-                    old.append(tensor.data)
-                    tensor.data = getattr(twin, name).data
             if hasattr(layer, "cpu_linear"):
                 old.append(layer.cpu_linear)
                 layer.cpu_linear = twin.cpu_linear
