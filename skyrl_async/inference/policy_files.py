@@ -10,7 +10,7 @@ from typing import Any
 
 from skyrl_async.errors import PolicyError, PublishError
 from skyrl_async.types import WeightUpdate
-from skyrl_async.weights.formats import TORCH_NAMES, crc32_of_file
+from skyrl_async.weights.formats import TORCH_NAMES, adapted_layers, crc32_of_file, tensor_names
 
 Manifest = dict[str, tuple[str, tuple[int, ...]]]
 """Hugging Face parameter name -> (dtype name such as ``float32``, shape)."""
@@ -108,44 +108,87 @@ def _read_header(path: Path) -> Manifest:
 
 
 class UpdateValidator:
-    """Checks that a weight update can be the policy's, before anything is changed."""
+    """Checks that a weight update can be the policy's, before anything is changed.
 
-    def __init__(self, policy_dir: str) -> None:
+    Args:
+        policy_dir: the policy's directory; without safetensors there any names are taken.
+        adapter_rank: rank of the adapters in updates; 0: updates hold all weights.
+    """
+
+    def __init__(self, policy_dir: str, adapter_rank: int = 0) -> None:
         self._policy_dir = policy_dir
-        self._shapes = {name: shape for name, (_, shape) in read_manifest(policy_dir).items()}
-        self._is_tied = bool(text_config(read_config(policy_dir)).get("tie_word_embeddings", False))
+        self._shapes = _shapes(read_manifest(policy_dir))
+        self._is_tied = not adapter_rank and bool(text_config(read_config(policy_dir)).get("tie_word_embeddings"))
+        self._adapter_rank = adapter_rank
         self._dtypes: dict[str, str] | None = None
 
     def check(self, update: WeightUpdate) -> None:
-        """Raise ``PublishError`` unless names and shapes are the policy's, and the chunks match the manifest."""
-        if update.adapter is not None:
-            raise PublishError(
-                f"weight update {update.version} holds an adapter alone, and this engine takes all weights"
-            )
-        self._check_manifest(update)
-        sent: Manifest = {}
-        for chunk in update.chunks:
-            sent.update(chunk_manifest(chunk, update.version))
-        require_same("the chunks", sent, update.manifest, update.version)
-
-    def accept(self, update: WeightUpdate) -> None:
-        """Require the dtypes of this update of later ones."""
-        self._dtypes = {name: dtype for name, (dtype, _) in update.manifest.items()}
-
-    def _check_manifest(self, update: WeightUpdate) -> None:
-        shapes = {name: shape for name, (_, shape) in update.manifest.items()}
-        expected = self._shapes or shapes
+        """Raise ``PublishError`` unless names and shapes are the policy's, and the files contain what the manifest says."""
+        self._require_kind(update)
+        version, shapes = update.version, _shapes(update.manifest)
+        expected = self._adapter_shapes(update) if self._adapter_rank else self._shapes or shapes
         if self._is_tied:
             shapes, expected = _without_head(shapes), _without_head(expected)
-        require_same(f"the manifest, against {self._policy_dir},", shapes, expected, update.version)
-        dtypes = {name: dtype for name, (dtype, _) in update.manifest.items()}
+        require_same(f"the manifest, against {self._policy_dir},", shapes, expected, version)
+        dtypes = _dtypes(update.manifest)
         unknown = sorted(set(dtypes.values()) - set(TORCH_NAMES.values()))
         if unknown:
             raise PublishError(
-                f"weight update {update.version} has dtype {unknown[0]!r}; "
-                f"expected one of {sorted(TORCH_NAMES.values())}"
+                f"weight update {version} has dtype {unknown[0]!r}; expected one of {sorted(TORCH_NAMES.values())}"
             )
-        require_same("the manifest, against the first update,", dtypes, self._dtypes or dtypes, update.version)
+        require_same("the manifest, against the first update,", dtypes, self._dtypes or dtypes, version)
+        sent: Manifest = {}
+        for chunk in update.chunks:
+            sent.update(_chunk_manifest(chunk, version))
+        require_same("the chunks", sent, update.manifest, version)
+        if update.adapter is not None:
+            path = update.chunks[0]["config_path"]
+            found = {"r": update.adapter.rank, "lora_alpha": update.adapter.alpha}
+            require_same(path, _described(path, version), found, version)
+
+    def accept(self, update: WeightUpdate) -> None:
+        """Require the names and dtypes of this update of later ones."""
+        self._dtypes = _dtypes(update.manifest)
+
+    def _require_kind(self, update: WeightUpdate) -> None:
+        if self._adapter_rank and update.adapter is None:
+            raise PublishError(
+                f"weight update {update.version} holds all weights, and this engine takes adapters of rank {self._adapter_rank} beside "
+                "those it booted with"
+            )
+        if update.adapter is not None and not self._adapter_rank:
+            raise PublishError(
+                f"weight update {update.version} holds an adapter alone, and this engine takes all weights"
+            )
+
+    def _adapter_shapes(self, update: WeightUpdate) -> dict[str, tuple[int, ...]]:
+        """Shapes of A and B for the layers of an update."""
+        try:
+            layers = adapted_layers(update.manifest)
+        except ValueError as error:
+            raise PublishError(f"weight update {update.version}: {error}") from error
+        expected: dict[str, tuple[int, ...]] = {}
+        for layer in layers:
+            a, b = tensor_names(layer)
+            if self._shapes:
+                shape = self._shapes.get(f"{layer}.weight", ())
+            else:
+                (_, of_a), (_, of_b) = (update.manifest.get(name, ("", (0,))) for name in (a, b))
+                shape = of_b[0], of_a[-1]
+            if len(shape) != 2:
+                raise PublishError(
+                    f"weight update {update.version} adapts {layer}, which is no matrix of {self._policy_dir}"
+                )
+            expected |= {a: (self._adapter_rank, shape[1]), b: (shape[0], self._adapter_rank)}
+        return expected
+
+
+def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, (_, shape) in manifest.items()}
+
+
+def _dtypes(manifest: Manifest) -> dict[str, str]:
+    return {name: dtype for name, (dtype, _) in manifest.items()}
 
 
 def _without_head(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -181,7 +224,7 @@ def require_as_sent(update: WeightUpdate) -> None:
         )
 
 
-def chunk_manifest(chunk: dict[str, Any], version: int) -> Manifest:
+def _chunk_manifest(chunk: dict[str, Any], version: int) -> Manifest:
     """Manifest of one chunk, a safetensors file (``path``). Raises ``PublishError`` if it is none, or incomplete."""
     if "path" not in chunk:
         raise PublishError(f"weight update {version}: a chunk with keys {sorted(chunk)} is no file (path)")
@@ -189,3 +232,12 @@ def chunk_manifest(chunk: dict[str, Any], version: int) -> Manifest:
         return _read_header(Path(chunk["path"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PublishError(f"weight update {version}: {chunk['path']} cannot be read: {error}") from error
+
+
+def _described(config_path: str, version: int) -> dict[str, object]:
+    """Rank and alpha in peft's file."""
+    try:
+        content = json.loads(Path(config_path).read_text())
+        return {key: content.get(key) for key in ("r", "lora_alpha")}
+    except (OSError, ValueError) as error:
+        raise PublishError(f"weight update {version}: {config_path} cannot be read: {error}") from error

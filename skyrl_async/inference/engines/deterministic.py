@@ -21,9 +21,9 @@ from transformers.utils import logging as transformers_logging
 
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.generation import OpenCalls, merged
-from skyrl_async.inference.policy_files import eos_token_ids, require_as_sent
+from skyrl_async.inference.policy_files import UpdateValidator, eos_token_ids, require_as_sent
 from skyrl_async.inference.protocol import pause_then_load
-from skyrl_async.inference.vllm.adapter import MergedAdapters, update_validator
+from skyrl_async.inference.vllm.adapter import MergedAdapters
 from skyrl_async.runtime.changes import Changes
 from skyrl_async.types import (
     EngineOutput,
@@ -62,7 +62,7 @@ class DeterministicEngine:
         """Name given."""
         self._model = _load_model(str(policy_dir))
         self._stop_token_ids = frozenset(eos_token_ids(str(policy_dir)))
-        self._validator = update_validator(str(policy_dir), adapter_rank)
+        self._validator = UpdateValidator(str(policy_dir), adapter_rank)
         self._adapters = MergedAdapters(self._model.state_dict())
         self._version = version
         self._num_loads = 0

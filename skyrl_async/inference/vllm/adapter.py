@@ -1,4 +1,4 @@
-"""The policy's adapter in an engine: which updates can be one, and the one slot that every publish replaces in place.
+"""The policy's adapter in an engine: one slot, in which every publish replaces the adapter before.
 
     boot ──open──> an adapter that adds nothing ──load──> the published one ──load──> the next ...
 
@@ -7,7 +7,6 @@ adapter and no old one is left. The engine must be paused while an adapter loads
 functions. An engine without vLLM merges adapters into its weights instead.
 """
 
-import json
 import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from skyrl_async.errors import PublishError
-from skyrl_async.inference.policy_files import UpdateValidator, chunk_manifest, read_manifest, require_same
+from skyrl_async.inference.policy_files import read_manifest
 from skyrl_async.types import WeightUpdate
 from skyrl_async.weights.formats import CONFIG_FILE, WEIGHTS_FILE, adapted_layers, peft_config, tensor_names
 
@@ -105,74 +104,6 @@ class AdapterSlot:
         if self._received is not None:
             self._received.cleanup()
             self._received = None
-
-
-class AdapterValidator:
-    """Checks that an update can be an adapter of the policy, before anything is changed."""
-
-    def __init__(self, policy_dir: str, rank: int) -> None:
-        self._policy_dir = policy_dir
-        self._shapes = {name: shape for name, (_, shape) in read_manifest(policy_dir).items()}
-        self._rank = rank
-        self._dtypes: dict[str, str] | None = None
-
-    def check(self, update: WeightUpdate) -> None:
-        """Raise ``PublishError`` unless A and B fit the policy's weights and the files contain them."""
-        if update.adapter is None:
-            raise PublishError(
-                f"weight update {update.version} holds all weights, and this engine takes adapters of rank {self._rank} beside those "
-                "it booted with"
-            )
-        shapes = {name: shape for name, (_, shape) in update.manifest.items()}
-        require_same(f"the manifest, against {self._policy_dir},", shapes, self._expected(update), update.version)
-        dtypes = {name: dtype for name, (dtype, _) in update.manifest.items()}
-        require_same("the manifest, against the first update,", dtypes, self._dtypes or dtypes, update.version)
-        (chunk,) = update.chunks
-        require_same("the file", chunk_manifest(chunk, update.version), update.manifest, update.version)
-        sent = {"r": update.adapter.rank, "lora_alpha": update.adapter.alpha}
-        require_same(chunk["config_path"], _described(chunk, update), sent, update.version)
-
-    def accept(self, update: WeightUpdate) -> None:
-        """Require the layers and dtypes of this update of later ones."""
-        self._dtypes = {name: dtype for name, (dtype, _) in update.manifest.items()}
-
-    def _expected(self, update: WeightUpdate) -> dict[str, tuple[int, ...]]:
-        try:
-            layers = adapted_layers(update.manifest)
-        except ValueError as error:
-            raise PublishError(f"weight update {update.version}: {error}") from error
-        expected: dict[str, tuple[int, ...]] = {}
-        for layer in layers:
-            a, b = tensor_names(layer)
-            num_out, num_in = self._shape_of(layer, update)
-            expected |= {a: (self._rank, num_in), b: (num_out, self._rank)}
-        return expected
-
-    def _shape_of(self, layer: str, update: WeightUpdate) -> tuple[int, ...]:
-        """Shape of the layer's weight; derived from A and B if the directory has no safetensors."""
-        if not self._shapes:
-            (_, of_a), (_, of_b) = (update.manifest.get(name, ("", (0,))) for name in tensor_names(layer))
-            return of_b[0], of_a[-1]
-        shape = self._shapes.get(f"{layer}.weight", ())
-        if len(shape) != 2:
-            raise PublishError(
-                f"weight update {update.version} adapts {layer}, which is no matrix of {self._policy_dir}"
-            )
-        return shape
-
-
-def update_validator(policy_dir: str, adapter_rank: int) -> UpdateValidator | AdapterValidator:
-    """The validator for an engine that takes adapters of this rank; 0: all weights."""
-    return AdapterValidator(policy_dir, adapter_rank) if adapter_rank else UpdateValidator(policy_dir)
-
-
-def _described(chunk: dict[str, str], update: WeightUpdate) -> dict[str, object]:
-    """Rank and alpha in peft's file."""
-    try:
-        content = json.loads(Path(chunk["config_path"]).read_text())
-        return {key: content.get(key) for key in ("r", "lora_alpha")}
-    except (OSError, ValueError) as error:
-        raise PublishError(f"weight update {update.version}: {chunk['config_path']} cannot be read: {error}") from error
 
 
 class MergedAdapters:

@@ -26,8 +26,8 @@ from skyrl_async.errors import (
     RequestRefusedError,
 )
 from skyrl_async.inference.generation import belongs_to, merged
-from skyrl_async.inference.policy_files import TOKENIZER_FILES, eos_token_ids, require_as_sent
-from skyrl_async.inference.vllm.adapter import AdapterSlot, update_validator
+from skyrl_async.inference.policy_files import TOKENIZER_FILES, UpdateValidator, eos_token_ids, require_as_sent
+from skyrl_async.inference.vllm.adapter import AdapterSlot
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig, boot, is_core_killed
 from skyrl_async.inference.vllm.outcomes import first_failure, outcome_socket
 from skyrl_async.inference.vllm.requests import engine_output, partial_output, versions_of, vllm_sampling_params
@@ -54,7 +54,7 @@ class VLLMEngine:
         self._config = config
         self._llm = llm
         self._stop_token_ids = list(eos_token_ids(config.policy_dir))
-        self._validator = update_validator(config.policy_dir, config.adapter_rank)
+        self._validator = UpdateValidator(config.policy_dir, config.adapter_rank)
         self._adapter = AdapterSlot(llm, config.adapter_rank) if config.adapter_rank else None
         self._version = config.version
         self._pause_mode: PauseMode | None = None

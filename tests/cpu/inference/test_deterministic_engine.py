@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.engines.deterministic import DeterministicEngine
-from skyrl_async.inference.vllm.adapter import AdapterValidator
+from skyrl_async.inference.policy_files import UpdateValidator
 from skyrl_async.types import (
     EngineOutput,
     EngineRequest,
@@ -223,13 +223,13 @@ def test_an_adapter_over_weights_of_unknown_shapes_is_held_to_its_rank(
 ) -> None:
     (tmp_path / "bin").mkdir()  # no safetensors, whose headers say what shapes there are
     update = make_adapter_update(policies[0], tmp_path, 1, seed=0, rank=4)
-    AdapterValidator(str(tmp_path / "bin"), 4).check(update)
+    UpdateValidator(str(tmp_path / "bin"), 4).check(update)
     with pytest.raises(PublishError, match=r"lora_A.weight as \(4, 64\), expected \(8, 64\)"):
-        AdapterValidator(str(tmp_path / "bin"), 8).check(update)
+        UpdateValidator(str(tmp_path / "bin"), 8).check(update)
     *_, b = update.manifest
     alone = {name: entry for name, entry in update.manifest.items() if name != b}
     with pytest.raises(PublishError, match=f"lacks {b}"):
-        AdapterValidator(str(tmp_path / "bin"), 4).check(replace(update, manifest=alone))
+        UpdateValidator(str(tmp_path / "bin"), 4).check(replace(update, manifest=alone))
 
 
 async def test_keep_gives_the_bits_of_abort_and_retry_across_an_update(policies: tuple[Path, Path]) -> None:
