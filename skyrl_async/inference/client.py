@@ -157,7 +157,7 @@ class InferenceEngineClient:
         num_restarts = 0
         while True:
             state = GenerationState(has_logprobs=sampling.reports_logprobs)
-            text = CompletionText.of(self._tokenizer, sampling)
+            text = CompletionText(self._tokenizer, sampling)
             with self._tracking(generation if sampling.is_resumable else None, state) as begin:
                 blocks = self._blocks(request, state, session_id, begin, streams=streams)
                 async with aclosing(_until_stop_string(blocks, state, text)) as kept:
@@ -205,7 +205,7 @@ class InferenceEngineClient:
             )
             return
         state = GenerationState(has_logprobs=sampling.reports_logprobs)
-        text = CompletionText.of(self._tokenizer, sampling)
+        text = CompletionText(self._tokenizer, sampling)
         request = replace(self._request(prompt_token_ids, sampling, priority), stream_interval=None)
         blocks = self._blocks(request, state, session_id, NOTHING_SAMPLED, streams=True)
         async with aclosing(_until_stop_string(blocks, state, text)) as kept:

@@ -5,7 +5,7 @@ A stop string may begin in one engine call and end in another, so engines do not
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Protocol
 
 from skyrl_async.types import SamplingParams
 
@@ -27,27 +27,17 @@ class CompletionText:
 
     Args:
         tokenizer: decodes ids.
-        stop: strings that end the completion; the first one to be complete does, however the text is cut into blocks.
-        skip_special_tokens: leave special tokens out of the text; stop strings then cannot match them.
-        includes_stop: keep the stop string in the text.
-        min_tokens: ignore stop strings that end within the text of this many tokens.
+        sampling: ``stop`` strings, the first of which to be complete ends the text, however it is cut into blocks; ``min_tokens``, within
+            whose text they are ignored; ``includes_stop`` and ``skip_special_tokens``. Stop strings cannot match skipped tokens.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: tuple[str, ...] = (),
-        *,
-        skip_special_tokens: bool = True,
-        includes_stop: bool = False,
-        min_tokens: int = 0,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
         self._tokenizer = tokenizer
-        self._stop = tuple(s for s in stop if s)
-        self._skip_special_tokens = skip_special_tokens
-        self.includes_stop = includes_stop
-        self._min_tokens = min_tokens
-        self._min_end: int | None = None if min_tokens else 0
+        self._stop = tuple(s for s in sampling.stop if s)
+        self._skip_special_tokens = sampling.skip_special_tokens
+        self.includes_stop = sampling.includes_stop
+        self._min_tokens = sampling.min_tokens
+        self._min_end: int | None = None if self._min_tokens else 0
         """Characters in the text of ``min_tokens`` tokens; None before there are that many."""
         self._token_ids: list[int] = []
         self._text = ""
@@ -55,17 +45,6 @@ class CompletionText:
         self._window_start = 0
         self._num_emitted = 0
         self._is_stopped = False
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, sampling: SamplingParams) -> Self:
-        """An empty text with the options of ``sampling``."""
-        return cls(
-            tokenizer,
-            sampling.stop,
-            skip_special_tokens=sampling.skip_special_tokens,
-            includes_stop=sampling.includes_stop,
-            min_tokens=sampling.min_tokens,
-        )
 
     def push(self, token_ids: Sequence[int]) -> int | None:
         """Add tokens. Returns how many are kept in all if a stop string ended the text, else None."""

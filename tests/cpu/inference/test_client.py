@@ -404,7 +404,7 @@ def test_text_of_a_sentencepiece_tokenizer_with_special_tokens_streams_as_a_whol
     token_ids: list[int], sizes: list[int]
 ) -> None:
     tokenizer = SentencePieceTokenizer(PIECES)
-    streamed, growing = "", CompletionText(tokenizer)
+    streamed, growing = "", text_of(tokenizer)
     for block in stream_once(token_ids, sizes):
         growing.push(block)
         streamed += growing.take()
@@ -421,11 +421,15 @@ def stream_once(token_ids: list[int], sizes: list[int]) -> Iterator[list[int]]:
     yield token_ids[position:]
 
 
+def text_of(tokenizer, stop: tuple[str, ...] = (), **options: bool | int) -> CompletionText:
+    return CompletionText(tokenizer, SamplingParams(max_tokens=500, stop=stop, **options))
+
+
 def cut_at_stop(
     tokenizer, stop: tuple[str, ...], blocks: Iterable[list[int]], **options: bool | int
 ) -> tuple[str, str, int | None]:
     """Streamed text, whole text, tokens kept."""
-    growing, kept, streamed = CompletionText(tokenizer, stop, **options), None, ""
+    growing, kept, streamed = text_of(tokenizer, stop, **options), None, ""
     for block in blocks:
         kept = growing.push(block)
         if kept is not None:
@@ -505,7 +509,7 @@ def test_of_two_stop_strings_the_first_to_be_complete_ends_the_text() -> None:
 def test_streamed_text_is_the_whole_text_whatever_the_blocks(text: str, cuts: list[int]) -> None:
     token_ids = list(text.encode("utf-8", errors="ignore"))
     whole = ByteTokenizer().decode(token_ids)
-    streamed, growing, position = "", CompletionText(ByteTokenizer()), 0
+    streamed, growing, position = "", text_of(ByteTokenizer()), 0
     for size in [*cuts, len(token_ids)]:
         growing.push(token_ids[position : position + size])
         position += size
@@ -522,7 +526,7 @@ def test_streamed_text_is_the_whole_text_whatever_the_blocks(text: str, cuts: li
 )
 def test_a_stop_string_cuts_at_its_first_occurrence_with_the_fewest_tokens(text: str, stop: str, size: int) -> None:
     token_ids = list(text.encode())
-    growing, kept, streamed = CompletionText(ByteTokenizer(), (stop,)), None, ""
+    growing, kept, streamed = text_of(ByteTokenizer(), (stop,)), None, ""
     for start in range(0, len(token_ids), size):
         kept = growing.push(token_ids[start : start + size])
         if kept is not None:

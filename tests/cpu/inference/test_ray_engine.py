@@ -288,16 +288,15 @@ async def test_an_engine_that_does_not_come_up_shows_its_last_log_lines_and_leav
     assert not alive
 
 
-@pytest.mark.parametrize("is_core", [False, True], ids=["actor", "core"])
-async def test_an_engine_that_is_killed_while_it_comes_up_boots_again_as_often_as_its_life_allows(
-    ray_session: None, policy_dir: Path, tmp_path: Path, is_core: bool
-) -> None:
-    async def kill(times: int) -> None:
-        for _ in range(times):
+async def boot_while_killing(policy_dir: Path, log_dir: Path, *, is_core: bool, deaths: int) -> list[RayEngine]:
+    """Start an engine with one restart, and kill its core or its actor so many times while it comes up."""
+
+    async def kill() -> None:
+        for _ in range(deaths):
             killed: list[psutil.Process] = []
             while not killed:
                 await asyncio.sleep(0.02)
-                processes = {process.pid: process for process in engine_processes(tmp_path)}
+                processes = {process.pid: process for process in engine_processes(log_dir)}
                 for process in processes.values():
                     with contextlib.suppress(psutil.Error):
                         if (process.ppid() in processes) is is_core:
@@ -306,22 +305,29 @@ async def test_an_engine_that_is_killed_while_it_comes_up_boots_again_as_often_a
             gone = killed if is_core else list(processes.values())  # a core follows its actor
             await asyncio.to_thread(psutil.wait_procs, gone, PATIENCE_S)
 
-    async def boot(deaths: int) -> list[RayEngine]:
-        config = VLLMEngineConfig(name="engine-0", policy_dir=str(policy_dir))
-        async with asyncio.TaskGroup() as tasks:
-            killing = tasks.create_task(kill(deaths))
-            engines = await start_ray_engines([config], log_dir=tmp_path, lives={"engine-0": EngineLife(RESTARTS)})
-            await killing
-        return engines
+    config = VLLMEngineConfig(name="engine-0", policy_dir=str(policy_dir))
+    async with asyncio.TaskGroup() as tasks:
+        killing = tasks.create_task(kill())
+        engines = await start_ray_engines([config], log_dir=log_dir, lives={"engine-0": EngineLife(RESTARTS)})
+        await killing
+    return engines
 
-    (engine,) = await boot(1)
+
+async def test_an_engine_whose_core_is_killed_while_it_comes_up_boots_again(
+    ray_session: None, policy_dir: Path, tmp_path: Path
+) -> None:
+    (engine,) = await boot_while_killing(policy_dir, tmp_path, is_core=True, deaths=1)
     assert (await engine.generate(make_request("a"))).token_ids
     await engine.close()
     await asyncio.to_thread(psutil.wait_procs, engine_processes(tmp_path), PATIENCE_S)
-    with pytest.RaisesGroup(
-        pytest.RaisesExc(EngineStartError, match="(?s)come up.*; engine.max_restarts=1 are used up")
-    ):
-        await boot(2)
+
+
+async def test_an_engine_whose_actor_is_killed_while_it_comes_up_boots_again_as_often_as_its_life_allows(
+    ray_session: None, policy_dir: Path, tmp_path: Path
+) -> None:
+    used_up = pytest.RaisesExc(EngineStartError, match="(?s)come up.*; engine.max_restarts=1 are used up")
+    with pytest.RaisesGroup(used_up):
+        await boot_while_killing(policy_dir, tmp_path, is_core=False, deaths=2)
 
 
 async def test_an_engine_that_is_late_is_named_and_killed(ray_session: None, policy_dir: Path, tmp_path: Path) -> None:
