@@ -1,14 +1,13 @@
 """The life of one engine in a fleet: a state machine without I/O and without a clock.
 
-starting ──> serving <──> suspect ──silent for too long──> dead ──> restarting ──> serving
-   └────────────┴───────────────its death is seen───────────┘ └──restarts used up──> given_up
+starting ──> serving ──> dead ──> restarting ──> serving
+   └─────────────────────┘ └──restarts used up──> given_up
 """
 
 from enum import Enum
 
 from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.errors import StateError
-from skyrl_async.runtime.heartbeat import Heartbeat, Silence
 
 _MAX_BACKOFF_S = 60.0
 
@@ -19,8 +18,6 @@ class EngineState(Enum):
     starting = "starting"
     """Boots for the first time; takes no requests."""
     serving = "serving"
-    suspect = "suspect"
-    """Takes requests, but has not answered a heartbeat for an interval."""
     dead = "dead"
     restarting = "restarting"
     """Another engine boots in its place; takes no requests."""
@@ -29,10 +26,10 @@ class EngineState(Enum):
 
 
 class EngineLife:
-    """Counts heartbeats, deaths and restarts of one engine.
+    """Counts deaths and restarts of one engine.
 
     Args:
-        config: when an engine counts as dead, and how often it is started again.
+        config: how often it is started again.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -42,22 +39,9 @@ class EngineLife:
         self.num_missed = 0
         """Heartbeat intervals without an answer, in total."""
         self._num_deaths_in_a_row = 0
-        self._silence: Silence
-
-    def ask(self, now: float) -> None:
-        """A heartbeat is asked for at ``now``, in seconds of any clock."""
-        self._move({EngineState.serving, EngineState.suspect}, self.state)
-        self._silence = Silence(heartbeat_of(self._config), now)
-
-    def tick(self, now: float) -> bool:
-        """The heartbeat is still unanswered; True if that means death. See ``heartbeat.Silence``."""
-        self._move({EngineState.serving, EngineState.suspect}, EngineState.suspect)
-        self.num_missed += 1
-        return self._silence.tick(now)
 
     def answer(self) -> None:
-        """The heartbeat was answered."""
-        self._move({EngineState.serving, EngineState.suspect}, EngineState.serving)
+        """A heartbeat was answered."""
         self._num_deaths_in_a_row = 0
 
     def die(self) -> None:
@@ -84,8 +68,3 @@ class EngineLife:
         if self.state not in allowed:
             raise StateError(f"an engine that is {self.state.value} cannot become {to.value}")
         self.state = to
-
-
-def heartbeat_of(config: EngineConfig) -> Heartbeat:
-    """How often each engine is asked, and how long it may be silent."""
-    return Heartbeat(interval_s=config.heartbeat_interval_s, timeout_s=config.heartbeat_timeout_s)

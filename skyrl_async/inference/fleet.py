@@ -15,10 +15,10 @@ from typing import Any
 from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.errors import EngineDeadError, InferenceError, PublishError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.engine_life import EngineLife, EngineState, heartbeat_of
+from skyrl_async.inference.engine_life import EngineLife, EngineState
 from skyrl_async.inference.front_end_notifier import FrontEndNotifier, FrontEndPool, Outage
 from skyrl_async.inference.protocol import InferenceEngine
-from skyrl_async.runtime.heartbeat import is_answered
+from skyrl_async.runtime.heartbeat import Heartbeat, Silence, is_answered
 from skyrl_async.runtime.tasks import task_group
 
 logger = logging.getLogger(__name__)
@@ -29,21 +29,22 @@ class _Member:
 
     def __init__(self, place: str, engine: InferenceEngine, life: EngineLife) -> None:
         self.place = place
-        self.engine = engine
         self.life = life
-        self.death = _future()
+        self.death: asyncio.Future[str | None]
+        """Why the engine serves no more; None: it was removed."""
         self.task: asyncio.Task[None]
         """Supervises the place."""
+        self.replace_engine(engine)
 
     def report_death(self, reason: str | None) -> None:
-        """Set why the engine serves no more; None: it was removed. Later calls change nothing."""
+        """Set why the engine serves no more. Later calls change nothing."""
         if not self.death.done():
             self.death.set_result(reason)
 
     def replace_engine(self, engine: InferenceEngine) -> None:
         """Put another engine in the place."""
         self.engine = engine
-        self.death = _future()
+        self.death = asyncio.get_running_loop().create_future()
 
 
 class Fleet:
@@ -209,12 +210,19 @@ class Fleet:
 
     async def _check_heartbeats(self, member: _Member) -> None:
         """Ask for heartbeats until one is not answered, which means the engine's death."""
-        heartbeat = heartbeat_of(self._config)
+        config = self._config
+        heartbeat = Heartbeat(interval_s=config.heartbeat_interval_s, timeout_s=config.heartbeat_timeout_s)
+        silence: Silence
+
+        def tick(now: float) -> bool:
+            member.life.num_missed += 1
+            return silence.tick(now)
+
         while True:
             await asyncio.sleep(heartbeat.interval_s)
-            member.life.ask(asyncio.get_running_loop().time())
+            silence = Silence(heartbeat, asyncio.get_running_loop().time())
             try:
-                if not await is_answered(member.engine.ping, heartbeat.interval_s, member.life.tick):
+                if not await is_answered(member.engine.ping, heartbeat.interval_s, tick):
                     return member.report_death(f"no heartbeat within {heartbeat.timeout_s:g} s")
             except EngineDeadError as error:
                 return member.report_death(str(error))
@@ -262,7 +270,3 @@ class Fleet:
         except BaseException:
             await engine.close()
             raise
-
-
-def _future() -> "asyncio.Future[str | None]":
-    return asyncio.get_running_loop().create_future()

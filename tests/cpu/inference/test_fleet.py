@@ -19,6 +19,7 @@ from skyrl_async.errors import EngineStartError, InferenceError, NoEngineError, 
 from skyrl_async.inference.engine_life import EngineLife, EngineState
 from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.runtime.heartbeat import Heartbeat, Silence
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine
@@ -595,6 +596,9 @@ def test_contract_6_whatever_fails_and_when_all_that_serve_after_a_publish_serve
     run_in_virtual_time(main())
 
 
+HEARTBEAT = Heartbeat(interval_s=ENGINES.heartbeat_interval_s, timeout_s=ENGINES.heartbeat_timeout_s)
+
+
 class LifeMachine(RuleBasedStateMachine):
     """Answers, silences, deaths and restarts in any order, at any times."""
 
@@ -611,10 +615,10 @@ class LifeMachine(RuleBasedStateMachine):
         self.life.serve()
         assert self.life.state is EngineState.serving
 
-    @precondition(lambda self: self.life.state in (EngineState.serving, EngineState.suspect) and self.asked is None)
+    @precondition(lambda self: self.life.state is EngineState.serving and self.asked is None)
     @rule()
     def ask(self) -> None:
-        self.life.ask(self.now)
+        self.silence = Silence(HEARTBEAT, self.now)
         self.asked, self.num_ticks = self.now, 0
 
     @precondition(lambda self: self.asked is not None)
@@ -623,11 +627,9 @@ class LifeMachine(RuleBasedStateMachine):
         """However long this process slept, it takes as many looks as fit into the deadline to call an engine dead."""
         self.now += seconds
         self.num_ticks += 1
-        is_dead = self.life.tick(self.now)
-        assert self.life.state is EngineState.suspect
-        if is_dead:
+        if self.silence.tick(self.now):
             assert self.asked is not None
-            assert self.num_ticks * ENGINES.heartbeat_interval_s >= ENGINES.heartbeat_timeout_s <= self.now - self.asked
+            assert self.num_ticks * HEARTBEAT.interval_s >= HEARTBEAT.timeout_s <= self.now - self.asked
             self.life.die()
             self.asked = None
 
