@@ -39,6 +39,6 @@ def run_and_report(work: Callable[[], None], path: str) -> None:
     try:
         work()
     except Exception as error:
-        outcome = f"{type(error).__name__}: {error}"
+        outcome = f"{type(error).__name__}: {error}".replace("\n", " ")
     with contextlib.suppress(OSError), socket(AF_UNIX, SOCK_DGRAM) as reporting:
         reporting.sendto(outcome.encode()[:_MAX_BYTES], path)
