@@ -29,7 +29,7 @@ def outcome_socket() -> Iterator[socket]:
 async def first_failure(outcomes: socket, num_outcomes: int) -> str | None:
     """Wait for ``num_outcomes``, and return the first failure among them."""
     loop = asyncio.get_running_loop()
-    received = [(await loop.sock_recv(outcomes, _MAX_BYTES)).decode() for _ in range(num_outcomes)]
+    received = [(await loop.sock_recv(outcomes, _MAX_BYTES)).decode(errors="replace") for _ in range(num_outcomes)]
     return next((outcome for outcome in received if outcome != _DONE), None)
 
 

@@ -50,7 +50,7 @@ from tests.engine_checks import (
 )
 from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,6 @@ async def fresh_engine_1(policy_dir: Callable[[int, bool], Path]) -> AsyncIterat
     await engine.close()
 
 
-@pytest.mark.slow
 async def test_an_engine_samples_tokens_with_logprobs_versions_and_a_finish_reason(engine_0: VLLMEngine) -> None:
     requests = [make_request(str(i), PROMPTS[0], max_tokens=200, temperature=1.0, ignore_eos=False) for i in range(12)]
     outputs = await generate_all(engine_0, requests)
@@ -116,7 +115,6 @@ async def test_an_engine_samples_tokens_with_logprobs_versions_and_a_finish_reas
         await engine_0.generate(make_request("long", (5,) * MAX_MODEL_LEN))
 
 
-@pytest.mark.slow
 async def test_an_engine_tells_how_much_of_a_prompt_it_had_cached(engine_0: VLLMEngine) -> None:
     prompt = tuple(5 + i % 290 for i in range(400))
     first = await engine_0.generate(make_request("uncached", prompt, max_tokens=3))
@@ -127,7 +125,6 @@ async def test_an_engine_tells_how_much_of_a_prompt_it_had_cached(engine_0: VLLM
     assert {block.num_cached_tokens for block in blocks} == {again.num_cached_tokens}
 
 
-@pytest.mark.slow
 async def test_stop_tokens_the_minimum_the_bias_allowed_tokens_and_bad_words_are_obeyed(engine_0: VLLMEngine) -> None:
     names = itertools.count()
 
@@ -138,7 +135,6 @@ async def test_stop_tokens_the_minimum_the_bias_allowed_tokens_and_bad_words_are
     await check_limited_tokens(generate)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_are_those_of_a_float32_forward_at_the_sampling_temperature(
     engine_0: VLLMEngine, policy_dir: Callable[[int, bool], Path], temperature: float
@@ -148,7 +144,6 @@ async def test_logprobs_are_those_of_a_float32_forward_at_the_sampling_temperatu
     assert (torch.tensor(output.logprobs) - expected).abs().max() < 1e-4
 
 
-@pytest.mark.slow
 async def test_bfloat16_weights_are_served_within_the_limit_of_the_probe(
     policy_dir: Callable[[int, bool], Path],
 ) -> None:
@@ -159,7 +154,6 @@ async def test_bfloat16_weights_are_served_within_the_limit_of_the_probe(
     await engine.close()
 
 
-@pytest.mark.slow
 async def test_the_likeliest_tokens_are_those_of_a_float32_forward_whole_and_in_blocks(
     engine_0: VLLMEngine, policy_dir: Callable[[int, bool], Path]
 ) -> None:
@@ -183,7 +177,6 @@ async def test_the_likeliest_tokens_are_those_of_a_float32_forward_whole_and_in_
     assert (torch.tensor([[p for _, p in top] for top in found]) - expected.values).abs().max() < 1e-4
 
 
-@pytest.mark.slow
 async def test_a_request_may_set_the_size_of_its_blocks(engine_0: VLLMEngine) -> None:
     sizes = {}
     for interval in (None, 20):
@@ -195,7 +188,6 @@ async def test_a_request_may_set_the_size_of_its_blocks(engine_0: VLLMEngine) ->
     assert [len(block.token_ids) for block in short] == [5]
 
 
-@pytest.mark.slow
 async def test_an_aborting_pause_freezes_the_engine_while_a_request_is_in_it_that_cannot_be_continued(
     engine_0: VLLMEngine,
 ) -> None:
@@ -218,7 +210,6 @@ async def test_an_aborting_pause_freezes_the_engine_while_a_request_is_in_it_tha
     assert beside.result().finish_reason is FinishReason.ABORT
 
 
-@pytest.mark.slow
 async def test_an_engine_without_a_tokenizer_refuses_grammars_and_serves_on(engine_0: VLLMEngine) -> None:
     constrained = make_request("a", structured=StructuredOutput(json_object=True))
     with pytest.raises(RequestRefusedError, match=r"cannot constrain an answer.*has no tokenizer \(none of tokenizer"):
@@ -230,7 +221,6 @@ async def test_an_engine_without_a_tokenizer_refuses_grammars_and_serves_on(engi
     await engine_0.resume()
 
 
-@pytest.mark.slow
 async def test_a_tokenizer_that_cannot_be_read_is_a_start_error_that_says_so(
     policy_dir: Callable[[int, bool], Path], tmp_path: Path
 ) -> None:
@@ -243,7 +233,6 @@ async def test_a_tokenizer_that_cannot_be_read_is_a_start_error_that_says_so(
         await start(tmp_path, "broken")
 
 
-@pytest.mark.slow
 async def test_a_resume_comes_after_a_pause_that_was_cancelled_halfway(engine_0: VLLMEngine) -> None:
     core = psutil.Process((await engine_0.statistics())["core_process_id"])
     core.send_signal(signal.SIGSTOP)
@@ -276,7 +265,6 @@ async def test_weights_that_are_refused_do_not_pause_an_engine(engine_0: VLLMEng
     assert (await engine_0.generate(make_request("a"))).finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.slow
 async def test_a_greedy_request_aborted_many_times_gives_the_tokens_of_an_uninterrupted_one(
     engine_0: VLLMEngine,
 ) -> None:
@@ -323,14 +311,12 @@ async def assert_updated_is_as_fresh(
     assert await updated.checksum() == before
 
 
-@pytest.mark.slow
 async def test_an_updated_engine_cannot_be_told_from_a_fresh_one_with_the_same_weights(
     engine_0: VLLMEngine, fresh_engine_1: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
 ) -> None:
     await assert_updated_is_as_fresh(engine_0, fresh_engine_1, (policy_dir(0, False), policy_dir(1, False)), tmp_path)
 
 
-@pytest.mark.slow
 async def test_weights_are_loaded_where_the_trainer_shares_them_and_from_the_file_where_that_cannot_be_opened(
     engine_0: VLLMEngine, fresh_engine_1: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
 ) -> None:
@@ -357,7 +343,6 @@ async def test_weights_are_loaded_where_the_trainer_shares_them_and_from_the_fil
         assert await engine_0.checksum() == before
 
 
-@pytest.mark.slow
 async def test_nor_can_one_with_a_tied_head_and_one_left_unpacked_is_seen_by_the_checksum(
     policy_dir: Callable[[int, bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,7 +363,6 @@ async def test_nor_can_one_with_a_tied_head_and_one_left_unpacked_is_seen_by_the
         await engine.close()
 
 
-@pytest.mark.slow
 async def test_aborted_requests_bear_the_version_of_each_segment(
     engine_0: VLLMEngine, fresh_engine_1: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
 ) -> None:
@@ -395,7 +379,6 @@ async def test_aborted_requests_bear_the_version_of_each_segment(
         assert new.token_ids == (await fresh_engine_1.generate(continued)).token_ids
 
 
-@pytest.mark.slow
 async def test_kept_requests_and_streams_continue_as_a_fresh_engine_would_with_exact_versions(
     engine_0: VLLMEngine, fresh_engine_1: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
 ) -> None:
@@ -435,7 +418,6 @@ async def test_kept_requests_and_streams_continue_as_a_fresh_engine_would_with_e
         assert token_ids[num_old:] == (await fresh_engine_1.generate(continued)).token_ids
 
 
-@pytest.mark.slow
 async def test_a_new_request_does_not_see_prefixes_cached_under_the_old_weights(
     engine_0: VLLMEngine, fresh_engine_1: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
 ) -> None:
@@ -448,7 +430,6 @@ async def test_a_new_request_does_not_see_prefixes_cached_under_the_old_weights(
         assert new.token_ids == (await fresh_engine_1.generate(make_request("new", long_prompt))).token_ids
 
 
-@pytest.mark.slow
 async def test_an_update_that_cannot_be_the_policys_is_refused_and_the_old_weights_serve_on(
     engine_0: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
 ) -> None:
@@ -483,7 +464,6 @@ async def test_an_update_that_cannot_be_the_policys_is_refused_and_the_old_weigh
     assert await engine_0.generate(make_request("before")) == before
 
 
-@pytest.mark.slow
 async def test_requests_made_while_paused_wait_for_the_resume(engine_0: VLLMEngine) -> None:
     expected = await engine_0.generate(make_request("a"))
     await engine_0.pause(PauseMode.ABORT)
@@ -497,7 +477,6 @@ async def test_requests_made_while_paused_wait_for_the_resume(engine_0: VLLMEngi
     assert waiting.result() == expected
 
 
-@pytest.mark.slow
 async def test_cancelling_a_call_or_leaving_a_stream_ends_the_request_in_the_engine(engine_0: VLLMEngine) -> None:
     calls = [asyncio.ensure_future(engine_0.generate(make_request(str(i), max_tokens=450))) for i in range(4)]
     await wait_for_blocks(engine_0, 2)
@@ -508,7 +487,6 @@ async def test_cancelling_a_call_or_leaving_a_stream_ends_the_request_in_the_eng
     assert (await engine_0.statistics())["num_requests"] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("vllm_is_first", [False, True], ids=["seen by the engine", "seen by vLLM first"])
 async def test_a_killed_core_is_an_engine_death_for_every_call_at_once(
     policy_dir: Callable[[int, bool], Path], vllm_is_first: bool
@@ -539,7 +517,6 @@ async def test_a_killed_core_is_an_engine_death_for_every_call_at_once(
     await engine.close()
 
 
-@pytest.mark.slow
 async def test_staged_weights_are_not_served_before_they_are_loaded_and_leave_nothing_behind(
     engine_0: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
 ) -> None:
@@ -560,7 +537,6 @@ async def test_staged_weights_are_not_served_before_they_are_loaded_and_leave_no
     assert {path.suffix for version in "12" for path in (tmp_path / version).iterdir()} == {".safetensors"}
 
 
-@pytest.mark.slow
 async def test_a_control_call_that_gets_no_answer_ends_the_engine_at_its_deadline(
     policy_dir: Callable[[int, bool], Path],
 ) -> None:
@@ -573,7 +549,6 @@ async def test_a_control_call_that_gets_no_answer_ends_the_engine_at_its_deadlin
     assert not psutil.pid_exists(core.pid)
 
 
-@pytest.mark.slow
 async def test_a_policy_that_vllm_cannot_serve_is_a_start_error_and_leaves_no_process(
     policy_dir: Callable[[int, bool], Path], tmp_path: Path
 ) -> None:
