@@ -138,8 +138,15 @@ class InferenceEngineClient:
 
         Raises ``PromptTooLongError``, ``NoEngineError``, and ``ValueError`` for neither or both inputs.
         """
-        ids = self._prompt_ids(prompt_token_ids, messages)
-        return await self.generate_tokens(ids, sampling, session_id=session_id)
+        if (prompt_token_ids is None) == (messages is None):
+            raise ValueError("give either prompt_token_ids or messages, not both and not neither")
+        if prompt_token_ids is None:
+            if self._renderer is None:
+                raise InferenceError(
+                    "this client was made without a chat renderer: give prompt_token_ids instead of messages"
+                )
+            prompt_token_ids = self._renderer.render(list(messages or ()))
+        return await self.generate_tokens(prompt_token_ids, sampling, session_id=session_id)
 
     async def generate_tokens(
         self,
@@ -228,17 +235,6 @@ class InferenceEngineClient:
         """Requests, tokens (delivered, and abandoned), aborts and engine failures so far, and the load now."""
         counts = {f"{name}_total": float(count) for name, count in self._counts.items()}
         return counts | self.pool.statistics() | {"policy_version": float(self.policy_version)}
-
-    def _prompt_ids(self, token_ids: Sequence[int] | None, messages: Sequence[Message] | None) -> tuple[int, ...]:
-        if (token_ids is None) == (messages is None):
-            raise ValueError("give either prompt_token_ids or messages, not both and not neither")
-        if token_ids is not None:
-            return tuple(token_ids)
-        if self._renderer is None:
-            raise InferenceError(
-                "this client was made without a chat renderer: give prompt_token_ids instead of messages"
-            )
-        return self._renderer.render(list(messages or ()))
 
     def _request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, priority: int) -> EngineRequest:
         """The engine request of one generation. Raises ``PromptTooLongError``."""
