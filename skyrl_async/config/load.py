@@ -1,4 +1,4 @@
-"""From a command line to a checked ``Config``: the one place that knows hydra.
+"""From a command line to a checked ``Config``: the one place that knows hydra, of which it takes the grammar of overrides.
 
 overrides, group choices, yaml file ──> compose_config ──> load ──> Config, or one ConfigError for all mistakes
 """
@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser, create_functions
 from hydra.core.override_parser.overrides_visitor import HydraOverrideVisitor
-from hydra.core.override_parser.types import Override, Quote, QuotedString, Transformer
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, OverrideLexer
 from hydra.grammar.gen.OverrideParser import OverrideParser
@@ -103,47 +101,42 @@ def _plain(config: Config) -> dict[str, Any]:
     return plain
 
 
-@cache
-def register() -> None:
-    """Put the schema and the groups into hydra's store, under ``skyrl_async``, once per process."""
-    store = ConfigStore.instance()
-    store.store(name="skyrl_async_schema", node=Config)
-    for group, options in GROUPS.items():
-        for name, option in options.items():
-            store.store(group=group, name=name, package="_global_", node=option.values)
-    groups = [{group: default_option(group)} for group in GROUPS]
-    store.store(name="skyrl_async", node={"defaults": ["skyrl_async_schema", *groups, "_self_"]})
-
-
 def compose_config(overrides: Sequence[str], file: Path | None = None) -> DictConfig:
-    """Compose groups or ``file``, then overrides. Raises one ``ConfigError`` for all that is unknown or mistyped."""
-    register()
-    choices, values = {}, []
+    """Put groups or ``file`` together with overrides. Raises one ``ConfigError`` for all that is unknown or mistyped."""
     mistakes: list[str] = []
+    parsed: list[Override] = []
+    chosen: dict[str, str] = {}
     for text in overrides:
         with _noted(mistakes):
             override = _parse_override(text)
             if override.key_or_group in GROUPS and not isinstance(override.value(), dict):
-                choices[override.key_or_group] = _checked_choice(override, file)
+                chosen[override.key_or_group] = _checked_choice(override, file)
             else:
-                values.append(_checked_value(override, mistakes))
-    name = "skyrl_async"
-    if file is not None:
-        name = "skyrl_async_file"
-        tree = _read_file(file, mistakes)
-        ConfigStore.instance().store(name=name, node={"defaults": ["skyrl_async_schema", "_self_"], **tree})
+                parsed.append(override)
+    if file is None:
+        choices = [GROUPS[group][chosen.get(group, default_option(group))] for group in GROUPS]
+        tree = _merged(*(choice.values for choice in choices))
+    else:
+        tree = _merged()
+        for section, below in _read_file(file).items():
+            _set_leaves(tree, section, below, mistakes, f"--config {file}: ")
+    for override in parsed:
+        key = str(override.key_or_group)
+        value = _with_text(key, override.value(), _as_written(str(override.input_line)))
+        _set_leaves(tree, key, value, mistakes)
     if mistakes:
         lines = [f"{len(mistakes)} settings are wrong:", *mistakes]
         raise ConfigError(mistakes[0] if len(mistakes) == 1 else "\n  ".join(lines))
-    try:
-        # `initialize` would read the source of every caller, for a path that there is not.
-        with initialize_config_module("skyrl_async.config", version_base="1.3"):
-            composed = compose(name, overrides=[*(f"{group}={choice}" for group, choice in choices.items()), *values])
-    except HydraException as error:
-        raise ConfigError(f"cannot compose the configuration: {_first_line(error.__cause__ or error)}") from error
-    for group, choice in choices.items():
-        _check_required(composed, group, choice)
-    return composed
+    for group, choice in chosen.items():
+        _check_required(tree, group, choice)
+    return tree
+
+
+def _merged(*values: dict[str, Any]) -> DictConfig:
+    """The schema with values of groups."""
+    tree = OmegaConf.merge(_schema(), *values)
+    assert isinstance(tree, DictConfig)
+    return tree
 
 
 @contextmanager
@@ -218,17 +211,6 @@ def _checked_choice(override: Override, file: Path | None) -> str:
     return name
 
 
-def _checked_value(override: Override, mistakes: list[str]) -> str:
-    """The override as hydra should get it; what is wrong with its keys and their values goes to ``mistakes``."""
-    key = str(override.key_or_group)
-    tree = _with_text(key, override.value(), _as_written(str(override.input_line)))
-    _check_leaves(key, tree, mistakes)
-    # Keys of an open dictionary are not in the schema, whether they are written one by one or as {name: value}.
-    may_add = isinstance(tree, dict) or (key not in all_keys() and _open_parent(key) is not None)
-    quoted = _mapped(tree, lambda leaf: QuotedString(leaf, Quote.double) if isinstance(leaf, str) else leaf)
-    return f"{'++' if may_add else ''}{key}={Transformer.str(quoted)}"
-
-
 class _AsWritten(HydraOverrideVisitor):
     """Takes numbers, true and false for the text that they are."""
 
@@ -265,11 +247,12 @@ def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     return change(tree)
 
 
-def _check_leaves(key: str, tree: Any, mistakes: list[str], prefix: str = "") -> None:
-    for name, value in _leaves(key, tree):
+def _set_leaves(tree: DictConfig, key: str, value: Any, mistakes: list[str], prefix: str = "") -> None:
+    """Set what ``key=value`` says in ``tree``; what is wrong with it goes to ``mistakes``."""
+    for name, leaf in _leaves(key, value):
         with _noted(mistakes, prefix):
             _check_key(name)
-            _check_type(name, value)
+            _set(tree, name, leaf)
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -283,7 +266,12 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _open_parent(key: str) -> str | None:
     """The dictionary-valued key above ``key``, whose keys are free."""
-    return next((name for name, known in all_keys().items() if known.is_open and key.startswith(f"{name}.")), None)
+    return next((name for name in _open_keys() if key.startswith(f"{name}.")), None)
+
+
+@cache
+def _open_keys() -> tuple[str, ...]:
+    return tuple(name for name, known in all_keys().items() if known.is_open)
 
 
 def _check_key(key: str) -> None:
@@ -307,18 +295,11 @@ def _schema() -> DictConfig:
     return OmegaConf.structured(Config)
 
 
-@cache
-def _scratch() -> DictConfig:
-    """Another of no other use than to be written to; what it holds says nothing of what it can hold."""
-    return OmegaConf.structured(Config)
-
-
-def _check_type(key: str, value: Any) -> None:
+def _set(tree: DictConfig, key: str, value: Any) -> None:
     """Refuse a value that the key cannot hold."""
-    if _open_parent(key) is not None:
-        return
     try:
-        OmegaConf.update(_scratch(), key, value, merge=True)
+        # Keys of an open dictionary are not in the schema.
+        OmegaConf.update(tree, key, value, merge=True, force_add=_open_parent(key) is not None)
     except GrammarParseError as error:
         raise ConfigError(f"{key}: {_first_line(error)}{_ESCAPING}") from error
     except OmegaConfBaseException as error:
@@ -334,8 +315,8 @@ def _check_required(composed: DictConfig, group: str, name: str) -> None:
             raise ConfigError(f"{group}.{key} must be set with {group}={name}: add {group}.{key}=...")
 
 
-def _read_file(file: Path, mistakes: list[str]) -> dict[str, Any]:
-    """The values of a yaml file; what is wrong with its keys and their values goes to ``mistakes``."""
+def _read_file(file: Path) -> dict[str, Any]:
+    """The sections of a yaml file."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(file))
         written = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader)  # which takes all for text
@@ -345,15 +326,12 @@ def _read_file(file: Path, mistakes: list[str]) -> dict[str, Any]:
         raise ConfigError(f"--config {file} is no yaml: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"--config {file} must hold a mapping of sections, got {type(tree).__name__}")
-    sections = {str(name): _with_text(str(name), below, written.get(name)) for name, below in tree.items()}
-    for section, below in sections.items():
-        _check_leaves(section, below, mistakes, f"--config {file}: ")
-    return sections
+    return {str(name): _with_text(str(name), below, written.get(name)) for name, below in tree.items()}
 
 
 def _to_object(cfg: DictConfig) -> Config:
     try:
-        built = OmegaConf.to_object(OmegaConf.merge(_schema(), cfg))
+        built = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         hint = _ESCAPING if isinstance(error, InterpolationResolutionError) else ""
