@@ -19,14 +19,12 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from skyrl_async.config.help import all_keys, value_text
+from skyrl_async.config.help import REFERENCE_MARK, all_keys, value_text
 
 OUR_OLD_NAMES = "skyrl_async, before"
 """The system whose keys are those that we renamed."""
 _CLOSE, _CLOSE_IN_ITS_SECTION = 0.85, 0.75
 """Cutoffs of ``difflib`` over the last parts of keys: any two whole keys of one section are close (``use_tis`` and ``use_kl_loss``)."""
-_MARK = "<!-- below: make reference -->\n"
-"""What is below it in docs/coming_from.md is written from the table."""
 _HEADING = re.compile(r"\[(.+)\] ?(.*)")
 
 
@@ -184,7 +182,7 @@ def updated(page: str) -> str:
     for name, source in sources().items():
         lines += ["", f"## {name}'s keys", "", f"From {source}.", ""]
         lines += [f"| {name} | default | here | what differs |", "|---|---|---|---|", *_lines_of(name)]
-    return page.partition(_MARK)[0] + _MARK + "\n" + "\n".join(lines) + "\n"
+    return page.partition(REFERENCE_MARK)[0] + REFERENCE_MARK + "\n" + "\n".join(lines) + "\n"
 
 
 def _differing_defaults() -> Iterator[str]:

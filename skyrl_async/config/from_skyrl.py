@@ -35,10 +35,19 @@ _WORDS_OF_YAML = frozenset({"true", "false", "null", "none", "yes", "no", "on", 
 _OTHERS = {"verl": "verl", "areal": "AReaL"}
 
 
+def _starting_point() -> DictConfig:
+    chosen = [GROUPS[group][option].values for group, option in _CHOICES.items()]
+    tree = OmegaConf.merge(OmegaConf.structured(Config), *chosen)
+    assert isinstance(tree, DictConfig)
+    return tree
+
+
 @dataclass(slots=True)
 class Translation:
     """What became of the keys of a script; values are as yaml reads them."""
 
+    tree: DictConfig = field(default_factory=_starting_point)
+    """Our configuration with them."""
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """Our key -> value, and what it is of."""
     defaults: dict[str, tuple[Any, str]] = field(default_factory=dict)
@@ -54,6 +63,18 @@ class Translation:
     unknown: list[str] = field(default_factory=list)
     """For each that neither SkyRL nor we have."""
 
+    def set(self, key: str, value: Any, about: str) -> bool:
+        """Set one of our keys, unless it cannot hold the value."""
+        known = all_keys().get(key)
+        if known is not None and known.type_text.startswith("list of ") and not isinstance(value, list):
+            value = [] if value is None else [value]
+        try:
+            OmegaConf.update(self.tree, key, value, merge=True, force_add=known is None)
+        except OmegaConfBaseException:
+            return False
+        self.settings[key] = (value, about)
+        return True
+
 
 def command_for(script: Path, environment: Mapping[str, str]) -> str:
     """The text of a bash script with our command. Raises ``ConfigError`` for a script that cannot be read or starts no training."""
@@ -63,8 +84,7 @@ def command_for(script: Path, environment: Mapping[str, str]) -> str:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"--from-skyrl {script} cannot be read: {reason}; give a launch script of SkyRL's") from error
     command = _training_command(script, commands_of(text, environment))
-    translation, tree = translated(command)
-    return _written(script, translation, tree)
+    return _written(script, translated(command))
 
 
 def _training_command(script: Path, commands: list[Command]) -> Command:
@@ -92,10 +112,9 @@ def _training_command(script: Path, commands: list[Command]) -> Command:
     return found[0]
 
 
-def translated(command: Command) -> tuple[Translation, DictConfig]:
-    """What becomes of each of the command's keys, and our configuration with them."""
+def translated(command: Command) -> Translation:
+    """What becomes of each of the command's keys."""
     result = Translation()
-    tree = _starting_point()
     theirs: dict[str, str] = {}
     unresolved: set[str] = set()
     for word in command.words:
@@ -106,21 +125,14 @@ def translated(command: Command) -> tuple[Translation, DictConfig]:
         elif found:
             theirs[found[1]] = found[2]
     for key, value in theirs.items():
-        _take(key, value, result, tree)
-    _take_schedule(command, theirs, result, tree)
-    _take_together(theirs, result, tree)
-    _take_defaults({*theirs, *unresolved}, result, tree)
-    return result, tree
+        _take(key, value, result)
+    _take_schedule(command, theirs, result)
+    _take_together(theirs, result)
+    _take_defaults({*theirs, *unresolved}, result)
+    return result
 
 
-def _starting_point() -> DictConfig:
-    chosen = [GROUPS[group][option].values for group, option in _CHOICES.items()]
-    tree = OmegaConf.merge(OmegaConf.structured(Config), *chosen)
-    assert isinstance(tree, DictConfig)
-    return tree
-
-
-def _take(key: str, written: str, result: Translation, tree: DictConfig) -> None:
+def _take(key: str, written: str, result: Translation) -> None:
     """Put one of their keys where it belongs."""
     row, shown = find(_SYSTEM, key), f"{key}={written}"
     if row is None and key in all_keys():
@@ -137,7 +149,7 @@ def _take(key: str, written: str, result: Translation, tree: DictConfig) -> None
         (result.needless if is_needless else result.missing).append(f"{shown}: {row.note}")
         return
     about = ": ".join(part for part in (key if row.ours != (key,) else "", row.note) if part)
-    taken = [_set(ours, value, about, result, tree) for ours, value in settings]
+    taken = [result.set(ours, value, about) for ours, value in settings]
     if all(taken):
         result.num_set += 1
     else:
@@ -164,33 +176,20 @@ def _plain(written: str) -> str:
     return value_text(yaml_value(written))
 
 
-def _set(key: str, value: Any, about: str, result: Translation, tree: DictConfig) -> bool:
-    """Set one of our keys, unless it cannot hold the value."""
-    known = all_keys().get(key)
-    if known is not None and known.type_text.startswith("list of ") and not isinstance(value, list):
-        value = [] if value is None else [value]
-    try:
-        OmegaConf.update(tree, key, value, merge=True, force_add=known is None)
-    except OmegaConfBaseException:
-        return False
-    result.settings[key] = (value, about)
-    return True
-
-
-def _take_schedule(command: Command, theirs: Mapping[str, str], result: Translation, tree: DictConfig) -> None:
+def _take_schedule(command: Command, theirs: Mapping[str, str], result: Translation) -> None:
     """Which trainer it is: the module says so, or else a key does."""
     module = next((word.text for word in command.words if re.search(r"async", word.text) and "=" not in word.text), "")
     if "fully_async" in module or yaml_value(theirs.get("trainer.fully_async.enabled", "false")):
-        _set("trainer.schedule", "fully_async", module or "trainer.fully_async.enabled", result, tree)
+        result.set("trainer.schedule", "fully_async", module or "trainer.fully_async.enabled")
         return
     schedule = "one_step_off" if module else "sync"
-    _set("trainer.schedule", schedule, module or "SkyRL's trainer without trainer.fully_async.enabled", result, tree)
+    result.set("trainer.schedule", schedule, module or "SkyRL's trainer without trainer.fully_async.enabled")
     for key in ("trainer.max_staleness_steps", "trainer.num_parallel_generation_workers"):
         if result.settings.pop(key, None):
-            _set(key, None, f"of fully_async, not of {schedule}", result, tree)
+            result.set(key, None, f"of fully_async, not of {schedule}")
 
 
-def _take_together(theirs: Mapping[str, str], result: Translation, tree: DictConfig) -> None:
+def _take_together(theirs: Mapping[str, str], result: Translation) -> None:
     """What several of their keys mean together."""
 
     def value(key: str, default: Any) -> Any:
@@ -201,60 +200,53 @@ def _take_together(theirs: Mapping[str, str], result: Translation, tree: DictCon
     placement, algorithm = "trainer.placement.policy_num_", "trainer.algorithm."
     if f"{placement}gpus_per_node" in theirs or f"{placement}nodes" in theirs:
         ranks = value(f"{placement}gpus_per_node", 1) * value(f"{placement}nodes", 1)
-        _set("training.num_workers", ranks, f"{placement}gpus_per_node times policy_num_nodes", result, tree)
+        result.set("training.num_workers", ranks, f"{placement}gpus_per_node times policy_num_nodes")
     answer = value("generator.sampling_params.max_generate_length", 1024)
     if "generator.eval_sampling_params.max_generate_length" not in theirs:
-        _set("evaluation.sampling.max_tokens", answer, "as in training, SkyRL's default", result, tree)
+        result.set("evaluation.sampling.max_tokens", answer, "as in training, SkyRL's default")
     micro, longest = "trainer.micro_train_batch_size_per_gpu", value("trainer.max_prompt_length", 512) + answer
-    if value("trainer.max_tokens_per_microbatch", -1) > 0:
-        pass
-    elif micro in theirs:
-        tokens = value(micro, 1) * longest
-        _set(
-            "training.micro_batch_tokens",
-            tokens,
-            f"{micro} times the longest prompt plus answer, {longest}",
-            result,
-            tree,
-        )
-    else:
+    if value("trainer.max_tokens_per_microbatch", -1) <= 0:
         result.settings.pop("training.micro_batch_tokens", None)
+        if micro in theirs:
+            about = f"{micro} times the longest prompt plus answer, {longest}"
+            result.set("training.micro_batch_tokens", value(micro, 1) * longest, about)
     batches = value(f"{algorithm}dynamic_sampling.max_sample_batches", 30)
     if batches > 0 and f"{algorithm}dynamic_sampling.max_sample_batches" in theirs:
-        groups = batches * value("trainer.policy_mini_batch_size", 256)
-        _set(
-            "trainer.fully_async.max_filtered_in_a_row", groups, "in groups: times policy_mini_batch_size", result, tree
+        groups, about = (
+            batches * value("trainer.policy_mini_batch_size", 256),
+            "in groups: times policy_mini_batch_size",
         )
+        result.set("trainer.fully_async.max_filtered_in_a_row", groups, about)
     loss, key = value(f"{algorithm}policy_loss_type", "regular"), f"{algorithm}policy_loss_type"
     correction = f"{algorithm}off_policy_correction."
     weighs = value(f"{correction}tis_ratio_type", None) is not None or value(f"{algorithm}use_tis", False)
     if loss == "cispo":
         is_rollout = value(f"{algorithm}cispo.cispo_anchor", "old") == "rollout"
-        _set(key, "cispo" if is_rollout else "cispo_old", f"{key}, and cispo.cispo_anchor", result, tree)
+        result.set(key, "cispo" if is_rollout else "cispo_old", f"{key}, and cispo.cispo_anchor")
     elif loss in ("regular", "dual_clip") and weighs:
-        _set(key, "decoupled_ppo", f"{loss} with importance weights, around recomputed log-probs", result, tree)
+        result.set(key, "decoupled_ppo", f"{loss} with importance weights, around recomputed log-probs")
     elif loss == "rollout_is":
         about = "SkyRL's rollout_is drops tokens whose ratio is out of eps_clip_low and eps_clip_high"
         low, high = (value(f"{algorithm}eps_clip_{end}", 0.2) for end in ("low", "high"))
-        _set(f"{correction}token_mask_is_threshold_low", round(1 - low, 6), about, result, tree)
-        _set(f"{correction}token_mask_is_threshold_high", round(1 + high, 6), about, result, tree)
-        _set(f"{algorithm}tis_cap", round(1 + high, 6), "as that bound, so that it caps nothing", result, tree)
+        result.set(f"{correction}token_mask_is_threshold_low", round(1 - low, 6), about)
+        result.set(f"{correction}token_mask_is_threshold_high", round(1 + high, 6), about)
+        result.set(f"{algorithm}tis_cap", round(1 + high, 6), "as that bound, so that it caps nothing")
 
 
-def _take_defaults(given: set[str], result: Translation, tree: DictConfig) -> None:
+def _take_defaults(given: set[str], result: Translation) -> None:
     """Set what the script leaves at a default that is not ours, and that something reads."""
-    left = Translation()
+    left = Translation(tree=result.tree)
     for name, row in foreign_keys(_SYSTEM).items():
         if name in given or not row.default:
             continue
         for key, value in _settings_of(row, row.default):
-            before = copy.deepcopy(OmegaConf.select(tree, key))
+            before = copy.deepcopy(OmegaConf.select(result.tree, key))
             if key in result.settings or key in left.settings:
                 continue
-            if _set(key, value, name, left, tree) and OmegaConf.select(tree, key) == before:
+            if left.set(key, value, name) and OmegaConf.select(left.tree, key) == before:
                 del left.settings[key]
     try:
-        idle = idle_settings(_built(tree))
+        idle = idle_settings(_built(result.tree))
     except SkyRLAsyncError:
         idle = []
     result.defaults = {
@@ -271,7 +263,7 @@ def _built(tree: DictConfig) -> Config:
     return config
 
 
-def _written(script: Path, result: Translation, tree: DictConfig) -> str:
+def _written(script: Path, result: Translation) -> str:
     num_keys = result.num_set + sum(map(len, (result.needless, result.missing, result.unresolved, result.unknown)))
     lines = [
         f"# skyrl_async's command for {script.name}, which was read, not run.",
@@ -293,7 +285,7 @@ def _written(script: Path, result: Translation, tree: DictConfig) -> str:
         if entries:
             lines += ["", f"# {heading}", *(f"#   {' '.join(entry.split())}" for entry in entries)]
     try:
-        rules.check(_built(tree))
+        rules.check(_built(result.tree))
     except (SkyRLAsyncError, OmegaConfBaseException) as error:
         lines += ["", "# What this machine says of it:", f"#   {' '.join(str(error).split())}"]
     return "\n".join(lines) + "\n"

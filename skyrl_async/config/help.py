@@ -1,6 +1,6 @@
 """Every key with its type, default and text: for ``--help``, for "did you mean", and for the configuration reference.
 
-``python -m skyrl_async.config.help`` writes the reference page to standard output.
+``python -m skyrl_async.config.help PAGE`` writes the tables of docs/reference/config.md anew.
 """
 
 import sys
@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from skyrl_async.config.schema.fields import text_of
 from skyrl_async.config.schema.groups import GROUPS, default_option
 from skyrl_async.config.schema.run import Config
 
+REFERENCE_MARK = "<!-- below: make reference -->\n"
+"""What is below it in a page of docs is written from the code."""
 _EXAMPLES = (
     ("the default task and the tiny policy, at most 4 steps stale", "trainer.max_staleness_steps=4"),
     ("the multi-turn task", "task=relay"),
@@ -150,23 +153,9 @@ def _keys_of(section: str) -> list[Key]:
     return [key for name, key in all_keys().items() if name.rpartition(".")[0].split(".")[0] == section]
 
 
-def markdown() -> str:
-    """The configuration reference as a page."""
-    lines = [
-        "# Configuration",
-        "",
-        "Every key of a run, as `key=value` on the command line. `--help` prints the same,",
-        "`--cfg job` the values in force. Written by `python -m skyrl_async.config.help > docs/reference/config.md`.",
-        "",
-        "Text stays as it is typed (`true`, `1e3`, `007`), but for `null`. Text with quotes, commas, `=` and the like goes in",
-        r"""double quotes, and all of it in single ones for the shell: `'generator.command="bash -c \"my agent\""'`.""",
-        r"`${trainer.seed}` stands for another key's value, `\${MODEL}` for the text `${MODEL}`.",
-        "",
-        "## Groups",
-        "",
-        "| group | option | what it means | what it sets |",
-        "|---|---|---|---|",
-    ]
+def updated(page: str) -> str:
+    """docs/reference/config.md with what is below its mark written anew."""
+    lines = ["", "## Groups", "", "| group | option | what it means | what it sets |", "|---|---|---|---|"]
     for group, options in GROUPS.items():
         for name, option in options.items():
             mark = " (default)" if name == default_option(group) else ""
@@ -180,7 +169,7 @@ def markdown() -> str:
             toy = _toy_values().get(key.name)
             default = f"`{key.default}`" + (f", `{toy}` with policy=tiny" if toy else "")
             lines.append(f"| `{key.name}` | {key.type_text} | {default} | {key.text.replace('|', chr(92) + '|')} |")
-    return "\n".join(lines) + "\n"
+    return page.partition(REFERENCE_MARK)[0] + REFERENCE_MARK + "\n".join(lines) + "\n"
 
 
 @cache
@@ -199,4 +188,5 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 if __name__ == "__main__":
-    sys.stdout.write(markdown())
+    path = Path(sys.argv[1])
+    path.write_text(updated(path.read_text()))

@@ -1,4 +1,4 @@
-"""A checked configuration in 13 ms, a tenth of what composing it with hydra takes: for tables of rules."""
+"""A checked configuration without the grammar of the command line: for tables of rules."""
 
 from functools import cache
 

@@ -30,9 +30,8 @@ from skyrl_async.config.schema.training import LrSchedule
 
 _ALGORITHM = "trainer.algorithm"
 _REFERENCE = f"{_ALGORITHM}.use_kl_loss=true or use_kl_in_reward=true"
-_OF_ALL = "*"
 _Needs = tuple[str, tuple[str, ...], bool, str]
-"""The path of a section (a dot at its end), names of keys in it or all of them, whether they are read, and what would have them read."""
+"""The path of a section, names of keys in it (none: all of them), whether they are read, and what would have them read."""
 _LARGEST_GSPO_BOUND = 0.05
 _IN_THE_REWARD = {
     KlEstimator.k2: "has next to no force near the reference, and may push away from it",
@@ -119,7 +118,7 @@ def _of_policy(config: Config) -> tuple[_Needs, ...]:
         ("task", files, is_dataset, "task=dataset"),
         ("task", made, not is_dataset, "a task that makes its prompts"),
         ("trainer", ("eval_interval_steps",), evaluates, "evaluation.num_prompts_while_training >= 1"),
-        ("task.reasoning_gym", (_OF_ALL,), task.name == REASONING_GYM_TASK, "task=reasoning_gym"),
+        ("task.reasoning_gym", (), task.name == REASONING_GYM_TASK, "task=reasoning_gym"),
     )
 
 
@@ -136,7 +135,7 @@ def _of_processes(config: Config) -> tuple[_Needs, ...]:
             not is_agent,
             "generator=gym or gym_http; see server.session_max_tokens",
         ),
-        ("server", (_OF_ALL,), config.serves_endpoint, "server.enabled=true"),
+        ("server", (), config.serves_endpoint, "server.enabled=true"),
         ("logging", ("wandb_project",), logging.wandb, "logging.wandb=true"),
         ("logging", ("trained_tokens",), logging.trained_groups, "logging.trained_groups=true"),
     )
@@ -147,7 +146,7 @@ def _unread(config: Config, path: str, names: tuple[str, ...], is_read: bool, wi
         return
     section: Any = attrgetter(path)(config)
     defaults = type(section)()
-    for name in names if names != (_OF_ALL,) else [field.name for field in fields(section)]:
+    for name in names or [field.name for field in fields(section)]:
         value = getattr(section, name)
         if value != getattr(defaults, name) and value not in _values_of_groups(f"{path}.{name}"):
             yield f"{path}.{name}={_shown(value)} does nothing without {without}"

@@ -1,8 +1,7 @@
 """All keys of a run: the small sections, and all sections put together.
 
-hydra composes these dataclasses and ``config.load`` builds checked objects of them. ``--help`` and the configuration reference print the
-text behind each key. Rules about one class are in its ``__post_init__``, which omegaconf runs when it builds the object; rules across
-classes are in ``config.rules``.
+``config.load`` builds checked objects of these dataclasses. What several keys of one class mean together is checked in its
+``__post_init__``, which omegaconf runs when it builds the object; rules across classes are in ``config.rules``.
 """
 
 from dataclasses import dataclass, field

@@ -175,7 +175,7 @@ def test_a_value_of_another_system_is_answered(capsys: pytest.CaptureFixture[str
 def test_no_key_of_skyrls_fully_asynchronous_gsm8k_script_is_left_unanswered() -> None:
     (command,) = [each for each in commands_of(GSM8K, {"HOME": "/home/me"}) if each.words[0].text == "uv"]
     keys = [word.text.partition("=")[0] for word in command.words if "=" in word.text]
-    result, _ = translated(command)
+    result = translated(command)
     assert len(keys) == 45 and all(find("SkyRL", key) or key in all_keys() for key in keys)
     assert (sum(key in all_keys() for key in keys), result.num_set) == (12, 36)
     assert (len(result.needless), len(result.missing), len(result.unresolved), len(result.unknown)) == (8, 1, 0, 0)

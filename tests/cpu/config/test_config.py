@@ -574,4 +574,4 @@ def test_a_port_in_use_is_refused_only_when_it_would_be_bound() -> None:
 
 def test_the_configuration_reference_is_up_to_date() -> None:
     page = (ROOT / "docs/reference/config.md").read_text()
-    assert page == config_help.markdown(), "run: python -m skyrl_async.config.help > docs/reference/config.md"
+    assert page == config_help.updated(page), "run: make reference"
