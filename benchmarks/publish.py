@@ -24,10 +24,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.report import arguments, conditions, report
+from skyrl_async.config.schema.policy import LoraConfig, LoraPublish
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.training.backends.settings import LoraSettings, TrainingSettings
+from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import SendingPolicy
 from skyrl_async.types import EngineRequest, PauseMode, SamplingParams
 from skyrl_async.weight_sync.broadcast import WeightBroadcast
@@ -129,7 +130,7 @@ def make_policy(directory: Path, size: Size, seed: int) -> int:
 
 @contextlib.asynccontextmanager
 async def publisher_of(
-    size: Size, lora: LoraSettings | None, policy_dir: Path, root: Path, transfer: str
+    size: Size, lora: LoraConfig | None, policy_dir: Path, root: Path, transfer: str
 ) -> AsyncIterator[tuple[WeightPublisher, InferenceEngine]]:
     """A publisher over a policy worker and an engine that run."""
     from skyrl_async.inference.engines.ray import start_ray_engines
@@ -183,7 +184,7 @@ def copy_seconds(num_bytes: int) -> float:
 
 
 async def measure(
-    size: Size, lora: LoraSettings | None, *, num_publishes: int, seed: int, transfer: str
+    size: Size, lora: LoraConfig | None, *, num_publishes: int, seed: int, transfer: str
 ) -> dict[str, Any]:
     """One row."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -206,7 +207,7 @@ async def measure(
                 for task in playing:
                     task.cancel()
             publisher.close()
-    published = "weights" if lora is None else "adapter" if lora.is_published_alone else "merged weights"
+    published = "weights" if lora is None else "adapter" if lora.served_rank else "merged weights"
     row = _row(size, num_parameters, done, copies, during)
     return {"published": published} | row | {"tokens_per_s_before": median(rates)}
 
@@ -237,10 +238,10 @@ def _row(
     }
 
 
-def _ways(rank: int | None) -> list[LoraSettings | None]:
+def _ways(rank: int | None) -> list[LoraConfig | None]:
     if rank is None:
         return [None]
-    return [LoraSettings(rank=rank, alpha=float(rank), is_published_alone=alone) for alone in (False, True)]
+    return [LoraConfig(rank=rank, alpha=float(rank), publish=publish) for publish in LoraPublish]
 
 
 def main() -> int:

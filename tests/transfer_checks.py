@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from skyrl_async.inference.vllm.weight_receiver import WeightReceiver
-from skyrl_async.training.export.staging import Staging, WeightSender
-from skyrl_async.weights.transfer_group import GroupPlace, TransferGroup
+from skyrl_async.training.export.staging import Staging
+from skyrl_async.weights.transfer_group import GroupPlace, TransferGroup, WeightSender
 from tests.patience import PATIENCE_S
 
 

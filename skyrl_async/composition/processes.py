@@ -29,7 +29,7 @@ from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.runtime.outages import Outages
 from skyrl_async.runtime.shutdown import ShutdownRequest
-from skyrl_async.training.backends.settings import DeepSpeedSettings, LoraSettings, TrainingSettings
+from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import SendingPolicy
 from skyrl_async.training.workers.recovering import RecoveringPolicy
 
@@ -110,6 +110,7 @@ async def _start_policy(
 
 def _training_settings(config: Config, policy_path: Path, num_steps: int) -> TrainingSettings:
     training, algorithm = config.training, config.trainer.algorithm
+    deepspeed = training.deepspeed if training.backend is TrainingBackendName.deepspeed else None
     return TrainingSettings(
         policy_path=str(policy_path),
         trust_remote_code=config.policy.trust_remote_code,
@@ -118,9 +119,10 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         shares_weights=config.weight_sync.transfer is WeightTransfer.ipc,
         mixed_precision=training.mixed_precision,
         activation_checkpointing=training.activation_checkpointing,
-        lora=_lora_settings(config),
+        lora=config.policy.lora if config.policy.lora.is_on else None,
         cpu_offload=training.cpu_offload,
-        deepspeed=_deepspeed_settings(config),
+        deepspeed=deepspeed,
+        deepspeed_json=read_user_config(deepspeed, max_grad_norm=training.max_grad_norm) if deepspeed else None,
         lr=training.lr,
         adam_beta1=training.adam_beta1,
         adam_beta2=training.adam_beta2,
@@ -143,34 +145,6 @@ def _training_settings(config: Config, policy_path: Path, num_steps: int) -> Tra
         entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else 0.0,
         seed=config.trainer.seed,
         is_deterministic=config.trainer.deterministic,
-    )
-
-
-def _deepspeed_settings(config: Config) -> DeepSpeedSettings | None:
-    training = config.training
-    if training.backend is not TrainingBackendName.deepspeed:
-        return None
-    return DeepSpeedSettings(
-        zero_stage=training.deepspeed.zero_stage,
-        offload_optimizer=training.deepspeed.offload_optimizer,
-        offload_param=training.deepspeed.offload_param,
-        user_config=read_user_config(training.deepspeed, max_grad_norm=training.max_grad_norm),
-    )
-
-
-def _lora_settings(config: Config) -> LoraSettings | None:
-    lora = config.policy.lora
-    if not lora.is_on:
-        return None
-    return LoraSettings(
-        rank=lora.rank,
-        alpha=lora.alpha,
-        dropout=lora.dropout,
-        target_modules=tuple(lora.target_modules),
-        exclude_modules=tuple(lora.exclude_modules),
-        init_method=lora.init_method.name,
-        is_published_alone=lora.served_rank > 0,
-        seed=config.trainer.seed,
     )
 
 

@@ -41,7 +41,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.runtime.shutdown import ShutdownRequest
-from skyrl_async.training.rng import seed_all
+from skyrl_async.training.rank_process import seed_all
 
 
 @contextlib.asynccontextmanager

@@ -8,16 +8,21 @@ A member that fails leaves, which closes its connections: with gloo the others t
 still until the group's timeout. After any failure a group is unusable.
 """
 
+import mmap
 import os
 import socket
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from skyrl_async.errors import WeightsTransferError
 
 NCCL = "nccl"
 GLOO = "gloo"
@@ -39,11 +44,6 @@ class GroupPlace:
     """``gloo`` or ``nccl``."""
     timeout_s: float
     """Longest wait of a member for the others, when the group forms and in each bucket."""
-
-
-def open_store(host: str) -> dist.TCPStore:
-    """A store in this process through which a group forms; it serves as long as it is referenced."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
 class TransferGroup:
@@ -147,3 +147,65 @@ def _failing_in_the_caller() -> Iterator[None]:
         os.environ.pop(name)
         if before is not None:
             os.environ[name] = before
+
+
+class WeightSender:
+    """Rank 0's end of a broadcast: sends the file of a published version to the other members of a group, one group at a time.
+
+    It sends any version whose file is in this machine's shared memory, whichever process wrote it.
+
+    Args:
+        device: this rank's; with NCCL, buckets pass through it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._store: dist.TCPStore | None = None
+        self._host = ""
+        self._place: GroupPlace | None = None
+        self._group: TransferGroup | None = None
+
+    def open(self, host: str, *, num_receivers: int, backend: str, timeout_s: float) -> GroupPlace:
+        """Leave the current group and say where the next one meets: at ``host``, an address of this machine. The first ``send`` waits
+        for its members.
+        """
+        self.close()
+        if self._store is None or host != self._host:
+            self._store, self._host = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False), host
+        self._place = GroupPlace(
+            host=host,
+            port=self._store.port,
+            name=uuid.uuid4().hex,
+            num_members=1 + num_receivers,
+            backend=backend,
+            timeout_s=timeout_s,
+        )
+        return self._place
+
+    def send(self, path: Path, bucket_bytes: int) -> None:
+        """Send a file, ``bucket_bytes`` (>= 1) at a time; returns when the last bucket has left.
+
+        Raises:
+            WeightsTransferError: a receiver is gone or did not answer in time. The group is left then; open another one. Also if this
+                process opened none.
+        """
+        if (place := self._place) is None:
+            raise WeightsTransferError(f"{path} was not sent: no group was opened in this process")
+        try:
+            if self._group is None:
+                self._group = TransferGroup(place, rank=0, device=self._device, store=self._store)
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
+                content = torch.frombuffer(memory, dtype=torch.uint8)
+                try:
+                    self._group.send(content, bucket_bytes)
+                finally:
+                    del content  # or the mapping could not be closed
+        except (RuntimeError, OSError) as error:
+            self.close()
+            raise WeightsTransferError(f"{path} did not get to {place.num_members - 1} engines: {error}") from error
+
+    def close(self) -> None:
+        """Leave the group. Idempotent."""
+        group, self._group, self._place = self._group, None, None
+        if group is not None:
+            group.leave()

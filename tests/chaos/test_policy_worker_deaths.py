@@ -17,7 +17,7 @@ from skyrl_async.errors import TrainingError, WorkerDiedError
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.runtime.heartbeat import Heartbeat
 from skyrl_async.training.workers.policy_workers import PolicyWorkers, _as_our_error
-from skyrl_async.training.workers.rank_actor import ProcessAddress, open_if_here
+from skyrl_async.training.workers.rank_actor import ProcessAddress, end_processes, open_if_here
 from skyrl_async.training.workers.recovering import RecoveringPolicy
 from tests.cpu.test_main import FOR_EVER, NO_VLLM, SHARED, SMALL, Command, assert_ledger_is_exact, state
 from tests.cpu.tiny_policies import trajectories, weights
@@ -193,9 +193,6 @@ async def test_a_process_of_another_machine_or_one_that_is_gone_is_left_alone() 
     process = open_if_here(address, here)
     assert process is not None
     os.kill(child.pid, signal.SIGSTOP)
-    process.kill()
-    await process.ended()
+    await end_processes({"worker": process})
     await child.wait()
-    process.kill()
-    process.close()
     assert open_if_here(address, here) is None

@@ -16,12 +16,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from skyrl_async.algorithms.losses import merge_figures
-from skyrl_async.training.backends import process_group
+from skyrl_async.training import rank_process
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.workers.dispatch import LogprobDispatch, split_work
+from skyrl_async.training.workers.dispatch import PolicyOverRanks
 from skyrl_async.training.workers.rank import PolicyRank
-from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 NUM_RANKS = 2
 DEADLINE_S = 280.0
@@ -30,48 +28,19 @@ Scenario = Callable[[Callable[[TrainingSettings], "OneOfTwo"], Path], Awaitable[
 """Takes what makes policies over both ranks, one after the other, and a directory to leave results in."""
 
 
-class OneOfTwo:
+class OneOfTwo(PolicyOverRanks):
     """``training.protocol.Policy`` as each of both ranks sees it: both make the same calls and get the same answers."""
 
     def __init__(self, settings: TrainingSettings) -> None:
+        super().__init__(settings, num_ranks=NUM_RANKS)
         self.index = dist.get_rank()
-        self._settings = settings
         self.rank = PolicyRank(settings, rank=self.index, num_ranks=NUM_RANKS)
         self.rank.start()
 
-    async def forward_backward(
-        self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
-    ) -> dict[str, float]:
-        works = split_work(trajectories, advantages, version, settings=self._settings, num_ranks=NUM_RANKS)
-        return {"num_tokens": 0.0} | merge_figures(_of_both(self.rank.forward_backward(works[self.index])))
-
-    async def step(self, num_tokens: float) -> dict[str, float]:
-        return self.rank.step(num_tokens)
-
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        return self.rank.logprobs(token_ids)
-
-    async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
-        dispatch = LogprobDispatch.of(trajectories, model, settings=self._settings, num_ranks=NUM_RANKS)
-        return dispatch.join(_of_both(self.rank.logprobs_of(dispatch.works[self.index])))
-
-    async def gather_weights(self, version: int) -> int:
-        return self.rank.gather_weights(version)
-
-    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-        is_first = self.index == 0
-        update = _of_both(self.rank.send_weights(version, directory, bucket_bytes) if is_first else None)[0]
-        assert update is not None
-        return update
-
-    async def save(self, directory: Path) -> None:
-        self.rank.save(directory)
-
-    async def load(self, directory: Path) -> None:
-        self.rank.load(directory)
-
-    async def export_hf(self, directory: Path) -> None:
-        self.rank.export_hf(directory)
+    async def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        is_called = self.index < len(arguments)
+        mine = getattr(self.rank, method)(*arguments[self.index]) if is_called else None
+        return _of_both(mine)[: len(arguments)]
 
     async def close(self) -> None:
         self.rank.close()
@@ -102,7 +71,7 @@ def run_two_ranks(scenario: Scenario, directory: Path) -> None:
 
 
 def _main(module: str, function: str, directory: str, index: str) -> None:
-    process_group.join(
+    rank_process.join(
         rank=int(index),
         num_ranks=NUM_RANKS,
         store=dist.FileStore(f"{directory}/store", NUM_RANKS),
@@ -111,7 +80,7 @@ def _main(module: str, function: str, directory: str, index: str) -> None:
     )
     scenario: Scenario = getattr(importlib.import_module(module), function)
     asyncio.run(scenario(OneOfTwo, Path(directory)))
-    process_group.leave()
+    rank_process.leave()
 
 
 if __name__ == "__main__":

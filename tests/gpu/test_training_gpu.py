@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from skyrl_async.algorithms.settings import CorrectionSettings
+from skyrl_async.config.schema.deepspeed import DeepSpeedConfig
 from skyrl_async.training.backends.packing import row_by_row
-from skyrl_async.training.backends.settings import DeepSpeedSettings, TrainingSettings
+from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import Policy
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.policy_workers import PolicyWorkers
@@ -139,7 +140,7 @@ async def test_parameters_kept_on_the_host_train_as_those_on_the_device_and_shar
 async def test_zero_trains_as_fsdp_does_on_every_stage_offloaded_or_not_and_shares_its_checkpoints(
     settings: TrainingSettings, tmp_path: Path, stage: int, offloaded: tuple[str, ...]
 ) -> None:
-    deepspeed = DeepSpeedSettings(zero_stage=stage, **dict.fromkeys(offloaded, True))
+    deepspeed = DeepSpeedConfig(zero_stage=stage, **dict.fromkeys(offloaded, True))
     zero, fsdp = InProcessPolicy(replace(settings, deepspeed=deepspeed)), InProcessPolicy(settings)
     here = await train(zero, first_step=0, num_steps=3)
     there = await train(fsdp, first_step=0, num_steps=3)

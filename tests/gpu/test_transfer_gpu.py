@@ -11,10 +11,9 @@ import torch
 from skyrl_async.errors import WeightsTransferError
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.export.staging import WeightSender
 from skyrl_async.weight_sync.broadcast import WeightBroadcast
 from skyrl_async.weight_sync.publisher import WeightPublisher
-from skyrl_async.weights.transfer_group import NCCL
+from skyrl_async.weights.transfer_group import NCCL, WeightSender
 from tests.engine_checks import make_policy, make_update, publish
 from tests.patience import PATIENCE_S
 from tests.transfer_checks import Receiver, assert_what_is_sent_arrives, form_group, mixed_tensors, published

@@ -5,10 +5,11 @@ Knows every kind of them, and nothing of what a rank does with them.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -21,7 +22,6 @@ from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.objective import Objective
 from skyrl_async.algorithms.off_policy import OffPolicyCorrection, anchor_of
 from skyrl_async.errors import PolicyError
-from skyrl_async.training.backends.frozen import FrozenBackend
 from skyrl_async.training.backends.fsdp import FSDPBackend
 from skyrl_async.training.backends.packing import check_rows_are_apart, read_packed_rows
 from skyrl_async.training.backends.settings import TrainingSettings
@@ -34,10 +34,8 @@ Reference = Callable[[], contextlib.AbstractContextManager[TokenLogprobs]]
 
 def make_backend(settings: TrainingSettings, device: torch.device) -> TrainingBackend:
     """Make the policy's backend. Nothing is loaded yet."""
-    if not settings.trains:
-        return FrozenBackend(settings, device)
     backend: TrainingBackend
-    if settings.deepspeed is None:
+    if settings.deepspeed is None or not settings.trains:
         backend = FSDPBackend(settings, device)
     else:
         from skyrl_async.training.backends.deepspeed import DeepSpeedBackend
@@ -47,7 +45,8 @@ def make_backend(settings: TrainingSettings, device: torch.device) -> TrainingBa
         return backend
     from skyrl_async.training.backends.lora import LoraBackend
 
-    return LoraBackend(backend, settings.lora, base=settings.policy_path)
+    lora = LoraBackend(backend, settings.lora, base=settings.policy_path, seed=settings.seed)
+    return cast(TrainingBackend, lora)
 
 
 def load_reference(
@@ -66,7 +65,8 @@ def load_reference(
         return partial(backend.without_adapters, policy)
     path = Path(settings.policy_path if settings.reference_path is None else settings.reference_path)
     model = load_model(path, trust_remote_code=settings.trust_remote_code)
-    reference = make_token_logprobs(FrozenBackend(settings, device).build(model), settings)
+    frozen = FSDPBackend(replace(settings, trains=False), device)
+    reference = make_token_logprobs(frozen.build(model), settings)
     return lambda: contextlib.nullcontext(reference)
 
 
@@ -106,17 +106,17 @@ def load_model(path: Path, *, trust_remote_code: bool) -> PreTrainedModel:
             f"policy.path must be a local Hugging Face directory (config.json, *.safetensors, tokenizer files); "
             f"{path} has no config.json"
         )
+    transformers_logging.disable_progress_bar()
     try:
-        with _no_progress_bar():
-            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=_without_dropout(config),
-                dtype=torch.float32,
-                trust_remote_code=trust_remote_code,
-                local_files_only=True,
-                output_loading_info=True,
-            )
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=_without_dropout(config),
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+        )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise PolicyError(f"policy.path {path} cannot be loaded by transformers: {error}") from error
     missing = sorted(loading["missing_keys"])
@@ -151,14 +151,3 @@ def _draw_nothing(model: nn.Module) -> None:
             module.p = 0.0
         if any("jitter" in name for name in vars(module)):
             module.training = False
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            transformers_logging.enable_progress_bar()

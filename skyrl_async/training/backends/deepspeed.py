@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,28 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from skyrl_async.config.schema.deepspeed import DeepSpeedConfig
 from skyrl_async.errors import TrainingError
-from skyrl_async.training.backends import process_group
-from skyrl_async.training.backends.deepspeed_state import MOMENTS, ZeroState
+from skyrl_async.training import rank_process
 from skyrl_async.training.backends.fsdp import persistent_buffers
 from skyrl_async.training.backends.optimizer import WarmupSchedule, make_optimizer
-from skyrl_async.training.backends.settings import DeepSpeedSettings, TrainingSettings
-from skyrl_async.training.backends.state_files import read_scheduler, read_state, write_state
+from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.backends.state_files import read_state, write_state
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Torch's names of Adam's moments."""
 
 
 class DeepSpeedBackend:
     """ZeRO over all ranks of the default process group. ``close`` leaves the group."""
 
-    def __init__(self, settings: TrainingSettings, deepspeed: DeepSpeedSettings, device: torch.device) -> None:
+    def __init__(self, settings: TrainingSettings, deepspeed: DeepSpeedConfig, device: torch.device) -> None:
         self._settings = settings
         self._deepspeed = deepspeed
         self._device = device
         self._engine: Any
         self._optimizer: torch.optim.Optimizer
-        self._scheduler: torch.optim.lr_scheduler.LRScheduler
+        self._schedule: WarmupSchedule
         self._state: ZeroState
         self._shapes: dict[str, tuple[int, ...]]
         self._has_gradients = False
@@ -51,8 +54,8 @@ class DeepSpeedBackend:
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         model.to(self._device)
         self._optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], self._settings)
-        self._scheduler = WarmupSchedule(self._optimizer, self._settings)
-        config = engine_config(self._deepspeed, num_ranks=dist.get_world_size())
+        self._schedule = WarmupSchedule(self._optimizer, self._settings)
+        config = engine_config(self._deepspeed, self._settings.deepspeed_json, num_ranks=dist.get_world_size())
         self._engine = _initialize(model, self._optimizer, config, self._device)
         self._zero_optimizer = self._engine.optimizer if self._deepspeed.zero_stage else None
         self._state = ZeroState(self._engine, self._optimizer, self._deepspeed.zero_stage)
@@ -78,7 +81,7 @@ class DeepSpeedBackend:
             raise TrainingError(
                 f"the gradient norm is not finite over {denominator:.0f} tokens at learning rate {self.lr:.3g}. Nothing was applied"
             )
-        self._scheduler.step()
+        self._schedule.continue_after(self.version + 1)
         return norm
 
     def _step_zero(self, denominator: float) -> float:
@@ -123,12 +126,12 @@ class DeepSpeedBackend:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        return self._schedule.lr
 
     @property
     def version(self) -> int:
         """Optimizer steps made on the weights, those before a checkpoint included."""
-        return int(self._scheduler.last_epoch)
+        return self._schedule.num_steps
 
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full parameter and persistent buffer under its Hugging Face name, in a fixed order. Collective."""
@@ -162,12 +165,12 @@ class DeepSpeedBackend:
 
         Each rank writes a copy of its shard, made on the device of the parameters.
         """
-        write_state(directory, self._sharded_state(), self._scheduler)
+        write_state(directory, self._sharded_state(), self.version)
 
     def load(self, directory: Path) -> None:
         """Restore what ``save`` of either backend wrote, on any number of ranks, at any stage. Hyper-parameters stay this run's."""
         state = self._sharded_state()
-        read_state(directory, state)
+        num_steps = read_state(directory, state)
         zero, optimizer_state = self._state, state["optimizer"]["state"]
         zero.make_moments(max(float(each["step"]) for each in optimizer_state.values()))
         for name in zero.parameters:
@@ -176,7 +179,7 @@ class DeepSpeedBackend:
                 zero.set_moment(name, key, optimizer_state[name][key].full_tensor())
         for name, buffer in persistent_buffers(self._engine.module):
             buffer.copy_(state["model"][name])
-        read_scheduler(directory, self._scheduler)
+        self._schedule.continue_after(num_steps)
         self._has_gradients = False
 
     def _sharded_state(self) -> dict[str, Any]:
@@ -202,7 +205,7 @@ class DeepSpeedBackend:
     def close(self) -> None:
         """Leave the process group."""
         self._engine.destroy()
-        process_group.leave()
+        rank_process.leave()
 
 
 def _shard(full: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -226,7 +229,7 @@ def _initialize(
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # DeepSpeed calls it
-    process_group.destroy_by(deepspeed.comm.destroy_process_group)
+    rank_process.destroy_by(deepspeed.comm.destroy_process_group)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     return engine
 
@@ -246,9 +249,114 @@ def _compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
     model.register_forward_hook(leave, always_call=True)
 
 
-def engine_config(settings: DeepSpeedSettings, *, num_ranks: int) -> dict[str, Any]:
+class ZeroState:
+    """Reads and writes what ZeRO's ranks hold in parts, one full float32 tensor at a time: parameters and Adam's moments.
+
+    The one class that knows how ZeRO lays out its state. Every method is collective over the ranks.
+
+    Args:
+        engine: DeepSpeed's engine.
+        optimizer: torch's optimizer, stepped by the engine.
+        zero_stage: 0 to 3.
+    """
+
+    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, zero_stage: int) -> None:
+        self._zero = engine.optimizer if zero_stage else None
+        self._optimizer = optimizer
+        self._stage = zero_stage
+        self.parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+        """Parameters that train, by name."""
+
+    def weight(self, name: str) -> Tensor:
+        """Return a full parameter, float32."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        parameter = self.parameters[name]
+        full: Tensor = parameter.detach() if self._stage == 0 else safe_get_full_fp32_param(parameter)
+        return full
+
+    def moment(self, name: str, key: str) -> Tensor:
+        """Return a parameter's moment ``key`` (one of ``MOMENTS``), full, float32; zeros before the first step."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        parameter = self.parameters[name]
+        if not self._optimizer.state:
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
+        if self._stage == 0:
+            full: Tensor = self._optimizer.state[parameter][key]
+        else:
+            full = safe_get_full_optimizer_state(parameter, key)
+        return full
+
+    def num_steps(self, name: str) -> float:
+        """Adam's steps on a parameter so far."""
+        if not self._optimizer.state:
+            return 0.0
+        holder = self.parameters[name] if self._stage == 0 else next(iter(self._optimizer.state))
+        return float(self._optimizer.state[holder]["step"])
+
+    def set_weight(self, name: str, full: Tensor) -> None:
+        """Replace a parameter: the copy for forwards and the one that the optimizer steps."""
+        import deepspeed
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        parameter = self.parameters[name]
+        with torch.no_grad():
+            if self._stage == 3:
+                with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                    parameter.copy_(full)
+                self._set_partition(parameter, full)
+                return
+            parameter.copy_(full)
+            if self._stage:
+                safe_set_full_fp32_param(parameter, full)
+
+    def set_moment(self, name: str, key: str, full: Tensor) -> None:
+        """Replace a parameter's moment ``key``. Call ``make_moments`` first."""
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        parameter = self.parameters[name]
+        if self._stage == 0:
+            self._optimizer.state[parameter][key].copy_(full)
+        elif self._stage == 3:
+            self._set_partition(parameter, full, key)
+        else:
+            safe_set_full_optimizer_state(parameter, full, key)
+
+    def make_moments(self, num_steps: float) -> None:
+        """Make the optimizer's state now rather than in its first step: moments of zero after ``num_steps`` steps."""
+        for holder in self._holders():
+            state = self._optimizer.state[holder]
+            state["step"] = torch.tensor(num_steps, dtype=torch.float32, device=holder.device)
+            for key in MOMENTS:
+                state[key] = torch.zeros_like(holder, memory_format=torch.preserve_format)
+        if self._stage in (1, 2):
+            assert self._zero is not None
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
+
+    def _holders(self) -> list[Tensor]:
+        """The tensors that torch's optimizer steps: the parameters, or ZeRO's flat parts of them."""
+        if self._zero is None:
+            return list(self.parameters.values())
+        flat: list[Tensor] = (
+            self._zero.fp32_partitioned_groups_flat if self._stage == 3 else self._zero.single_partition_of_fp32_groups
+        )
+        return flat
+
+    def _set_partition(self, parameter: nn.Parameter, full: Tensor, key: str | None = None) -> None:
+        """Set this rank's part. Zeros fill up the last rank's, which DeepSpeed's own function does not handle."""
+        assert self._zero is not None
+        size = parameter.partition_numel()
+        padding = size * dist.get_world_size() - full.numel()
+        part = nn.functional.pad(full.flatten(), (0, padding)).narrow(0, size * dist.get_rank(), size)
+        self._zero.set_local_hp_param(part, parameter, key)
+
+
+def engine_config(settings: DeepSpeedConfig, json_keys: Mapping[str, Any] | None, *, num_ranks: int) -> dict[str, Any]:
     """The configuration for ``deepspeed.initialize``. Its batch sizes have no effect: only ``step`` ends an accumulation."""
-    config = dict(settings.user_config or {})
+    config = dict(json_keys or {})
     zero: dict[str, Any] = {"overlap_comm": False} | config.get("zero_optimization", {})
     zero["stage"] = settings.zero_stage
     if settings.offload_optimizer:

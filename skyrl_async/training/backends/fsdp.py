@@ -1,8 +1,11 @@
 """``TrainingBackend`` on FSDP2: sharded gradients, optimizer steps, and checkpoints that any number of ranks load.
 
-Knows nothing of losses, tokens or trajectories.
+Models that do not train are sharded here too, whatever backend trains: equal weights then give equal log-probs. Knows nothing of losses,
+tokens or trajectories.
 """
 
+import contextlib
+import copy
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,13 +24,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skyrl_async.errors import TrainingError
-from skyrl_async.training.backends import process_group
-from skyrl_async.training.backends.optimizer import WarmupSchedule, keeping_hyper_parameters, make_optimizer
+from skyrl_async.training import rank_process
+from skyrl_async.training.backends.optimizer import WarmupSchedule, make_optimizer
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.backends.state_files import read_scheduler, read_state, write_state
+from skyrl_async.training.backends.state_files import read_state, write_state
+from skyrl_async.types import WeightUpdate
 
 
 class FSDPBackend:
@@ -34,6 +39,8 @@ class FSDPBackend:
 
     Gradients are reduced in float32 and summed, not averaged. Several ranks reduce them after every backward, so that each accumulates its
     shard only. A single rank, whose shard is the full gradient, saves those copies.
+
+    With ``trains=False`` there is no optimizer: the model computes forwards, of weights that ``load_weights`` replaces.
     """
 
     def __init__(self, settings: TrainingSettings, device: torch.device) -> None:
@@ -43,30 +50,35 @@ class FSDPBackend:
         self._parameters: dict[str, nn.Parameter]
         self._trained: dict[str, nn.Parameter]
         self._optimizer: torch.optim.Optimizer
-        self._scheduler: torch.optim.lr_scheduler.LRScheduler
+        self._schedule: WarmupSchedule
+        self._loaded_version = 0
 
     def build(self, model: nn.Module) -> nn.Module:
-        """Shard the model per decoder layer, and make its optimizer and scheduler."""
+        """Shard the model per decoder layer, and make its optimizer and schedule."""
         settings = self._settings
-        if settings.activation_checkpointing:
+        if not settings.trains:
+            model.requires_grad_(False)
+        elif settings.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        shard(model, self._device, mixed_precision=settings.mixed_precision, cpu_offload=settings.cpu_offload)
+        is_offloaded = settings.trains and settings.cpu_offload
+        _shard(model, self._device, mixed_precision=settings.mixed_precision, cpu_offload=is_offloaded)
         if dist.get_world_size() > 1:
-            for module in sharded_modules(model):
+            for module in _sharded_modules(model):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
         self._model = model
         self._parameters = dict(model.named_parameters())
         self._trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        self._optimizer = make_optimizer(list(self._trained.values()), settings)
-        self._fill_optimizer_state()
-        self._scheduler = WarmupSchedule(self._optimizer, settings)
+        if settings.trains:
+            self._optimizer = make_optimizer(list(self._trained.values()), settings)
+            self._fill_optimizer_state()
+            self._schedule = WarmupSchedule(self._optimizer, settings)
         return model
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Accumulate the gradient of ``loss``, a sum over this rank's tokens; summed over the ranks."""
         if dist.get_world_size() == 1:
-            for module in sharded_modules(self._model):
+            for module in _sharded_modules(self._model):
                 module.set_requires_gradient_sync(is_last, recurse=False)
         loss.backward()
 
@@ -91,19 +103,19 @@ class FSDPBackend:
         is_clipped = 0 < limit < norm
         torch._foreach_mul_(gradients, (limit / norm if is_clipped else 1.0) / denominator)
         self._optimizer.step()
-        self._scheduler.step()
+        self._schedule.continue_after(self.version + 1)
         self._optimizer.zero_grad(set_to_none=True)
         return norm
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        return self._schedule.lr
 
     @property
     def version(self) -> int:
-        """Optimizer steps made on the weights, those before a checkpoint included."""
-        return int(self._scheduler.last_epoch)
+        """Optimizer steps made on the weights, those before a checkpoint included; 0 before ``load_weights`` replaces them."""
+        return self._schedule.num_steps if self._settings.trains else self._loaded_version
 
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full parameter and persistent buffer under its Hugging Face name, in a fixed order. Collective."""
@@ -124,23 +136,53 @@ class FSDPBackend:
         """Every parameter's full shape by Hugging Face name."""
         return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
 
+    def load_weights(self, update: WeightUpdate) -> None:
+        """Replace all weights by those of a published version.
+
+        Raises:
+            TrainingError: a file is gone, or the weights are not of this model; the previous version stays.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                files = [stack.enter_context(safe_open(chunk["path"], framework="pt")) for chunk in update.chunks]
+            except (OSError, SafetensorError) as error:
+                raise TrainingError(f"the weights of version {update.version} cannot be read: {error}") from error
+            file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+            for name, shape in self.parameter_shapes().items():
+                _, found = update.manifest.get(name, ("", None))
+                if found != shape or name not in file_of:
+                    raise TrainingError(
+                        f"version {update.version} is of another model: {name} has shape {found} there and {shape} here"
+                    )
+            self._reshard()
+            for name, parameter in self._parameters.items():
+                self._replace(parameter, file_of[name].get_tensor(name))
+        self._loaded_version = update.version
+
+    @torch.no_grad()
+    def _replace(self, parameter: nn.Parameter, full: Tensor) -> None:
+        assert isinstance(parameter, DTensor)
+        full = full.to(device=self._device, dtype=parameter.dtype)
+        parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None))
+
     def save(self, directory: Path) -> None:
-        """Write model, optimizer and scheduler under ``directory``, without frozen parameters. Raises as ``write_state``."""
-        write_state(directory, self._state(), self._scheduler)
+        """Write model, optimizer and completed steps under ``directory``, without frozen parameters. Raises as ``write_state``."""
+        write_state(directory, self._state(), self.version)
 
     def load(self, directory: Path) -> None:
         """Restore what ``save`` of either backend wrote, on any number of ranks. Hyper-parameters stay this run's."""
         state = self._state()
-        read_state(directory, state)
+        groups = copy.deepcopy(state["optimizer"]["param_groups"])
+        num_steps = read_state(directory, state)
+        state["optimizer"]["param_groups"] = groups
         set_model_state_dict(self._model, state["model"], options=StateDictOptions(strict=False))
-        with keeping_hyper_parameters(self._optimizer):
-            set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
-        read_scheduler(directory, self._scheduler)
+        set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
+        self._schedule.continue_after(num_steps)
         self._optimizer.zero_grad(set_to_none=True)
 
     def close(self) -> None:
         """Leave the process group."""
-        process_group.leave()
+        rank_process.leave()
 
     def _state(self) -> dict[str, Any]:
         """Each parameter once, under its name in ``named_parameters``: torch lists a tied head a second time, frozen or not."""
@@ -154,7 +196,7 @@ class FSDPBackend:
 
     def _reshard(self) -> None:
         """Drop gathered parameters. After a forward without a backward they would stay, stale, past the next step."""
-        for module in sharded_modules(self._model):
+        for module in _sharded_modules(self._model):
             module.reshard()
 
     def _fill_missing_gradients(self) -> None:
@@ -165,14 +207,9 @@ class FSDPBackend:
 
     def _fill_optimizer_state(self) -> None:
         """Make every parameter's state now. Otherwise torch's checkpointing makes it at the first save, by a step that counts."""
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        for group in self._optimizer.param_groups:
-            group["lr"] = 0.0
         self._fill_missing_gradients()
-        self._optimizer.step()
+        self._optimizer.step()  # at learning rate 0
         self._optimizer.zero_grad(set_to_none=True)
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
         for state in self._optimizer.state.values():
             state["step"].zero_()
 
@@ -196,7 +233,7 @@ class FSDPBackend:
         return f"{', '.join(names[:3])} ({len(names)} of {len(self._parameters)} parameters)" if names else "none"
 
 
-def shard(model: nn.Module, device: torch.device, *, mixed_precision: bool, cpu_offload: bool = False) -> None:
+def _shard(model: nn.Module, device: torch.device, *, mixed_precision: bool, cpu_offload: bool = False) -> None:
     """Shard a model per decoder layer over all ranks, in place.
 
     With ``cpu_offload``, shards, gradients and optimizer state stay in the host's memory. A layer is on ``device`` only while it computes.
@@ -215,7 +252,7 @@ def shard(model: nn.Module, device: torch.device, *, mixed_precision: bool, cpu_
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=num_ranks > 1)
 
 
-def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     """The modules that were sharded. Each gathers its parameters together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 

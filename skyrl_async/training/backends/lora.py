@@ -13,15 +13,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import peft
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from skyrl_async.config.schema.policy import LoraConfig, LoraInit
 from skyrl_async.errors import PolicyError
-from skyrl_async.training.backends.settings import LoraSettings
 from skyrl_async.training.export.manifest import AdapterDescription, check_adapter
 from skyrl_async.training.protocol import TrainingBackend
 from skyrl_async.weights.formats import tensor_names
@@ -39,17 +39,22 @@ _B = f".lora_B.{_ADAPTER}.weight"
 class LoraBackend:
     """Adds adapters to the model, has ``inner`` train them alone, and merges the weights that it gathers."""
 
-    def __init__(self, inner: TrainingBackend, settings: LoraSettings, *, base: str) -> None:
+    def __init__(self, inner: TrainingBackend, settings: LoraConfig, *, base: str, seed: int) -> None:
         self._inner = inner
         self._settings = settings
         self._base = base
+        self._seed = seed
         self._layers: dict[str, LoraLayer] = {}
         self._description: AdapterDescription
+
+    def __getattr__(self, name: str) -> Any:
+        """What adapters change nothing about: gradients, steps, the learning rate, the version, the end."""
+        return getattr(self._inner, name)
 
     def build(self, model: nn.Module) -> nn.Module:
         """As ``TrainingBackend``. Raises ``PolicyError`` if no layer has a name that the settings ask for."""
         checksum = weights_checksum(model)
-        self._layers = add_adapters(model, self._settings)
+        self._layers = add_adapters(model, self._settings, seed=self._seed)
         self._description = AdapterDescription(
             rank=self._settings.rank,
             alpha=self._settings.alpha,
@@ -75,24 +80,6 @@ class LoraBackend:
             for layer in self._layers.values():
                 layer.set_scale(_ADAPTER, 1.0)
 
-    def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """As ``TrainingBackend``."""
-        self._inner.backward(loss, is_last=is_last)
-
-    def step(self, denominator: float) -> float:
-        """As ``TrainingBackend``."""
-        return self._inner.step(denominator)
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
-        return self._inner.lr
-
-    @property
-    def version(self) -> int:
-        """Optimizer steps made on the adapters, those before a checkpoint included."""
-        return self._inner.version
-
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's full shape by Hugging Face name, with the adapters merged."""
         shapes = self._inner.parameter_shapes()
@@ -100,7 +87,7 @@ class LoraBackend:
 
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full parameter under its Hugging Face name, adapters merged, in a fixed order. Collective."""
-        return merged(self._inner.iter_full_params(), scaling=self._settings.adapter.scaling)
+        return merged(self._inner.iter_full_params(), scaling=self._settings.alpha / self._settings.rank)
 
     def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield A and B of every adapted layer under peft's names, in a fixed order. Collective."""
@@ -119,53 +106,44 @@ class LoraBackend:
         check_adapter(directory, self._description)
         self._inner.load(directory)
 
-    def close(self) -> None:
-        """Leave the process group."""
-        self._inner.close()
 
-
-def add_adapters(model: nn.Module, settings: LoraSettings) -> dict[str, LoraLayer]:
+def add_adapters(model: nn.Module, settings: LoraConfig, *, seed: int) -> dict[str, LoraLayer]:
     """Put adapters into ``model``, in place; nothing else trains afterwards. Every rank draws the same values.
 
     Returns the adapted layers by their previous names. Raises ``PolicyError`` if no layer has a name that the settings ask for.
     """
     names = adapted_layers(model, settings)
-    config = LoraConfig(
+    config = peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=names,
-        init_lora_weights="gaussian" if settings.init_method == "gaussian" else True,
+        init_lora_weights="gaussian" if settings.init_method is LoraInit.gaussian else True,
     )
     with torch.random.fork_rng(devices=[]):
         # The CPU's generator only: dropout on GPUs differs from rank to rank.
-        torch.default_generator.manual_seed(settings.seed)
-        inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+        torch.default_generator.manual_seed(seed)
+        peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     if settings.dropout:
         model.register_forward_pre_hook(_drop_only_with_gradients)
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def adapted_layers(model: nn.Module, settings: LoraSettings) -> list[str]:
+def adapted_layers(model: nn.Module, settings: LoraConfig) -> list[str]:
     """Names of the linear layers that get an adapter. Never the output projection: it may share its weight with the embedding."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
-    chosen = [
-        name
-        for name in linear
-        if settings.adapts_all_linear or any(_is_called(name, target) for target in settings.target_modules)
-    ]
-    missing = [t for t in settings.target_modules if not any(_is_called(name, t) for name in linear)]
-    if missing and not settings.adapts_all_linear:
+    targets = settings.named_targets
+    missing = [target for target in targets if not any(_is_called(name, target) for name in linear)]
+    if missing:
         known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
         raise PolicyError(
             f"policy.lora.target_modules must name linear layers of the policy ({known}), got {missing[0]}"
         )
+    chosen = [name for name in linear if not targets or any(_is_called(name, target) for target in targets)]
     kept = [name for name in chosen if not any(_is_called(name, excluded) for excluded in settings.exclude_modules)]
     if not kept:
-        raise PolicyError(
-            f"policy.lora.exclude_modules must leave a layer that trains, got {list(settings.exclude_modules)}"
-        )
+        raise PolicyError(f"policy.lora.exclude_modules must leave a layer that trains, got {settings.exclude_modules}")
     return kept
 
 

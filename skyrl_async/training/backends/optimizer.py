@@ -4,10 +4,8 @@ The schedule is a pure function of the number of completed steps. A checkpoint h
 configuration.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -35,48 +33,39 @@ def lr_factor(num_completed_steps: int, *, schedule: str, num_warmup_steps: int,
     return 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-class WarmupSchedule(torch.optim.lr_scheduler.LambdaLR):
-    """``lr_factor`` on an optimizer."""
+class WarmupSchedule:
+    """Sets an optimizer's learning rate by ``lr_factor``.
+
+    Args:
+        optimizer: at no completed step.
+        settings: the schedule, and the peak.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: TrainingSettings) -> None:
-        super().__init__(
-            optimizer,
-            lambda num_completed_steps: lr_factor(
-                num_completed_steps,
-                schedule=settings.lr_schedule,
-                num_warmup_steps=settings.num_warmup_steps,
-                num_steps=settings.num_steps,
-            ),
+        self._optimizer = optimizer
+        self._settings = settings
+        self.continue_after(0)
+
+    def continue_after(self, num_steps: int) -> None:
+        """Set the learning rate of the step after ``num_steps``."""
+        settings = self._settings
+        self.num_steps = num_steps
+        factor = lr_factor(
+            num_steps,
+            schedule=settings.lr_schedule,
+            num_warmup_steps=settings.num_warmup_steps,
+            num_steps=settings.num_steps,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The number of completed steps."""
-        return {"num_completed_steps": self.last_epoch}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after that many steps, at this configuration's learning rate."""
-        self.last_epoch = int(state_dict["num_completed_steps"])
-        self._last_lr = [
-            base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
-        ]
-        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = lr
-
-
-@contextlib.contextmanager
-def keeping_hyper_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep learning rate, weight decay and the like while the block loads the optimizer's state."""
-    kept = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    yield
-    for group, values in zip(optimizer.param_groups, kept, strict=True):
-        group.update(values)
+        self.lr = settings.lr * factor
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.lr
 
 
 def make_optimizer(parameters: Sequence[torch.nn.Parameter], settings: TrainingSettings) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101) over ``parameters``."""
+    """AdamW (arXiv 1711.05101) over ``parameters``; ``WarmupSchedule`` sets its learning rate."""
     return torch.optim.AdamW(
         parameters,
-        lr=settings.lr,
+        lr=0.0,
         betas=(settings.adam_beta1, settings.adam_beta2),
         weight_decay=settings.weight_decay,
         fused=True,

@@ -1,60 +1,17 @@
-"""The settings of a rank: plain values that cross processes. The composition root fills them from the configuration."""
+"""The settings of a rank, which cross processes. The composition root fills them from the configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from skyrl_async.algorithms.settings import CorrectionSettings, LossConstants
+from skyrl_async.config.schema.deepspeed import DeepSpeedConfig
+from skyrl_async.config.schema.policy import LoraConfig
 from skyrl_async.errors import ConfigError
 from skyrl_async.types import Adapter
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSettings:
-    """Adapters that train in place of the weights."""
-
-    rank: int
-    """>= 1."""
-    alpha: float
-    """> 0."""
-    dropout: float = 0.0
-    """Dropout of the adapters' inputs during training, in [0, 1)."""
-    target_modules: tuple[str, ...] = ("all-linear",)
-    """Ends of the names of linear layers, or ``all-linear`` alone."""
-    exclude_modules: tuple[str, ...] = ()
-    init_method: str = "kaiming"
-    """How A is drawn: ``kaiming`` or ``gaussian``."""
-    is_published_alone: bool = False
-    """Whether A and B are published, instead of the weights with the adapters merged into them."""
-    seed: int = 0
-    """Seed of A, the same on every rank."""
-
-    @property
-    def adapter(self) -> Adapter:
-        """What engines and exports need to know of the adapters."""
-        return Adapter(rank=self.rank, alpha=self.alpha)
-
-    @property
-    def adapts_all_linear(self) -> bool:
-        """Whether every linear layer but the output projection has an adapter."""
-        return self.target_modules == ("all-linear",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeepSpeedSettings:
-    """Settings of DeepSpeed's engine."""
-
-    zero_stage: int
-    """0 shards nothing; 1 the optimizer's state; 2 gradients too; 3 weights too."""
-    offload_optimizer: bool = False
-    """Keep the optimizer's state in the host's memory and step there; stage 1 and above."""
-    offload_param: bool = False
-    """Keep weights in the host's memory until they are used; stage 3."""
-    user_config: Mapping[str, Any] | None = None
-    """Further keys of DeepSpeed's configuration, none that ``engine_config`` sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +32,14 @@ class TrainingSettings:
     """bfloat16 forward and backward over float32 weights."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
-    lora: LoraSettings | None = None
+    lora: LoraConfig | None = None
     """None: all weights train."""
     cpu_offload: bool = False
     """Keep the policy's parameters, gradients and optimizer state in the host's memory, and step there."""
-    deepspeed: DeepSpeedSettings | None = None
+    deepspeed: DeepSpeedConfig | None = None
     """None: FSDP2."""
+    deepspeed_json: Mapping[str, Any] | None = None
+    """Further keys of DeepSpeed's configuration, none that ``engine_config`` sets."""
 
     lr: float = 3e-4
     """Peak learning rate of AdamW, > 0."""
@@ -146,7 +105,12 @@ class TrainingSettings:
     @property
     def published_adapter(self) -> Adapter | None:
         """The adapter that is published alone; None: all weights are published."""
-        return self.lora.adapter if self.lora is not None and self.lora.is_published_alone else None
+        return self.adapter if self.lora is not None and self.lora.served_rank else None
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that trains; None: all weights train."""
+        return Adapter(rank=self.lora.rank, alpha=self.lora.alpha) if self.lora is not None else None
 
     @property
     def micro_batch_overhead_tokens(self) -> int:

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.optim.lr_scheduler import LRScheduler
 
 from skyrl_async.errors import CheckpointError, TrainingError
-from skyrl_async.training.backends import process_group
+from skyrl_async.training import rank_process
 
 _STATE_DIRECTORY = "state"
 _SCHEDULER_FILE = "scheduler.pt"
@@ -31,19 +30,19 @@ def save_state(value: Any, path: Path) -> None:
     path.write_bytes(content.getvalue())
 
 
-def write_state(directory: Path, state: dict[str, Any], scheduler: LRScheduler) -> None:
-    """Write ``state`` and the scheduler under ``directory``, synced to disk. Collective.
+def write_state(directory: Path, state: dict[str, Any], num_steps: int) -> None:
+    """Write ``state`` and the number of completed steps under ``directory``, synced to disk. Collective.
 
     Raises ``OSError``; or, on every rank if one fails, torch's ``CheckpointException``, which is no ``Exception``.
     """
     writer = dcp.FileSystemWriter(directory / _STATE_DIRECTORY, sync_files=True)
     dcp.save(state, storage_writer=writer)
     if dist.get_rank() == 0:
-        save_state(scheduler.state_dict(), directory / _SCHEDULER_FILE)
+        save_state({"num_completed_steps": num_steps}, directory / _SCHEDULER_FILE)
 
 
-def read_state(directory: Path, state: dict[str, Any]) -> None:
-    """Fill the tensors of ``state`` with those saved under the same names. Collective.
+def read_state(directory: Path, state: dict[str, Any]) -> int:
+    """Fill the tensors of ``state`` with those saved under the same names; returns the number of completed steps. Collective.
 
     Raises:
         CheckpointError: the directory has no such state: an older version wrote DeepSpeed's in another form.
@@ -59,15 +58,11 @@ def read_state(directory: Path, state: dict[str, Any]) -> None:
         dcp.load(state, storage_reader=dcp.FileSystemReader(path))
     except CheckpointException as error:
         for failure, _ in error.failures.values():
-            if process_group.is_lost_peer(failure):
+            if rank_process.is_lost_peer(failure):
                 raise failure from error
         reasons = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
         raise TrainingError(f"cannot read {path}: {reasons}") from error
-
-
-def read_scheduler(directory: Path, scheduler: LRScheduler) -> None:
-    """Restore the scheduler."""
-    scheduler.load_state_dict(torch.load(directory / _SCHEDULER_FILE, weights_only=True))
+    return int(torch.load(directory / _SCHEDULER_FILE, weights_only=True)["num_completed_steps"])
 
 
 @contextlib.contextmanager

@@ -1,28 +1,32 @@
-"""Weights on their way out of rank 0: copied to memory, written to a file from there, and sent to engines on other machines.
+"""Weights on their way out of a rank: copied to memory, and written to a file from there.
 
-    gathered tensors ──copy──> staging memory ──write, in any thread──> one safetensors file ──send──> engines that cannot map the file
+    gathered tensors ──copying──> copies on the rank's device ──share──> handles ──> engines on that device load ──> unshare
+          └──copy──> staging memory ──write, in any thread──> one safetensors file
 
-Training goes on once the copy is made. The next copy reuses its memory. float32 tensors are copied in the dtype that engines serve, all
-others in their own. Knows neither models nor engines.
+Training goes on once the copies are made. The next copy reuses the staging memory. float32 tensors are copied in the dtype that engines
+serve, all others in their own. Knows neither models nor engines.
 """
 
 import json
-import mmap
+import logging
 import os
 import threading
-import uuid
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_async.errors import TrainingError, WeightsTransferError, WeightsWriteError
+from skyrl_async.errors import TrainingError, WeightsWriteError
+from skyrl_async.training.protocol import SharedWeights
 from skyrl_async.types import WeightUpdate
 from skyrl_async.weights.formats import TORCH_NAMES
-from skyrl_async.weights.transfer_group import GroupPlace, TransferGroup, open_store
+from skyrl_async.weights.shared_tensor import SharedTensor, device_key
+
+logger = logging.getLogger(__name__)
+
+Copies = dict[str, SharedTensor]
 
 _DTYPE_CODES = {getattr(torch, name): code for code, name in TORCH_NAMES.items()}
 _ALIGNMENT_BYTES = 64
@@ -85,6 +89,103 @@ class Staging:
             )
 
 
+class DeviceCopies:
+    """Copies of the published weights on a rank's own device, for engines that run there: they load them without a transfer over the bus.
+
+    There are two sets at most: the newest, and the one that engines may be reading. Tensors are copied in the dtype that engines serve.
+    The methods may be called from different threads.
+
+    Args:
+        device: the rank's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._newest: Copies = {}
+        self._newest_version: int | None = None
+        self._shared: Copies = {}
+        self._lock = threading.Lock()
+
+    def copying(
+        self, version: int, parameters: Iterable[tuple[str, Tensor]], *, serve_dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Copy each of ``parameters`` and yield it. The copies are of use once the last is yielded.
+
+        If the device has no room for all, logs a warning and keeps none: engines then load the published file.
+        """
+        with self._lock:
+            self._drop_newest()
+        copies: Copies = {}
+        has_room, is_complete = True, False
+        try:
+            for name, tensor in parameters:
+                if has_room:
+                    has_room = self._copy(version, name, tensor, published_dtype(tensor, serve_dtype), copies)
+                yield name, tensor
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            is_complete = has_room
+        finally:
+            if not is_complete:
+                _close(copies)
+        if is_complete:
+            with self._lock:
+                self._newest, self._newest_version = copies, version
+
+    def _copy(self, version: int, name: str, tensor: Tensor, dtype: torch.dtype, copies: Copies) -> bool:
+        """Add a copy to ``copies``; if there is no room, close them all and return False."""
+        try:
+            copies[name] = SharedTensor(tensor, dtype=dtype, device=self._device)
+        except (torch.OutOfMemoryError, OSError) as error:
+            logger.warning(
+                "version %d is not shared on the device: after %d MiB of copies there was no room for another %d MiB (%s); engines load it "
+                "from shared memory. Give engines less memory (engine.gpu_memory_utilization), or set weight_sync.transfer=shm",
+                version,
+                sum(copy.nbytes for copy in copies.values()) >> 20,
+                tensor.nbytes >> 20,
+                error,
+            )
+            _close(copies)
+            return False
+        return True
+
+    def share(self, version: int) -> SharedWeights:
+        """The handles of the copies of ``version``, valid until ``unshare``; empty if there are none."""
+        with self._lock:
+            if self._newest_version != version:
+                return {}
+            _close(self._shared)
+            self._shared, self._newest, self._newest_version = self._newest, {}, None
+            try:
+                return {device_key(self._device): {name: copy.handle() for name, copy in self._shared.items()}}
+            except RuntimeError as error:  # CUDA has no handles for some memory, such as expandable segments
+                logger.warning("version %d cannot be shared: %s; engines load it from shared memory", version, error)
+                _close(self._shared)
+                return {}
+
+    def unshare(self) -> None:
+        """Free the shared copies, once nobody reads them. Idempotent."""
+        with self._lock:
+            _close(self._shared)
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+    def close(self) -> None:
+        """Free all copies."""
+        self.unshare()
+        with self._lock:
+            self._drop_newest()
+
+    def _drop_newest(self) -> None:
+        _close(self._newest)
+        self._newest_version = None
+
+
+def _close(copies: Copies) -> None:
+    while copies:
+        copies.popitem()[1].close()
+
+
 def published_dtype(tensor: Tensor, serve_dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a tensor is published: ``serve_dtype`` for float32, its own otherwise."""
     return serve_dtype if tensor.dtype == torch.float32 else tensor.dtype
@@ -140,65 +241,3 @@ def _write_all(descriptor: int, content: memoryview) -> None:
     """Write all bytes, although one call may write fewer. Other threads run meanwhile."""
     while content:
         content = content[os.write(descriptor, content) :]
-
-
-class WeightSender:
-    """Rank 0's end of a broadcast: sends the file of a published version to the other members of a group, one group at a time.
-
-    It sends any version whose file is in this machine's shared memory, whichever process wrote it.
-
-    Args:
-        device: this rank's; with NCCL, buckets pass through it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._store: dist.TCPStore | None = None
-        self._host = ""
-        self._place: GroupPlace | None = None
-        self._group: TransferGroup | None = None
-
-    def open(self, host: str, *, num_receivers: int, backend: str, timeout_s: float) -> GroupPlace:
-        """Leave the current group and say where the next one meets: at ``host``, an address of this machine. The first ``send`` waits
-        for its members.
-        """
-        self.close()
-        if self._store is None or host != self._host:
-            self._store, self._host = open_store(host), host
-        self._place = GroupPlace(
-            host=host,
-            port=self._store.port,
-            name=uuid.uuid4().hex,
-            num_members=1 + num_receivers,
-            backend=backend,
-            timeout_s=timeout_s,
-        )
-        return self._place
-
-    def send(self, path: Path, bucket_bytes: int) -> None:
-        """Send a file, ``bucket_bytes`` (>= 1) at a time; returns when the last bucket has left.
-
-        Raises:
-            WeightsTransferError: a receiver is gone or did not answer in time. The group is left then; open another one. Also if this
-                process opened none.
-        """
-        if (place := self._place) is None:
-            raise WeightsTransferError(f"{path} was not sent: no group was opened in this process")
-        try:
-            if self._group is None:
-                self._group = TransferGroup(place, rank=0, device=self._device, store=self._store)
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
-                content = torch.frombuffer(memory, dtype=torch.uint8)
-                try:
-                    self._group.send(content, bucket_bytes)
-                finally:
-                    del content  # or the mapping could not be closed
-        except (RuntimeError, OSError) as error:
-            self.close()
-            raise WeightsTransferError(f"{path} did not get to {place.num_members - 1} engines: {error}") from error
-
-    def close(self) -> None:
-        """Leave the group. Idempotent."""
-        group, self._group, self._place = self._group, None, None
-        if group is not None:
-            group.leave()

@@ -1,24 +1,31 @@
-"""Deals one call's trajectories to ranks as micro-batches, and joins the ranks' log-probs again.
+"""A policy over ranks: deals one call's trajectories to them as micro-batches, and joins their answers.
 
-Pure functions, shared by ``PolicyWorkers`` and ``InProcessPolicy``, so that both compute the same numbers.
+``PolicyWorkers`` and ``InProcessPolicy`` differ only in how they reach their ranks, and compute the same numbers.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
 from skyrl_async.algorithms.batching import Row, plan_micro_batches
+from skyrl_async.algorithms.losses import merge_figures
 from skyrl_async.errors import TrainingError
 from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory
+from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
+
+MicroBatches = tuple[tuple[Row, ...], ...]
+"""A rank's rows. Every rank has as many micro-batches; an empty one is an idle forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWork:
     """One rank's part of a ``forward_backward``."""
 
-    micro_batches: tuple[tuple[Row, ...], ...]
-    """Every rank has as many; an empty one is an idle forward."""
+    micro_batches: MicroBatches
     version: int
     """Policy version being trained."""
     has_gradient: bool
@@ -65,7 +72,7 @@ def split_work(
     ]
 
 
-def _picked(rows: Sequence[Row], plan: Sequence[Sequence[int]]) -> tuple[tuple[Row, ...], ...]:
+def _picked(rows: Sequence[Row], plan: Sequence[Sequence[int]]) -> MicroBatches:
     return tuple(tuple(rows[index] for index in indices) for indices in plan)
 
 
@@ -101,51 +108,88 @@ def _runs_reference(rows: Sequence[Row], settings: TrainingSettings) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogprobWork:
-    """One rank's part of a ``logprobs_of``."""
+class PolicyOverRanks(ABC):
+    """``training.protocol.Policy`` by calls of ``PolicyRank``'s methods.
 
-    micro_batches: tuple[tuple[Row, ...], ...]
-    """Every rank has as many; an empty one is an idle forward."""
-    model: LogprobModel
+    Args:
+        settings: of every rank.
+        num_ranks: >= 1.
+    """
 
+    def __init__(self, settings: TrainingSettings, num_ranks: int) -> None:
+        self._settings = settings
+        self._num_ranks = num_ranks
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogprobDispatch:
-    """One ``logprobs_of`` over ranks: each rank's part, and how to join the answers."""
+    @abstractmethod
+    async def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call ``method`` on the first ranks, one per entry of ``arguments``; returns the answers by rank."""
 
-    trajectories: tuple[Trajectory, ...]
-    works: tuple[LogprobWork, ...]
-    """One per rank."""
-    positions: tuple[tuple[int, ...], ...]
-    """Per rank, the positions of its rows in ``trajectories``, in the order of its micro-batches."""
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call ``method`` on every rank with the same arguments."""
+        return await self._call_each(method, [arguments] * self._num_ranks)
 
-    @classmethod
-    def of(
-        cls, trajectories: Sequence[Trajectory], model: LogprobModel, *, settings: TrainingSettings, num_ranks: int
-    ) -> "LogprobDispatch":
-        """Deal the trajectories that have sampled tokens to ``num_ranks`` ranks."""
+    async def _call_first(self, method: str, *arguments: Any) -> Any:
+        """Call ``method`` on rank 0."""
+        (answer,) = await self._call_each(method, [arguments])
+        return answer
+
+    async def forward_backward(
+        self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
+    ) -> dict[str, float]:
+        """As ``Policy``."""
+        works = split_work(trajectories, advantages, version, settings=self._settings, num_ranks=self._num_ranks)
+        figures = await self._call_each("forward_backward", [(work,) for work in works])
+        return {"num_tokens": 0.0} | merge_figures(figures)
+
+    async def step(self, denominator: float) -> dict[str, float]:
+        """As ``Policy``."""
+        figures: list[dict[str, float]] = await self._call("step", denominator)
+        return figures[0]
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """As ``Policy``."""
+        per_rank: list[list[float]] = await self._call("logprobs", list(token_ids))
+        return per_rank[0]
+
+    async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
+        """As ``Policy``. Raises ``TrainingError`` if ranks hold different versions."""
         positions = [index for index, trajectory in enumerate(trajectories) if trajectory.num_sampled_tokens]
         rows = [Row(trajectory=trajectories[position], advantage=0.0) for position in positions]
-        plans = _plans(rows, settings, num_ranks)
-        return cls(
-            trajectories=tuple(trajectories),
-            works=tuple(LogprobWork(micro_batches=_picked(rows, plan), model=model) for plan in plans),
-            positions=tuple(tuple(positions[i] for indices in plan for i in indices) for plan in plans),
-        )
-
-    def join(self, answers: Sequence[RowLogprobs]) -> RowLogprobs:
-        """Put the ranks' values (per row, one per sampled token) at their tokens, zeros elsewhere.
-
-        Raises ``TrainingError`` if ranks hold different versions.
-        """
+        plans = _plans(rows, self._settings, self._num_ranks)
+        answers = await self._call_each("logprobs_of", [(_picked(rows, plan), model) for plan in plans])
         versions = {answer.version for answer in answers}
         if len(versions) != 1:
             raise TrainingError(f"workers hold different versions of the weights: {sorted(versions)}")
-        values: list[tuple[float, ...]] = [(0.0,) * len(row.response_token_ids) for row in self.trajectories]
-        for positions, answer in zip(self.positions, answers, strict=True):
-            for position, sampled in zip(positions, answer.values, strict=True):
-                found = iter(sampled)
-                mask = self.trajectories[position].loss_mask
-                values[position] = tuple(next(found) if is_sampled else 0.0 for is_sampled in mask)
+        values: list[tuple[float, ...]] = [(0.0,) * len(row.response_token_ids) for row in trajectories]
+        for plan, answer in zip(plans, answers, strict=True):
+            for index, sampled in zip(chain.from_iterable(plan), answer.values, strict=True):
+                found, mask = iter(sampled), rows[index].trajectory.loss_mask
+                values[positions[index]] = tuple(next(found) if is_sampled else 0.0 for is_sampled in mask)
         return RowLogprobs(values=tuple(values), version=versions.pop())
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Replace all weights by a published version's, on ranks that do not train."""
+        await self._call("load_weights", update)
+
+    async def gather_weights(self, version: int) -> int:
+        """As ``Policy``."""
+        num_bytes: list[int] = await self._call("gather_weights", version)
+        return num_bytes[0]
+
+    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+        """As ``Policy``."""
+        update = await self._call_first("send_weights", version, directory, bucket_bytes)
+        assert isinstance(update, WeightUpdate)
+        return update
+
+    async def save(self, directory: Path) -> None:
+        """As ``Policy``."""
+        await self._call("save", directory)
+
+    async def load(self, directory: Path) -> None:
+        """As ``Policy``."""
+        await self._call("load", directory)
+
+    async def export_hf(self, directory: Path) -> None:
+        """As ``Policy``."""
+        await self._call("export_hf", directory)

@@ -6,26 +6,14 @@ Calls are kept pickled, after they succeeded: some 20 bytes per token, a fractio
 import asyncio
 import pickle
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from skyrl_async.runtime.daemon_threads import DaemonThreads
+from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Trajectory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientsCall:
-    """One ``Policy.forward_backward``."""
-
-    pickled: bytes
-
-    def arguments(self) -> tuple[Sequence[Trajectory], Sequence[float], int]:
-        """The call's trajectories, advantages and version; floats are equal to the last bit."""
-        trajectories, advantages, version = pickle.loads(self.pickled)
-        return trajectories, advantages, version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +34,18 @@ class CallJournal:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._calls: list[GradientsCall | StepCall] = []
+        self._calls: list[bytes | StepCall] = []
+        """Steps, and pickled arguments of ``Policy.forward_backward``."""
         self._num_dropped = 0
-        self.num_bytes = 0
 
     def __len__(self) -> int:
         """Number of calls held."""
         return len(self._calls)
 
-    def __iter__(self) -> Iterator[GradientsCall | StepCall]:
-        return iter(self._calls)
+    @property
+    def num_bytes(self) -> int:
+        """Size of the pickled calls."""
+        return sum(len(call) for call in self._calls if isinstance(call, bytes))
 
     @property
     def num_steps(self) -> int:
@@ -75,19 +65,26 @@ class CallJournal:
 
     def add_gradients(self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int) -> None:
         """Append a ``forward_backward``."""
-        pickled = pickle.dumps((tuple(trajectories), tuple(advantages), version), pickle.HIGHEST_PROTOCOL)
-        self._calls.append(GradientsCall(pickled=pickled))
-        self.num_bytes += len(pickled)
+        self._calls.append(pickle.dumps((tuple(trajectories), tuple(advantages), version), pickle.HIGHEST_PROTOCOL))
 
     def add_step(self, denominator: float, grad_norm: float) -> None:
         """Append a ``step``."""
         self._calls.append(StepCall(denominator=denominator, grad_norm=grad_norm))
 
+    async def replay(self, policy: Policy) -> float:
+        """Make the calls again, with floats equal to the last bit; returns the largest relative difference of a step's gradient norm."""
+        difference = 0.0
+        for call in self._calls:
+            if isinstance(call, bytes):
+                await policy.forward_backward(*pickle.loads(call))
+            else:
+                grad_norm = (await policy.step(call.denominator))["grad_norm"]
+                difference = max(difference, abs(grad_norm - call.grad_norm) / max(abs(call.grad_norm), 1e-12))
+        return difference
+
     def cut(self, position: int) -> None:
         """Drop the calls before ``position``. Idempotent."""
         num_calls = max(0, position - self._num_dropped)
-        dropped = islice(self._calls, num_calls)
-        self.num_bytes -= sum(len(call.pickled) for call in dropped if isinstance(call, GradientsCall))
         del self._calls[:num_calls]
         self._num_dropped += num_calls
 

@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from skyrl_async.errors import SkyRLAsyncError, TrainingError, WorkerDiedError
+from skyrl_async.errors import TrainingError
 from skyrl_async.runtime.changes import Changes
 from skyrl_async.runtime.device_leases import DeviceLease
-from skyrl_async.training.workers.recovering import LOST
+from skyrl_async.training.workers.recovering import LOST, RestartedWorkers, Workers
 from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -42,29 +42,24 @@ class LogprobStageWork:
 
     def __init__(self, compute: ComputeLogprobs, model: LogprobModel) -> None:
         self._compute = compute
-        self._model = model
+        self._is_ref = model is LogprobModel.REF
 
     async def __call__(self, group: Group) -> Group:
         """Return the group with log-probs in every row. Rows that have them keep them."""
         rows = list(group.trajectories)
-        lacking = [index for index, row in enumerate(rows) if self._logprobs(row) is None]
+        lacking = [i for i, row in enumerate(rows) if (row.ref_logprobs if self._is_ref else row.old_logprobs) is None]
         if not lacking:
             return group
         found = await self._compute([rows[index] for index in lacking])
         for index, values in zip(lacking, found.values, strict=True):
-            rows[index] = self._filled(rows[index], values, found.version)
+            filled = (
+                {"ref_logprobs": values} if self._is_ref else {"old_logprobs": values, "old_version": found.version}
+            )
+            rows[index] = replace(rows[index], **filled)
         return replace(group, trajectories=tuple(rows))
 
-    def _logprobs(self, row: Trajectory) -> tuple[float, ...] | None:
-        return row.ref_logprobs if self._model is LogprobModel.REF else row.old_logprobs
 
-    def _filled(self, row: Trajectory, values: tuple[float, ...], version: int) -> Trajectory:
-        if self._model is LogprobModel.REF:
-            return replace(row, ref_logprobs=values)
-        return replace(row, old_logprobs=values, old_version=version)
-
-
-class ForwardWorkers(Protocol):
+class ForwardWorkers(Workers, Protocol):
     """One group of ranks that do not train: ``PolicyWorkers`` or ``InProcessPolicy`` with ``trains=False``."""
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
@@ -75,12 +70,8 @@ class ForwardWorkers(Protocol):
         """Replace all weights by a published version's. Raises ``TrainingError``; the previous version stays."""
         ...
 
-    async def close(self) -> None:
-        """End every worker."""
-        ...
 
-
-class LogprobWorkers:
+class LogprobWorkers(RestartedWorkers[ForwardWorkers]):
     """Made by ``start``, ended by ``close``. Calls run one at a time.
 
     On shared devices, workers compute and load while they hold a lease: of one call, or of several (``lease``). No lease is held while
@@ -94,17 +85,13 @@ class LogprobWorkers:
         max_restarts: int,
         device_lease: DeviceLease,
     ) -> None:
-        self._workers: ForwardWorkers | None = None
-        self._start = start
+        super().__init__(start, max_restarts=max_restarts)
         self._device_lease = device_lease
         self._lock = asyncio.Lock()
         self._caller: asyncio.Task[Any] | None = None
         """The task that holds ``lease``."""
-        self._max_restarts = max_restarts
         self._newest: WeightUpdate | None = None
         self._published = Changes()
-        self._is_closed = False
-        self.num_restarts = 0
 
     @classmethod
     async def start(
@@ -114,7 +101,7 @@ class LogprobWorkers:
         max_restarts: int,
         device_lease: DeviceLease | None = None,
     ) -> "LogprobWorkers":
-        """Start the first workers; start them again if one dies meanwhile. Any other failure is raised as it is.
+        """Start the first workers.
 
         Args:
             start: starts workers with the weights of version 0. Called again for each restart, after the previous workers are closed.
@@ -122,11 +109,7 @@ class LogprobWorkers:
             device_lease: held while workers compute or load, by these workers alone; None if they share their devices with nobody.
         """
         workers = cls(start, max_restarts=max_restarts, device_lease=device_lease or DeviceLease())
-        while workers._workers is None:
-            try:
-                workers._workers = await start()
-            except WorkerDiedError as error:
-                await workers._close_dead(error)
+        await workers._start_first()
         return workers
 
     @asynccontextmanager
@@ -151,9 +134,13 @@ class LogprobWorkers:
 
         async def compute(workers: ForwardWorkers) -> RowLogprobs:
             await self._device_lease.acquire()
-            return await workers.logprobs_of(trajectories, LogprobModel.POLICY)
+            try:
+                return await workers.logprobs_of(trajectories, LogprobModel.POLICY)
+            except LOST:
+                self._device_lease.release()
+                raise
 
-        return await self._call(compute)
+        return await self._call("logprobs_of", compute)
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Load a published version. Workers that are being replaced begin with it, without waiting for this call to run.
@@ -166,54 +153,22 @@ class LogprobWorkers:
         """
         self._newest = update
         self._published.notify()
-        await self._call(lambda workers: self._load(workers, update))
+        await self._call("load_weights", lambda workers: self._load(workers, update))
 
-    async def close(self) -> None:
-        """End every worker. Idempotent."""
-        workers, self._workers, self._is_closed = self._workers, None, True
-        if workers is not None:
-            await workers.close()
+    async def _call(self, name: str, call: Callable[[ForwardWorkers], Awaitable[T]]) -> T:
+        if self._caller is asyncio.current_task():
+            return await self._repeated(name, call)
+        async with self.lease():
+            return await self._repeated(name, call)
 
-    async def _call(self, call: Callable[[ForwardWorkers], Awaitable[T]]) -> T:
-        """Make a call, with new workers as often as it takes."""
-        if self._caller is not asyncio.current_task():
-            async with self.lease():
-                return await self._call(call)
-        while True:
-            assert not self._is_closed, "the log-prob workers are closed"
-            try:
-                if self._workers is None:
-                    self._workers = await self._start_at_newest()
-                return await call(self._workers)
-            except LOST as error:
-                self._device_lease.release()
-                await self._close_dead(error)
+    def _origin(self) -> str:
+        return "the log-prob workers"
 
-    async def _close_dead(self, error: SkyRLAsyncError) -> None:
-        """Close workers of which one died; raises ``error`` if no restart is left."""
-        lost, self._workers = self._workers, None
-        if lost is not None:
-            await lost.close()
-        if self.num_restarts >= self._max_restarts:
-            raise type(error)(
-                f"{error}; not restarted: trainer.max_restarts={self._max_restarts} are used up. Continue with "
-                "trainer.resume_mode=latest"
-            ) from error
-        self.num_restarts += 1
-        logger.warning(
-            "%s; restart %d of at most trainer.max_restarts=%d", error, self.num_restarts, self._max_restarts
-        )
-
-    async def _start_at_newest(self) -> ForwardWorkers:
-        """Start workers and load the newest version; waits for a newer one if its files are gone."""
-        workers = await self._start()
-        try:
-            while (newest := self._newest) is not None and not await self._load(workers, newest):
-                await self._newer_than(newest)
-        except BaseException:  # also when cancelled: nobody may use workers in a state between
-            await workers.close()
-            raise
-        return workers
+    async def _restore(self, workers: ForwardWorkers) -> str:
+        """Load the newest version; waits for a newer one if its files are gone."""
+        while (newest := self._newest) is not None and not await self._load(workers, newest):
+            await self._newer_than(newest)
+        return "they hold the initial policy" if newest is None else f"they hold version {newest.version}"
 
     async def _load(self, workers: ForwardWorkers, update: WeightUpdate) -> bool:
         """Load a version; returns False if its files are gone."""

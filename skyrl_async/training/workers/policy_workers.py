@@ -20,24 +20,20 @@ from ray.actor import ActorHandle
 from ray.exceptions import NodeDiedError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from skyrl_async.algorithms.losses import merge_figures
 from skyrl_async.errors import ConfigError, DeadlineError, SkyRLAsyncError, TrainingError, WorkerDiedError
 from skyrl_async.runtime.heartbeat import DEFAULT, Heartbeat, Ping, listening
-from skyrl_async.training.backends.process_group import is_lost_peer
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import SharedWeights
-from skyrl_async.training.rng import REPEATING_ENVIRONMENT
-from skyrl_async.training.workers.dispatch import LogprobDispatch, split_work
+from skyrl_async.training.rank_process import is_lost_peer
+from skyrl_async.training.workers.dispatch import PolicyOverRanks
 from skyrl_async.training.workers.rank_actor import (
     CONCURRENCY_GROUPS,
     ProcessAddress,
     RankActor,
-    WorkerProcess,
     end_processes,
     open_if_here,
     own_address,
 )
-from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 from skyrl_async.weights.transfer_group import GroupPlace
 
 logger = logging.getLogger(__name__)
@@ -48,7 +44,7 @@ _CAUSE_TIMEOUT_S = 10.0
 """A rank fails at once when another one dies; Ray reports that death a moment later, and it explains the failure."""
 
 
-class PolicyWorkers:
+class PolicyWorkers(PolicyOverRanks):
     """Implements ``training.protocol.SendingPolicy``. Made by ``start``; ``names`` are the actors' names in Ray, by rank."""
 
     def __init__(
@@ -59,12 +55,12 @@ class PolicyWorkers:
         call_timeout_s: float,
         heartbeat: Heartbeat = DEFAULT,
     ) -> None:
-        self._settings = settings
+        super().__init__(settings, num_ranks=len(actors))
         self._heartbeat = heartbeat
         self.names = tuple(actors)
         self._actors = list(actors.values())
-        self._processes: dict[str, WorkerProcess] = {}
-        self._nodes: list[str] = []
+        self._processes: dict[str, int] = {}
+        """Name -> descriptor of its process on this machine."""
         self._call_timeout_s = call_timeout_s
 
     @classmethod
@@ -130,73 +126,33 @@ class PolicyWorkers:
         }
         workers = cls(settings, actors, call_timeout_s=call_timeout_s, heartbeat=heartbeat)
         try:
-            await workers._boot()
-            nodes = zip(names[:num_here], workers._nodes, strict=False)
-            if elsewhere := [name for name, node in nodes if node != here]:
+            nodes = await workers._boot()
+            if elsewhere := [name for name, node in zip(names[:num_here], nodes, strict=False) if node != here]:
                 raise ConfigError(_must_be_here(elsewhere, publishes=publishes))
-            await workers._rendezvous(await policy_path() if policy_path is not None else None)
+            await workers._rendezvous(nodes, await policy_path() if policy_path is not None else None)
         except BaseException:
             await workers.close()
             raise
         return workers
 
-    async def _boot(self) -> None:
-        """Wait until every process is up."""
+    async def _boot(self) -> list[str]:
+        """Wait until every process is up; returns the ranks' nodes."""
         here = own_address()
-        addresses: list[ProcessAddress] = await self._call("boot", is_up=False)
-        self._nodes = [address.node_id for address in addresses]
+        addresses: list[ProcessAddress] = await self._call_each("boot", [()] * self._num_ranks, is_up=False)
         for name, address in zip(self.names, addresses, strict=True):
-            if process := open_if_here(address, here):
+            if (process := open_if_here(address, here)) is not None:
                 self._processes[name] = process
+        return [address.node_id for address in addresses]
 
-    async def _rendezvous(self, policy_path: Path | None) -> None:
+    async def _rendezvous(self, nodes: Sequence[str], policy_path: Path | None) -> None:
         """Connect the ranks and load the policy. Every group meets at a port of its own, and never reaches what a dead one left open."""
         address = None
-        if len(self._actors) > 1:
+        if self._num_ranks > 1:
             host = await self._call_first("ip_address")
             address = (host, await self._call_first("open_store", host))
-        path, num_on = None if policy_path is None else str(policy_path), Counter(self._nodes)
-        shares = [None if "OMP_NUM_THREADS" in os.environ else num_on[node] for node in self._nodes]
+        path, num_on = None if policy_path is None else str(policy_path), Counter(nodes)
+        shares = [None if "OMP_NUM_THREADS" in os.environ else num_on[node] for node in nodes]
         await self._call_each("start", [(address, path, num_ranks_here) for num_ranks_here in shares])
-
-    async def forward_backward(
-        self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
-    ) -> dict[str, float]:
-        """As ``Policy``."""
-        works = split_work(trajectories, advantages, version, settings=self._settings, num_ranks=len(self._actors))
-        figures = await self._call_each("forward_backward", [(work,) for work in works])
-        return {"num_tokens": 0.0} | merge_figures(figures)
-
-    async def step(self, denominator: float) -> dict[str, float]:
-        """As ``Policy``."""
-        figures: list[dict[str, float]] = await self._call("step", denominator)
-        return figures[0]
-
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """As ``Policy``."""
-        per_rank: list[list[float]] = await self._call("logprobs", list(token_ids))
-        return per_rank[0]
-
-    async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
-        """As ``Policy``."""
-        num_ranks = len(self._actors)
-        dispatch = LogprobDispatch.of(trajectories, model, settings=self._settings, num_ranks=num_ranks)
-        return dispatch.join(await self._call_each("logprobs_of", [(work,) for work in dispatch.works]))
-
-    async def load_weights(self, update: WeightUpdate) -> None:
-        """Replace all weights by a published version's, on workers that do not train."""
-        await self._call("load_weights", update)
-
-    async def gather_weights(self, version: int) -> int:
-        """As ``Policy``."""
-        num_bytes: list[int] = await self._call("gather_weights", version)
-        return num_bytes[0]
-
-    async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-        """As ``Policy``."""
-        update = await self._call_first("send_weights", version, directory, bucket_bytes)
-        assert isinstance(update, WeightUpdate)
-        return update
 
     async def open_transfer(self, num_receivers: int, backend: str, timeout_s: float) -> GroupPlace:
         """As ``SendingPolicy``."""
@@ -217,18 +173,6 @@ class PolicyWorkers:
         """As ``SendingPolicy``."""
         await self._call("unshare_weights")
 
-    async def save(self, directory: Path) -> None:
-        """As ``Policy``."""
-        await self._call("save", directory)
-
-    async def load(self, directory: Path) -> None:
-        """As ``Policy``."""
-        await self._call("load", directory)
-
-    async def export_hf(self, directory: Path) -> None:
-        """As ``Policy``."""
-        await self._call("export_hf", directory)
-
     async def close(self) -> None:
         """End every worker, a frozen one too. Those of this machine are gone on return, their memory and ports free. Idempotent.
 
@@ -238,15 +182,6 @@ class PolicyWorkers:
             ray.kill(actor)
         processes, self._processes = self._processes, {}
         await end_processes(processes)
-
-    async def _call(self, method: str, *arguments: Any, is_up: bool = True) -> list[Any]:
-        """Call ``method`` on every rank with the same arguments; returns the answers by rank."""
-        return await self._call_each(method, [arguments] * len(self._actors), is_up=is_up)
-
-    async def _call_first(self, method: str, *arguments: Any) -> Any:
-        """Call ``method`` on rank 0."""
-        (answer,) = await self._call_each(method, [arguments])
-        return answer
 
     async def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, is_up: bool = True) -> list[Any]:
         """Call ``method`` on the first ranks, one per entry of ``arguments``. The first failure or the deadline ends the wait, and so does
@@ -298,7 +233,7 @@ def environment_of(settings: TrainingSettings) -> dict[str, str]:
     """Environment variables of a rank's process, beside the caller's."""
     if settings.device == "cpu":
         return {"OMP_NUM_THREADS": "1"}
-    return dict(REPEATING_ENVIRONMENT) if settings.is_deterministic else {}
+    return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if settings.is_deterministic else {}  # cuBLAS needs it to repeat
 
 
 def _ping_of(actor: ActorHandle) -> Ping:

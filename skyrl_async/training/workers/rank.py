@@ -8,7 +8,6 @@ import contextlib
 import logging
 import math
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from skyrl_async.algorithms.batching import Row, collate
 from skyrl_async.algorithms.losses import merge_figures, token_figures
 from skyrl_async.algorithms.off_policy import sample_size_figures
 from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
-from skyrl_async.training.backends import process_group
+from skyrl_async.training import rank_process
 from skyrl_async.training.backends.assembly import (
     Reference,
     load_model,
@@ -30,18 +29,17 @@ from skyrl_async.training.backends.assembly import (
     make_objective,
     make_token_logprobs,
 )
-from skyrl_async.training.backends.frozen import FrozenBackend
+from skyrl_async.training.backends.fsdp import FSDPBackend
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.backends.state_files import failing_together, save_state
 from skyrl_async.training.backends.token_logprobs import Entropies, TokenLogprobs, batch_logprobs, row_logprobs
-from skyrl_async.training.export.device_copies import DeviceCopies
 from skyrl_async.training.export.hf_export import as_peft_directory, export_hf_directory, export_peft_directory
 from skyrl_async.training.export.manifest import check_adapter, check_manifest, write_manifest
-from skyrl_async.training.export.staging import Staging
+from skyrl_async.training.export.staging import DeviceCopies, Staging
 from skyrl_async.training.protocol import SharedWeights, TrainingBackend
-from skyrl_async.training.rng import restore_rng_state, rng_state, seed_all
+from skyrl_async.training.rank_process import restore_rng_state, rng_state, seed_all
 from skyrl_async.training.workers.bad_step import TrainedRows
-from skyrl_async.training.workers.dispatch import LogprobWork, RankWork
+from skyrl_async.training.workers.dispatch import MicroBatches, RankWork
 from skyrl_async.types import LogprobModel, RowLogprobs, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -62,7 +60,7 @@ class PolicyRank:
         self._num_ranks = num_ranks
         self._store: dist.Store | None = None
         self._staging = Staging()
-        self._copies = DeviceCopies(torch.device(settings.device)) if settings.shares_weights else None
+        self._copies = DeviceCopies(torch.device(settings.device))
         self._trained_rows = TrainedRows(settings.bad_step_dir, rank=rank, num_ranks=num_ranks)
         self._objective = make_objective(settings)
         self._backend: TrainingBackend
@@ -112,7 +110,7 @@ class PolicyRank:
             torch.use_deterministic_algorithms(True)
         if store_address is not None and self._store is None:
             self._store = dist.TCPStore(*store_address, self._num_ranks, is_master=False)
-        process_group.join(
+        rank_process.join(
             rank=self._rank,
             num_ranks=self._num_ranks,
             store=self._store,
@@ -122,7 +120,7 @@ class PolicyRank:
         try:
             self._build(device)
         except BaseException:
-            process_group.leave()
+            rank_process.leave()
             raise
 
     def _build(self, device: torch.device) -> None:
@@ -185,6 +183,7 @@ class PolicyRank:
             )
             loss = self._objective(logprobs, batch, ref_logprobs, entropies)
         if work.has_gradient:
+            self._require_training("take gradients")
             self._backend.backward(loss.total, is_last=is_last)
         if not rows:
             return {}
@@ -208,6 +207,7 @@ class PolicyRank:
                 f"a step needs a denominator > 0, got {denominator}: no trajectory of the mini-batch has a token that is trained: "
                 "its answers are empty, or all of them were abandoned"
             )
+        self._require_training("step")
         lr = self._backend.lr
         try:
             grad_norm = self._backend.step(float(denominator))
@@ -227,13 +227,13 @@ class PolicyRank:
         logprobs, _ = self._token_logprobs(ids.unsqueeze(0), positions, ids[1:], temperature=1.0)
         return [float(value) for value in logprobs.tolist()]
 
-    def logprobs_of(self, work: LogprobWork) -> RowLogprobs:
-        """This rank's rows of a ``Policy.logprobs_of``."""
-        is_ref = work.model is LogprobModel.REF
-        with self._open_reference() if is_ref else contextlib.nullcontext(self._token_logprobs) as model:
+    def logprobs_of(self, micro_batches: MicroBatches, model: LogprobModel) -> RowLogprobs:
+        """Log-probs of this rank's rows: per row of all micro-batches, one value per sampled token."""
+        is_ref = model is LogprobModel.REF
+        with self._open_reference() if is_ref else contextlib.nullcontext(self._token_logprobs) as forward:
             values = row_logprobs(
-                model,
-                work.micro_batches,
+                forward,
+                micro_batches,
                 device=self._device,
                 temperature=self._settings.temperature,
                 is_packed=self._settings.use_sample_packing,
@@ -247,8 +247,9 @@ class PolicyRank:
 
     def load_weights(self, update: WeightUpdate) -> None:
         """Replace the weights of a model that does not train. Raises ``TrainingError``; the previous version stays."""
-        if not isinstance(self._backend, FrozenBackend):
+        if self._settings.trains:
             raise TrainingError("workers that train take no weights from elsewhere")
+        assert isinstance(self._backend, FSDPBackend)
         self._backend.load_weights(update)
 
     def gather_weights(self, version: int) -> int:
@@ -260,24 +261,18 @@ class PolicyRank:
         has_all = self._settings.published_adapter is None
         published = self._backend.iter_full_params() if has_all else self._backend.iter_trained_params()
         serve_dtype = self._settings.torch_serve_dtype
-        with _gathering(published) as parameters:
-            if self._copies is not None:
-                parameters = self._copies.copying(version, parameters, serve_dtype=serve_dtype)
-            if self._rank == 0:
-                return self._staging.copy(version, parameters, serve_dtype=serve_dtype)
-            if self._copies is not None:
-                deque(parameters, maxlen=0)
-            return 0
+        with _gathering(published) as gathered:
+            copying = self._copies.copying(version, gathered, serve_dtype=serve_dtype)
+            with _gathering(copying if self._settings.shares_weights else gathered) as parameters:
+                return self._staging.copy(version, parameters, serve_dtype=serve_dtype) if self._rank == 0 else 0
 
     def share_weights(self, version: int) -> SharedWeights:
         """Handles of the device copies gathered as ``version``; empty if there are none. Not collective."""
-        handles = self._copies.share(version) if self._copies is not None else {}
-        return {self._copies.key: handles} if self._copies is not None and handles else {}
+        return self._copies.share(version)
 
     def unshare_weights(self) -> None:
         """Free the device copies, once engines have loaded them. Not collective."""
-        if self._copies is not None:
-            self._copies.unshare()
+        self._copies.unshare()
 
     def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         """Write the gathered weights (rank 0 only; not collective). Any thread may call it, beside every other method."""
@@ -287,16 +282,16 @@ class PolicyRank:
 
     def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face directory (rank 0; the others only gather). If adapters train, it has a directory ``adapter``."""
-        lora, base = self._settings.lora, self._settings.policy_path
-        trained = iter(()) if lora is None else self._backend.iter_trained_params()
+        adapter, base = self._settings.adapter, self._settings.policy_path
+        trained = iter(()) if adapter is None else self._backend.iter_trained_params()
         # On leaving, every rank gathers what is left of ``parameters`` first, then of ``adapters``.
         with _gathering(trained) as adapters, _gathering(self._backend.iter_full_params()) as parameters:
             if self._rank != 0:
                 return
             dtype = self._settings.torch_serve_dtype
             export_hf_directory(parameters, source=Path(base), directory=directory, dtype=dtype)
-            if lora is not None:
-                export_peft_directory(adapters, lora.adapter, base=base, directory=directory / "adapter")
+            if adapter is not None:
+                export_peft_directory(adapters, adapter, base=base, directory=directory / "adapter")
 
     def save(self, directory: Path) -> None:
         """Write everything under ``directory``, synced to disk; ``policy.json`` comes last and marks it complete.
@@ -304,6 +299,7 @@ class PolicyRank:
         Raises:
             CheckpointError: this rank or another could not write. Every rank raises it, so that none is left waiting.
         """
+        self._require_training("be saved")
         with failing_together(self._rank, self._num_ranks):
             directory.mkdir(parents=True, exist_ok=True)
         with failing_together(self._rank, self._num_ranks):
@@ -324,6 +320,7 @@ class PolicyRank:
         Raises:
             CheckpointError: it is incomplete, damaged or of another model.
         """
+        self._require_training("load a checkpoint")
         check_manifest(directory, model_type=self._model_type, shapes=self._backend.parameter_shapes())
         if self._settings.lora is None:
             check_adapter(directory, None)
@@ -336,17 +333,20 @@ class PolicyRank:
         except CheckpointError:
             raise
         except (Exception, CheckpointException) as error:
-            if process_group.is_lost_peer(error):
+            if rank_process.is_lost_peer(error):
                 raise
             raise CheckpointError(
                 f"checkpoint {directory} cannot be read: {error}; resume from another checkpoint"
             ) from error
 
+    def _require_training(self, action: str) -> None:
+        if not self._settings.trains:
+            raise TrainingError(f"a model that does not train cannot {action} (rank {self._rank})")
+
     def close(self) -> None:
         """Leave the process group, and free the copies on the device."""
         self._backend.close()
-        if self._copies is not None:
-            self._copies.close()
+        self._copies.close()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +19,10 @@ import ray
 import torch
 
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.export.staging import WeightSender
 from skyrl_async.training.protocol import SharedWeights
 from skyrl_async.training.workers.rank import PolicyRank
 from skyrl_async.types import WeightUpdate
-from skyrl_async.weights.transfer_group import GroupPlace
+from skyrl_async.weights.transfer_group import GroupPlace, WeightSender
 
 logger = logging.getLogger(__name__)
 
@@ -103,52 +102,32 @@ class RankActor(PolicyRank):
         """Answer while the process runs, whatever it works on."""
 
 
-class WorkerProcess:
-    """A worker's process on this machine. Holds a descriptor until ``close``."""
-
-    def __init__(self, pid: int) -> None:
-        self._descriptor = os.pidfd_open(pid)
-
-    def kill(self) -> None:
-        """Send SIGKILL; does nothing if the process is gone."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-
-    async def ended(self) -> None:
-        """Wait until the process is gone."""
-        loop = asyncio.get_running_loop()
-        is_gone = asyncio.Event()
-        loop.add_reader(self._descriptor, is_gone.set)
-        try:
-            await is_gone.wait()
-        finally:
-            loop.remove_reader(self._descriptor)
-
-    def close(self) -> None:
-        """Close the descriptor."""
-        os.close(self._descriptor)
-
-
-def open_if_here(address: ProcessAddress, here: ProcessAddress) -> WorkerProcess | None:
-    """Open a process of the caller's machine; None if it is elsewhere or gone, and where the system has no process descriptors."""
+def open_if_here(address: ProcessAddress, here: ProcessAddress) -> int | None:
+    """A descriptor of a process on the caller's machine; None if it is elsewhere or gone, and where the system has none."""
     if (address.node_id, address.namespace) != (here.node_id, here.namespace) or not hasattr(os, "pidfd_open"):
         return None
     try:
-        return WorkerProcess(address.pid)
+        return os.pidfd_open(address.pid)
     except ProcessLookupError:
         return None
 
 
-async def end_processes(processes: Mapping[str, WorkerProcess]) -> None:
-    """Wait until processes that Ray is ending are gone; kill those that stay, such as frozen ones. Logs a warning if that fails, too."""
+async def end_processes(processes: Mapping[str, int]) -> None:
+    """Wait until processes that Ray is ending are gone; kill those that stay, such as frozen ones. Logs a warning if that fails, too.
+
+    ``processes``: name -> descriptor, which is closed.
+    """
     try:
-        try:
-            await _all_ended(processes.values(), _RAY_END_TIMEOUT_S)
-        except TimeoutError:
-            for process in processes.values():
-                process.kill()
-            await _all_ended(processes.values(), _KILL_TIMEOUT_S)
-    except TimeoutError:
+        for timeout_s in (_RAY_END_TIMEOUT_S, _KILL_TIMEOUT_S):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    for process in processes.values():
+                        await _ended(process)
+                return
+            except TimeoutError:
+                for process in processes.values():
+                    with contextlib.suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(process, signal.SIGKILL)
         logger.warning(
             "a policy worker of %s has not ended %g s after SIGKILL; what it holds on a GPU is still held",
             ", ".join(processes),
@@ -156,10 +135,14 @@ async def end_processes(processes: Mapping[str, WorkerProcess]) -> None:
         )
     finally:
         for process in processes.values():
-            process.close()
+            os.close(process)
 
 
-async def _all_ended(processes: Iterable[WorkerProcess], timeout_s: float) -> None:
-    async with asyncio.timeout(timeout_s):
-        for process in processes:
-            await process.ended()
+async def _ended(process: int) -> None:
+    """Wait until the process of a descriptor is gone."""
+    loop, is_gone = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process, is_gone.set)
+    try:
+        await is_gone.wait()
+    finally:
+        loop.remove_reader(process)

@@ -13,11 +13,13 @@ another order.
 
 import asyncio
 import contextlib
+import itertools
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
 from skyrl_async.errors import (
     CheckpointError,
@@ -29,7 +31,7 @@ from skyrl_async.errors import (
     WorkerDiedError,
 )
 from skyrl_async.training.protocol import WAIT_SECONDS, SendingPolicy, SharedWeights
-from skyrl_async.training.workers.journal import CallJournal, GradientsCall, RecoveryDirectory
+from skyrl_async.training.workers.journal import CallJournal, RecoveryDirectory
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 if TYPE_CHECKING:
@@ -38,9 +40,106 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+W = TypeVar("W", bound="Workers")
 
 LOST = (WorkerDiedError, DeadlineError)
 """Failures that new workers mend. They mend neither numbers that are not finite, nor full disks, nor checkpoints of another model."""
+
+
+class Workers(Protocol):
+    """One group of workers."""
+
+    async def close(self) -> None:
+        """End every worker."""
+        ...
+
+
+class RestartedWorkers(ABC, Generic[W]):
+    """Workers that are replaced when they die. Subclasses bring new ones to the state of the lost ones.
+
+    Args:
+        start: starts workers. Called again for each restart, after the previous workers are closed.
+        max_restarts: >= 0, over all calls. A restart that fails counts too.
+    """
+
+    retried_after: ClassVar[tuple[type[SkyRLAsyncError], ...]] = LOST
+    """Failures of a restart that are answered by another one."""
+
+    def __init__(self, start: Callable[[], Awaitable[W]], *, max_restarts: int) -> None:
+        self._workers: W | None = None
+        self._start = start
+        self._max_restarts = max_restarts
+        self._is_closed = False
+        self.num_restarts = 0
+
+    @abstractmethod
+    def _origin(self) -> str:
+        """Which workers these are, and from what their state is restored, for the log."""
+
+    @abstractmethod
+    async def _restore(self, workers: W) -> str:
+        """Bring new workers to the state of the lost ones; returns what was done, for the log."""
+
+    @property
+    def _why_not(self) -> str:
+        """Why there is no further restart; empty if there may be one."""
+        is_left = self.num_restarts < self._max_restarts
+        return "" if is_left else f"trainer.max_restarts={self._max_restarts} are used up"
+
+    async def _start_first(self) -> None:
+        """Start the first workers; start them again if one dies meanwhile. Any other failure is raised as it is."""
+        try:
+            self._workers = await self._start()
+        except WorkerDiedError as error:
+            await self._replace(error, "start")
+
+    async def _repeated(self, name: str, call: Callable[[W], Awaitable[T]]) -> T:
+        """Make a call, with new workers as often as it takes."""
+        while True:
+            assert not self._is_closed, "the workers are closed"
+            if self._workers is None:
+                await self._replace(WorkerDiedError("the workers are gone: replacing them was cut off"), name)
+            assert self._workers is not None
+            try:
+                return await call(self._workers)
+            except LOST as error:
+                await self._replace(error, name)
+
+    async def _replace(self, lost: SkyRLAsyncError, name: str) -> None:
+        """Start new workers in the state of the lost ones, again if that fails; raises ``lost`` if no restart is left."""
+        clock = asyncio.get_running_loop().time
+        started, failure = clock(), lost
+        while True:
+            if why := self._why_not:
+                raise type(lost)(f"{lost}; not restarted: {why}. Continue with trainer.resume_mode=latest") from failure
+            self.num_restarts += 1
+            attempt = f"restart {self.num_restarts} of at most trainer.max_restarts={self._max_restarts}"
+            logger.warning("%s; %s of %s", failure, attempt, self._origin())
+            try:
+                done = await self._restart()
+                break
+            except self.retried_after as error:
+                failure = error
+        logger.warning("the workers are back in %s after %.1f s (%s; %s)", name, clock() - started, attempt, done)
+
+    async def _restart(self) -> str:
+        lost, self._workers = self._workers, None
+        if lost is not None:
+            await lost.close()
+        workers = await self._start()
+        try:
+            done = await self._restore(workers)
+        except BaseException:  # also when cancelled: nobody may use workers in a state between
+            await workers.close()
+            raise
+        self._workers = workers
+        return done
+
+    async def close(self) -> None:
+        """End every worker. Idempotent."""
+        workers, self._workers, self._is_closed = self._workers, None, True
+        if workers is not None:
+            await workers.close()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,8 +153,10 @@ class _Gathered:
     """Whether no step was made since."""
 
 
-class RecoveringPolicy:
+class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
     """Implements ``training.protocol.SendingPolicy``. ``start`` makes it, ``close`` ends it."""
+
+    retried_after = (TrainingError, DeadlineError)
 
     def __init__(
         self,
@@ -65,20 +166,15 @@ class RecoveringPolicy:
         directory: Path,
         max_journal_bytes: int,
     ) -> None:
-        self._policy: SendingPolicy | None = None
-        self._start = start
+        super().__init__(start, max_restarts=max_restarts)
         self._lock = asyncio.Lock()
-        self._num_calls = 0
-        """Calls that run or wait for the lock."""
-        self._max_restarts = max_restarts
         self._own = RecoveryDirectory(directory)
         self._base: Path | None = None
         self._journal = CallJournal(max_journal_bytes)
         self._saved_position: int | None = None
         self._gathered: _Gathered | None = None
-        self._why_not = "" if max_restarts else "trainer.max_restarts=0"
-        self._is_closed = False
-        self.num_restarts = 0
+        self._missing_state = ""
+        """Why the state of lost workers cannot be restored; empty if it can."""
 
     @classmethod
     async def start(
@@ -89,7 +185,7 @@ class RecoveringPolicy:
         directory: Path,
         max_journal_bytes: int = 1 << 30,
     ) -> "RecoveringPolicy":
-        """Start the first workers; start them again if one dies meanwhile. Any other failure is raised as it is.
+        """Start the first workers, with the initial policy.
 
         Args:
             start: starts workers with the initial policy. Called again for each restart, after the previous workers are closed.
@@ -99,10 +195,7 @@ class RecoveringPolicy:
             max_journal_bytes: about 20 per token trained.
         """
         policy = cls(start, max_restarts=max_restarts, directory=directory, max_journal_bytes=max_journal_bytes)
-        try:
-            policy._policy = await start()
-        except WorkerDiedError as error:
-            await policy._recover(error, "start")
+        await policy._start_first()
         return policy
 
     async def forward_backward(
@@ -112,7 +205,7 @@ class RecoveringPolicy:
         figures = await self._timed_call(
             "forward_backward", lambda p: p.forward_backward(trajectories, advantages, version)
         )
-        if self._can_restart:
+        if not self._why_not:
             self._journal.add_gradients(trajectories, advantages, version)
         return figures
 
@@ -121,7 +214,7 @@ class RecoveringPolicy:
         if self._gathered is not None:
             self._gathered.is_current = False
         figures = await self._timed_call("step", lambda p: p.step(denominator))
-        if self._can_restart:
+        if not self._why_not:
             self._journal.add_step(denominator, figures["grad_norm"])
             if self._journal.is_full:
                 await self._replace_journal()
@@ -152,7 +245,7 @@ class RecoveringPolicy:
             assert gathered is not None, "nothing was gathered"
             assert gathered.version == version, f"version {version} was not gathered"
             lost: SkyRLAsyncError | None = None
-            if gathered.holder is self._policy:
+            if gathered.holder is self._workers:
                 try:
                     return await gathered.holder.send_weights(version, directory, bucket_bytes)
                 except LOST as error:
@@ -175,33 +268,33 @@ class RecoveringPolicy:
 
     async def open_transfer(self, num_receivers: int, backend: str, timeout_s: float) -> "GroupPlace":
         """As ``SendingPolicy``. If the workers are lost, waits for new ones: these can send the files of the lost ones."""
-        if self._policy is not None:
+        if self._workers is not None:
             with contextlib.suppress(*LOST):
-                return await self._policy.open_transfer(num_receivers, backend, timeout_s)
+                return await self._workers.open_transfer(num_receivers, backend, timeout_s)
         return await self._call("open_transfer", lambda p: p.open_transfer(num_receivers, backend, timeout_s))
 
     async def broadcast_weights(self, path: Path, bucket_bytes: int) -> None:
         """As ``SendingPolicy``, beside other calls. Fails if the workers are lost; the next call replaces them."""
-        if self._policy is None:
+        if self._workers is None:
             raise WeightsTransferError(f"{path} was not sent: the policy workers are being replaced")
         try:
-            await self._policy.broadcast_weights(path, bucket_bytes)
+            await self._workers.broadcast_weights(path, bucket_bytes)
         except LOST as error:
             raise WeightsTransferError(f"{path} was not sent: {error}") from error
 
     async def share_weights(self, version: int) -> SharedWeights:
         """As ``SendingPolicy``. Empty if the workers that held the copies are lost."""
         gathered = self._gathered
-        if gathered is not None and gathered.holder is self._policy:
+        if gathered is not None and gathered.holder is self._workers:
             with contextlib.suppress(*LOST):
                 return await gathered.holder.share_weights(version)
         return {}
 
     async def unshare_weights(self) -> None:
         """As ``SendingPolicy``."""
-        if self._policy is not None:
+        if self._workers is not None:
             with contextlib.suppress(*LOST):
-                await self._policy.unshare_weights()
+                await self._workers.unshare_weights()
 
     async def save(self, directory: Path) -> None:
         """As ``Policy``. New workers begin with it only after ``checkpoint_written``, which tells where it is."""
@@ -226,30 +319,30 @@ class RecoveringPolicy:
 
     async def close(self) -> None:
         """End every worker. Idempotent."""
-        policy, self._policy, self._is_closed = self._policy, None, True
         try:
-            if policy is not None:
-                await policy.close()
+            await super().close()
         finally:
             self._own.close()
 
     @property
-    def _can_restart(self) -> bool:
-        return not self._why_not and self.num_restarts < self._max_restarts
+    def _why_not(self) -> str:
+        return super()._why_not or self._missing_state
 
     def _begin_at(self, base: Path) -> None:
-        self._base, self._saved_position = base, None
-        if self._max_restarts:
-            self._why_not = ""
+        self._base, self._saved_position, self._missing_state = base, None, ""
         self._own.remove(but=base)
 
     async def _save(self, directory: Path) -> int:
         """Save; returns the position of the journal up to which ``directory`` holds everything."""
 
-        async def delete_partial() -> None:
-            await asyncio.wait([self._own.delete(directory)])
+        attempts = itertools.count()
 
-        await self._call("save", lambda p: p.save(directory), before_repeating=delete_partial)
+        async def save(policy: SendingPolicy) -> None:
+            if next(attempts):
+                await asyncio.wait([self._own.delete(directory)])  # lost workers have written a part of it
+            await policy.save(directory)
+
+        await self._call("save", save)
         return self._journal.last_step
 
     async def _replace_journal(self) -> None:
@@ -260,7 +353,7 @@ class RecoveringPolicy:
         except LOST:
             raise
         except (TrainingError, CheckpointError, OSError) as error:
-            self._why_not = f"no checkpoint was written since {directory} could not be"
+            self._missing_state = f"no checkpoint was written since {directory} could not be"
             self._journal.clear()
             logger.warning(
                 "%d MB of calls since the last checkpoint are forgotten, because %s cannot be written (%s): until there is a "
@@ -278,102 +371,31 @@ class RecoveringPolicy:
         self, name: str, call: Callable[[SendingPolicy], Awaitable[dict[str, float]]]
     ) -> dict[str, float]:
         """Make a call and return its figures, with ``WAIT_SECONDS`` if others came first."""
-        if not self._num_calls:
-            return await self._call(name, call)
         clock = asyncio.get_running_loop().time
-        asked, begun = clock(), list[float]()
+        asked, must_wait = clock(), self._lock.locked()
 
         async def timed(policy: SendingPolicy) -> dict[str, float]:
-            begun.append(clock())
-            return await call(policy)
+            waited = {WAIT_SECONDS: clock() - asked} if must_wait else {}
+            return await call(policy) | waited
 
-        figures = await self._call(name, timed)
-        return figures | {WAIT_SECONDS: begun[0] - asked}
+        return await self._call(name, timed)
 
-    async def _call(
-        self,
-        name: str,
-        call: Callable[[SendingPolicy], Awaitable[T]],
-        *,
-        before_repeating: Callable[[], Awaitable[None]] | None = None,
-    ) -> T:
+    async def _call(self, name: str, call: Callable[[SendingPolicy], Awaitable[T]]) -> T:
         """Make a call, with new workers as often as it takes. Calls run one at a time, in the order in which they came."""
-        self._num_calls += 1
-        try:
-            async with self._lock:
-                while True:
-                    if self._policy is None:
-                        assert not self._is_closed, "the policy is closed"
-                        gone = WorkerDiedError("the policy workers are gone: replacing them was cut off")
-                        await self._recover(gone, name)
-                    assert self._policy is not None
-                    try:
-                        return await call(self._policy)
-                    except LOST as error:
-                        await self._recover(error, name)
-                        if before_repeating is not None:
-                            await before_repeating()
-        finally:
-            self._num_calls -= 1
+        async with self._lock:
+            return await self._repeated(name, call)
 
-    async def _recover(self, lost: SkyRLAsyncError, name: str) -> None:
-        """Start new workers in the state of the lost ones, again if that fails; raises ``lost`` if no restart is left."""
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        failure = lost
-        while True:
-            if not self._can_restart:
-                why = self._why_not or f"trainer.max_restarts={self._max_restarts} are used up"
-                raise type(lost)(f"{lost}; not restarted: {why}. Continue with trainer.resume_mode=latest") from failure
-            self.num_restarts += 1
-            attempt = f"restart {self.num_restarts} of at most trainer.max_restarts={self._max_restarts}"
-            origin = "the initial policy" if self._base is None else str(self._base)
-            num_steps, num_calls = self._journal.num_steps, len(self._journal)
-            logger.warning(
-                "%s; %s of the policy workers, from %s with %d steps to do again", failure, attempt, origin, num_steps
-            )
-            try:
-                difference = await self._restart()
-                break
-            except (TrainingError, DeadlineError) as error:
-                failure = error
-        logger.warning(
-            "the policy workers are back in %s after %.1f s (%s; %d steps, %d calls done again, gradient norms differ by at most "
-            "%.2g)",
-            name,
-            loop.time() - started,
-            attempt,
-            num_steps,
-            num_calls,
-            difference,
-        )
-        if not self._can_restart:  # no restart is left that could need them
+    def _origin(self) -> str:
+        origin = "the initial policy" if self._base is None else str(self._base)
+        return f"the policy workers, from {origin} with {self._journal.num_steps} steps to do again"
+
+    async def _restore(self, workers: SendingPolicy) -> str:
+        if self._base is not None:
+            await workers.load(self._base)
+        difference = await self._journal.replay(workers)
+        done = f"{self._journal.num_steps} steps, {len(self._journal)} calls done again, gradient norms differ by at most {difference:.2g}"
+        if self._why_not:  # no restart is left that could need them
             self._journal.clear()
             if deletions := self._own.remove():
                 await asyncio.wait(deletions)
-
-    async def _restart(self) -> float:
-        """Start new workers in the state of the lost ones; returns the largest relative difference of a step's gradient norm."""
-        lost, self._policy = self._policy, None
-        if lost is not None:
-            await lost.close()
-        policy = await self._start()
-        try:
-            difference = await self._restore(policy)
-        except BaseException:  # also when cancelled: nobody may use workers in a state between
-            await policy.close()
-            raise
-        self._policy = policy
-        return difference
-
-    async def _restore(self, policy: SendingPolicy) -> float:
-        if self._base is not None:
-            await policy.load(self._base)
-        difference = 0.0
-        for call in self._journal:
-            if isinstance(call, GradientsCall):
-                await policy.forward_backward(*call.arguments())
-            else:
-                grad_norm = (await policy.step(call.denominator))["grad_norm"]
-                difference = max(difference, abs(grad_norm - call.grad_norm) / max(abs(call.grad_norm), 1e-12))
-        return difference
+        return done

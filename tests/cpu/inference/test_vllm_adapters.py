@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 from skyrl_async.errors import PublishError
 from skyrl_async.inference.generation import merged
 from skyrl_async.inference.vllm.engine import VLLMEngine, VLLMEngineConfig
-from skyrl_async.training.export.staging import WeightSender
 from skyrl_async.types import EngineOutput, FinishReason, PauseMode, WeightUpdate
 from skyrl_async.weights.formats import tensor_names
-from skyrl_async.weights.transfer_group import GLOO
+from skyrl_async.weights.transfer_group import GLOO, WeightSender
 from tests.engine_checks import (
     PROMPTS,
     generate_all,

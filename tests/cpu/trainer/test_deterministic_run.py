@@ -16,6 +16,7 @@ from skyrl_async.composition.parts import _trainer_settings
 from skyrl_async.composition.time_sharing import device_groups, engine_time_sharing, lease_of, leasing_policy
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.device_plan import DevicePlan
+from skyrl_async.config.schema.policy import LoraConfig, LoraPublish
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
@@ -32,7 +33,7 @@ from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
 from skyrl_async.tasks.tokenizer import train_tokenizer
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
 from skyrl_async.trainer.run import AdmissionSettings, TrainerCallbacks, TrainerSettings, ValidationSettings, make_run
-from skyrl_async.training.backends.settings import LoraSettings, TrainingSettings
+from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import PauseMode, Prompt, SamplingParams
 from skyrl_async.weight_sync.engine_time_sharing import EngineTimeSharing
@@ -318,9 +319,9 @@ def test_contract_9_streamed_accumulation_equals_the_whole_mini_batch_bit_for_bi
 def test_adapters_published_alone_give_the_losses_and_weights_of_merged_ones_bit_for_bit(
     policy_dir: Path, synchronous: Outcome, tmp_path: Path
 ) -> None:
-    lora = LoraSettings(rank=4, alpha=12.0)
+    lora = LoraConfig(rank=4, alpha=12.0)
     merged = train(Job(training={"lora": lora}), policy_dir, tmp_path / "merged")
-    alone = train(Job(training={"lora": replace(lora, is_published_alone=True)}), policy_dir, tmp_path / "alone")
+    alone = train(Job(training={"lora": replace(lora, publish=LoraPublish.adapter)}), policy_dir, tmp_path / "alone")
     assert alone == merged and alone.checksum != synchronous.checksum
     (served,) = (tmp_path / "alone" / "buckets").iterdir()  # of those before nothing is left
     assert served.name.startswith(f"{NUM_STEPS:06d}")

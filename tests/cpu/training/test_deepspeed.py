@@ -16,7 +16,7 @@ from skyrl_async.config.rules.deepspeed import read_user_config
 from skyrl_async.config.schema.training import DeepSpeedConfig
 from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
 from skyrl_async.training.backends.deepspeed import engine_config
-from skyrl_async.training.backends.settings import DeepSpeedSettings, TrainingSettings
+from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from tests.cpu.tiny_policies import advantages, assert_close, num_tokens, train, trajectories, weights, write_policy
 
@@ -38,7 +38,7 @@ def make(policy_directory: Path) -> Iterator[Make]:
         settings = TrainingSettings(
             policy_path=str(policy_directory),
             lr=1e-2,
-            deepspeed=None if stage is None else DeepSpeedSettings(zero_stage=stage),
+            deepspeed=None if stage is None else DeepSpeedConfig(zero_stage=stage),
         )
         made.append(InProcessPolicy(replace(settings, **changes)))
         return made[-1]
@@ -268,10 +268,10 @@ class TestKeys:
         }
         file.write_text(json.dumps(content))
         config = from_overrides("training.backend=deepspeed", f"training.deepspeed.config={file}")
-        settings = _training_settings(config, Path("unused"), 1).deepspeed
+        settings = _training_settings(config, Path("unused"), 1)
         kept = {"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
-        assert settings == DeepSpeedSettings(zero_stage=2, user_config=kept)
-        found = engine_config(settings, num_ranks=2)
+        assert settings.deepspeed == config.training.deepspeed and settings.deepspeed_json == kept
+        found = engine_config(settings.deepspeed, settings.deepspeed_json, num_ranks=2)
         assert found["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000, "overlap_comm": False}
         assert found["wall_clock_breakdown"] is True and found["gradient_clipping"] == 0.0
         assert _training_settings(from_overrides(), Path("unused"), 1).deepspeed is None
@@ -289,8 +289,7 @@ class TestKeys:
         file.write_text(json.dumps({"gradient_allreduce_op": "mean", "zero_optimization": zero}))
         given = ("training.backend=deepspeed", f"training.deepspeed.config={file}")
         config = from_overrides(*given, "training.device=cpu")
-        settings = _training_settings(config, Path("unused"), 1).deepspeed
-        assert settings == DeepSpeedSettings(zero_stage=2, user_config={"zero_optimization": {}})
+        assert _training_settings(config, Path("unused"), 1).deepspeed_json == {"zero_optimization": {}}
         offload = DeepSpeedConfig(zero_stage=3, offload_optimizer=True, config=str(file))
         with pytest.raises(
             ConfigError,
@@ -300,12 +299,12 @@ class TestKeys:
 
     def test_it_is_chosen_by_its_name_like_the_other_backend(self) -> None:
         config = from_overrides("training=deepspeed", "training.deepspeed.zero_stage=3")
-        assert _training_settings(config, Path("unused"), 1).deepspeed == DeepSpeedSettings(zero_stage=3)
+        assert _training_settings(config, Path("unused"), 1).deepspeed == DeepSpeedConfig(zero_stage=3)
 
     def test_offloading_is_to_the_host_unless_a_file_says_where(self) -> None:
-        settings = DeepSpeedSettings(zero_stage=3, offload_optimizer=True, offload_param=True)
-        zero = engine_config(settings, num_ranks=1)["zero_optimization"]
+        settings = DeepSpeedConfig(zero_stage=3, offload_optimizer=True, offload_param=True)
+        zero = engine_config(settings, None, num_ranks=1)["zero_optimization"]
         assert zero["offload_optimizer"]["device"] == zero["offload_param"]["device"] == "cpu"
         nvme = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/scratch"}}}
-        zero = engine_config(replace(settings, user_config=nvme), num_ranks=1)["zero_optimization"]
+        zero = engine_config(settings, nvme, num_ranks=1)["zero_optimization"]
         assert zero["offload_param"]["device"] == "nvme" and zero["offload_optimizer"]["device"] == "cpu"

@@ -137,6 +137,7 @@ async def test_workers_that_die_more_often_than_allowed_end_the_call_by_name() -
         WorkerDiedError, match=r"logp-worker-0 died in logprobs_of; not restarted: .*max_restarts=2 are"
     ):
         await workers.logprobs_of(trajectories(1, seed=1))
+    await workers.close()
     assert log.count("start") == log.count("close") == 3
 
 

@@ -16,9 +16,9 @@ from transformers import (
     RoFormerConfig,
 )
 
+from skyrl_async.config.schema.policy import LoraConfig
 from skyrl_async.training.backends.assembly import _draw_nothing, load_model
 from skyrl_async.training.backends.lora import add_adapters
-from skyrl_async.training.backends.settings import LoraSettings
 
 IDS = torch.arange(24).reshape(2, 12) % 48
 SIZES = {
@@ -93,8 +93,8 @@ def test_dropout_that_no_key_names_is_off_too() -> None:
 
 def test_dropout_of_adapters_is_drawn_beside_it(tmp_path: Path) -> None:
     model = load_model(written(CONFIGS["of hidden states and attention"], tmp_path), trust_remote_code=False)
-    settings = LoraSettings(rank=2, alpha=4.0, dropout=0.5)
-    for layer in add_adapters(model, settings).values():
+    settings = LoraConfig(rank=2, alpha=4.0, dropout=0.5)
+    for layer in add_adapters(model, settings, seed=0).values():
         torch.nn.init.ones_(layer.lora_B["default"].weight)
     assert torch.equal(logits(model), logits(model)), "log-probs are without it"
     with torch.enable_grad():

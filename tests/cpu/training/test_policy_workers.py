@@ -17,7 +17,7 @@ from skyrl_async.errors import CheckpointError, DeadlineError, PolicyError, Trai
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.training.backends import process_group
+from skyrl_async.training import rank_process
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.workers.in_process import InProcessPolicy
@@ -97,7 +97,7 @@ def test_kernels_repeat_before_nccl_is_asked_for_a_group(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(process_group, "join", join)
+    monkeypatch.setattr(rank_process, "join", join)
     for is_deterministic in (False, True):
         rank = PolicyRank(TrainingSettings(policy_path="", device="cuda", is_deterministic=is_deterministic))
         try:

@@ -7,6 +7,7 @@ then torch in this process. Real processes are killed in ``test_policy_workers``
 import asyncio
 import json
 import logging
+import pickle
 import shutil
 import tempfile
 import threading
@@ -408,7 +409,7 @@ async def test_a_checkpoint_that_is_gone_is_named(tmp_path: Path) -> None:
         raise CheckpointError(f"checkpoint {directory} has no policy.json")
 
     scripted.methods["load"] = load
-    workers = policy._policy
+    workers = policy._workers
     assert isinstance(workers, ModelledWorkers)
     workers.script.deaths[workers.script.num_calls + 1] = False
     with pytest.raises(CheckpointError, match="checkpoint has no policy.json") as caught:
@@ -457,7 +458,7 @@ async def test_a_full_disk_costs_the_restarts_until_the_next_checkpoint_and_says
 
     scripted = Scripted(save=save)
     policy = await started(scripted, tmp_path, max_journal_bytes=0)
-    workers = policy._policy
+    workers = policy._workers
     assert isinstance(workers, ModelledWorkers)
     for _ in range(3):
         await policy.forward_backward(one_row(1), [1.0], 0)
@@ -485,7 +486,7 @@ async def test_a_restart_says_who_died_where_and_how_long_it_took(
     policy = await started(Scripted(), tmp_path)
     await policy.forward_backward(one_row(1), [1.0], 0)
     await policy.step(1)
-    workers = policy._policy
+    workers = policy._workers
     assert isinstance(workers, ModelledWorkers)
     workers.script.deaths[workers.script.num_calls + 1] = False
     await policy.logprobs([1, 2])
@@ -494,7 +495,7 @@ async def test_a_restart_says_who_died_where_and_how_long_it_took(
         "policy-worker-1 died in call 3; restart 1 of at most trainer.max_restarts=3 of the policy workers, "
         "from the initial policy with 1 steps to do again"
     )
-    assert back.startswith("the policy workers are back in logprobs after 0.0 s (restart 1 of at most ")
+    assert back.startswith("the workers are back in logprobs after 0.0 s (restart 1 of at most ")
     assert back.endswith("1 steps, 2 calls done again, gradient norms differ by at most 0)")
     await policy.close()
 
@@ -533,9 +534,9 @@ def test_a_journal_is_cut_where_a_checkpoint_begins_and_gives_calls_back_to_the_
     assert (len(journal), journal.num_steps, position) == (5, 1, 4)
     assert journal.num_bytes > 300 and journal.is_full
     journal.cut(position)
-    (call,) = journal
-    assert call.arguments() == (tuple(one_row(7)), (-1 / 7,), 1)
-    assert journal.num_bytes == len(call.pickled)
+    (call,) = journal._calls
+    assert isinstance(call, bytes) and journal.num_bytes == len(call)
+    assert pickle.loads(call) == (tuple(one_row(7)), (-1 / 7,), 1)
     journal.cut(position)
     assert journal.last_step == position and len(journal) == 1
     journal.clear()
@@ -545,7 +546,7 @@ def test_a_journal_is_cut_where_a_checkpoint_begins_and_gives_calls_back_to_the_
 async def test_calls_made_at_once_wait_for_one_restart(tmp_path: Path) -> None:
     policy = await started(Scripted(), tmp_path)
     await policy.step(1)
-    workers = policy._policy
+    workers = policy._workers
     assert isinstance(workers, ModelledWorkers)
     workers.script.deaths[workers.script.num_calls + 1] = False
     async with asyncio.TaskGroup() as tasks:
@@ -623,12 +624,12 @@ async def test_with_one_checkpoint_kept_there_is_always_one_to_begin_with(tmp_pa
                 await checkpointer.write(policy, state)
         else:
             await checkpointer.write(policy, state)
-        workers = policy._policy
+        workers = policy._workers
         assert isinstance(workers, ModelledWorkers)
         before = json.dumps(workers.weights)
         workers.script.deaths[workers.script.num_calls + 1] = True
         await policy.export_hf(tmp_path)
-        assert policy._policy is not workers and policy.num_restarts == number + 1
+        assert policy._workers is not workers and policy.num_restarts == number + 1
         update = await export_weights(policy, number, tmp_path, 1)
         assert update.chunks[0]["path"] == before
         assert len(list((tmp_path / "checkpoints").glob("global_step_*"))) == 1

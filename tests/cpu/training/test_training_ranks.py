@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from skyrl_async.algorithms.settings import CorrectionSettings
-from skyrl_async.training.backends.settings import DeepSpeedSettings, LoraSettings, TrainingSettings
+from skyrl_async.config.schema.deepspeed import DeepSpeedConfig
+from skyrl_async.config.schema.policy import LoraConfig
+from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.rank import PolicyRank
 from skyrl_async.types import LogprobModel
@@ -62,9 +64,9 @@ def settings_of(way: str, directory: Path) -> TrainingSettings:
     settings = replace(settings, **CORRECTIONS["tied" if way.endswith("tied") else ""])
     if way.startswith("zero"):
         # A few tokens at a time: with ZeRO-3 the head is gathered for each of them, and again in the backward pass.
-        settings = replace(settings, deepspeed=DeepSpeedSettings(zero_stage=int(way[4])), logprobs_chunk_size=5)
+        settings = replace(settings, deepspeed=DeepSpeedConfig(zero_stage=int(way[4])), logprobs_chunk_size=5)
     if way.endswith("lora"):
-        lora = LoraSettings(rank=3, alpha=6.0)
+        lora = LoraConfig(rank=3, alpha=6.0)
         settings = replace(settings, lora=lora, has_reference=True, kl_estimator="k3", kl_coef=0.1)
     return settings
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_async.algorithms.losses import merge_figures
-from skyrl_async.training.backends import process_group
+from skyrl_async.training import rank_process
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.dispatch import split_work
 from skyrl_async.training.workers.rank import PolicyRank
@@ -76,10 +76,10 @@ def train(settings: TrainingSettings, rank: int, num_ranks: int, checkpoint: Pat
 def run_rank(rank: int, directory: Path, jobs: dict[str, tuple[TrainingSettings, Path | None]]) -> None:
     """All jobs, on one of two ranks."""
     store = dist.FileStore(str(directory / "store"), 2)
-    process_group.join(rank=rank, num_ranks=2, store=store, device=torch.device("cpu"), timeout_s=300)
+    rank_process.join(rank=rank, num_ranks=2, store=store, device=torch.device("cpu"), timeout_s=300)
     found = {name: train(s, rank, 2, start, directory / name) for name, (s, start) in jobs.items()}
     torch.save(found, directory / f"rank_{rank}.pt")
-    process_group.leave()
+    rank_process.leave()
 
 
 def on_two_ranks(directory: Path, jobs: dict[str, tuple[TrainingSettings, Path | None]]) -> list[dict[str, Any]]:

@@ -27,8 +27,8 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.export import device_copies
-from skyrl_async.training.export.device_copies import DeviceCopies
+from skyrl_async.training.export import staging
+from skyrl_async.training.export.staging import DeviceCopies
 from skyrl_async.training.protocol import SharedWeights
 from skyrl_async.training.workers.rank import PolicyRank
 from skyrl_async.types import PauseMode, WeightUpdate
@@ -58,8 +58,8 @@ def copied(copies: DeviceCopies, version: int, tensors: dict[str, Tensor]) -> di
     return dict(copies.copying(version, tensors.items(), serve_dtype=torch.float32))
 
 
-def read(handles: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: opened(handle, CPU) for name, handle in handles.items()}
+def read(shared: SharedWeights) -> dict[str, Tensor]:
+    return {name: opened(handle, CPU) for name, handle in shared["cpu"].items()}
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -111,7 +111,7 @@ def test_without_room_on_the_device_nothing_is_kept_and_everything_is_handed_on(
             super().__init__(tensor, **arguments)
 
     tensors = mixed_tensors()
-    monkeypatch.setattr(device_copies, "SharedTensor", Full)
+    monkeypatch.setattr(staging, "SharedTensor", Full)
     with caplog.at_level(logging.WARNING):
         assert_same(copied(copies, 1, tensors), tensors)
     assert copies.share(1) == {}
@@ -177,7 +177,7 @@ def test_a_rank_shares_what_it_writes_and_goes_on_training(tmp_path: Path) -> No
             for _, parameter in rank._backend.iter_full_params():
                 parameter.add_(1.0)
         assert list(shared) == ["cpu"]
-        assert_same(read(shared["cpu"]), load_file(update.chunks[0]["path"]))
+        assert_same(read(shared), load_file(update.chunks[0]["path"]))
         rank.unshare_weights()
         assert rank.share_weights(3) == {}
     finally:

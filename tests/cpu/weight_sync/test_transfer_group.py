@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from skyrl_async.errors import WeightsTransferError
 from skyrl_async.inference.vllm.weight_receiver import WeightReceiver
-from skyrl_async.training.export.staging import WeightSender
-from skyrl_async.weights.transfer_group import GLOO, NCCL, GroupPlace, _wait_for_members
+from skyrl_async.weights.transfer_group import GLOO, NCCL, GroupPlace, WeightSender, _wait_for_members
 from tests.patience import PATIENCE_S
 from tests.transfer_checks import Receiver, assert_what_is_sent_arrives, form_group, mixed_tensors, published
 

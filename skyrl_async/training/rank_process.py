@@ -1,12 +1,15 @@
-"""The ranks' process group: gloo on CPU, NCCL beside it on CUDA.
+"""What a rank's process has once: its default process group (gloo on CPU, NCCL beside it on CUDA) and its random state.
 
 torch has one default group per process. Several single-rank policies in one process, as in tests, share it; the last to leave
 destroys it.
 """
 
+import random
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -56,3 +59,32 @@ def is_lost_peer(error: BaseException | None) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("gloo/transport", "NCCL"))
     )
+
+
+def seed_all(seed: int) -> None:
+    """Seed every generator of this process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def rng_state() -> dict[str, Any]:
+    """The random state of this process as tensors and builtin values, so that it loads without unpickling code."""
+    version, internal, gauss_next = random.getstate()
+    algorithm, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(internal), gauss_next],
+        "numpy": [str(algorithm), [int(key) for key in keys], *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Restore what ``rng_state`` returned."""
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
