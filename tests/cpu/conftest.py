@@ -5,8 +5,12 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.cpu.two_ranks import RankPair
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -58,3 +62,13 @@ def ray_session() -> Iterator[None]:
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def rank_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator["RankPair"]:
+    """Two processes for every test that compares two ranks with one."""
+    from tests.cpu.two_ranks import RankPair
+
+    pair = RankPair(tmp_path_factory.mktemp("rank_pair"))
+    yield pair
+    pair.close()

@@ -1,11 +1,12 @@
 """Two processes over gloo that each run one rank of a policy, for tests that compare them with one rank in the tests' own process.
 
-One pair of processes does all that a test module wants of two ranks: to start them takes longer than that. Run as a module it is one
-of the two.
+One pair of processes serves all test modules of a session, one scenario after another: to start them takes longer than most scenarios.
+Run as a module it is one of the two.
 """
 
 import asyncio
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -52,25 +54,51 @@ def _of_both(mine: T) -> list[T]:
     return answers
 
 
-def run_two_ranks(scenario: Scenario, directory: Path) -> None:
-    """Run a module's function in two processes at once; what they say is in the error where one fails."""
-    command = [sys.executable, "-m", "tests.cpu.two_ranks", scenario.__module__, scenario.__name__, str(directory)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    logs = [directory / f"rank_{index}.log" for index in range(NUM_RANKS)]
-    processes = []
-    for index, log in enumerate(logs):
-        with log.open("w") as output:
-            processes.append(subprocess.Popen([*command, str(index)], stdout=output, stderr=output, env=environment))
-    try:
-        codes = [process.wait(timeout=DEADLINE_S) for process in processes]
-    finally:
+class RankPair:
+    """Both processes. They are started by the first scenario, and again by the next one after a scenario that failed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def run(self, scenario: Scenario, directory: Path) -> None:
+        """Run a module's function in both processes at once; what they say is in the error where one fails."""
+        if not self._processes:
+            self._start()
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([scenario.__module__, scenario.__name__, str(directory)]) + "\n")
+            process.stdin.flush()
+        answers = [process.stdout.readline() for process in self._processes if process.stdout is not None]
+        if answers != ["done\n"] * NUM_RANKS:
+            self.close()
+            logs = (self._directory / f"rank_{index}.log" for index in range(NUM_RANKS))
+            pytest.fail("\n".join(log.read_text()[-3000:] for log in logs))
+
+    def _start(self) -> None:
+        (self._directory / "store").unlink(missing_ok=True)
+        for index in range(NUM_RANKS):
+            with (self._directory / f"rank_{index}.log").open("w") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.cpu.two_ranks", str(self._directory), str(index)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                )
+            self._processes.append(process)
+
+    def close(self) -> None:
+        processes, self._processes = self._processes, []
         for process in processes:
             process.kill()
-            process.wait()
-    assert codes == [0] * NUM_RANKS, "\n".join(log.read_text()[-3000:] for log in logs)
+            process.communicate()
 
 
-def _main(module: str, function: str, directory: str, index: str) -> None:
+def _serve(directory: str, index: str) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is for the log
     rank_process.join(
         rank=int(index),
         num_ranks=NUM_RANKS,
@@ -78,10 +106,13 @@ def _main(module: str, function: str, directory: str, index: str) -> None:
         device=torch.device("cpu"),
         timeout_s=DEADLINE_S,
     )
-    scenario: Scenario = getattr(importlib.import_module(module), function)
-    asyncio.run(scenario(OneOfTwo, Path(directory)))
+    for line in sys.stdin:
+        module, function, target = json.loads(line)
+        scenario: Scenario = getattr(importlib.import_module(module), function)
+        asyncio.run(scenario(OneOfTwo, Path(target)))
+        print("done", file=answers, flush=True)
     rank_process.leave()
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _serve(*sys.argv[1:])

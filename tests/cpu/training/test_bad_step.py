@@ -11,7 +11,7 @@ from skyrl_async.errors import TrainingError
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.dispatch import split_work
 from tests.cpu.tiny_policies import trajectories, write_policy
-from tests.cpu.two_ranks import NUM_RANKS, OneOfTwo, run_two_ranks
+from tests.cpu.two_ranks import NUM_RANKS, OneOfTwo, RankPair
 
 ADVANTAGES = (math.nan, 1.0, -1.0, 0.5)
 VERSION = 7
@@ -38,11 +38,11 @@ async def on_two_ranks(make: Callable[[TrainingSettings], OneOfTwo], directory: 
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(rank_pair: RankPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("two_ranks")
     write_policy(directory / "policy")
     (directory / "file").write_text("where a directory should be")
-    run_two_ranks(on_two_ranks, directory)
+    rank_pair.run(on_two_ranks, directory)
     return directory
 
 

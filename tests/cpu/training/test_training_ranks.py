@@ -22,7 +22,7 @@ from skyrl_async.training.workers.rank import PolicyRank
 from skyrl_async.types import LogprobModel
 from tests.cpu import tiny_policies
 from tests.cpu.tiny_policies import assert_close, trajectories, weights, write_policy
-from tests.cpu.two_ranks import OneOfTwo, run_two_ranks
+from tests.cpu.two_ranks import OneOfTwo, RankPair
 
 pytestmark = pytest.mark.slow
 
@@ -136,13 +136,13 @@ async def on_two_ranks(make: Callable[[TrainingSettings], OneOfTwo], directory: 
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(rank_pair: RankPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("two_ranks")
     write_policy(directory / "policy")
     write_policy(directory / "tied_policy", is_tied=True)
     for way in OTHER_WAY:
         asyncio.run(on_one_rank(InProcessPolicy(settings_of(way, directory)), directory / f"{way}_of_one"))
-    run_two_ranks(on_two_ranks, directory)
+    rank_pair.run(on_two_ranks, directory)
     return directory
 
 

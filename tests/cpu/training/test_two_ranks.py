@@ -1,22 +1,21 @@
 """Two ranks over gloo, in their own processes and without Ray, compared with one rank in this process."""
 
-import multiprocessing
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_async.algorithms.losses import merge_figures
-from skyrl_async.training import rank_process
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.dispatch import split_work
 from skyrl_async.training.workers.rank import PolicyRank
 from skyrl_async.types import Trajectory
 from tests.cpu.tiny_policies import VOCABULARY, assert_close, write_policy
+from tests.cpu.two_ranks import NUM_RANKS, OneOfTwo, RankPair
 
 MEMORY: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -55,14 +54,12 @@ def rows() -> list[Trajectory]:
     return [row(length) for length in (3, 30, 11, 24, 7)]
 
 
-def train(settings: TrainingSettings, rank: int, num_ranks: int, checkpoint: Path | None, save: Path) -> Any:
+def train(policy: PolicyRank, num_ranks: int, index: int, checkpoint: Path | None, save: Path) -> Any:
     """Figures of this rank, gradients and, after the step, the weights of all; from ``checkpoint``, and saved to ``save``."""
-    policy = PolicyRank(settings, rank=rank, num_ranks=num_ranks)
-    policy.start()
     if checkpoint is not None:
         policy.load(checkpoint)
     values = [0.7, -1.2, 0.4, 2.0, -0.3]
-    work = split_work(rows(), values, 0, settings=settings, num_ranks=num_ranks)[rank]
+    work = split_work(rows(), values, 0, settings=policy._settings, num_ranks=num_ranks)[index]
     figures = policy.forward_backward(work)
     parameters: dict[str, Any] = policy._backend._parameters  # type: ignore[attr-defined]
     gradients = {name: parameter.grad.full_tensor().clone() for name, parameter in parameters.items()}
@@ -73,55 +70,52 @@ def train(settings: TrainingSettings, rank: int, num_ranks: int, checkpoint: Pat
     return figures, gradients, step, weights
 
 
-def run_rank(rank: int, directory: Path, jobs: dict[str, tuple[TrainingSettings, Path | None]]) -> None:
-    """All jobs, on one of two ranks."""
-    store = dist.FileStore(str(directory / "store"), 2)
-    rank_process.join(rank=rank, num_ranks=2, store=store, device=torch.device("cpu"), timeout_s=300)
-    found = {name: train(s, rank, 2, start, directory / name) for name, (s, start) in jobs.items()}
-    torch.save(found, directory / f"rank_{rank}.pt")
-    rank_process.leave()
+def train_alone(settings: TrainingSettings, checkpoint: Path | None, save: Path) -> Any:
+    policy = PolicyRank(settings)
+    policy.start()
+    return train(policy, 1, 0, checkpoint, save)
 
 
-def on_two_ranks(directory: Path, jobs: dict[str, tuple[TrainingSettings, Path | None]]) -> list[dict[str, Any]]:
-    """What each rank found in each job."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["skyrl_async.training.workers.rank"])
-    directory.mkdir()
-    ranks = [context.Process(target=run_rank, args=(rank, directory, jobs)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    assert [process.exitcode for process in ranks] == [0, 0]
-    return [torch.load(directory / f"rank_{rank}.pt", weights_only=False) for rank in range(2)]
-
-
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainingSettings:
-    directory = write_policy(tmp_path_factory.mktemp("policy"), is_tied=True)
-    return TrainingSettings(policy_path=str(directory), **LOSS)
-
-
-@pytest.fixture(scope="module")
-def one_rank(settings: TrainingSettings, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """What a single rank finds that saves no memory, and its checkpoint."""
-    checkpoint = tmp_path_factory.mktemp("one") / "checkpoint"
-    plain = replace(settings, use_sample_packing=False, logprobs_chunk_size=1024)
-    return train(plain, 0, 1, None, checkpoint), checkpoint
-
-
-@pytest.fixture(scope="module")
-def two_ranks(
-    settings: TrainingSettings, one_rank: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[dict[str, Any]], Path]:
-    """What two ranks find in each way, and after the single rank's checkpoint; and where their checkpoints are."""
-    directory = tmp_path_factory.mktemp("two") / "ranks"
-    jobs: dict[str, tuple[TrainingSettings, Path | None]] = {
-        name: (replace(settings, **changes), None) for name, changes in MEMORY.items()
+async def on_two_ranks(make: Callable[[TrainingSettings], OneOfTwo], directory: Path) -> None:
+    """Each rank leaves what it found in each way, and from the checkpoint ``one``."""
+    plain = TrainingSettings(policy_path=str(directory / "policy"), **LOSS)
+    jobs: dict[str, dict[str, Any]] = {
+        **MEMORY,
+        "mixed precision": {"mixed_precision": True},
+        "resumed": {"cpu_offload": True},
     }
-    jobs["mixed precision"] = (replace(settings, mixed_precision=True), None)
-    jobs["resumed"] = (replace(settings, cpu_offload=True), one_rank[1])
-    return on_two_ranks(directory, jobs), directory
+    found, index = {}, 0
+    for name, changes in jobs.items():
+        policy = make(replace(plain, **changes))
+        index, checkpoint = policy.index, directory / "one" if name == "resumed" else None
+        found[name] = train(policy.rank, NUM_RANKS, index, checkpoint, directory / name)
+    torch.save(found, directory / f"rank_{index}.pt")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the policy, the checkpoint ``one``, and all checkpoints of two ranks by their ways."""
+    directory = tmp_path_factory.mktemp("two_ranks")
+    write_policy(directory / "policy", is_tied=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def settings(directory: Path) -> TrainingSettings:
+    return TrainingSettings(policy_path=str(directory / "policy"), **LOSS)
+
+
+@pytest.fixture(scope="module")
+def one_rank(settings: TrainingSettings, directory: Path) -> Any:
+    """What a single rank finds that saves no memory; its checkpoint is ``one``."""
+    return train_alone(replace(settings, use_sample_packing=False, logprobs_chunk_size=1024), None, directory / "one")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(rank_pair: RankPair, one_rank: Any, directory: Path) -> list[dict[str, Any]]:
+    """What each of two ranks finds in each way, and after the single rank's checkpoint."""
+    rank_pair.run(on_two_ranks, directory)
+    return [torch.load(directory / f"rank_{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
 
 
 def assert_same(found: list[Any], expected: Any) -> None:
@@ -139,15 +133,14 @@ def assert_same(found: list[Any], expected: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", MEMORY)
 def test_two_ranks_find_what_one_does_whatever_saves_memory(
-    two_ranks: tuple[list[dict[str, Any]], Path], one_rank: tuple[Any, Path], way: str
+    two_ranks: list[dict[str, Any]], one_rank: Any, way: str
 ) -> None:
-    found, _ = two_ranks
-    assert_same([rank[way] for rank in found], one_rank[0])
+    assert_same([rank[way] for rank in two_ranks], one_rank)
 
 
 @pytest.mark.slow
-def test_recomputing_and_offloading_change_no_bit(two_ranks: tuple[list[dict[str, Any]], Path]) -> None:
-    for rank in two_ranks[0]:
+def test_recomputing_and_offloading_change_no_bit(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
         for way in ("activations recomputed", "offloaded"):
             _, gradients, step, weights = rank[way]
             _, plain_gradients, plain_step, plain_weights = rank["plain"]
@@ -158,13 +151,13 @@ def test_recomputing_and_offloading_change_no_bit(two_ranks: tuple[list[dict[str
 
 @pytest.mark.slow
 def test_in_mixed_precision_two_ranks_pull_where_one_in_float32_does_and_keep_float32_weights(
-    two_ranks: tuple[list[dict[str, Any]], Path], one_rank: tuple[Any, Path]
+    two_ranks: list[dict[str, Any]], one_rank: Any
 ) -> None:
     def flat(gradients: dict[str, Tensor]) -> Tensor:
         return torch.cat([gradient.flatten() for gradient in gradients.values()])
 
-    (_, expected, _, _), _ = one_rank
-    for rank in two_ranks[0]:
+    _, expected, _, _ = one_rank
+    for rank in two_ranks:
         _, gradients, _, weights = rank["mixed precision"]
         assert torch.cosine_similarity(flat(gradients), flat(expected), dim=0) > 0.98
         assert {tensor.dtype for tensor in [*gradients.values(), *weights.values()]} == {torch.float32}
@@ -172,20 +165,16 @@ def test_in_mixed_precision_two_ranks_pull_where_one_in_float32_does_and_keep_fl
 
 @pytest.mark.slow
 def test_checkpoints_go_on_from_two_ranks_to_one_and_back_offloaded_or_not(
-    settings: TrainingSettings,
-    two_ranks: tuple[list[dict[str, Any]], Path],
-    one_rank: tuple[Any, Path],
-    tmp_path: Path,
+    settings: TrainingSettings, two_ranks: list[dict[str, Any]], directory: Path, tmp_path: Path
 ) -> None:
-    found, directory = two_ranks
-    from_one = train(settings, 0, 1, one_rank[1], tmp_path / "from_one")
-    from_two = train(settings, 0, 1, directory / "offloaded", tmp_path / "from_two")
+    from_one = train_alone(settings, directory / "one", tmp_path / "from_one")
+    from_two = train_alone(settings, directory / "offloaded", tmp_path / "from_two")
     assert_same([from_two], from_one)
-    assert_same([rank["resumed"] for rank in found], from_one)
+    assert_same([rank["resumed"] for rank in two_ranks], from_one)
 
 
 @pytest.mark.parametrize("way", MEMORY)
 def test_one_rank_finds_the_same_whatever_saves_memory(
-    settings: TrainingSettings, one_rank: tuple[Any, Path], tmp_path: Path, way: str
+    settings: TrainingSettings, one_rank: Any, tmp_path: Path, way: str
 ) -> None:
-    assert_same([train(replace(settings, **MEMORY[way]), 0, 1, None, tmp_path)], one_rank[0])
+    assert_same([train_alone(replace(settings, **MEMORY[way]), None, tmp_path)], one_rank)
