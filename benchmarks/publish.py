@@ -169,7 +169,9 @@ async def publisher_of(
 def _broadcast(policy: SendingPolicy, transfer: str) -> WeightBroadcast | None:
     if transfer == "shm":
         return None
-    return WeightBroadcast(policy, backend=transfer, must_receive=lambda _: True, bucket_bytes=64 << 20, timeout_s=60.0)
+    return WeightBroadcast(
+        policy=policy, backend=transfer, must_receive=lambda _: True, bucket_bytes=64 << 20, timeout_s=60.0
+    )
 
 
 def copy_seconds(num_bytes: int) -> float:

@@ -104,7 +104,7 @@ def make_publisher(
         trace=trace,
         probe_prompt_token_ids=renderer.render(list(prompts.train[0].messages)),
         max_logprob_gap=config.trainer.max_engine_logprob_gap,
-        verify_checksums=_verifies_checksums(config),
+        verifies_checksums=_verifies_checksums(config),
         max_retries=config.weight_sync.max_retries,
         hold_engines=hold_engines,
         followers=followers,
@@ -136,7 +136,7 @@ def make_broadcast(config: Config, client: InferenceEngineClient, sender: Sendin
             )
         return None
     return WeightBroadcast(
-        sender,
+        policy=sender,
         backend=broadcast_backend(config),
         must_receive=lambda engine: transfer in BROADCASTS or not is_on_this_machine(engine),
         bucket_bytes=config.weight_sync.send_bucket_mb << 20,

@@ -56,35 +56,24 @@ class _Outcome:
     """Failures other than deaths, in the order in which they came."""
 
 
+@dataclass(kw_only=True, eq=False)
 class WeightBroadcast:
-    """Sends a file from the policy's rank 0 to every engine that cannot map it, at once.
+    """Sends a file from the policy's rank 0 to every engine that cannot map it, at once."""
 
-    Args:
-        policy: its rank 0 sends.
-        backend: ``gloo`` or ``nccl``.
-        must_receive: whether an engine cannot map the file.
-        bucket_bytes: most bytes sent at a time.
-        timeout_s: longest wait for a member, when the group forms and in each bucket.
-    """
-
-    def __init__(
-        self,
-        policy: SendingPolicy,
-        *,
-        backend: str,
-        must_receive: Callable[[InferenceEngine], bool],
-        bucket_bytes: int,
-        timeout_s: float,
-    ) -> None:
-        self._policy = policy
-        self._backend = backend
-        self._must_receive = must_receive
-        self._bucket_bytes = bucket_bytes
-        self._timeout_s = timeout_s
-        self._members: tuple[ReceivingEngine, ...] = ()
-        """Engines of the open group, by rank; empty if no group is usable."""
-        self._held: WeakKeyDictionary[InferenceEngine, set[str]] = WeakKeyDictionary()
-        """Engine -> paths of the files it has received and kept. Not by name: another engine may get that."""
+    policy: SendingPolicy
+    """Its rank 0 sends."""
+    backend: str
+    """``gloo`` or ``nccl``."""
+    must_receive: Callable[[InferenceEngine], bool]
+    """Whether an engine cannot map the file."""
+    bucket_bytes: int
+    """Most bytes sent at a time."""
+    timeout_s: float
+    """Longest wait for a member, when the group forms and in each bucket."""
+    _members: tuple[ReceivingEngine, ...] = field(default=(), init=False)
+    """Engines of the open group, by rank; empty if no group is usable."""
+    _held: WeakKeyDictionary[InferenceEngine, set[str]] = field(default_factory=WeakKeyDictionary, init=False)
+    """Engine -> paths of the files it has received and kept. Not by name: another engine may get that."""
 
     async def deliver(
         self,
@@ -103,7 +92,7 @@ class WeightBroadcast:
         while receivers := [
             engine
             for engine in engines
-            if isinstance(engine, ReceivingEngine) and self._must_receive(engine)
+            if isinstance(engine, ReceivingEngine) and self.must_receive(engine)
             if path not in self._held.get(engine, ())
         ]:
             outcome = await self._broadcast(receivers, update, kept)
@@ -113,7 +102,7 @@ class WeightBroadcast:
             if outcome.failures and not outcome.deaths and not outcome.was_used:
                 raise PublishError(
                     f"version {update.version} did not get to every engine: {outcome.failures[0]} (in each bucket a member is waited for, "
-                    f"for weight_sync.transfer_timeout_s={self._timeout_s:g})"
+                    f"for weight_sync.transfer_timeout_s={self.timeout_s:g})"
                 ) from outcome.failures[0]
 
     async def _broadcast(
@@ -131,10 +120,10 @@ class WeightBroadcast:
                 for engine in receivers
             }
             try:
-                await self._policy.broadcast_weights(Path(_path_of(update)), self._bucket_bytes)
+                await self.policy.broadcast_weights(Path(_path_of(update)), self.bucket_bytes)
             except WeightsTransferError as error:
                 outcome.failures.append(error)
-            wait_s = self._timeout_s + _GRACE_S
+            wait_s = self.timeout_s + _GRACE_S
             _, silent = await asyncio.wait(receiving, timeout=wait_s)
             for task in silent:
                 task.cancel()
@@ -147,7 +136,7 @@ class WeightBroadcast:
 
     async def _open_group(self, receivers: Sequence[ReceivingEngine], outcome: _Outcome) -> None:
         """Tell every engine where the group forms."""
-        place = await self._policy.open_transfer(len(receivers), self._backend, self._timeout_s)
+        place = await self.policy.open_transfer(len(receivers), self.backend, self.timeout_s)
 
         async def connect(rank: int, engine: ReceivingEngine) -> None:
             try:

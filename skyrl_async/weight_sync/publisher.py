@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -121,91 +121,74 @@ class _SentVersion:
     send_seconds: float
 
 
+@dataclass(kw_only=True, eq=False)
 class WeightPublisher:
     """Moves every engine from one policy version to the next.
 
     ``publish`` does all of it. A trainer that continues meanwhile awaits ``gather``, and runs ``send`` and then ``load`` in a task beside
     its next step.
-
-    Args:
-        client: knows which engines are alive.
-        policy: holds the weights.
-        directory: where buckets are written, in shared memory; made if missing, emptied by ``close``.
-        bucket_bytes: most bytes that are sent at a time.
-        load_bucket_bytes: most bytes that an engine loads at a time, see ``weight_sync.load_bucket_mb``.
-        double_buffer: keep the served version while the next one is sent and loaded, and prepare the next one in the engines' memory.
-        pause_mode: what happens to requests in flight.
-        trace: gets one span per phase.
-        probe_prompt_token_ids: prompt after which the engines' log-probs are compared with the trainer's; empty: never.
-        max_logprob_gap: nats per token past which that comparison fails.
-        verify_checksums: ask engines for their checksums after every publish instead of only the first; engines that join later are
-            compared with them. None: only if the weights are so small that it takes next to no time.
-        max_retries: how often a failed sending or loading is tried again before it is an error.
-        hold_engines: in its block engines have the devices that they share.
-        broadcast: sends versions to engines that cannot map their files; None: all can.
-        share: lets engines load from the policy workers' devices; the default uses files only.
-        followers: also load each version after the engines serve it, such as workers that recompute log-probs.
-        clock: seconds, for the times reported.
     """
 
-    def __init__(
-        self,
-        *,
-        client: InferenceEngineClient,
-        policy: Policy,
-        directory: Path,
-        bucket_bytes: int,
-        load_bucket_bytes: int = 512 << 20,
-        double_buffer: bool = True,
-        pause_mode: PauseMode,
-        trace: Trace,
-        probe_prompt_token_ids: Sequence[int] = (),
-        max_logprob_gap: float = 0.0,
-        verify_checksums: bool | None = False,
-        max_retries: int = 0,
-        hold_engines: HoldEngines = nullcontext,
-        broadcast: WeightBroadcast | None = None,
-        share: ShareWeights = from_files_alone,
-        followers: Sequence[Follower] = (),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._client = client
-        self._policy = policy
-        self._directory = directory
-        self._bucket_bytes = bucket_bytes
-        self._load_bucket_bytes = load_bucket_bytes
-        self._double_buffer = double_buffer
-        self._pause_mode = pause_mode
-        self._trace = trace
-        self._verify_checksums = verify_checksums
-        self._max_retries = max_retries
-        self._hold_engines = hold_engines
-        self._broadcast = broadcast
-        self._share = share
-        self._followers = followers
-        self._clock = clock
-        self._files = WeightFiles(directory)
-        self._is_capacity_checked = False
-        self._gather_seconds = 0.0
-        self._sent: _SentVersion | None = None
-        """Waits to be loaded, or is being loaded."""
-        self._served: _SentVersion | None = None
-        """What engines serve, while its files are there."""
-        self._served_version: int | None = None
-        self._updater = EngineWeightUpdater(client, pause_mode=pause_mode, trace=trace, clock=clock)
+    client: InferenceEngineClient
+    """Knows which engines are alive."""
+    policy: Policy
+    """Holds the weights."""
+    directory: Path
+    """Where buckets are written, in shared memory; made if missing, emptied by ``close``."""
+    bucket_bytes: int
+    """Most bytes that are sent at a time."""
+    load_bucket_bytes: int = 512 << 20
+    """Most bytes that an engine loads at a time, see ``weight_sync.load_bucket_mb``."""
+    double_buffer: bool = True
+    """Keep the served version while the next one is sent and loaded, and prepare the next one in the engines' memory."""
+    pause_mode: PauseMode
+    """What happens to requests in flight."""
+    trace: Trace
+    """Gets one span per phase."""
+    probe_prompt_token_ids: Sequence[int] = ()
+    """Prompt after which the engines' log-probs are compared with the trainer's; empty: never."""
+    max_logprob_gap: float = 0.0
+    """Nats per token past which that comparison fails."""
+    verifies_checksums: bool | None = False
+    """Ask engines for their checksums after every publish instead of only the first; engines that join later are compared with them. None:
+    only if the weights are so small that it takes next to no time."""
+    max_retries: int = 0
+    """How often a failed sending or loading is tried again before it is an error."""
+    hold_engines: HoldEngines = nullcontext
+    """In its block engines have the devices that they share."""
+    broadcast: WeightBroadcast | None = None
+    """Sends versions to engines that cannot map their files; None: all can."""
+    share: ShareWeights = from_files_alone
+    """Lets engines load from the policy workers' devices; the default uses files only."""
+    followers: Sequence[Follower] = ()
+    """Also load each version after the engines serve it, such as workers that recompute log-probs."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds, for the times reported."""
+
+    _is_capacity_checked: bool = field(default=False, init=False)
+    _gather_seconds: float = field(default=0.0, init=False)
+    _sent: _SentVersion | None = field(default=None, init=False)
+    """Waits to be loaded, or is being loaded."""
+    _served: _SentVersion | None = field(default=None, init=False)
+    """What engines serve, while its files are there."""
+    _served_version: int | None = field(default=None, init=False)
+    _engines_change: asyncio.Condition = field(default_factory=asyncio.Condition, init=False)
+    """Held while the version of an engine changes; notified when another one is served."""
+    _lag: LagMonitor = field(default_factory=LagMonitor, init=False)
+
+    def __post_init__(self) -> None:
+        self._files = WeightFiles(self.directory)
+        self._updater = EngineWeightUpdater(self.client, pause_mode=self.pause_mode, trace=self.trace, clock=self.clock)
         self._verifier = WeightVerifier(
-            client=client,
-            policy=policy,
+            client=self.client,
+            policy=self.policy,
             updater=self._updater,
-            trace=trace,
-            probe_prompt_token_ids=probe_prompt_token_ids,
-            max_logprob_gap=max_logprob_gap,
-            hold_engines=hold_engines,
+            trace=self.trace,
+            probe_prompt_token_ids=self.probe_prompt_token_ids,
+            max_logprob_gap=self.max_logprob_gap,
+            hold_engines=self.hold_engines,
         )
-        self._engines_change = asyncio.Condition()
-        """Held while the version of an engine changes; notified when another one is served."""
-        self._lag = LagMonitor()
-        client.pool.admission = self.admission
+        self.client.pool.admission = self.admission
 
     @property
     def serving(self) -> WeightUpdate | None:
@@ -215,7 +198,7 @@ class WeightPublisher:
     @property
     def keeps_served_version(self) -> bool:
         """Whether an engine that joins while a version is sent can load the one before: only with a double buffer."""
-        return self._double_buffer
+        return self.double_buffer
 
     async def publish(self, version: int) -> PublishTimes:
         """Make every engine serve ``version``; on return all, and at least one, have acknowledged it. Raises what the phases raise."""
@@ -227,21 +210,21 @@ class WeightPublisher:
 
     def trained(self, version: int) -> None:
         """The policy holds ``version`` from now on, published or not; ``lag_values`` are measured by it."""
-        self._lag.trained(version, self._clock())
+        self._lag.trained(version, self.clock())
 
     async def gather(self, version: int) -> None:
         """Copy the policy's weights to its staging memory; on return they may change. The version before must be sent.
 
         Raises ``ConfigError`` at the first call if shared memory has no room for the weights.
         """
-        started = self._clock()
+        started = self.clock()
         self.trained(version)
-        with self._trace.span("gather", track="publish", version=version):
-            num_bytes = await self._policy.gather_weights(version)
+        with self.trace.span("gather", track="publish", version=version):
+            num_bytes = await self.policy.gather_weights(version)
         if not self._is_capacity_checked:
-            require_shm_capacity(self._directory, num_bytes, double_buffer=self._double_buffer)
+            require_shm_capacity(self.directory, num_bytes, double_buffer=self.double_buffer)
             self._is_capacity_checked = True
-        self._gather_seconds = self._clock() - started
+        self._gather_seconds = self.clock() - started
 
     async def send(self, version: int) -> bool:
         """Send the gathered version, which ``load`` then loads. The version before must be loaded; if it is not, it is deleted.
@@ -251,18 +234,18 @@ class WeightPublisher:
         none of its buckets is left.
         """
         self._drop_sent()
-        if not self._double_buffer:
+        if not self.double_buffer:
             async with self._engines_change:
                 replaced, self._served = self._served, None
             self._delete(replaced)
-        started, gather_seconds = self._clock(), self._gather_seconds
+        started, gather_seconds = self.clock(), self._gather_seconds
         try:
-            with self._trace.span("send", track="publish", version=version):
+            with self.trace.span("send", track="publish", version=version):
                 update, directory = await self._retried(lambda: self._write(version))
         except WeightsLostError as error:
             logger.warning("version %d is not published: %s", version, error)
             return False
-        send_seconds = self._clock() - started
+        send_seconds = self.clock() - started
         self._sent = _SentVersion(
             update=update, directory=directory, gather_seconds=gather_seconds, send_seconds=send_seconds
         )
@@ -281,15 +264,15 @@ class WeightPublisher:
             times = await self._retried(lambda: self._load(sent))
         finally:
             self._drop_sent()
-        await self._client.pool.wait_for_engine()
+        await self.client.pool.wait_for_engine()
         if self._is_checksum_due(times.num_bytes):
             await self._verifier.verify_checksums(times.version)
-        for follower in self._followers:
+        for follower in self.followers:
             await follower(sent.update)
         return times
 
     def _is_checksum_due(self, num_bytes: int) -> bool:
-        return num_bytes <= _QUICK_CHECKSUM_BYTES if self._verify_checksums is None else self._verify_checksums
+        return num_bytes <= _QUICK_CHECKSUM_BYTES if self.verifies_checksums is None else self.verifies_checksums
 
     @asynccontextmanager
     async def admission(self, engine: InferenceEngine) -> AsyncIterator[None]:
@@ -300,31 +283,31 @@ class WeightPublisher:
         """
         async with self._engines_change:
             await self._engines_change.wait_for(lambda: self._served_version is None or self._served is not None)
-            async with self._hold_engines():
+            async with self.hold_engines():
                 await self._update_joining(engine)
                 yield
 
     async def _update_joining(self, engine: InferenceEngine) -> None:
         if (serving := self.serving) is None:
             return
-        if self._broadcast is not None:
-            await self._broadcast.deliver([engine], serving, _raise)
-        await engine.pause(self._pause_mode)
+        if self.broadcast is not None:
+            await self.broadcast.deliver([engine], serving, _raise)
+        await engine.pause(self.pause_mode)
         await engine.load_weights(replace(serving, is_compared=True))
         await self._verifier.verify_engine(engine, serving)
         await engine.resume()
 
     def lags(self) -> dict[str, Lag]:
         """Each engine's lag behind the trainer now, by name. All of them serve the same version."""
-        return {engine.name: self._lag.lag(self._clock()) for engine in self._client.engines}
+        return {engine.name: self._lag.lag(self.clock()) for engine in self.client.engines}
 
     def lag_values(self) -> dict[str, float]:
         """The engines' largest lag behind the trainer since the last call, as metrics."""
-        return self._lag.values(self._clock())
+        return self._lag.values(self.clock())
 
     async def _retried(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try up to ``max_retries`` times more."""
-        for num_remaining in range(self._max_retries, 0, -1):
+        for num_remaining in range(self.max_retries, 0, -1):
             try:
                 return await attempt()
             except PublishError as error:
@@ -335,28 +318,28 @@ class WeightPublisher:
     async def _load(self, sent: _SentVersion) -> PublishTimes:
         async with self._engines_change:
             try:
-                async with self._hold_engines():
+                async with self.hold_engines():
                     return await self._update_engines(sent)
             finally:
                 self._engines_change.notify_all()
 
     async def _update_engines(self, sent: _SentVersion) -> PublishTimes:
-        engines, update = list(self._client.engines), sent.update
+        engines, update = list(self.client.engines), sent.update
         broadcast_seconds = await self._deliver(engines, update)
-        staged = self._clock()
-        if self._double_buffer:
+        staged = self.clock()
+        if self.double_buffer:
             await self._updater.stage(engines, update)
         replaced: _SentVersion | None = None
         try:
-            async with self._share(update) as shared:
-                begun = self._clock()
-                with self._trace.span("switch", track="publish", version=update.version):
+            async with self.share(update) as shared:
+                begun = self.clock()
+                with self.trace.span("switch", track="publish", version=update.version):
                     async with self._updater.loaded(engines, shared, self.serving, self._served_version) as times:
                         replaced, self._served, self._sent = self._served, sent, None
-                        self._served_version = self._client.policy_version = update.version
-                resumed = self._clock()
+                        self._served_version = self.client.policy_version = update.version
+                resumed = self.clock()
             paused = begun + times.acknowledge
-            self._trace.past_span("pause", "publish/pause", paused, resumed, version=update.version)
+            self.trace.past_span("pause", "publish/pause", paused, resumed, version=update.version)
         finally:
             self._delete(replaced)  # not in the pause
         self._lag.serves(update.version, resumed)
@@ -373,12 +356,12 @@ class WeightPublisher:
 
     async def _deliver(self, engines: list[InferenceEngine], update: WeightUpdate) -> float:
         """Broadcast the update to engines that cannot map it; dead ones are removed from the list. Returns the seconds it took."""
-        if self._broadcast is None:
+        if self.broadcast is None:
             return 0.0
-        started = self._clock()
-        with self._trace.span("broadcast", track="publish", version=update.version):
-            await self._broadcast.deliver(engines, update, self._updater.remove_dead, keep=self.serving)
-        return self._clock() - started
+        started = self.clock()
+        with self.trace.span("broadcast", track="publish", version=update.version):
+            await self.broadcast.deliver(engines, update, self._updater.remove_dead, keep=self.serving)
+        return self.clock() - started
 
     async def _write(self, version: int) -> tuple[WeightUpdate, Path]:
         """Write the buckets to a directory, once old ones are deleted.
@@ -387,7 +370,7 @@ class WeightPublisher:
         """
         directory = await self._files.new_directory(version)
         try:
-            update = await self._policy.send_weights(version, directory, self._bucket_bytes)
+            update = await self.policy.send_weights(version, directory, self.bucket_bytes)
         except BaseException as error:
             self._files.delete(directory)
             if isinstance(error, WeightsWriteError | OSError):
@@ -395,7 +378,7 @@ class WeightPublisher:
                     f"version {version} cannot be sent ({error}); {what_serves(self._served_version)}"
                 ) from error
             raise
-        limit = {"load_bucket_bytes": self._load_bucket_bytes}
+        limit = {"load_bucket_bytes": self.load_bucket_bytes}
         chunks = tuple(chunk | limit if "path" in chunk else chunk for chunk in update.chunks)
         return replace(update, chunks=chunks), directory
 

@@ -11,6 +11,7 @@ import math
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from skyrl_async.errors import DeadlineError, EngineDeadError, NoEngineError, PublishError
@@ -31,29 +32,24 @@ _TIMEOUT_S = 600.0
 T = TypeVar("T")
 
 
+@dataclass(kw_only=True, eq=False)
 class WeightVerifier:
-    """Compares engines with each other, with earlier checksums and with the policy. ``WeightPublisher`` describes the arguments."""
+    """Compares engines with each other, with earlier checksums and with the policy."""
 
-    def __init__(
-        self,
-        *,
-        client: InferenceEngineClient,
-        policy: Policy,
-        updater: EngineWeightUpdater,
-        trace: Trace,
-        probe_prompt_token_ids: Sequence[int],
-        max_logprob_gap: float,
-        hold_engines: HoldEngines,
-    ) -> None:
-        self._client = client
-        self._policy = policy
-        self._updater = updater
-        self._trace = trace
-        self._probe_prompt_token_ids = tuple(probe_prompt_token_ids)
-        self._max_logprob_gap = max_logprob_gap
-        self._hold_engines = hold_engines
-        self._verified: tuple[int, str] | None = None
-        """(version, checksum) that engines last agreed on."""
+    client: InferenceEngineClient
+    policy: Policy
+    updater: EngineWeightUpdater
+    """Drops engines that die meanwhile."""
+    trace: Trace
+    """Gets a span per probe."""
+    probe_prompt_token_ids: Sequence[int]
+    """Prompt of the probe; empty: there is none."""
+    max_logprob_gap: float
+    """Nats per token past which the probe fails."""
+    hold_engines: HoldEngines = nullcontext
+    """In its block engines have the devices that they share."""
+    _verified: tuple[int, str] | None = field(default=None, init=False)
+    """(version, checksum) that engines last agreed on."""
 
     async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
         """Compare checksums after the first publish, and run the log-prob probe.
@@ -62,13 +58,13 @@ class WeightVerifier:
         """
         if is_first:
             await self.verify_checksums(version)
-        if not self._probe_prompt_token_ids:
+        if not self.probe_prompt_token_ids:
             return {}
         gap = await self._retried_on_next_engine(lambda: self._probe(version))
-        if not gap <= self._max_logprob_gap:
+        if not gap <= self.max_logprob_gap:
             raise PublishError(
                 f"the engines' log-probs differ from the trainer's by up to {gap:.3g} nats at version {version}, more than "
-                f"trainer.max_engine_logprob_gap={self._max_logprob_gap:g}: the engines do not hold the weights that are trained"
+                f"trainer.max_engine_logprob_gap={self.max_logprob_gap:g}: the engines do not hold the weights that are trained"
             )
         return {"async/engine_logprob_gap": gap}
 
@@ -82,20 +78,60 @@ class WeightVerifier:
             try:
                 return await verify()
             except NoEngineError:
-                if not self._client.pool.is_expecting:
+                if not self.client.pool.is_expecting:
                     raise
-                await self._client.pool.wait_for_engine()
+                await self.client.pool.wait_for_engine()
 
     async def _probe(self, version: int) -> float:
-        with self._trace.span("probe", track="publish", version=version):
-            return await engine_logprob_gap(
-                self._client, self._policy, self._probe_prompt_token_ids, version, hold_engines=self._hold_engines
+        """Let every engine sample 24 tokens after the prompt and return the largest ``|log pi_engine - log pi_trainer|``.
+
+        A prompt that leaves less room is cut at its beginning. The gap is NaN if any log-prob is. No weight update may be under way.
+        Engines that share devices with the policy sample under one lease, and the policy computes under its own.
+
+        Raises ``PublishError`` if an engine stamps its tokens with another version, ``NoEngineError`` if none answers.
+        """
+        room = self.client.max_model_len
+        prompt = tuple(self.probe_prompt_token_ids)[-max(1, room - _NUM_TOKENS) :]
+        with self.trace.span("probe", track="publish", version=version):
+            async with self.hold_engines():
+                outputs = await self._sampled(prompt, min(_NUM_TOKENS, room - len(prompt)), version)
+            if not outputs:
+                raise NoEngineError("no inference engine survived the probe; see the run's log for the first failure")
+            gaps: list[float] = []
+            for output in outputs:
+                trained = (await self.policy.logprobs([*prompt, *output.token_ids]))[-len(output.token_ids) :]
+                gaps += [abs(a - b) for a, b in zip(output.logprobs, trained, strict=True)]
+        return max(gaps, key=lambda gap: math.inf if math.isnan(gap) else gap)
+
+    async def _sampled(self, prompt: tuple[int, ...], budget: int, version: int) -> list[EngineOutput]:
+        """One output per engine that survives the probe."""
+        outputs = []
+        for engine in self.client.engines:
+            request = EngineRequest(
+                request_id=f"probe-{uuid.uuid4().hex}",
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(max_tokens=budget, ignore_eos=True, seed=0),
             )
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    output = await engine.generate(request)
+            except (EngineDeadError, TimeoutError) as error:
+                silent = DeadlineError(f"it has not answered the probe of version {version} in {_TIMEOUT_S:g} s")
+                self.client.drop_engine(engine, silent if isinstance(error, TimeoutError) else error)
+                continue
+            if output.finish_reason is FinishReason.ABORT and not output.token_ids:  # it was removed meanwhile
+                continue
+            if set(output.versions) != {version}:
+                raise PublishError(
+                    f"{engine.name} stamps tokens with {sorted(set(output.versions))}, expected version {version}"
+                )
+            outputs.append(output)
+        return outputs
 
     async def _agreed_checksum(self, version: int) -> str:
-        engines = list(self._client.engines)
-        checksums = await self._updater.everywhere("checksum", lambda engine: engine.checksum(), engines)
-        versions = await self._updater.everywhere("version", lambda engine: engine.version(), engines)
+        engines = list(self.client.engines)
+        checksums = await self.updater.everywhere("checksum", lambda engine: engine.checksum(), engines)
+        versions = await self.updater.everywhere("version", lambda engine: engine.version(), engines)
         if not versions:
             raise NoEngineError("no inference engine survived 'version'; see the run's log for the first failure")
         agreed = {checksums[name] for name in versions}
@@ -131,65 +167,9 @@ class WeightVerifier:
         """The checksum verified for the version, else that of any engine; None if there is no engine."""
         if self._verified is not None and self._verified[0] == version:
             return self._verified[1]
-        for engine in self._client.engines:
+        for engine in self.client.engines:
             try:
                 return await engine.checksum()
             except EngineDeadError as error:
-                await self._updater.remove_dead(engine, error)
+                await self.updater.remove_dead(engine, error)
         return None
-
-
-async def engine_logprob_gap(
-    client: InferenceEngineClient,
-    policy: Policy,
-    prompt_token_ids: Sequence[int],
-    version: int,
-    *,
-    hold_engines: HoldEngines = nullcontext,
-) -> float:
-    """Let every engine sample 24 tokens after the prompt and return the largest ``|log pi_engine - log pi_trainer|``.
-
-    A prompt that leaves less room is cut at its beginning. The gap is NaN if any log-prob is. No weight update may be under way. Engines
-    that share devices with the policy sample under one lease, and the policy computes under its own.
-
-    Raises ``PublishError`` if an engine stamps its tokens with another version, ``NoEngineError`` if none answers.
-    """
-    prompt = tuple(prompt_token_ids)[-max(1, client.max_model_len - _NUM_TOKENS) :]
-    budget = min(_NUM_TOKENS, client.max_model_len - len(prompt))
-    async with hold_engines():
-        outputs = await _sampled(client, prompt, budget, version)
-    if not outputs:
-        raise NoEngineError("no inference engine survived the probe; see the run's log for the first failure")
-    gaps: list[float] = []
-    for output in outputs:
-        trained = (await policy.logprobs([*prompt, *output.token_ids]))[-len(output.token_ids) :]
-        gaps += [abs(a - b) for a, b in zip(output.logprobs, trained, strict=True)]
-    return max(gaps, key=lambda gap: math.inf if math.isnan(gap) else gap)
-
-
-async def _sampled(
-    client: InferenceEngineClient, prompt: tuple[int, ...], budget: int, version: int
-) -> list[EngineOutput]:
-    """One output per engine that survives the probe."""
-    outputs = []
-    for engine in client.engines:
-        request = EngineRequest(
-            request_id=f"probe-{uuid.uuid4().hex}",
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(max_tokens=budget, ignore_eos=True, seed=0),
-        )
-        try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                output = await engine.generate(request)
-        except (EngineDeadError, TimeoutError) as error:
-            silent = DeadlineError(f"it has not answered the probe of version {version} in {_TIMEOUT_S:g} s")
-            client.drop_engine(engine, silent if isinstance(error, TimeoutError) else error)
-            continue
-        if output.finish_reason is FinishReason.ABORT and not output.token_ids:  # it was removed meanwhile
-            continue
-        if set(output.versions) != {version}:
-            raise PublishError(
-                f"{engine.name} stamps tokens with {sorted(set(output.versions))}, expected version {version}"
-            )
-        outputs.append(output)
-    return outputs

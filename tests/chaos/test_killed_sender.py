@@ -64,7 +64,7 @@ async def test_new_workers_send_the_file_that_dead_ones_wrote(ray_session: None,
     policy = await RecoveringPolicy.start(start, max_restarts=2, directory=tmp_path / "recovery")
     engines = [ReceivingEngine(f"engine-{i}") for i in range(2)]
     broadcast = WeightBroadcast(
-        policy, backend=GLOO, must_receive=lambda engine: True, bucket_bytes=1000, timeout_s=10.0
+        policy=policy, backend=GLOO, must_receive=lambda engine: True, bucket_bytes=1000, timeout_s=10.0
     )
     for version in range(3):
         await policy.gather_weights(version)

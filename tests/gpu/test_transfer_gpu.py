@@ -93,7 +93,7 @@ async def test_weights_that_are_broadcast_are_those_that_are_mapped(
         )
         (engine,) = await start_ray_engines([config], num_gpus=1.0, log_dir=tmp_path / "logs")
         broadcast = WeightBroadcast(
-            policy, backend=NCCL, must_receive=lambda _: True, bucket_bytes=100_000, timeout_s=PATIENCE_S
+            policy=policy, backend=NCCL, must_receive=lambda _: True, bucket_bytes=100_000, timeout_s=PATIENCE_S
         )
         checksums = []
         for version, way in ((1, None), (3, broadcast)):

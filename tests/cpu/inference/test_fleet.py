@@ -582,7 +582,7 @@ def test_contract_6_whatever_fails_and_when_all_that_serve_after_a_publish_serve
             elif engine is not None:
                 getattr(engine, fault)()
 
-        publisher._max_retries = 5
+        publisher.max_retries = 5
         publisher._load = checked  # type: ignore[method-assign,assignment]
         simulation.policy.send_weights = exported  # type: ignore[method-assign]
         await setting.run(*(happen(*fault) for fault in faults))

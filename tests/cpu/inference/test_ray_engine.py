@@ -356,7 +356,7 @@ def publisher_of(
 ) -> WeightPublisher:
     """Engines on the machine of the trainer are sent what they could map."""
     broadcast = WeightBroadcast(
-        policy, backend="gloo", must_receive=lambda engine: True, bucket_bytes=100_000, timeout_s=PATIENCE_S
+        policy=policy, backend="gloo", must_receive=lambda engine: True, bucket_bytes=100_000, timeout_s=PATIENCE_S
     )
     return WeightPublisher(
         client=InferenceEngineClient(engines, tokenizer=NoText(), max_model_len=MAX_MODEL_LEN),

@@ -48,7 +48,7 @@ class Apart:
         async def prepare(running: Running) -> None:
             parts = LogprobParts(ref=await self._workers("ref", running), old=await self._workers("logp", running))
             complete_by(running, parts, config=BOTH)
-            running.publisher._followers = (parts.old.load_weights,)
+            running.publisher.followers = (parts.old.load_weights,)
             if resume is not None:
                 await running.trainer.resume(resume)
 

@@ -142,7 +142,7 @@ class Setting:
         self.engines = [Receiver(f"engine-{i}", self.policy, *plan) for i, plan in enumerate(plans)]
         self.client = InferenceEngineClient(self.engines, tokenizer=Letters(), max_model_len=100, engine_wait_s=wait_s)
         self.broadcast = WeightBroadcast(
-            self.policy, backend="gloo", must_receive=lambda engine: True, bucket_bytes=1, timeout_s=TIMEOUT_S
+            policy=self.policy, backend="gloo", must_receive=lambda engine: True, bucket_bytes=1, timeout_s=TIMEOUT_S
         )
         self.publisher = WeightPublisher(
             client=self.client,
@@ -302,7 +302,7 @@ def test_engines_that_can_map_the_file_are_not_sent_it() -> None:
     async def main() -> None:
         setting = Setting([], [])
         broadcast = WeightBroadcast(
-            setting.policy,
+            policy=setting.policy,
             backend="gloo",
             must_receive=lambda engine: engine.name == "engine-1",
             bucket_bytes=1,

@@ -1,16 +1,19 @@
 """The log-prob probe over modelled engines that leave, die or fall silent meanwhile, in virtual time."""
 
 import asyncio
+import math
 
 import pytest
 
 from skyrl_async.errors import EngineDeadError, NoEngineError
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.engine import ModelledEngine
 from skyrl_async.simulator.models import ModelledPolicy
-from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
-from skyrl_async.weight_sync.verifier import engine_logprob_gap
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode
+from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater
+from skyrl_async.weight_sync.verifier import WeightVerifier
 
 
 class Letters:
@@ -43,7 +46,16 @@ def probed(*answers: str) -> tuple[float, tuple[str, ...], float]:
     async def main() -> tuple[float, tuple[str, ...], float]:
         engines = [Probed(f"engine-{i}", answer) for i, answer in enumerate(answers)]
         client = InferenceEngineClient(engines, tokenizer=Letters(), max_model_len=100)
-        gap = await engine_logprob_gap(client, ModelledPolicy(), [1, 2, 3], 3)
+        trace, clock = Trace(None, lambda: 0.0), asyncio.get_running_loop().time
+        verifier = WeightVerifier(
+            client=client,
+            policy=ModelledPolicy(),
+            updater=EngineWeightUpdater(client, pause_mode=PauseMode.KEEP, trace=trace, clock=clock),
+            trace=trace,
+            probe_prompt_token_ids=[1, 2, 3],
+            max_logprob_gap=math.inf,
+        )
+        gap = (await verifier.check(3, is_first=False))["async/engine_logprob_gap"]
         return gap, tuple(engine.name for engine in client.engines), asyncio.get_running_loop().time()
 
     return run_in_virtual_time(main())

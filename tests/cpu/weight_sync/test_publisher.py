@@ -138,7 +138,7 @@ class Setting:
             directory=directory,
             max_retries=max_retries,
             double_buffer=double_buffer,
-            verify_checksums=verify_checksums,
+            verifies_checksums=verify_checksums,
             bucket_bytes=1,
             pause_mode=PauseMode.ABORT,
             trace=Trace(None, clock),
@@ -622,7 +622,7 @@ def test_contract_6_a_probe_that_no_engine_answers_proves_nothing() -> None:
     async def main() -> None:
         setting = Setting(0)
         setting.client = InferenceEngineClient([Mute("mute")], tokenizer=Letters(), max_model_len=100)
-        setting.publisher._verifier._client = setting.client
+        setting.publisher._verifier.client = setting.client
         await setting.publisher.check(0, is_first=False)
 
     with pytest.raises(NoEngineError, match="no inference engine survived the probe"):
@@ -632,7 +632,7 @@ def test_contract_6_a_probe_that_no_engine_answers_proves_nothing() -> None:
 def test_contract_6_a_prompt_that_fills_the_context_is_probed_at_its_end() -> None:
     async def main() -> dict[str, float]:
         setting = Setting(1)
-        setting.publisher._verifier._probe_prompt_token_ids = tuple(range(100))
+        setting.publisher._verifier.probe_prompt_token_ids = tuple(range(100))
         await setting.publisher.publish(0)
         return await setting.publisher.check(0, is_first=True)
 

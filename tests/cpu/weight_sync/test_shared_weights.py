@@ -307,7 +307,7 @@ def test_a_load_that_is_tried_again_and_an_engine_that_joins_take_the_file() -> 
         await publisher.publish(1)
         assert engine.loads == ["shared", "shared", "file", "file"], "load, refused load, the way back, load again"
         joining = Neighbour("engine-9", policy)
-        await publisher._client.add_engine(joining)
+        await publisher.client.add_engine(joining)
         assert joining.loads == ["file"] and await joining.version() == 1
 
     run_in_virtual_time(main())

@@ -91,7 +91,7 @@ async def test_contract_6_without_another_engine_to_compare_with_it_is_held_agai
         bucket_bytes=1000,
         pause_mode=PauseMode.ABORT,
         trace=Trace(None, lambda: 0.0),
-        verify_checksums=False,
+        verifies_checksums=False,
     )
     await publisher.publish(1)
     _, before = served(publisher)
