@@ -1,4 +1,4 @@
-"""Workers that only compute log-probs: new ones replace the dead, at the same version. First modelled, then as Ray actors over gloo."""
+"""Modelled workers that only compute log-probs: new ones replace the dead, at the same version. test_policy_workers has them as actors."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,22 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ray
 
 from skyrl_async.composition.logprobs import forward_settings
 from skyrl_async.composition.processes import _training_settings
 from skyrl_async.errors import DeadlineError, TrainingError, WorkerDiedError
-from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.workers import logprob_workers
-from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.logprob_workers import LogprobStageWork, LogprobWorkers
-from skyrl_async.training.workers.policy_workers import PolicyWorkers
 from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 from tests.cpu.quick_config import config_of
-from tests.cpu.tiny_policies import advantages, num_tokens, write_policy
 from tests.cpu.tiny_policies import varied_trajectories as trajectories
-from tests.cpu.training.test_logprobs import assert_close
 
 POLICY, REF = LogprobModel.POLICY, LogprobModel.REF
 
@@ -255,51 +248,3 @@ class TestStageWork:
         (row,) = trajectories(1, seed=1)
         group = self.group([replace(row, ref_logprobs=row.logprobs)])
         assert await LogprobStageWork(compute, REF)(group) is group
-
-
-@pytest.mark.slow
-async def test_the_same_log_probs_and_losses_on_two_ranks_and_on_workers_of_their_own_also_after_one_is_killed(
-    ray_session: None, tmp_path: Path
-) -> None:
-    settings = TrainingSettings(
-        policy_path=str(write_policy(tmp_path / "policy")), temperature=0.7, lr=1e-2, has_reference=True
-    )
-    learning = replace(settings, kl_estimator="k3", kl_coef=0.3)
-    rows, values = trajectories(5, seed=1), advantages(5, seed=2)
-    alone = InProcessPolicy(learning)
-    for each_step in range(2):
-        figures = await alone.forward_backward(rows, values, each_step)
-        await alone.step(num_tokens(rows))
-
-    groups: list[PolicyWorkers] = []
-
-    async def start() -> PolicyWorkers:
-        apart = replace(settings, trains=False, has_reference=False)
-        groups.append(await PolicyWorkers.start(apart, num_workers=1, call_timeout_s=120.0, worker_name="logp-worker"))
-        return groups[-1]
-
-    async with asyncio.TaskGroup() as tasks:
-        starting = tasks.create_task(PolicyWorkers.start(learning, num_workers=2, call_timeout_s=120.0))
-        starting_apart = tasks.create_task(LogprobWorkers.start(start, max_restarts=1))
-    two_ranks, apart = starting.result(), starting_apart.result()
-    reference = await apart.logprobs_of(rows)
-    for each_step in range(2):
-        found = await two_ranks.forward_backward(rows, values, each_step)
-        await two_ranks.step(num_tokens(rows))
-    assert found == pytest.approx(figures, rel=1e-4, abs=1e-5)
-    assert found["ref_kl_sum"] > 0
-    expected = await alone.logprobs_of(rows, POLICY)
-    assert expected.version == (await two_ranks.logprobs_of(rows, POLICY)).version == 2
-    assert_close((await two_ranks.logprobs_of(rows, POLICY)).values, expected.values, tolerance=1e-4)
-    for frozen in (await two_ranks.logprobs_of(rows, REF), await alone.logprobs_of(rows, REF)):
-        assert_close(frozen.values, reference.values, tolerance=1e-6)
-
-    await apart.load_weights(await export_weights(two_ranks, 2, tmp_path / "v2", 8192))
-    recomputed = await apart.logprobs_of(rows)
-    assert recomputed.version == 2
-    assert_close(recomputed.values, (await two_ranks.logprobs_of(rows, POLICY)).values, tolerance=1e-6)
-    ray.kill(ray.get_actor(groups[0].names[0]))
-    while apart.num_restarts == 0:  # Ray kills when it gets to it: a call or two may still be answered
-        assert await apart.logprobs_of(rows) == recomputed
-    for closing in (two_ranks, apart, alone):
-        await closing.close()

@@ -13,7 +13,7 @@ import ray
 import torch
 from safetensors.torch import load, load_file
 
-from skyrl_async.errors import CheckpointError, DeadlineError, PolicyError, TrainingError, WorkerDiedError
+from skyrl_async.errors import CheckpointError, DeadlineError, TrainingError, WorkerDiedError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
@@ -21,25 +21,38 @@ from skyrl_async.training import rank_process
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.workers.in_process import InProcessPolicy
+from skyrl_async.training.workers.logprob_workers import LogprobWorkers
 from skyrl_async.training.workers.policy_workers import PolicyWorkers, environment_of
 from skyrl_async.training.workers.rank import PolicyRank
-from skyrl_async.types import PauseMode
+from skyrl_async.types import LogprobModel, PauseMode
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from skyrl_async.weights.shared_tensor import opened
 from skyrl_async.weights.transfer_group import GLOO
 from tests.cpu import tiny_policies
-from tests.cpu.tiny_policies import VOCABULARY, assert_close, trajectories, weights
+from tests.cpu.tiny_policies import VOCABULARY, advantages, assert_close, num_tokens, trajectories, weights
+from tests.cpu.training.test_logprobs import assert_close as assert_close_rows
 from tests.patience import PATIENCE_S
 from tests.transfer_checks import Receiver, mixed_tensors, published
 
 pytestmark = pytest.mark.slow
+POLICY, REF = LogprobModel.POLICY, LogprobModel.REF
 train = partial(tiny_policies.train, has_idle_group=True)
 
 
 def settings_with_policy(directory: Path) -> TrainingSettings:
-    """Settings of a policy that is written under the directory."""
+    """Settings of a policy that is written under the directory. One pair of actors serves all tests, so that they share weights too."""
     policy_path = str(tiny_policies.write_policy(directory))
-    return TrainingSettings(policy_path=policy_path, lr=1e-3, num_warmup_steps=2, logprobs_chunk_size=8)
+    return TrainingSettings(
+        policy_path=policy_path,
+        lr=1e-3,
+        num_warmup_steps=2,
+        logprobs_chunk_size=8,
+        temperature=0.7,
+        shares_weights=True,
+        has_reference=True,
+        kl_estimator="k3",
+        kl_coef=0.3,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -197,24 +210,6 @@ async def test_a_call_past_its_deadline_is_named(ray_session: None, settings: Tr
         await PolicyWorkers.start(settings, num_workers=1, call_timeout_s=0.01)
 
 
-async def test_a_worker_that_fails_or_dies_ends_the_call_by_name_and_close_still_works(
-    ray_session: None, settings: TrainingSettings
-) -> None:
-    workers = await PolicyWorkers.start(settings, num_workers=1, call_timeout_s=120.0)
-    with pytest.raises(TrainingError, match=r"policy-worker-0-\w+ failed in logprobs: IndexError"):
-        await workers.logprobs([0, VOCABULARY + 1])
-    ray.kill(ray.get_actor(workers.names[0]))
-
-    async def step_until_it_is_dead() -> None:
-        while True:  # Ray kills when it gets to it: a call or two may still be answered
-            await workers.step(1)
-
-    with pytest.raises(WorkerDiedError, match=r"policy-worker-0-\w+ died in step \(The actor is dead because"):
-        await step_until_it_is_dead()
-    await workers.close()
-    await workers.close()
-
-
 async def test_a_worker_answers_heartbeats_while_it_works(two_ranks: PolicyWorkers, tmp_path: Path) -> None:
     """It is blocked in a file that nobody reads."""
     os.mkfifo(tmp_path / "rng_1.pt")
@@ -268,23 +263,53 @@ async def test_training_goes_on_while_a_file_is_broadcast_in_a_group_beside_that
 
 
 async def test_what_ranks_share_is_what_was_gathered_although_training_went_on(
-    ray_session: None, settings: TrainingSettings, tmp_path: Path
+    two_ranks: PolicyWorkers, tmp_path: Path
 ) -> None:
-    workers = await PolicyWorkers.start(
-        replace(settings, shares_weights=True), num_workers=1, call_timeout_s=PATIENCE_S
-    )
-    await workers.gather_weights(5)
-    update = await workers.send_weights(5, tmp_path, 1 << 20)
-    await train(workers, first_step=0, num_steps=1)
-    shared = await workers.share_weights(5)
+    await two_ranks.gather_weights(5)
+    update = await two_ranks.send_weights(5, tmp_path, 1 << 20)
+    await train(two_ranks, first_step=0, num_steps=1)
+    shared = await two_ranks.share_weights(5)
     found = {name: opened(handle, torch.device("cpu")) for name, handle in shared["cpu"].items()}
     assert_close(found, load_file(update.chunks[0]["path"]), atol=0.0)
-    await workers.unshare_weights()
-    assert await workers.share_weights(5) == {}
-    await workers.close()
+    await two_ranks.unshare_weights()
+    assert await two_ranks.share_weights(5) == {}
 
 
-async def test_a_rank_killed_while_it_sends_leaves_the_engine_on_the_old_version_and_no_part_of_the_new_one(
+async def test_log_probs_and_losses_are_those_of_one_rank_and_of_workers_of_their_own_also_after_one_is_killed(
+    two_ranks: PolicyWorkers, one_rank: InProcessPolicy, settings: TrainingSettings, tmp_path: Path
+) -> None:
+    rows, values = trajectories(5, seed=1), advantages(5, seed=2)
+    groups: list[PolicyWorkers] = []
+
+    async def start() -> PolicyWorkers:
+        apart = replace(settings, trains=False, has_reference=False, shares_weights=False)
+        groups.append(await PolicyWorkers.start(apart, num_workers=1, call_timeout_s=120.0, worker_name="logp-worker"))
+        return groups[-1]
+
+    apart = await LogprobWorkers.start(start, max_restarts=1)
+    reference = await apart.logprobs_of(rows)
+    for version in range(2):
+        found, figures = [await policy.forward_backward(rows, values, version) for policy in (two_ranks, one_rank)]
+        assert same_figures([found], [figures]) and (version == 0 or found["ref_kl_sum"] > 0)
+        for policy in (two_ranks, one_rank):
+            await policy.step(num_tokens(rows))
+    expected, here = await one_rank.logprobs_of(rows, POLICY), await two_ranks.logprobs_of(rows, POLICY)
+    assert expected.version == here.version == 2
+    assert_close_rows(here.values, expected.values, tolerance=1e-4)
+    for frozen in (await two_ranks.logprobs_of(rows, REF), await one_rank.logprobs_of(rows, REF)):
+        assert_close_rows(frozen.values, reference.values, tolerance=1e-6)
+
+    await apart.load_weights(await export_weights(two_ranks, 2, tmp_path / "v2", 8192))
+    recomputed = await apart.logprobs_of(rows)
+    assert recomputed.version == 2
+    assert_close_rows(recomputed.values, here.values, tolerance=1e-6)
+    ray.kill(ray.get_actor(groups[0].names[0]))
+    while apart.num_restarts == 0:  # Ray kills when it gets to it: a call or two may still be answered
+        assert await apart.logprobs_of(rows) == recomputed
+    await apart.close()
+
+
+async def test_a_rank_that_fails_is_named_and_one_killed_while_it_sends_leaves_the_engine_on_the_old_version(
     ray_session: None, settings: TrainingSettings, tmp_path: Path
 ) -> None:
     workers = await PolicyWorkers.start(settings, num_workers=1, call_timeout_s=120.0)
@@ -297,6 +322,8 @@ async def test_a_rank_killed_while_it_sends_leaves_the_engine_on_the_old_version
         pause_mode=PauseMode.ABORT,
         trace=Trace(None, lambda: 0.0),
     )
+    with pytest.raises(TrainingError, match=r"policy-worker-0-\w+ failed in logprobs: IndexError"):
+        await workers.logprobs([0, VOCABULARY + 1])
     await publisher.publish(1)
     (old,) = tmp_path.rglob("*.safetensors")  # noqa: ASYNC240
     checksum = await engine.checksum()
@@ -312,7 +339,10 @@ async def test_a_rank_killed_while_it_sends_leaves_the_engine_on_the_old_version
     assert await publisher.load() is None
     assert await engine.version() == 1 and await engine.checksum() == checksum
     await publisher._files.deleted()  # a thread removes what was written of it
-    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == [old]  # noqa: ASYNC240
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == [old], "no part of the new one"  # noqa: ASYNC240
+    with pytest.raises(WorkerDiedError, match=r"policy-worker-0-\w+ died in step \(The actor "):
+        await workers.step(1)
+    await workers.close()
     await workers.close()
 
 
@@ -321,11 +351,6 @@ class NoText:
 
     def decode(self, token_ids: list[int], **_: object) -> str:
         return ""
-
-
-async def test_a_policy_directory_that_cannot_be_used_is_named(ray_session: None, tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match="has no config.json"):
-        await PolicyWorkers.start(TrainingSettings(policy_path=str(tmp_path)), num_workers=1, call_timeout_s=120.0)
 
 
 async def test_what_one_rank_cannot_write_fails_on_all_and_they_go_on(two_ranks: PolicyWorkers, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
+@pytest.mark.slow
 def test_another_process_opens_the_very_values_in_the_dtypes_they_had() -> None:
     tensors = mixed_tensors()
     shared = {name: SharedTensor(tensor, dtype=tensor.dtype, device=CPU) for name, tensor in tensors.items()}
