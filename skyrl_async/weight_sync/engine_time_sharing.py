@@ -10,6 +10,7 @@ know what the others compute.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
@@ -26,38 +27,29 @@ HoldEngines = Callable[[], AbstractAsyncContextManager[None]]
 """Engines have their devices while its block lasts. Whoever is in the block may pause and resume them."""
 
 
+@dataclass(eq=False)
 class EngineTimeSharing:
-    """Resumes engines while they hold a lease on their devices, and pauses them before it is released.
+    """Resumes engines while they hold a lease on their devices, and pauses them before it is released."""
 
-    Args:
-        client: knows the engines; its deadlines stand still while these do.
-        group: the devices they share; generation is its member ``generate``.
-        min_slice_s: shortest time that busy engines keep the devices when others wait for them, in seconds, >= 0.
-        is_busy: whether engines have requests; idle ones release the devices as soon as others want them.
-        trace: gets a span for the time without the devices.
-        clock: seconds.
-    """
+    client: InferenceEngineClient
+    """Knows the engines; its deadlines stand still while these do."""
+    group: DeviceGroup
+    """The devices they share; generation is its member ``generate``."""
+    min_slice_s: float = field(kw_only=True)
+    """Shortest time that busy engines keep the devices when others wait for them, in seconds, >= 0."""
+    is_busy: Callable[[], bool] = field(kw_only=True)
+    """Whether engines have requests; idle ones release the devices as soon as others want them."""
+    trace: Trace = field(kw_only=True)
+    """Gets a span for the time without the devices."""
+    clock: Callable[[], float] = field(kw_only=True)
+    """Seconds."""
+    _have_devices: bool = field(default=False, init=False)
+    _num_holders: int = field(default=0, init=False)
+    _changes: Changes = field(default_factory=Changes, init=False)
 
-    def __init__(
-        self,
-        client: InferenceEngineClient,
-        group: DeviceGroup,
-        *,
-        min_slice_s: float,
-        is_busy: Callable[[], bool],
-        trace: Trace,
-        clock: Callable[[], float],
-    ) -> None:
-        self._client = client
-        self._group = group
-        self._min_slice_s = min_slice_s
-        self._is_busy = is_busy
-        self._trace = trace
+    def __post_init__(self) -> None:
         # Requests are frozen: the weights stay the same, unless a publish comes, which pauses engines in a mode of its own.
-        self._updater = EngineWeightUpdater(client, pause_mode=PauseMode.KEEP, trace=trace, clock=clock)
-        self._have_devices = False
-        self._num_holders = 0
-        self._changes = Changes()
+        self._updater = EngineWeightUpdater(self.client, pause_mode=PauseMode.KEEP, trace=self.trace, clock=self.clock)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -86,10 +78,10 @@ class EngineTimeSharing:
 
     async def _share(self) -> None:
         """Consumes leases; waits until others want the devices, then for its holders; unblocked by them."""
-        lease = DeviceLease(self._group, GENERATE)
+        lease = DeviceLease(self.group, GENERATE)
         try:
             while True:
-                with self._trace.span("others compute", track="devices"):
+                with self.trace.span("others compute", track="devices"):
                     await lease.acquire()
                 await self._run_slice()
                 lease.release()
@@ -98,15 +90,15 @@ class EngineTimeSharing:
 
     async def _run_slice(self) -> None:
         loop = asyncio.get_running_loop()
-        await self._updater.resume(list(self._client.engines))
-        self._client.pool.deadlines.resume(GENERATE)
+        await self._updater.resume(list(self.client.engines))
+        self.client.pool.deadlines.resume(GENERATE)
         self._have_devices = True
         self._changes.notify()
         began = loop.time()
-        await self._group.wanted()
-        if self._is_busy():
-            await asyncio.sleep(began + self._min_slice_s - loop.time())
+        await self.group.wanted()
+        if self.is_busy():
+            await asyncio.sleep(began + self.min_slice_s - loop.time())
         await self._changes.until(lambda: not self._num_holders)
         self._have_devices = False
-        self._client.pool.deadlines.suspend(GENERATE)
-        await self._updater.pause(list(self._client.engines))
+        self.client.pool.deadlines.suspend(GENERATE)
+        await self._updater.pause(list(self.client.engines))

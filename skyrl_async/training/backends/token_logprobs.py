@@ -5,7 +5,6 @@ bounded by the chunk times the vocabulary, however long the sequences are. Knows
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from skyrl_async.algorithms.batching import MicroBatch, Row, collate
+from skyrl_async.algorithms.batching import MicroBatch
 from skyrl_async.errors import PolicyError
 from skyrl_async.training.backends.packing import packed_arguments
 
@@ -172,20 +171,3 @@ def batch_logprobs(model: TokenLogprobs, batch: MicroBatch, *, temperature: floa
         batch.input_ids, batch.positions, batch.targets, temperature=temperature, row_lengths=batch.row_lengths
     )
     return logprobs
-
-
-def row_logprobs(
-    model: TokenLogprobs,
-    micro_batches: Sequence[Sequence[Row]],
-    *,
-    device: torch.device,
-    temperature: float,
-    is_packed: bool,
-) -> tuple[tuple[float, ...], ...]:
-    """Per row of all micro-batches, one value per sampled token, nats. Collective: an empty micro-batch is an idle forward."""
-    found: list[tuple[float, ...]] = []
-    for rows in micro_batches:
-        values = batch_logprobs(model, collate(rows, device, is_packed=is_packed), temperature=temperature)
-        if rows:
-            found += [tuple(row.tolist()) for row in values.split([r.trajectory.num_sampled_tokens for r in rows])]
-    return tuple(found)

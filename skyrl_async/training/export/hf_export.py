@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from skyrl_async.errors import WeightsWriteError
+from skyrl_async.training.export.staging import write_safetensors
 from skyrl_async.types import Adapter, WeightUpdate
 from skyrl_async.weights.formats import CONFIG_FILE, WEIGHTS_FILE, adapted_layers, peft_config
 
@@ -56,7 +56,7 @@ def _write_shards(
     parameters: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, directory: Path, shard_bytes: int
 ) -> None:
     """Write files under transformers' names, with an index if there are several."""
-    for left in directory.glob(".*.safetensors.*.tmp"):  # by a process that was killed while it wrote
+    for left in directory.glob(".*.safetensors.tmp"):  # by a process that was killed while it wrote
         left.unlink(missing_ok=True)
     paths: list[Path] = []
     names: list[list[str]] = []
@@ -64,7 +64,7 @@ def _write_shards(
     try:
         for shard in _shards(parameters, dtype=dtype, shard_bytes=shard_bytes):
             paths.append(directory / f"model-{len(paths) + 1:05d}.safetensors")
-            write_file(shard, paths[-1])
+            write_safetensors(shard, paths[-1], is_synced=True)
             names.append(list(shard))
             num_bytes += sum(tensor.nbytes for tensor in shard.values())
     except WeightsWriteError:
@@ -106,7 +106,7 @@ def export_peft_directory(
 ) -> None:
     """Write A and B in float32, as they train, synced to disk. Raises ``WeightsWriteError`` and ``OSError``."""
     tensors = {name: tensor.to(device="cpu", dtype=torch.float32).contiguous() for name, tensor in adapters}
-    write_file(tensors, directory / WEIGHTS_FILE)
+    write_safetensors(tensors, directory / WEIGHTS_FILE, is_synced=True)
     (directory / CONFIG_FILE).write_text(peft_config(adapter, adapted_layers(tensors), base=base))
     sync_file(directory / CONFIG_FILE)
     sync_file(directory)
@@ -126,26 +126,6 @@ def as_peft_directory(update: WeightUpdate, adapter: Adapter, *, base: str) -> W
             f"cannot write {config_path}: {error}; make room there or choose another directory"
         ) from error
     return replace(update, chunks=({"path": str(path), "config_path": str(config_path)},), adapter=adapter)
-
-
-def write_file(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write one safetensors file, synced to disk; its directory is made if missing.
-
-    Raises:
-        WeightsWriteError: it cannot be written. Nothing is left.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        sync_file(temporary)
-        os.replace(temporary, path)
-    except Exception as error:
-        temporary.unlink(missing_ok=True)
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        raise WeightsWriteError(
-            f"cannot write {num_bytes} bytes of weights to {path}: {error}; make room there or choose another directory"
-        ) from error
 
 
 def sync_file(path: Path) -> None:

@@ -13,6 +13,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -59,7 +60,7 @@ class Staging:
                 copies[name] = _copy(tensor, dtype, self._tensors.pop(name, None))
             self._tensors = copies
             self._version = version
-            return sum(tensor.nbytes for tensor in copies.values())
+            return _num_bytes(copies)
 
     def write(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         """Write the copy as ``directory/v<version>.safetensors``, at most ``bucket_bytes`` (>= 1) at a time.
@@ -72,19 +73,13 @@ class Staging:
             if version != self._version:
                 raise TrainingError(f"version {version} cannot be sent: what was gathered is version {self._version}")
             tensors = aligned_order(self._tensors)
-            num_bytes = sum(tensor.nbytes for tensor in tensors.values())
             path = directory / f"v{version:06d}.safetensors"
-            try:
-                crc32 = _write_file(tensors, path, bucket_bytes)
-            except OSError as error:
-                raise WeightsWriteError(
-                    f"cannot write {num_bytes} bytes of weights to {path}: {error}; make room there or choose another directory"
-                ) from error
+            crc32 = write_safetensors(tensors, path, bucket_bytes=bucket_bytes)
             return WeightUpdate(
                 version=version,
                 chunks=({"path": str(path)},),
                 manifest={n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()},
-                num_bytes=num_bytes,
+                num_bytes=_num_bytes(tensors),
                 crc32=crc32,
             )
 
@@ -216,25 +211,50 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_file(tensors: Mapping[str, Tensor], path: Path, bucket_bytes: int) -> int:
-    """Write the file under a temporary name, then rename it. Returns the CRC-32 of its bytes, computed from the memory they come from."""
+def write_safetensors(
+    tensors: Mapping[str, Tensor], path: Path, *, bucket_bytes: int = 1 << 30, is_synced: bool = False
+) -> int:
+    """Write a safetensors file under a temporary name, then rename it; its directory is made if missing.
+
+    Returns the CRC-32 of its bytes, computed from the memory they come from.
+
+    Args:
+        tensors: on CPU, contiguous.
+        path: of the file.
+        bucket_bytes: most bytes written at a time, >= 1.
+        is_synced: whether it is on disk on return.
+
+    Raises:
+        WeightsWriteError: there is no room or no permission. No file is left.
+    """
     full = (tensor for tensor in tensors.values() if tensor.numel())
     contents = [memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for tensor in full]
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     crc32 = 0
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb", buffering=0) as file:
             for content in (memoryview(_header(tensors)), *contents):
                 for start in range(0, len(content), bucket_bytes):
                     bucket = content[start : start + bucket_bytes]
                     _write_all(file.fileno(), bucket)
                     crc32 = zlib.crc32(bucket, crc32)
+            if is_synced:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
         return crc32
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if not isinstance(error, OSError):
+            raise
+        raise WeightsWriteError(
+            f"cannot write {_num_bytes(tensors)} bytes of weights to {path}: {error}; make room there or choose another directory"
+        ) from error
+
+
+def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _write_all(descriptor: int, content: memoryview) -> None:

@@ -5,6 +5,7 @@ Knows neither losses nor gradients.
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,16 @@ from torch import Tensor
 from skyrl_async.algorithms.batching import Row
 
 
+@dataclass(kw_only=True, eq=False)
 class TrainedRows:
-    """The rows that one rank has trained since its last step.
+    """The rows that one rank has trained since its last step."""
 
-    Args:
-        directory: for the files; None: rows are not written.
-        rank: this rank.
-        num_ranks: of the policy.
-    """
-
-    def __init__(self, directory: str | None, *, rank: int, num_ranks: int) -> None:
-        self._directory = directory
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._micro_batches: list[tuple[tuple[Row, ...], Tensor]] = []
-        self._version = 0
+    directory: str | None
+    """For the files; None: rows are not written."""
+    rank: int
+    num_ranks: int
+    _micro_batches: list[tuple[tuple[Row, ...], Tensor]] = field(default_factory=list, init=False)
+    _version: int = field(default=0, init=False)
 
     def add(self, rows: Sequence[Row], logprobs: Tensor, version: int) -> None:
         """Add a micro-batch. ``logprobs``: (N,) float32, nats, of its sampled tokens under the policy at ``version``, which is trained."""
@@ -41,14 +37,14 @@ class TrainedRows:
 
     def save(self) -> str:
         """Write the rows; returns a sentence that says where they are. Collective: every rank has written on return."""
-        if self._directory is None:
+        if self.directory is None:
             return "Nobody asked for the step's rows"
         path = failure = None
         try:
-            path = self._write(Path(self._directory))
+            path = self._write(Path(self.directory))
         except OSError as error:
-            failure = f"those of rank {self._rank} could not be written: {error}"
-        of_ranks: list[tuple[str | None, str | None]] = [(None, None)] * self._num_ranks
+            failure = f"those of rank {self.rank} could not be written: {error}"
+        of_ranks: list[tuple[str | None, str | None]] = [(None, None)] * self.num_ranks
         dist.all_gather_object(of_ranks, (path, failure))
         paths = [path for path, _ in of_ranks if path is not None]
         where = f"are in {' and '.join(paths)}" if paths else "are lost"
@@ -64,7 +60,7 @@ class TrainedRows:
         if not self._micro_batches:
             return None
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"version_{self._version:06d}_rank_{self._rank}.jsonl"
+        path = directory / f"version_{self._version:06d}_rank_{self.rank}.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in self._lines()))
         return str(path)
 

@@ -78,6 +78,8 @@ class LogprobWorkers(RestartedWorkers[ForwardWorkers]):
     workers are replaced or wait for a version: engines on the same devices have to load that version first.
     """
 
+    kind = "log-prob workers"
+
     def __init__(
         self,
         start: Callable[[], Awaitable[ForwardWorkers]],
@@ -160,9 +162,6 @@ class LogprobWorkers(RestartedWorkers[ForwardWorkers]):
             return await self._repeated(name, call)
         async with self.lease():
             return await self._repeated(name, call)
-
-    def _origin(self) -> str:
-        return "the log-prob workers"
 
     async def _restore(self, workers: ForwardWorkers) -> str:
         """Load the newest version; waits for a newer one if its files are gone."""

@@ -196,7 +196,7 @@ class PolicyWorkers(PolicyOverRanks):
             if any(_is_lost_peer(error) for error in _failures(calls).values()):
                 await asyncio.wait(calls, timeout=_CAUSE_TIMEOUT_S)
             if failures := _failures(calls):
-                raise _as_our_error(failures, method)
+                raise _as_our_error(failures, method) from next(iter(failures.values()))
             if unfinished := [name for call, name in calls.items() if not call.done()]:
                 raise DeadlineError(
                     f"{', '.join(unfinished)} did not finish {method} within training.step_timeout_s="
@@ -254,7 +254,7 @@ def _is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, RayTaskError) and is_lost_peer(error.cause)
 
 
-def _as_our_error(failures: Mapping[str, BaseException], method: str) -> BaseException:
+def _as_our_error(failures: Mapping[str, BaseException], method: str) -> SkyRLAsyncError:
     """The error that explains the others: one of ours, a death, a lost peer, anything else, in this order."""
     for error in failures.values():
         if isinstance(error, RayTaskError) and isinstance(error.cause, SkyRLAsyncError):
@@ -262,24 +262,16 @@ def _as_our_error(failures: Mapping[str, BaseException], method: str) -> BaseExc
     deaths = {n: e for n, e in failures.items() if isinstance(e, RayActorError | WorkerCrashedError | NodeDiedError)}
     if deaths:
         why = _cause_of_death(next(iter(deaths.values())))
-        return _caused(WorkerDiedError(f"{', '.join(deaths)} died in {method} ({why})"), deaths)
+        return WorkerDiedError(f"{', '.join(deaths)} died in {method} ({why})")
     for name, error in failures.items():
-        if _is_lost_peer(error):
-            assert isinstance(error, RayTaskError)
-            return _caused(WorkerDiedError(f"{name} lost the other workers in {method}: {error.cause}"), failures)
+        if isinstance(error, RayTaskError) and is_lost_peer(error.cause):
+            return WorkerDiedError(f"{name} lost the other workers in {method}: {error.cause}")
     name, error = next(iter(failures.items()))
-    if isinstance(error, RayTaskError):
-        if isinstance(error.cause, torch.AcceleratorError):  # every later call of that process would fail, too
-            return _caused(WorkerDiedError(f"the device of {name} failed in {method}: {error.cause}"), failures)
-        return _caused(TrainingError(f"{name} failed in {method}: {error.cause!r}"), failures)
-    if isinstance(error, RayError):
-        return _caused(TrainingError(f"Ray failed in {method} of {name}: {error}"), failures)
-    return error
-
-
-def _caused(error: SkyRLAsyncError, failures: Mapping[str, BaseException]) -> SkyRLAsyncError:
-    error.__cause__ = next(iter(failures.values()))
-    return error
+    if not isinstance(error, RayTaskError):
+        return TrainingError(f"Ray failed in {method} of {name}: {error}")
+    if isinstance(error.cause, torch.AcceleratorError):  # every later call of that process would fail, too
+        return WorkerDiedError(f"the device of {name} failed in {method}: {error.cause}")
+    return TrainingError(f"{name} failed in {method}: {error.cause!r}")
 
 
 def _cause_of_death(error: BaseException) -> str:

@@ -32,7 +32,7 @@ from skyrl_async.training.backends.assembly import (
 from skyrl_async.training.backends.fsdp import FSDPBackend
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.backends.state_files import failing_together, save_state
-from skyrl_async.training.backends.token_logprobs import Entropies, TokenLogprobs, batch_logprobs, row_logprobs
+from skyrl_async.training.backends.token_logprobs import Entropies, TokenLogprobs, batch_logprobs
 from skyrl_async.training.export.hf_export import as_peft_directory, export_hf_directory, export_peft_directory
 from skyrl_async.training.export.manifest import check_adapter, check_manifest, write_manifest
 from skyrl_async.training.export.staging import DeviceCopies, Staging
@@ -61,7 +61,7 @@ class PolicyRank:
         self._store: dist.Store | None = None
         self._staging = Staging()
         self._copies = DeviceCopies(torch.device(settings.device))
-        self._trained_rows = TrainedRows(settings.bad_step_dir, rank=rank, num_ranks=num_ranks)
+        self._trained_rows = TrainedRows(directory=settings.bad_step_dir, rank=rank, num_ranks=num_ranks)
         self._objective = make_objective(settings)
         self._backend: TrainingBackend
         self._token_logprobs: TokenLogprobs
@@ -229,16 +229,15 @@ class PolicyRank:
 
     def logprobs_of(self, micro_batches: MicroBatches, model: LogprobModel) -> RowLogprobs:
         """Log-probs of this rank's rows: per row of all micro-batches, one value per sampled token."""
-        is_ref = model is LogprobModel.REF
+        is_ref, found = model is LogprobModel.REF, list[tuple[float, ...]]()
         with self._open_reference() if is_ref else contextlib.nullcontext(self._token_logprobs) as forward:
-            values = row_logprobs(
-                forward,
-                micro_batches,
-                device=self._device,
-                temperature=self._settings.temperature,
-                is_packed=self._settings.use_sample_packing,
-            )
-        return RowLogprobs(values=values, version=0 if is_ref else self._backend.version)
+            for rows in micro_batches:
+                batch = collate(rows, self._device, is_packed=self._settings.use_sample_packing)
+                values = batch_logprobs(forward, batch, temperature=self._settings.temperature)
+                if rows:
+                    sizes = [row.trajectory.num_sampled_tokens for row in rows]
+                    found += [tuple(own.tolist()) for own in values.split(sizes)]
+        return RowLogprobs(values=tuple(found), version=0 if is_ref else self._backend.version)
 
     def _open_reference(self) -> contextlib.AbstractContextManager[TokenLogprobs]:
         if self._reference is None:

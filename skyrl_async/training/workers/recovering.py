@@ -62,6 +62,8 @@ class RestartedWorkers(ABC, Generic[W]):
         max_restarts: >= 0, over all calls. A restart that fails counts too.
     """
 
+    kind: ClassVar[str]
+    """What the log calls the workers."""
     retried_after: ClassVar[tuple[type[SkyRLAsyncError], ...]] = LOST
     """Failures of a restart that are answered by another one."""
 
@@ -72,9 +74,9 @@ class RestartedWorkers(ABC, Generic[W]):
         self._is_closed = False
         self.num_restarts = 0
 
-    @abstractmethod
     def _origin(self) -> str:
-        """Which workers these are, and from what their state is restored, for the log."""
+        """From what the state of new workers will be restored, for the log."""
+        return ""
 
     @abstractmethod
     async def _restore(self, workers: W) -> str:
@@ -114,13 +116,14 @@ class RestartedWorkers(ABC, Generic[W]):
                 raise type(lost)(f"{lost}; not restarted: {why}. Continue with trainer.resume_mode=latest") from failure
             self.num_restarts += 1
             attempt = f"restart {self.num_restarts} of at most trainer.max_restarts={self._max_restarts}"
-            logger.warning("%s; %s of %s", failure, attempt, self._origin())
+            logger.warning("%s; %s of the %s%s", failure, attempt, self.kind, self._origin())
             try:
                 done = await self._restart()
                 break
             except self.retried_after as error:
                 failure = error
-        logger.warning("the workers are back in %s after %.1f s (%s; %s)", name, clock() - started, attempt, done)
+        seconds = clock() - started
+        logger.warning("the %s are back in %s after %.1f s (%s; %s)", self.kind, name, seconds, attempt, done)
 
     async def _restart(self) -> str:
         lost, self._workers = self._workers, None
@@ -156,6 +159,7 @@ class _Gathered:
 class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
     """Implements ``training.protocol.SendingPolicy``. ``start`` makes it, ``close`` ends it."""
 
+    kind = "policy workers"
     retried_after = (TrainingError, DeadlineError)
 
     def __init__(
@@ -387,7 +391,7 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
 
     def _origin(self) -> str:
         origin = "the initial policy" if self._base is None else str(self._base)
-        return f"the policy workers, from {origin} with {self._journal.num_steps} steps to do again"
+        return f", from {origin} with {self._journal.num_steps} steps to do again"
 
     async def _restore(self, workers: SendingPolicy) -> str:
         if self._base is not None:

@@ -495,7 +495,7 @@ async def test_a_restart_says_who_died_where_and_how_long_it_took(
         "policy-worker-1 died in call 3; restart 1 of at most trainer.max_restarts=3 of the policy workers, "
         "from the initial policy with 1 steps to do again"
     )
-    assert back.startswith("the workers are back in logprobs after 0.0 s (restart 1 of at most ")
+    assert back.startswith("the policy workers are back in logprobs after 0.0 s (restart 1 of at most ")
     assert back.endswith("1 steps, 2 calls done again, gradient norms differ by at most 0)")
     await policy.close()
 
