@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from skyrl_async.algorithms.settings import CorrectionSettings
-from skyrl_async.config.schema.deepspeed import DeepSpeedConfig
+from skyrl_async.config.schema.training import DeepSpeedConfig
 from skyrl_async.training.backends.packing import row_by_row
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import Policy

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from skyrl_async.config.schema.deepspeed import DeepSpeedConfig
+from skyrl_async.config.schema.training import DeepSpeedConfig
 from skyrl_async.errors import TrainingError
 from skyrl_async.training import rank_process
 from skyrl_async.training.backends.fsdp import persistent_buffers

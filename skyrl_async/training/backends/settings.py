@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from skyrl_async.algorithms.settings import CorrectionSettings, LossConstants
-from skyrl_async.config.schema.deepspeed import DeepSpeedConfig
 from skyrl_async.config.schema.policy import LoraConfig
+from skyrl_async.config.schema.training import DeepSpeedConfig
 from skyrl_async.errors import ConfigError
 from skyrl_async.types import Adapter
 

@@ -106,7 +106,7 @@ def test_waiting_for_log_probs_that_policy_workers_compute_is_no_training(tmp_pa
 
         workers = SimpleNamespace(**{name: timed(name) for name in computing})
         recovering = RecoveringPolicy(None, max_restarts=0, directory=tmp_path, max_journal_bytes=1)  # type: ignore[arg-type]
-        recovering._policy = workers  # type: ignore[assignment]
+        recovering._workers = workers  # type: ignore[assignment]
         policy.forward_backward, policy.step = recovering.forward_backward, recovering.step  # type: ignore[method-assign]
         return {"ref_logp": LogprobStageWork(lambda t: recovering.logprobs_of(t, LogprobModel.REF), LogprobModel.REF)}
 

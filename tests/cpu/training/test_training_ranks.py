@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from skyrl_async.algorithms.settings import CorrectionSettings
-from skyrl_async.config.schema.deepspeed import DeepSpeedConfig
 from skyrl_async.config.schema.policy import LoraConfig
+from skyrl_async.config.schema.training import DeepSpeedConfig
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.rank import PolicyRank
