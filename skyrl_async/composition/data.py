@@ -28,7 +28,7 @@ from skyrl_async.generators.gym.environment import Environment, EnvironmentFacto
 from skyrl_async.inference.policy_files import read_config, read_manifest, text_config
 from skyrl_async.registries import import_function
 from skyrl_async.tasks.imitation import ImitationTask
-from skyrl_async.tasks.registry import BuiltInTask, get_task, make_environment
+from skyrl_async.tasks.registry import WarmStartTask, get_task, make_environment
 from skyrl_async.training.export.manifest import check_model, read_model
 from skyrl_async.types import Prompt
 
@@ -120,7 +120,7 @@ def _check_nothing(prompt: Prompt) -> None:
     """Rows that only the user's function reads."""
 
 
-def _task_to_learn(config: Config, held_out: Sequence[Prompt]) -> BuiltInTask:
+def _task_to_learn(config: Config, held_out: Sequence[Prompt]) -> WarmStartTask:
     """Return the task that the tiny policy and its tokenizer are made for. Raises ``DatasetError``."""
     if config.task.name in BUILT_IN_TASKS:
         return get_task(config.task.name)

@@ -10,6 +10,7 @@ versions or the trainer.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import random
@@ -38,13 +39,13 @@ def weighted(prompts: Sequence[Prompt], weight: float) -> tuple[tuple[Prompt, ..
         prompts: all prompts of the source.
         weight: passes over them in an epoch, > 0.
     """
-    num_whole = math.floor(weight)
-    copies = [prompt for number in range(1, num_whole + 1) for prompt in _copies(prompts, number)]
-    share = weight - num_whole
-    if share == 0 or not prompts:
-        return tuple(copies), None
-    last = _copies(prompts, num_whole + 1)
-    return (*copies, *last), Rotation(uids=tuple(prompt.uid for prompt in last), share=share)
+    rounds = [
+        tuple(prompt if number == 1 else replace(prompt, uid=f"{prompt.uid}~{number}") for prompt in prompts)
+        for number in range(1, math.ceil(weight) + 1)
+    ]
+    share = weight % 1
+    rotation = Rotation(uids=tuple(prompt.uid for prompt in rounds[-1]), share=share) if share and prompts else None
+    return tuple(itertools.chain.from_iterable(rounds)), rotation
 
 
 class EpochPlan:
@@ -59,7 +60,11 @@ class EpochPlan:
     def __init__(self, uids: Sequence[str], rotations: Sequence[Rotation] = (), *, seed: int = 0) -> None:
         self._uids = tuple(uids)
         known = set(uids)
-        self._rotations = [_order(rotation, known, f"{seed}-{index}") for index, rotation in enumerate(rotations)]
+        self._rotations: list[tuple[list[str], int]] = []
+        for index, rotation in enumerate(rotations):
+            order = [uid for uid in rotation.uids if uid in known]
+            random.Random(f"{seed}-{index}").shuffle(order)
+            self._rotations.append((order, min(len(order), max(1, round(rotation.share * len(order))))))
         self._always = known.difference(*(order for order, _ in self._rotations))
 
     def __len__(self) -> int:
@@ -79,17 +84,6 @@ class EpochPlan:
         for order, num in self._rotations:
             chosen.update(order[(epoch * num + i) % len(order)] for i in range(num))
         return [uid for uid in self._uids if uid in chosen]
-
-
-def _copies(prompts: Sequence[Prompt], number: int) -> list[Prompt]:
-    return list(prompts) if number == 1 else [replace(prompt, uid=f"{prompt.uid}~{number}") for prompt in prompts]
-
-
-def _order(rotation: Rotation, known: Collection[str], seed: str) -> tuple[list[str], int]:
-    """The order of a rotation's uids, and their number per epoch, at least one."""
-    order = [uid for uid in rotation.uids if uid in known]
-    random.Random(seed).shuffle(order)
-    return order, min(len(order), max(1, round(rotation.share * len(order))))
 
 
 class _AsyncDataloader:

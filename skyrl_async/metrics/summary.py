@@ -1,12 +1,13 @@
 """The figures at the end of a run, as ``summary.json`` (``evaluation.json`` for a run that trained nothing) and as a table."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+
+from skyrl_async.metrics.tracker import replace_file
 
 _LABELS = {
     "reward_before": ("held-out reward before", "{:.3f}"),
@@ -49,13 +50,7 @@ _LABELS = {
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     """Write ``summary`` as JSON, whole or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(dict(summary), file, indent=2, default=str)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    replace_file(path, json.dumps(dict(summary), indent=2, default=str) + "\n")
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:

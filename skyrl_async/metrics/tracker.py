@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
@@ -254,6 +255,14 @@ def _drop_later_rows(path: Path, resume_step: float | None) -> None:
     """Drop the lines of ``path`` that are not kept."""
     kept = _kept_rows(path, resume_step)
     path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path)

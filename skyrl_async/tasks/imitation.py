@@ -52,15 +52,10 @@ class ImitationTask:
         described = json.dumps([self._worked, self._guesses])
         self.name = f"files-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
 
-    def make_prompts(self, num_train: int, num_eval: int, seed: int) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
-        """Return the prompts of the conversations, shuffled by ``seed`` and split in two."""
-        uids = random.Random(seed).sample(self._uids, min(num_train + num_eval, len(self._uids)))
-        prompts = tuple(self._prompt(uid) for uid in uids)
-        return prompts[num_eval:], prompts[:num_eval]
-
     def draw_prompt(self, rng: random.Random) -> Prompt:
         """Return the prompt of any conversation."""
-        return self._prompt(rng.choice(self._uids))
+        uid = rng.choice(self._uids)
+        return Prompt(uid=uid, messages=tuple(_prompt_of(self._worked[uid])), env_class="none")
 
     def conversation(
         self, prompt: Prompt, rng: random.Random, *, terse_share: float = 0.0, slip_rate: float = 0.0
@@ -69,9 +64,6 @@ class ImitationTask:
         if terse_share > 0 and self._guesses and rng.random() < terse_share:
             return rng.choice(self._guesses)
         return self._worked[prompt.uid]
-
-    def _prompt(self, uid: str) -> Prompt:
-        return Prompt(uid=uid, messages=tuple(_prompt_of(self._worked[uid])), env_class="none")
 
 
 def _conversation(row: Mapping[str, Any], place: str) -> list[Message]:

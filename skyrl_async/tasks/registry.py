@@ -35,20 +35,13 @@ _TASKS = {
 }
 
 
-class BuiltInTask(Protocol):
-    """A generated task: prompts for reinforcement, and conversations for the warm start before it.
+class WarmStartTask(Protocol):
+    """What a tiny policy is warm-started on.
 
     A task with function tools puts the same tools, in OpenAI form, into ``extras["tools"]`` of each prompt.
     """
 
     name: str
-
-    def make_prompts(self, num_train: int, num_eval: int, seed: int) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
-        """Return training and held-out prompts, which are disjoint. The same arguments give the same prompts.
-
-        Raises ``ConfigError`` if more are asked for than exist.
-        """
-        ...
 
     def draw_prompt(self, rng: random.Random) -> Prompt:
         """Return any prompt of the task, held out or not."""
@@ -61,6 +54,17 @@ class BuiltInTask(Protocol):
 
         By default its messages are flawless and leave no choice of words, so that greedy decoding can be compared with them token by
         token. With probability ``terse_share`` they are a guess instead; otherwise single steps are wrong at the rate ``slip_rate``.
+        """
+        ...
+
+
+class BuiltInTask(WarmStartTask, Protocol):
+    """A generated task: prompts for reinforcement, and conversations for the warm start before it."""
+
+    def make_prompts(self, num_train: int, num_eval: int, seed: int) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
+        """Return training and held-out prompts, which are disjoint. The same arguments give the same prompts.
+
+        Raises ``ConfigError`` if more are asked for than exist.
         """
         ...
 

@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 from skyrl_async.config.schema.policy import WarmStartConfig
 from skyrl_async.errors import ConfigError
-from skyrl_async.tasks.registry import BuiltInTask, tools_of
+from skyrl_async.tasks.registry import WarmStartTask, tools_of
 from skyrl_async.tasks.tokenizer import train_tokenizer
 from skyrl_async.tasks.warm_start import WarmStartProgress, warm_start
 
@@ -125,7 +125,7 @@ def build_tiny_policy(directory: Path, sizes: PolicySizes, tokenizer: PreTrained
         save_policy(make_tiny_model(sizes, tokenizer, seed), tokenizer, temporary)
 
 
-def task_tokenizer(task: BuiltInTask) -> PreTrainedTokenizerFast:
+def task_tokenizer(task: WarmStartTask) -> PreTrainedTokenizerFast:
     """Return the tokenizer of ``task``'s texts; it is always the same."""
     rng = random.Random(0)
     conversations = [task.conversation(task.draw_prompt(rng), rng) for _ in range(NUM_TOKENIZER_CONVERSATIONS)]
@@ -133,7 +133,7 @@ def task_tokenizer(task: BuiltInTask) -> PreTrainedTokenizerFast:
     return train_tokenizer(texts, tools_of(task.draw_prompt(rng)))
 
 
-def prepare_initial_policy(cache_dir: Path, task: BuiltInTask, sizes: PolicySizes, *, seed: int) -> Path:
+def prepare_initial_policy(cache_dir: Path, task: WarmStartTask, sizes: PolicySizes, *, seed: int) -> Path:
     """Return a directory with ``task``'s tokenizer and random weights. It takes a second if it is not in the cache.
 
     Architecture and tokenizer are those of ``prepare_tiny_policy``: engines can boot on it while the warm start runs.
@@ -146,7 +146,7 @@ def prepare_initial_policy(cache_dir: Path, task: BuiltInTask, sizes: PolicySize
 
 def prepare_tiny_policy(
     cache_dir: Path,
-    task: BuiltInTask,
+    task: WarmStartTask,
     sizes: PolicySizes,
     plan: WarmStartConfig,
     *,

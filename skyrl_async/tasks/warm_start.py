@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from skyrl_async.config.schema.policy import WarmStartConfig
 from skyrl_async.errors import ConfigError, PolicyError
-from skyrl_async.tasks.registry import BuiltInTask, tools_of
+from skyrl_async.tasks.registry import WarmStartTask, tools_of
 from skyrl_async.tasks.tokenizer import encode_conversation
 from skyrl_async.types import Message, Prompt
 
@@ -73,7 +73,7 @@ class Muon:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         for stack, momentum in self._stacks:
-            wide = torch.stack([_wide(_gradient(matrix)) for matrix in stack])
+            wide = torch.stack([_wide_gradient(matrix) for matrix in stack])
             momentum.mul_(MUON_MOMENTUM).add_(wide)
             updates = orthogonalised(wide.add(momentum, alpha=MUON_MOMENTUM))
             for matrix, update in zip(stack, updates, strict=True):
@@ -95,13 +95,10 @@ def orthogonalised(matrices: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
-def _wide(matrix: torch.Tensor) -> torch.Tensor:
-    return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+def _wide_gradient(matrix: torch.nn.Parameter) -> torch.Tensor:
+    """Return the gradient with no more rows than columns."""
+    assert matrix.grad is not None
+    return matrix.grad.mT if matrix.shape[0] > matrix.shape[1] else matrix.grad
 
 
 class _Learner:
@@ -197,7 +194,7 @@ class _Rows:
     """Draws rows of a task, none of a hidden prompt."""
 
     def __init__(
-        self, task: BuiltInTask, tokenizer: PreTrainedTokenizerFast, rng: random.Random, hidden: frozenset[str]
+        self, task: WarmStartTask, tokenizer: PreTrainedTokenizerFast, rng: random.Random, hidden: frozenset[str]
     ) -> None:
         self._task = task
         self._tokenizer = tokenizer
@@ -241,7 +238,7 @@ class _Rows:
 def warm_start(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    task: BuiltInTask,
+    task: WarmStartTask,
     plan: WarmStartConfig,
     *,
     held_out: frozenset[str],

@@ -37,9 +37,6 @@ class EchoTask:
     def __init__(self) -> None:
         self.learned: Counter[str] = Counter()
 
-    def make_prompts(self, num_train: int, num_eval: int, seed: int) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
-        raise NotImplementedError
-
     def draw_prompt(self, rng: random.Random) -> Prompt:
         number = f"{rng.randrange(1000):03d}"
         return Prompt(uid=number, messages=({"role": "user", "content": f"Say {number}"},), env_class="echo")
