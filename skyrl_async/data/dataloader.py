@@ -110,10 +110,6 @@ class _AsyncDataloader:
         self._plan = plan or EpochPlan(uids)
         self._ledger = UidLedger(uids, seed=seed, num_epochs=num_epochs, uids_of_epoch=self._plan.of_epoch)
 
-    def __len__(self) -> int:
-        """Prompts of an epoch."""
-        return len(self._plan)
-
     @property
     def epoch(self) -> int:
         """The epoch of the next prompt."""

@@ -108,7 +108,7 @@ def test_a_benchmark_says_what_it_takes(name: str) -> None:
     assert "--json" in done.stdout and "--quick" in done.stdout
 
 
-@pytest.mark.parametrize("policy", ["wait", "prime_rl"])
+@pytest.mark.parametrize("policy", ["wait", pytest.param("prime_rl", marks=pytest.mark.slow)])
 def test_the_staleness_benchmark_measures_a_policy_in_the_real_loop(policy: str) -> None:
     case = Case(policy=policy, streamed=True, sigma=0.5, staleness=1, seed=0, num_steps=12, mini_batch_size=8)
     row = measure_policy(case)
@@ -195,6 +195,7 @@ def learned(correction: str, staleness: int, seed: int, reward: float) -> dict[s
     return row | {"reward_after": reward, "curve": [[0, 0.5], [45, reward]]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_every_correction_of_the_staleness_curves_is_a_configuration_that_runs(correction: str) -> None:
     config = PLAN.config(correction, seed=3)
@@ -223,6 +224,7 @@ def test_what_staleness_costs_is_a_difference_per_seed_with_its_error() -> None:
     assert alike["is_within_noise"]
 
 
+@pytest.mark.slow
 def test_curves_are_drawn_of_whatever_rows_there_are(tmp_path: Path) -> None:
     some = [learned(name, bound, 0, 0.9) for name in ("none", "icepop", "mis", "opsm", "m2po") for bound in (0, 4)]
     for index, rows in enumerate(([], some[:1], some)):

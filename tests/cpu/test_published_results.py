@@ -95,7 +95,10 @@ def test_a_pipeline_is_as_fast_as_its_slowest_stage_if_it_may_run_ahead(
     assert pipeline_s([generate_s] * 12, reference_s, training_s, ahead=ahead) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("setting", [setting_of(Schedule.FULLY_ASYNC, 128), setting_of(Schedule.AREAL, 128)])
+@pytest.mark.parametrize(
+    "setting",
+    [setting_of(Schedule.FULLY_ASYNC, 128), pytest.param(setting_of(Schedule.AREAL, 128), marks=pytest.mark.slow)],
+)
 def test_the_synchronous_model_takes_the_published_seconds_per_step(setting: Setting) -> None:
     model = Model(small(setting), replace(SMALL, sync_steps=12), seed=0)
     assert model.synchronous_s() == pytest.approx(setting.synchronous.step_s, rel=SYNC_TOLERANCE)

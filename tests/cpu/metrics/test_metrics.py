@@ -1,6 +1,5 @@
 """Where numbers go: the log, TensorBoard, the trace, the curves, the summary, log lines."""
 
-import ast
 import asyncio
 import contextlib
 import json
@@ -11,7 +10,7 @@ import resource
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +140,7 @@ def test_tensorboard_reads_what_was_logged_and_hides_what_a_resume_dropped(tmp_p
     assert {event.step: event.value for event in events.Scalars("reward/mean")} == {1: 1.0, 2: 20.0}
 
 
+@pytest.mark.slow
 def test_tensorboard_loads_neither_torch_nor_tensorflow() -> None:
     code = "import sys, skyrl_async.metrics.sinks; sys.exit(bool({'torch', 'tensorflow'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
@@ -280,22 +280,20 @@ def test_each_resume_of_a_run_gets_a_trace_of_its_own(tmp_path: Path) -> None:
         assert json.loads(path.read_text()) == []
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 30])
-def test_curves_are_drawn_however_little_was_logged(num_steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "num_steps", [pytest.param(None, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow), 2]
+)
+def test_curves_are_drawn_however_little_was_logged(num_steps: int | None, tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.log(0, {"reward/eval": 0.4})
-    for step in range(1, num_steps + 1):
+    log.begin()
+    if num_steps is not None:
+        log.log(0, {"reward/eval": 0.4})
+    for step in range(1, (num_steps or 0) + 1):
         log.log(step, {"reward/mean": 0.5, "timing/forward_backward": 0.4, "async/staleness_max": 2.0})
     log.close()
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     height, width, _ = imread(tmp_path / "curves.png").shape
     assert (width, height) == (1560, 864)
-
-
-def test_curves_of_an_empty_log_say_that_nothing_was_logged(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("")
-    draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 0
 
 
 def test_a_summary_is_replaced_as_a_whole_and_paths_become_text(tmp_path: Path) -> None:
@@ -342,17 +340,14 @@ def test_log_lines_go_to_the_file_and_only_our_warnings_to_standard_error(
 
 
 def test_every_metric_named_in_the_code_is_documented() -> None:
-    names = re.compile(r"(async|timing|policy|generate|trainer|reward)/[a-z_]+")
-    is_metric: Callable[[ast.AST], bool] = lambda node: (  # noqa: E731
-        isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(names.fullmatch(node.value))
-    )
+    name = re.compile(r'(?<!f)"((?:async|timing|policy|generate|trainer|reward)/[a-z_]+)"')
     used = {
-        (node.value, str(path.relative_to(ROOT)))  # type: ignore[attr-defined]
+        (found, str(path.relative_to(ROOT)))
         for path in (ROOT / "skyrl_async").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if is_metric(node)
+        for found in name.findall(path.read_text())
     }
-    assert {(name, path) for name, path in used if name not in DOCUMENTED_METRICS} == set()
+    assert len(used) > 50
+    assert {(found, path) for found, path in used if found not in DOCUMENTED_METRICS} == set()
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ VALIDATING_EACH_STEP = replace(
 )
 
 
-@pytest.mark.parametrize("slowdown", [1, 3])
+@pytest.mark.parametrize("slowdown", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_what_validation_costs_training_is_told_though_it_takes_a_part_of_every_step(slowdown: int) -> None:
     """Groups are there long before; each takes 0.2 s alone, 16 of them a step, of which the first second is validation."""
 
@@ -109,6 +109,7 @@ def test_what_a_token_waits_for_in_any_case_is_a_part_of_what_it_costs() -> None
     assert run_in_virtual_time(main()) == pytest.approx(1 / 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_time_in_which_checkpoints_are_written_counts_neither_as_beside_validation_nor_as_without(
     tmp_path: Path,
 ) -> None:

@@ -30,11 +30,16 @@ def seconds(simulation: Simulation, name: str) -> list[float]:
     "job",
     [
         JOB,
-        replace(JOB, gather_seconds=5.0),
         replace(JOB, gather_seconds=5.0, max_staleness_steps=0),
-        SLOW_LOAD,
-        replace(SLOW_LOAD, publish_every_steps=3),
-        replace(SLOW_LOAD, checkpoint_interval_steps=2),
+        *(
+            pytest.param(job, marks=pytest.mark.slow)
+            for job in (
+                replace(JOB, gather_seconds=5.0),
+                SLOW_LOAD,
+                replace(SLOW_LOAD, publish_every_steps=3),
+                replace(SLOW_LOAD, checkpoint_interval_steps=2),
+            )
+        ),
         replace(SLOW_LOAD, publish_every_steps=3, checkpoint_interval_steps=4, step_seconds=0.5),
     ],
 )

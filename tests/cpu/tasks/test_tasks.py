@@ -324,6 +324,7 @@ def test_tools_of_any_kind_are_rendered() -> None:
     assert token_ids == tokenizer.apply_chat_template(conversation, tools=tools, return_dict=False)
 
 
+@pytest.mark.slow
 def test_vllms_hermes_parser_reads_the_calls_that_the_policy_is_taught() -> None:
     tokenizer, prompt = _tokenizer("trail"), trail_prompt("37")
     parser = AnswerParser.of(tokenizer)
