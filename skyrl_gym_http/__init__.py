@@ -1,4 +1,4 @@
-"""Environments driven over /v1/chat/completions by the real openai client; sees layers 0-1 of skyrl_async only."""
+"""Environments played over /v1/chat/completions by the openai client, as an agent outside the trainer would."""
 
 from skyrl_gym_http.generator import SkyRLGymHTTPGenerator
 

@@ -4,9 +4,6 @@ Prompts come in a seeded order, epoch after epoch. Epochs flow into one another:
 begin the next epoch's first one. Several sources are mixed by weights. A weight is the number of passes over its source in an epoch: 1
 takes every row once. 2 takes it twice, the second time under its own uid, ``uid~2``, so that the ledger has both. 0.25 takes a quarter of
 the rows in each epoch, and every row once in four epochs, in an order drawn from the seed.
-
-Flows in: prompts, and events of their groups. Flows out: prompts, and the state for a checkpoint. Does not know groups' contents,
-versions or the trainer.
 """
 
 import hashlib

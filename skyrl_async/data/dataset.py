@@ -3,8 +3,6 @@
 A row has ``prompt`` (a list of messages, or a string: one user message) and ``env_class`` (unless a default is given). Every other column
 (``reward_spec``, ``max_turns``, ...) and the entries of ``extra_info`` become extras, for the environment's constructor. ``uid`` is
 optional; without it, a hash of the row's content is the uid.
-
-Flows in: rows with their places in files. Flows out: prompts. Does not know tokenizers, environments or epochs.
 """
 
 import hashlib

@@ -1,11 +1,8 @@
 """The state of every prompt of every open epoch: a state machine without I/O (contract 1).
 
-    new ──draw──> running ──finish──> finished ──train──> trained
-     ^               │                   └──filter──> filtered
-     └───requeue─────┴──fail──> failed
-
-Flows in: events of an (epoch, uid). Flows out: the next (epoch, uid), and the state for a checkpoint. Does not know prompts' contents,
-groups or versions.
+new ──draw──> running ──finish──> finished ──train──> trained
+ ^               │                   └──filter──> filtered
+ └───requeue─────┴──fail──> failed
 """
 
 import random

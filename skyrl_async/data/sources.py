@@ -8,8 +8,6 @@ A source is one of:
 - ``DIR/train``, for the files of one split, ``DIR/train-*.parquet``.
 
 pyarrow reads everything: ``datasets`` need not be installed.
-
-Flows in: paths. Flows out: rows as plain dictionaries. Does not know the columns.
 """
 
 import json

@@ -94,7 +94,7 @@ def needed_bound(staleness: int, held_seconds: float, free_step_seconds: float) 
 
 @dataclass(slots=True)
 class RunTotals:
-    """What the summary needs of all steps."""
+    """Sums and extremes over all steps of a run."""
 
     steps: int = 0
     trained_groups: int = 0
@@ -173,7 +173,7 @@ class RunTotals:
         self.train_seconds += sum(figures.seconds.get(n, 0.0) for n in ("forward_backward", "optimizer_step"))
 
     def add_generation(self, new: Mapping[str, int]) -> None:
-        """Add what the generation workers counted since the last call."""
+        """Add the counts of the generation workers since the last call."""
         for name in _GENERATION_COUNTS:
             setattr(self, name, getattr(self, name) + new[name])
         self.generated_tokens += new["tokens"]
@@ -192,7 +192,7 @@ class RunTotals:
         return trained / (self.generated_tokens / self.generated_trajectories)
 
     def values(self) -> dict[str, float]:
-        """What is logged with every step, by metric name."""
+        """Return the totals that are logged with every step, by metric name."""
         return {
             "async/length_ratio": self.length_ratio,
             **{f"async/{name}": float(getattr(self, name)) for name in ("wasted_tokens", "requeued_groups")},
@@ -202,7 +202,7 @@ class RunTotals:
         }
 
     def summary(self) -> dict[str, float | str | None]:
-        """The figures of ``summary.json`` that come from the steps."""
+        """Return the figures of ``summary.json`` that come from the steps."""
         return {
             "tokens_generated": self.generated_tokens + self.evaluation_tokens + self.side_tokens,
             "tokens_trained": self.trained_tokens,

@@ -1,1 +1,1 @@
-"""What an answer earns, as functions of texts."""
+"""Rewards of answers, as functions of texts."""

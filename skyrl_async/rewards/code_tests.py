@@ -1,10 +1,7 @@
-"""Tests of programs: what they are given, and what they should answer.
+"""Tests programs of a policy on inputs with expected outputs.
 
 Two forms are read. APPS and its descendants have ``{"inputs": [...], "outputs": [...]}``: texts for standard input and output, or,
 with ``"fn_name"``, arguments and results of a function. LiveCodeBench has a list of ``{"input", "output", "testtype"}``.
-
-Flows in: tests as a row has them, and what a policy wrote. Flows out: how many tests pass, and why one does not. This module does
-not know environments.
 """
 
 import json
@@ -26,7 +23,7 @@ class CodeTests:
     """The tests of one row."""
 
     function: str | None
-    """What is called; None: the program reads standard input and writes standard output."""
+    """The function to call; None: the program reads standard input and writes standard output."""
     inputs: tuple[Any, ...]
     """Per test: a text, or a list of arguments."""
     outputs: tuple[Any, ...]
@@ -35,16 +32,16 @@ class CodeTests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the tests say about a program."""
+    """The result of a program's tests."""
 
     num_passed: int
     num_tests: int
     reason: str | None
-    """Of the first test that does not pass; None where all do."""
+    """Why the first failing test fails; None if all pass."""
 
     @property
     def is_right(self) -> bool:
-        """Every test passes."""
+        """Whether every test passes."""
         return self.num_passed == self.num_tests
 
 
@@ -57,7 +54,7 @@ def program_in(text: str) -> str | None:
 
 
 def read_tests(ground_truth: Any) -> CodeTests:
-    """Return the tests in ``ground_truth``, a JSON text or what it says. Raises ``ValueError`` saying what is wrong with it."""
+    """Return the tests in ``ground_truth``, a JSON text or its value. Raises ``ValueError`` that says what is wrong with it."""
     found = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if isinstance(found, Mapping):
         tests = _apps_tests(found)

@@ -1,4 +1,4 @@
-"""Run as a script in a process of its own: shuts itself in, then executes a program that nobody trusts.
+"""Confines its own process, then executes an untrusted program; run as a script in a process of its own.
 
 Standard library only, because ``sandbox`` starts it by its path. What holds, in the order in which it is set up:
 
@@ -8,8 +8,8 @@ Standard library only, because ``sandbox`` starts it by its path. What holds, in
   directory, and no file is made or written: no limit bounds how many files a program makes, hence how much of the disk it fills;
 - a seccomp filter: no new process, no socket, no signal to another process, no namespaces, nothing that outlives it.
 
-Flows in: ``Confinement`` as JSON in the first argument, and the program. Flows out: one line on a file descriptor, once all of
-it holds. Whoever started it keeps the time and kills it.
+The first argument has the limits as JSON, the second is the program's path, the third a file descriptor to which one line is written once
+all of this holds. The process that started it keeps the time and kills it.
 """
 
 import ctypes
@@ -186,7 +186,7 @@ def _check(result: int, what: str) -> None:
 
 
 def main(settings: dict[str, Any], program_path: str, status_fd: int) -> None:
-    """Shut this process in, say so on ``status_fd``, and execute the program as ``__main__``."""
+    """Confine this process, say so on ``status_fd``, and execute the program as ``__main__``."""
     with open(program_path, encoding="utf-8") as file:
         source = file.read()
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -52,7 +52,7 @@ _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"
 _MARKED_NUMBER = re.compile(rf"####\s*({_NUMBER})")
 _ANY_NUMBER = re.compile(_NUMBER)
 LIMITS = Limits(cpu_s=10, wall_s=30.0, memory_mb=2048)
-"""Of one comparison, of which importing sympy is the most. An answer that needs more is wrong."""
+"""Limits of one comparison, most of which goes to the import of sympy. An answer that needs more is wrong."""
 _PROGRAM = """
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -72,7 +72,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def _boxed(after: str) -> str | None:
-    """What a box holds, given the text after its name."""
+    """Return the content of a box, given the text after its name."""
     if after[:1] == " ":
         return after.split("$")[0].split("\n")[0].strip() or None
     depth = 0

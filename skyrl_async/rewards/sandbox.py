@@ -1,9 +1,7 @@
-"""Runs a program that nobody trusts, in a process that can do nothing but compute, and says how it ended.
+"""Runs an untrusted program in a process that can do nothing but compute, and says how it ended.
 
 A call blocks for as long as the program runs, never longer than its deadline: call it in a thread. However the program ends, its
-process is gone and its directory deleted afterwards. ``confinement`` says what it is kept from.
-
-Flows in: the text of a Python program and its input. Flows out: its output, or why it failed. This module does not know tests.
+process is gone and its directory deleted afterwards. ``confinement`` lists what it cannot do.
 """
 
 import contextlib
@@ -35,7 +33,7 @@ _ENVIRONMENT = {
 }
 _REASON_CHARACTERS = 200
 SETUP_S = 60.0
-"""Longest time until a process has shut itself in; the program's own time begins then."""
+"""Longest time until a process has confined itself; the program's own time begins then."""
 
 _CALLER = """
 import json, os, sys, types
@@ -53,7 +51,7 @@ answers.close()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one run of a program may use."""
+    """Limits of one run of a program."""
 
     cpu_s: int = 5
     """Seconds of CPU time, of all its threads together."""
@@ -159,31 +157,31 @@ def _started(
         "memory_bytes": limits.memory_mb << 20,
         "file_bytes": limits.output_kb * 1024,
     }
-    reading, writing = os.pipe()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(confinement.__file__), json.dumps(settings), _PROGRAM, str(writing)],
-            stdin=given,
-            stdout=output,
-            stderr=error,
-            cwd=directory,
-            env=_ENVIRONMENT,
-            pass_fds=[writing],
-            start_new_session=True,
-        )
-    except BaseException:
-        os.close(reading)
-        raise
-    finally:
-        os.close(writing)
-    try:
+    with contextlib.ExitStack() as stack:
+        reading, writing = os.pipe()
+        stack.callback(os.close, reading)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-B", str(confinement.__file__), json.dumps(settings), _PROGRAM, str(writing)],
+                stdin=given,
+                stdout=output,
+                stderr=error,
+                cwd=directory,
+                env=_ENVIRONMENT,
+                pass_fds=[writing],
+                start_new_session=True,
+            )
+        finally:
+            os.close(writing)
+        stack.callback(_end, process)
         yield process, reading
-    finally:
-        os.close(reading)
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _is_confined(status_fd: int) -> bool:

@@ -36,7 +36,7 @@ _TASKS = {
 
 
 class WarmStartTask(Protocol):
-    """What a tiny policy is warm-started on.
+    """A task whose conversations a tiny policy imitates in its warm start.
 
     A task with function tools puts the same tools, in OpenAI form, into ``extras["tools"]`` of each prompt.
     """
