@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_async.chat import ChatRenderer
+from skyrl_async.chat import ChatRenderer, Tool
+from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
+from skyrl_async.endpoint.parsing.answers import ParsedAnswer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -64,3 +66,11 @@ _ID_OF_BYTE = {RENDERER.token_bytes(i): i for i in range(len(TOKENIZER)) if len(
 def spelled(text: str) -> tuple[int, ...]:
     """``text`` one byte per token."""
     return tuple(_ID_OF_BYTE[bytes([byte])] for byte in text.encode())
+
+
+def parsed(
+    parser: AnswerParser, text: str, *, tools: Sequence[Tool] | None, starts_in_reasoning: bool = False
+) -> ParsedAnswer:
+    """The answer in a whole text."""
+    stream = parser.stream(tools=tools, starts_in_reasoning=starts_in_reasoning)
+    return (stream.push(text) + stream.finish()).as_whole()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from skyrl_async.chat import Tool
-from skyrl_async.endpoint.parsing.answers import AnswerDelta, AnswerStream, Marks, ParsedAnswer, make_tool_call
+from skyrl_async.endpoint.parsing.answers import AnswerDelta, AnswerStream, Marks, make_tool_call
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.vllm.parsers import (
     FoundCalls,
@@ -153,18 +153,13 @@ class AnswerParser:
         end = self._tokenizer.decode(list(prompt_token_ids[-_NUM_LAST_TOKENS:]), clean_up_tokenization_spaces=False)
         return str(end).rstrip().endswith(start)
 
-    def parse(self, text: str, *, tools: Sequence[Tool] | None, starts_in_reasoning: bool = False) -> ParsedAnswer:
-        """The answer in a whole text. Never raises: text that cannot be parsed is content.
+    def stream(self, *, tools: Sequence[Tool] | None, starts_in_reasoning: bool = False) -> AnswerStream:
+        """Splits one answer while it grows, or at once. Never raises: text that cannot be parsed is content.
 
         Args:
             tools: the request's; without any, a call is content.
             starts_in_reasoning: the prompt has opened a block of reasoning.
         """
-        stream = self.stream(tools=tools, starts_in_reasoning=starts_in_reasoning)
-        return (stream.push(text) + stream.finish()).as_whole()
-
-    def stream(self, *, tools: Sequence[Tool] | None, starts_in_reasoning: bool = False) -> AnswerStream:
-        """Splits one answer while it grows; arguments as for ``parse``."""
         offered = tuple(tools or ())
         return AnswerStream(
             self._marks if offered and self._tools else self._marks.without_calls(),

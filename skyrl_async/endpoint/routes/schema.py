@@ -139,8 +139,12 @@ class SamplingFields(BaseModel):
         """Drop nulls, except of required fields. A null ``max_tokens`` stays too: only the context bounds it."""
         if not isinstance(body, dict):
             return body
-        kept = {"max_tokens", *(name for name, field in cls.model_fields.items() if field.is_required())}
-        return {name: value for name, value in body.items() if value is not None or name in kept}
+        fields = cls.model_fields
+
+        def is_kept(name: str) -> bool:
+            return name == "max_tokens" or (name in fields and fields[name].is_required())
+
+        return {name: value for name, value in body.items() if value is not None or is_kept(name)}
 
     def to_generation(self, session_header: str | None) -> Sequence[GenerationRequest]:
         """The requests, one per prompt, without their wire format; ``ApiError`` names what is not served."""

@@ -26,7 +26,7 @@ from skyrl_async.endpoint.parsing.output_parser import forced_call, output_parse
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.vllm.parsers import FoundCalls, VLLMReasoningParser, VLLMToolParser
 from tests.cpu.chat_templates import LLAMA3, MISTRAL, QWEN3, QWEN25, llama3, mistral, qwen3, qwen25
-from tests.cpu.tiny_chat import CHATML, TOKENIZER, make_tokenizer
+from tests.cpu.tiny_chat import CHATML, TOKENIZER, make_tokenizer, parsed
 
 TOOLS: list[Tool] = [
     {
@@ -194,7 +194,7 @@ def test_a_template_without_marks_is_not_parsed_and_needs_no_vllm(monkeypatch: p
     monkeypatch.delattr(answer_parser, "load_tool_parser")
     monkeypatch.delattr(answer_parser, "load_reasoning_parser")
     for parser in (AnswerParser(TOKENIZER), AnswerParser(qwen3())):
-        assert summary(parser.parse(HERMES, tools=TOOLS)) == (HERMES, None, [])
+        assert summary(parsed(parser, HERMES, tools=TOOLS)) == (HERMES, None, [])
         assert not parser.keeps_special_tokens
         assert not parser.starts_in_reasoning((1, 2))
 
@@ -218,7 +218,7 @@ def test_what_a_parser_raises_makes_the_answer_content_and_is_logged_once(caplog
         reasoning=VLLMReasoningParser(name="own", extract=broken_reasoning, start=None, end=None),
     )
     for _ in range(3):
-        assert summary(parser.parse(f"a {HERMES}", tools=TOOLS)) == (f"a {HERMES}", None, [])
+        assert summary(parsed(parser, f"a {HERMES}", tools=TOOLS)) == (f"a {HERMES}", None, [])
     logged = [(record.levelno, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in logged] == [logging.WARNING] * 2
     assert "parser own, Broken" in logged[0][1]
@@ -232,7 +232,7 @@ def test_calls_that_are_not_whole_are_content(calls: tuple[tuple[str, str], ...]
     found = FoundCalls(calls=calls, content="lost")
     tools = VLLMToolParser(name="own", extract=lambda text, tools: found, wants_special_tokens=True)
     parser = AnswerParser(TOKENIZER, tools=tools)
-    assert summary(parser.parse(" raw", tools=TOOLS)) == (" raw", None, [])
+    assert summary(parsed(parser, " raw", tools=TOOLS)) == (" raw", None, [])
     assert parser.keeps_special_tokens
 
 
@@ -266,14 +266,14 @@ CASES = [
 def test_vllm_finds_the_calls_of_each_family(
     make: Callable[[], PreTrainedTokenizerFast], text: str, content: str | None, num_calls: int
 ) -> None:
-    answer = parser_of(make).parse(text, tools=TOOLS)
+    answer = parsed(parser_of(make), text, tools=TOOLS)
     assert answer.content == content
     assert answer.reasoning == ("hm" if "hm" in text else None)
     assert [call.name for call in answer.tool_calls] == ["look"] * num_calls
     assert all("city" in json.loads(call.arguments) for call in answer.tool_calls)
     assert len({call.id for call in answer.tool_calls}) == num_calls
     assert all(call.id.startswith("call_") and len(call.id) == 29 for call in answer.tool_calls)
-    assert parser_of(make).parse(text, tools=None).tool_calls == ()
+    assert parsed(parser_of(make), text, tools=None).tool_calls == ()
 
 
 DEEPSEEK = {
@@ -330,8 +330,8 @@ def test_wherever_an_answer_is_cut_a_call_is_whole_or_content(name: str) -> None
     parser = AnswerParser.of(make_tokenizer(special_tokens=special_tokens), tool_call_parser=name)
     text = f"So: {written}"
     called = ("So: ", None, [("look", ROME)])
-    assert summary(parser.parse(text, tools=TOOLS)) == called
-    found = [summary(parser.parse(text[:length], tools=TOOLS)) for length in range(len(text))]
+    assert summary(parsed(parser, text, tools=TOOLS)) == called
+    found = [summary(parsed(parser, text[:length], tools=TOOLS)) for length in range(len(text))]
     assert all(one in (called, (text[:length], None, [])) for length, one in enumerate(found))
     assert parser.keeps_special_tokens == bool(special_tokens)
 
@@ -351,7 +351,7 @@ def test_wherever_an_answer_is_cut_a_call_is_whole_or_content(name: str) -> None
     ],
 )
 def test_a_call_that_was_cut_or_miswritten_is_content(make: Callable[[], PreTrainedTokenizerFast], text: str) -> None:
-    assert summary(parser_of(make).parse(f"So: {text}", tools=TOOLS)) == (f"So: {text}", None, [])
+    assert summary(parsed(parser_of(make), f"So: {text}", tools=TOOLS)) == (f"So: {text}", None, [])
 
 
 PIECES = {
@@ -379,7 +379,7 @@ def test_no_text_breaks_vllms_parsers_and_blocks_equal_the_whole(
     parser = parser_of(make)
     text = data.draw(texts_of(*PIECES[make]))
     starts = data.draw(st.booleans())
-    answer = parser.parse(text, tools=TOOLS, starts_in_reasoning=starts)
+    answer = parsed(parser, text, tools=TOOLS, starts_in_reasoning=starts)
     stream = parser.stream(tools=TOOLS, starts_in_reasoning=starts)
     blocks = joined(stream, text, data.draw(CUTS)) + stream.finish()
     assert summary(blocks.as_whole()) == summary(answer)
@@ -406,7 +406,7 @@ def test_a_parser_that_cannot_read_this_tokenizers_text_is_refused_unless_auto_c
     with pytest.raises(ConfigError, match=r"server\.reasoning_parser must name .*got 'deepseek_r1'"):
         AnswerParser.of(qwen25(), reasoning_parser="deepseek_r1")
     parser = AnswerParser.of(make_tokenizer(LLAMA3))
-    assert summary(parser.parse('{"name": "stop"}', tools=TOOLS)) == ('{"name": "stop"}', None, [])
+    assert summary(parsed(parser, '{"name": "stop"}', tools=TOOLS)) == ('{"name": "stop"}', None, [])
     assert "not parsed as the chat template suggests" in caplog.text
 
 

@@ -30,6 +30,7 @@ from skyrl_async.tasks.tiny_policy import task_tokenizer
 from skyrl_async.tasks.tokenizer import encode_conversation, train_tokenizer
 from skyrl_async.tasks.trail import LOOK_TOOL, MAX_SIGNS, MIN_SIGNS, TrailEnv, look, worked_conversation
 from skyrl_async.types import Message, Prompt
+from tests.cpu.tiny_chat import parsed
 
 TASK_NAMES = ("lagged_fibonacci", "relay", "trail")
 
@@ -332,13 +333,13 @@ def test_vllms_hermes_parser_reads_the_calls_that_the_policy_is_taught() -> None
     token_ids, mask = encode_conversation(tokenizer, get_task("trail").conversation(prompt, random.Random(0)))
     said = tokenizer.decode([token for token, is_said in zip(token_ids, mask, strict=True) if is_said])
     *calls, answer, _ = said.split("<|im_end|>")
-    read = [parser.parse(text, tools=tools_of(prompt)) for text in calls]
-    assert [(call.name, call.arguments) for parsed in read for call in parsed.tool_calls] == [
+    read = [parsed(parser, text, tools=tools_of(prompt)) for text in calls]
+    assert [(call.name, call.arguments) for one in read for call in one.tool_calls] == [
         ("look", '{"at": 3}'),
         ("look", '{"at": 7}'),
     ]
-    assert [parsed.content for parsed in read] == [None, None]
-    assert parser.parse(answer, tools=tools_of(prompt)).content == "#### 7"
+    assert [one.content for one in read] == [None, None]
+    assert parsed(parser, answer, tools=tools_of(prompt)).content == "#### 7"
 
 
 @given(st.text(max_size=40), st.text(max_size=40))
