@@ -14,7 +14,7 @@ Groups, staleness and training are unknown here. The client does not pause engin
 
 import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import fields, replace
 
@@ -204,7 +204,7 @@ class InferenceEngineClient:
         *,
         session_id: str | None = None,
         priority: int = 0,
-    ) -> AsyncIterator[CompletionDelta]:
+    ) -> AsyncGenerator[CompletionDelta, None]:
         """Sample one completion in blocks; see ``rollout.sampler.Sampler``."""
         if not sampling.is_resumable:
             yield _only_delta(

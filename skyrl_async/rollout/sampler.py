@@ -3,7 +3,7 @@
 Token usage is recorded across tasks: a group's tokens are known when the group is dropped.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class Sampler(Protocol):
         *,
         session_id: str | None = None,
         priority: int = 0,
-    ) -> AsyncIterator[CompletionDelta]:
+    ) -> AsyncGenerator[CompletionDelta, None]:
         """Like ``generate_tokens``, in blocks as they are sampled.
 
         Sampling that is not ``is_resumable`` gives a single block at the end, because a restart could not take blocks back.

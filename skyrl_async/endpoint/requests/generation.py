@@ -109,36 +109,24 @@ class GenerationContext:
                 commit(self.session.tree)
 
 
+@dataclass(frozen=True, slots=True)
 class Planned:
-    """One request, rendered and known to fit; made by ``Planner.plan``.
+    """One request, rendered and known to fit; made by ``Planner.plan``."""
 
-    Args:
-        prompt: its ids.
-        match: the turn of the session that the prompt continues.
-        room: tokens left in the context for each choice, >= 1.
-    """
-
-    def __init__(
-        self,
-        context: GenerationContext,
-        request: GenerationRequest,
-        prompt: tuple[int, ...],
-        match: Match,
-        *,
-        room: int,
-    ) -> None:
-        self._context = context
-        self._request = request
-        self._match = match
-        self._room = room
-        self.prompt_token_ids = prompt
+    context: GenerationContext
+    request: GenerationRequest
+    prompt_token_ids: tuple[int, ...]
+    match: Match
+    """The turn of the session that the prompt continues."""
+    room: int
+    """Tokens left in the context for each choice, >= 1."""
 
     async def answer(self, index: int = 0) -> Answer:
         """Choice ``index``, sampled to its end."""
-        request, parser = self._request, self._output_parser()
+        request, parser = self.request, self._output_parser()
         sampling = self._sampling(index, parser)
-        async with self._context.slot():
-            completion = await self._context.sampler.generate_tokens(
+        async with self.context.slot():
+            completion = await self.context.sampler.generate_tokens(
                 self.prompt_token_ids, sampling, session_id=request.session_label, priority=request.priority
             )
         return self._finish([parser.push(completion.text), parser.finish()], completion, sampling)
@@ -146,10 +134,13 @@ class Planned:
     async def stream(self, index: int = 0) -> AsyncGenerator[AnswerBlock, None]:
         """Choice ``index`` in blocks; joined they equal ``answer``'s."""
         parser = self._output_parser()
-        sampling = self._sampling(index, parser)
+        request, sampling = self.request, self._sampling(index, parser)
+        sampled = self.context.sampler.stream_tokens(
+            self.prompt_token_ids, sampling, session_id=request.session_label, priority=request.priority
+        )
         parts: list[AnswerDelta] = []
         deltas: list[CompletionDelta] = []
-        async with self._context.slot(), aclosing(self._deltas(sampling)) as stream:
+        async with self.context.slot(), aclosing(sampled) as stream:
             async for delta in stream:
                 is_last = delta.finish_reason is not None
                 part = parser.push(delta.text)
@@ -165,16 +156,8 @@ class Planned:
                     answer=self._finish(parts, _joined(self.prompt_token_ids, deltas), sampling) if is_last else None,
                 )
 
-    async def _deltas(self, sampling: SamplingParams) -> AsyncGenerator[CompletionDelta, None]:
-        request = self._request
-        deltas = self._context.sampler.stream_tokens(
-            self.prompt_token_ids, sampling, session_id=request.session_label, priority=request.priority
-        )
-        async for delta in deltas:
-            yield delta
-
     def _output_parser(self) -> OutputParser:
-        request, parser = self._request, self._context.parser
+        request, parser = self.request, self.context.parser
         return output_parser_of(
             parser,
             tools=request.tools,
@@ -184,10 +167,10 @@ class Planned:
         )
 
     def _sampling(self, index: int, parser: OutputParser) -> SamplingParams:
-        sampling = self._request.sampling
+        sampling = self.request.sampling
         return replace(
             sampling,
-            max_tokens=min(sampling.max_tokens, self._room),
+            max_tokens=min(sampling.max_tokens, self.room),
             seed=None if sampling.seed is None else sampling.seed + index,
             skip_special_tokens=sampling.skip_special_tokens and not parser.keeps_special_tokens,
         )
@@ -195,10 +178,10 @@ class Planned:
     def _finish(self, parts: Sequence[AnswerDelta], completion: Completion, sampling: SamplingParams) -> Answer:
         """The answer that ``parts`` add up to, kept until its delivery is known."""
         parsed = AnswerDelta.joined(parts).as_whole()
-        request, match, reply = self._request, self._match, _reply(parsed)
-        stop_string = _stop_string(self._context.renderer, completion, sampling)
+        request, match, reply = self.request, self.match, _reply(parsed)
+        stop_string = _stop_string(self.context.renderer, completion, sampling)
         is_missing = stop_string is not None and not sampling.includes_stop
-        self._context.finished.append(
+        self.context.finished.append(
             lambda tree: tree.commit(
                 match,
                 request.messages or (_raw_prompt(completion.prompt_token_ids),),

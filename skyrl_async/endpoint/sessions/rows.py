@@ -71,7 +71,9 @@ def _mask(turn: Turn, is_context: bool, trains_constrained: bool) -> tuple[int, 
     """(T,) 1 for each token of the turn that is trained, 0 for the others."""
     if is_context or (turn.is_constrained and not trains_constrained):
         return (0,) * len(turn.addition.token_ids)
-    return tuple(int(logprob != 0.0 or not turn.is_constrained) for logprob in turn.addition.logprobs)
+    if turn.is_constrained:
+        return tuple(int(logprob != 0.0) for logprob in turn.addition.logprobs)
+    return (1,) * len(turn.addition.token_ids)
 
 
 def _row(branch: _Branch, outcome: SessionOutcome, *, weight: float) -> Trajectory:

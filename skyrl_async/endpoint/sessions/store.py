@@ -35,8 +35,6 @@ class SessionStore:
     """
 
     def __init__(self, settings: SessionSettings, *, clock: Callable[[], float], max_finished: int = 1000) -> None:
-        if max_finished < 1:
-            raise ValueError(f"max_finished must be >= 1, got {max_finished}")
         self.settings = settings
         self._has_warned = False
         self.clock = clock

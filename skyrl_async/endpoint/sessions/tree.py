@@ -167,7 +167,8 @@ class TurnTree:
             num_messages=len(messages) + 1,
             is_constrained=is_constrained,
         )
-        self._place(turn, self._roots.setdefault(tools_key(tools), _Node()), keys, (reply, *other_forms))
+        reply_keys = frozenset(message_key(form) for form in (reply, *other_forms))
+        self._place(turn, self._roots.setdefault(tools_key(tools), _Node()), keys, reply_keys)
         self.num_sampled_tokens += len(completion.token_ids)
         self._side_requests.add(
             None if turn.parent is None else turn.parent.index,
@@ -175,7 +176,7 @@ class TurnTree:
             keys,
             match.num_messages,
             reply,
-            frozenset(message_key(form) for form in (reply, *other_forms)),
+            reply_keys,
             has_tools=bool(tools),
             num_tokens=len(completion.token_ids),
         )
@@ -189,10 +190,10 @@ class TurnTree:
         newest_first = list(self._newest.values())[::-1]
         return next((one for one in newest_first if one[0].index not in side_requests), (None, ()))
 
-    def _place(self, turn: Turn, node: _Node, keys: Sequence[MessageKey], forms: Sequence[Message]) -> None:
+    def _place(self, turn: Turn, node: _Node, keys: Sequence[MessageKey], reply_keys: frozenset[MessageKey]) -> None:
         for key in keys:
             node = node.child(key)
-        for key in dict.fromkeys(message_key(form) for form in forms):
+        for key in reply_keys:
             node.child(key).turns.append(turn)
         self._turns.append(turn)
         self.num_turns += 1

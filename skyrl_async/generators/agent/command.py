@@ -60,6 +60,7 @@ _RUN_DIR = "SKYRL_RUN_DIR"
 _PASSED_PREFIXES = ("LC_", "AGENT_")
 _PATH_LISTS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 _PLAIN_FILE_NAME = re.compile(r"(?<!\S)(?=\S*[./])[\w./@%+:,-]+(?!\S)")
+_TASK_FIELDS = ("uid", "messages", "extras", "sample_index", "is_evaluation")
 _MAX_RESULT_BYTES = 16 * 2**20
 _NUM_TAIL_BYTES = 4096
 _NUM_TAIL_LINES = 15
@@ -198,13 +199,7 @@ def passed_environment() -> dict[str, str]:
 def _write_task(task: AgentTask, file: Path) -> None:
     """Make the file's directory and write the task, without the endpoint's address and key."""
     file.parent.mkdir(mode=0o700)
-    described = {
-        "uid": task.uid,
-        "messages": list(task.messages),
-        "extras": task.extras,
-        "sample_index": task.sample_index,
-        "is_evaluation": task.is_evaluation,
-    }
+    described = {name: getattr(task, name) for name in _TASK_FIELDS}
     file.write_text(json.dumps(described, ensure_ascii=False, default=str), encoding="utf-8")
 
 

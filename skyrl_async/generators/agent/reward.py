@@ -62,27 +62,27 @@ RewardFunction = Callable[[Prompt, AgentEpisode], float | Awaitable[float]]
 """A user's reward: async, or a plain function that is called in a thread and may block."""
 
 
+@dataclass(frozen=True, slots=True)
 class FunctionReward:
     """Calls a function; ``slots`` bounds the plain functions that run concurrently in ``executor``."""
 
-    def __init__(self, function: RewardFunction, executor: Executor, slots: AbstractAsyncContextManager[Any]) -> None:
-        self._function = function
-        self._executor = executor
-        self._slots = slots
-        self._is_async = inspect.iscoroutinefunction(function)
+    function: RewardFunction
+    executor: Executor
+    slots: AbstractAsyncContextManager[Any]
 
     async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
         """Raises the function's error, and ``GenerationError`` if it returns no finite number."""
-        if self._is_async:
-            found: Any = self._function(prompt, episode)
+        if inspect.iscoroutinefunction(self.function):
+            found: Any = self.function(prompt, episode)
         else:
-            async with self._slots:
-                found = await asyncio.wrap_future(self._executor.submit(self._function, prompt, episode))
+            async with self.slots:
+                found = await asyncio.wrap_future(self.executor.submit(self.function, prompt, episode))
         if inspect.isawaitable(found):
             found = await found
         return EpisodeReward(reward=finite_reward(found, "generator.reward"))
 
 
+@dataclass(frozen=True, slots=True)
 class EnvironmentReward:
     """Passes the agent's texts to the prompt's skyrl_gym environment.
 
@@ -91,31 +91,19 @@ class EnvironmentReward:
     harness has answered the agent.
     """
 
-    def __init__(
-        self,
-        make_environment: EnvironmentFactory,
-        executor: Executor,
-        slots: AbstractAsyncContextManager[Any],
-        *,
-        max_turns: int,
-    ) -> None:
-        """
-        Args:
-            make_environment: called with a prompt's ``env_class`` and ``extras``.
-            executor: runs environments that block.
-            slots: bounds their concurrent calls.
-            max_turns: most texts passed, >= 1, whatever the environment's own limit.
-        """
-        self._slots = slots
-        self._make_environment = make_environment
-        self._executor = executor
-        self._max_turns = max_turns
+    make_environment: EnvironmentFactory
+    executor: Executor
+    """Runs environments that block."""
+    slots: AbstractAsyncContextManager[Any]
+    """Bounds their concurrent calls."""
+    max_turns: int
+    """Most texts passed, >= 1, whatever the environment's own limit."""
 
     async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
         """Raises the environment's error, and ``GenerationError`` if it breaks the protocol."""
-        limit = min(int(prompt.extras.get("max_turns") or self._max_turns), self._max_turns)
-        environment = self._make_environment(prompt.env_class, {**deepcopy(prompt.extras), "max_turns": limit})
-        calls = EnvironmentCalls(environment, self._executor, self._slots)
+        limit = min(int(prompt.extras.get("max_turns") or self.max_turns), self.max_turns)
+        environment = self.make_environment(prompt.env_class, {**deepcopy(prompt.extras), "max_turns": limit})
+        calls = EnvironmentCalls(environment, self.executor, self.slots)
         try:
             await calls.init(deepcopy(list(prompt.messages)))
             reward = 0.0

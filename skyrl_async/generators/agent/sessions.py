@@ -70,6 +70,7 @@ class SessionPool:
         self._next_url = itertools.cycle(range(len(self._urls)))
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
         self._resending = Resending(outages or Outages(), outage_timeout_s)
+        # A transport of its own also keeps proxies of the environment out of the way.
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {controller_key}"},
             timeout=_CALL_TIMEOUT_S,

@@ -139,13 +139,18 @@ NOT_A_FUNCTION = 3
 OWN = f"task.reward={__name__}:length_reward"
 
 
-def own_dataset(directory: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def own_dataset(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    directory = tmp_path_factory.mktemp("dataset")
     file = write_rows(directory / "a.jsonl", *({"uid": str(i), "prompt": "Say.", "longest": 10_000} for i in range(8)))
     return ["task=dataset", f"task.train_files=[{file}]", f"policy.path={policy_directory(directory / 'policy')}"]
 
 
-async def test_a_function_by_its_path_rewards_rows_that_name_no_environment(tmp_path: Path) -> None:
-    config = from_overrides(*own_dataset(tmp_path), OWN)
+@pytest.mark.slow
+async def test_a_function_by_its_path_rewards_rows_that_name_no_environment(
+    tmp_path: Path, own_dataset: list[str]
+) -> None:
+    config = from_overrides(*own_dataset, OWN)
     prompt = prepare_prompts(config).train[0]
     client, renderer = make_client(build_policy(tmp_path / "tiny"))
     generator = GymGenerator(client, renderer, environment_factory(config))
@@ -166,10 +171,10 @@ async def test_a_function_by_its_path_rewards_rows_that_name_no_environment(tmp_
     ],
 )
 def test_a_reward_that_cannot_be_is_refused_before_anything_starts(
-    tmp_path: Path, overrides: list[str], message: str
+    own_dataset: list[str], overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        prepare_prompts(from_overrides(*own_dataset(tmp_path), *overrides))
+        prepare_prompts(from_overrides(*own_dataset, *overrides))
 
 
 @pytest.mark.parametrize("found", [None, "good", float("nan")])
