@@ -172,6 +172,8 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
     ) -> None:
         super().__init__(start, max_restarts=max_restarts)
         self._lock = asyncio.Lock()
+        self._num_calls = 0
+        """Calls that run or wait for the lock."""
         self._own = RecoveryDirectory(directory)
         self._base: Path | None = None
         self._journal = CallJournal(max_journal_bytes)
@@ -376,7 +378,7 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
     ) -> dict[str, float]:
         """Make a call and return its figures, with ``WAIT_SECONDS`` if others came first."""
         clock = asyncio.get_running_loop().time
-        asked, must_wait = clock(), self._lock.locked()
+        asked, must_wait = clock(), self._num_calls > 0
 
         async def timed(policy: SendingPolicy) -> dict[str, float]:
             waited = {WAIT_SECONDS: clock() - asked} if must_wait else {}
@@ -386,8 +388,12 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
 
     async def _call(self, name: str, call: Callable[[SendingPolicy], Awaitable[T]]) -> T:
         """Make a call, with new workers as often as it takes. Calls run one at a time, in the order in which they came."""
-        async with self._lock:
-            return await self._repeated(name, call)
+        self._num_calls += 1
+        try:
+            async with self._lock:
+                return await self._repeated(name, call)
+        finally:
+            self._num_calls -= 1
 
     def _origin(self) -> str:
         origin = "the initial policy" if self._base is None else str(self._base)
