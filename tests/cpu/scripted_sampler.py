@@ -1,12 +1,15 @@
 """An endpoint whose sampler says what a test wrote down, for tests of the surfaces: a real uvicorn, a template with tools."""
 
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 from pydantic import BaseModel
 
 from skyrl_async.chat import ChatRenderer
@@ -164,6 +167,20 @@ async def scripted_endpoint(sampler: ScriptedSampler) -> AsyncIterator[str]:
     app = create_app(sampler, RENDERER, api_keys=[RUN_KEY], controller_keys=[CONTROLLER_KEY], parser=parser)
     async with start_server(app) as (host, port):
         yield f"http://{host}:{port}"
+
+
+@cache
+def _shared_app() -> FastAPI:
+    return create_app(ScriptedSampler(), RENDERER, api_keys=[RUN_KEY])
+
+
+async def refusal(path: str, body: Any) -> httpx.Response:
+    """The answer to a body, or to a text that is none, which is refused before anything is sampled. No server is started for it."""
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    headers = {"Authorization": f"Bearer {RUN_KEY}", "Content-Type": "application/json"}
+    transport = httpx.ASGITransport(_shared_app(), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://endpoint", headers=headers) as client:
+        return await client.post(path, content=content)
 
 
 @contextlib.asynccontextmanager

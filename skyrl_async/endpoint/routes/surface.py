@@ -62,7 +62,7 @@ def sampling_router(
 
         return await serving.handle(request, call, is_stream=body.stream, style=style)
 
-    sample.__annotations__["body"] = body_type
+    sample.__annotations__["body"] = body_type  # by which FastAPI parses the body
     router.post(path)(sample)
     return router
 

@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from skyrl_async.types import CompletionDelta, StructuredOutput
-from tests.cpu.scripted_sampler import RENDERER, RUN_KEY
+from tests.cpu.scripted_sampler import RENDERER, RUN_KEY, refusal
 from tests.cpu.session_endpoint import TOOL, HeldSampler, endpoint, error_of, user
 from tests.cpu.tiny_chat import END, spelled
 
@@ -242,8 +242,7 @@ async def test_text_and_messages_become_ids_and_ids_become_text(prefix: str) -> 
     ],
 )
 async def test_what_cannot_be_tokenized_is_refused(path: str, body: dict[str, Any], param: str | None) -> None:
-    async with clients(HeldSampler()) as (_, http):
-        response = await http.post(path, json=body)
-        wrong_model = await http.post(path, json={"prompt": "a", "tokens": [1], "model": "other"})
+    response = await refusal(path, body)
+    wrong_model = await refusal(path, {"prompt": "a", "tokens": [1], "model": "other"})
     assert (response.status_code, error_of(response)["param"]) == (400, param)
     assert wrong_model.status_code == 404

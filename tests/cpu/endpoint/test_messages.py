@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import anthropic
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from tests.cpu.scripted_sampler import (
     RUN_KEY,
     PlannedAnswer,
     ScriptedSampler,
+    refusal,
     reply_and_events,
     scripted_endpoint,
     training_session,
@@ -402,9 +402,7 @@ def test_tool_choices_are_understood(choice: Any, expected: str) -> None:
     ],
 )
 async def test_what_is_not_served_is_refused_by_name(body: dict[str, Any], param: str | None, says: str) -> None:
-    headers = {"x-api-key": RUN_KEY}
-    async with scripted_endpoint(ScriptedSampler()) as url, httpx.AsyncClient(headers=headers) as client:
-        response = await client.post(f"{url}/v1/messages", json={"messages": [USER], **body})
+    response = await refusal("/v1/messages", {"messages": [USER], **body})
     assert (response.status_code, response.json()["type"]) == (400, "error")
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error"

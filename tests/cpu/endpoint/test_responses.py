@@ -7,7 +7,6 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from hypothesis import given
@@ -25,6 +24,7 @@ from tests.cpu.scripted_sampler import (
     RUN_KEY,
     PlannedAnswer,
     ScriptedSampler,
+    refusal,
     reply_and_events,
     scripted_endpoint,
     training_session,
@@ -376,9 +376,7 @@ def test_text_formats_constrain_the_answer(form: Any, expected: StructuredOutput
 )
 async def test_what_is_not_served_is_refused_by_name(body: dict[str, Any], param: str, says: str) -> None:
     body = body if "input" in body or not body else {"input": "hello", **body}
-    headers = {"Authorization": f"Bearer {RUN_KEY}"}
-    async with scripted_endpoint(ScriptedSampler()) as url, httpx.AsyncClient(headers=headers) as client:
-        response = await client.post(f"{url}/v1/responses", json=body)
+    response = await refusal("/v1/responses", body)
     error = response.json()["error"]
     assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert says in error["message"] or re.search(says, error["message"])

@@ -20,7 +20,7 @@ from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.errors import ConfigError, NoEngineError
 from skyrl_async.types import SamplingParams
-from tests.cpu.scripted_sampler import ScriptedSampler
+from tests.cpu.scripted_sampler import ScriptedSampler, refusal
 from tests.cpu.session_endpoint import HeldSampler, error_of
 from tests.cpu.tiny_chat import END, RENDERER, spelled
 from tests.patience import PATIENCE_S
@@ -244,8 +244,7 @@ async def test_an_overlong_prompt_gets_the_body_that_harnesses_recognise(
     ],
 )
 async def test_a_wrong_body_is_refused_with_the_field_named(body: Any, param: str | None) -> None:
-    async with endpoint() as running:
-        response = await running.post(body)
+    response = await refusal("/v1/chat/completions", body)
     assert response.status_code == 400
     error = error_of(response)
     assert error["type"] == "invalid_request_error"
@@ -265,8 +264,7 @@ async def test_a_wrong_body_is_refused_with_the_field_named(body: Any, param: st
     ],
 )
 async def test_what_only_looks_like_json_is_refused_with_the_reason(body: bytes, complaint: str) -> None:
-    async with endpoint() as running:
-        response = await running.post(body)
+    response = await refusal("/v1/chat/completions", body)
     assert response.status_code == 400
     assert complaint in error_of(response)["message"]
 
