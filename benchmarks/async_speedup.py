@@ -60,7 +60,7 @@ async def measure(config: Config, variant: Variant, parts: Parts, start: Path, n
         trainer = make_trainer(
             replace(config, trainer=trainer_config, evaluation=evaluation),
             parts,
-            run_dir=Path(directory),
+            checkpoint_dir=Path(directory),
             callbacks=TrainerCallbacks(log=lambda step, values: logged.append(values)),
             trace=Trace(None, time.monotonic),
         )

@@ -55,7 +55,7 @@ async def measure(config: Config, variant: Variant, target: float) -> dict[str, 
         trainer = make_trainer(
             config,
             parts,
-            run_dir=directory,
+            checkpoint_dir=directory / "checkpoints",
             callbacks=TrainerCallbacks(log=lambda step, values: logged.append((time.monotonic(), values))),
             trace=trace,
         )

@@ -130,7 +130,7 @@ async def measure(config: Config, bound: int, parts: Parts) -> dict[str, Any]:
         trainer = make_trainer(
             replace(config, trainer=replace(config.trainer, max_staleness_steps=bound)),
             parts,
-            run_dir=Path(directory),
+            checkpoint_dir=Path(directory),
             callbacks=TrainerCallbacks(log=lambda step, values: logged.append((step, values))),
             trace=Trace(None, time.monotonic),
         )

@@ -231,7 +231,7 @@ class _Run:
                 trainer = self._trainer = make_trainer(
                     config,
                     parts,
-                    run_dir=self.run_dir,
+                    checkpoint_dir=self.run_dir / "checkpoints",
                     callbacks=callbacks,
                     trace=trace,
                     shutdown=shutdown,

@@ -5,16 +5,17 @@ This file decides which value of the configuration each part gets. No part gets 
 
 import contextlib
 import importlib
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from skyrl_async.algorithms.aggregation import Aggregation
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import Checkpointer
-from skyrl_async.composition.algorithms import check_reward_shaping, make_advantages, reward_shapes
+from skyrl_async.composition.algorithms import Advantages, check_reward_shaping, make_advantages, reward_shapes
 from skyrl_async.composition.data import Prompts, environment_factory, epoch_plan
 from skyrl_async.composition.logprobs import LogprobParts, stage_works
 from skyrl_async.composition.processes import Endpoint
@@ -28,10 +29,11 @@ from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.registries import import_function
+from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.failed_samples import OnFailedSamples
 from skyrl_async.rollout.finished_group_filter import SignalSettings
 from skyrl_async.rollout.generator import Generator
-from skyrl_async.rollout.preparation import reward_with
+from skyrl_async.rollout.preparation import Prepare, reward_with
 from skyrl_async.rollout.staleness_policies import staleness_policy
 from skyrl_async.rollout.worker import RolloutSettings
 from skyrl_async.runtime.device_leases import DeviceGroup
@@ -40,7 +42,7 @@ from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.trainer.evaluator import Evaluator
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
 from skyrl_async.trainer.run import AdmissionSettings, TrainerCallbacks, TrainerSettings, ValidationSettings, make_run
-from skyrl_async.training.workers.recovering import RecoveringPolicy
+from skyrl_async.training.protocol import Policy
 from skyrl_async.types import SamplingParams
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
@@ -137,6 +139,19 @@ def placement(config: Config) -> PlacementSettings | None:
     )
 
 
+class RestartablePolicy(Policy, Protocol):
+    """A policy whose workers are replaced when they die."""
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of times that workers were replaced."""
+        ...
+
+    def checkpoint_written(self, directory: Path) -> None:
+        """Note that ``directory`` holds what was saved last, in a checkpoint that is complete."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """What runs before a trainer does, and can serve one trainer after another."""
@@ -144,11 +159,11 @@ class Parts:
     prompts: Prompts
     client: InferenceEngineClient
     generator: Generator
-    policy: RecoveringPolicy
-    logprobs: LogprobParts
+    policy: RestartablePolicy
     device_groups: Mapping[str, DeviceGroup]
     """Stage that shares its devices -> their group."""
     publisher: WeightPublisher
+    logprobs: LogprobParts = field(default_factory=LogprobParts)
     endpoint_url: str | None = None
     """URL of the endpoint, with ``/v1``; None where none is served."""
     fleet: Fleet | None = None
@@ -159,22 +174,39 @@ def make_trainer(
     config: Config,
     parts: Parts,
     *,
-    run_dir: Path,
+    checkpoint_dir: Path | None,
     callbacks: TrainerCallbacks,
     trace: Trace,
     shutdown: ShutdownRequest | None = None,
     disk: Executor | None = None,
+    advantages: Advantages | None = None,
+    works: Mapping[str, Prepare] | None = None,
+    make_buffer: Callable[[int], GroupBuffer] = GroupBuffer,
 ) -> FullyAsyncTrainer:
-    """Make a trainer over running parts; checkpoints go below ``run_dir``, written by threads of ``disk``."""
+    """Make the trainer of a real or simulated run over running parts.
+
+    Args:
+        config: checked.
+        parts: run already.
+        checkpoint_dir: for checkpoints; None writes none.
+        callbacks: take metrics, trained groups and stalls.
+        trace: gets the spans of the run.
+        shutdown: ends the run early.
+        disk: threads that write checkpoints.
+        advantages: what computes advantages; None: what the configuration names.
+        works: stages between the reward and training; None: those that the configuration needs.
+        make_buffer: takes the most groups to hold at a time.
+    """
     policy, groups = parts.policy, parts.device_groups
     leasing = leasing_policy(policy, groups)
+    advantages = advantages or make_advantages(config.trainer.algorithm)
+    works = stage_works(config, leasing, parts.logprobs, groups) if works is None else works
 
     def log(step: int, values: dict[str, float]) -> None:
         restarts = {"trainer/restarts": float(policy.num_restarts + parts.logprobs.num_restarts)}
         engines = parts.fleet.statistics() if parts.fleet else {}
         callbacks.log(step, restarts | parts.publisher.lag_values() | lease_values(groups) | values | engines)
 
-    advantages = make_advantages(config.trainer.algorithm)
     evaluator = _evaluator(config, parts)
     run = make_run(
         _trainer_settings(config, must_wait_for_mini_batch=advantages.need_mini_batch),
@@ -190,22 +222,23 @@ def make_trainer(
         callbacks=replace(callbacks, log=log),
         trace=trace,
         shutdown=shutdown,
+        make_buffer=make_buffer,
     )
+    checkpointer = None
+    if checkpoint_dir is not None:
+        checkpointer = Checkpointer(
+            checkpoint_dir,
+            max_to_keep=config.trainer.max_checkpoints_to_keep,
+            on_written=lambda checkpoint: policy.checkpoint_written(checkpoint / "policy"),
+            threads=disk,
+        )
     return FullyAsyncTrainer(
         run,
         policy=leasing,
         publisher=parts.publisher,
-        prepare={
-            "reward": reward_with(advantages.of_stage, reward_shapes(config)),
-            **stage_works(config, leasing, parts.logprobs, groups),
-        },
+        prepare={"reward": reward_with(advantages.of_stage, reward_shapes(config)), **works},
         evaluator=evaluator,
-        checkpointer=Checkpointer(
-            run_dir / "checkpoints",
-            max_to_keep=config.trainer.max_checkpoints_to_keep,
-            on_written=lambda checkpoint: policy.checkpoint_written(checkpoint / "policy"),
-            threads=disk,
-        ),
+        checkpointer=checkpointer,
         step_advantages=advantages.of_step,
         lease=lease_of("policy", groups),
     )
@@ -271,7 +304,7 @@ def _trainer_settings(config: Config, *, must_wait_for_mini_batch: bool) -> Trai
     return TrainerSettings(
         admission=_admission_settings(config),
         rollout=_rollout_settings(config),
-        stall_warning_s=trainer.stall_warning_s,
+        stall_warning_s=trainer.stall_warning_s if math.isfinite(trainer.stall_warning_s) else None,
         mini_batch_size=trainer.policy_mini_batch_size,
         num_steps=trainer.num_steps,
         staleness_policy=staleness_policy(trainer.staleness_policy.name),

@@ -15,8 +15,8 @@ from typing import Protocol
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, StateError
 from skyrl_async.inference.placement import Placement, PlacementSettings
 from skyrl_async.inference.protocol import InferenceEngine
-from skyrl_async.runtime.changes import Changes
 from skyrl_async.runtime.outages import Deadlines
+from skyrl_async.runtime.tasks import Changes
 from skyrl_async.types import EngineOutput, EngineRequest
 
 Call = Callable[[InferenceEngine, EngineRequest], AsyncGenerator[EngineOutput, None]]

@@ -120,7 +120,7 @@ def _draw(axes: Axes, title: str, spans: Sequence[StageSpan], stages: Sequence[s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    from skyrl_async.runtime.stage_board import STAGES
+    from skyrl_async.runtime.stages import STAGES
 
     parser = argparse.ArgumentParser(description="Draw where each stage of a run was when.")
     parser.add_argument("trace", type=Path, help="trace.json of a run")

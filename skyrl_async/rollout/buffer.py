@@ -11,8 +11,8 @@ import heapq
 from collections.abc import Callable
 
 from skyrl_async.errors import StateError
-from skyrl_async.runtime.changes import Changes
 from skyrl_async.runtime.stages import Channel
+from skyrl_async.runtime.tasks import Changes
 from skyrl_async.types import Group
 
 

@@ -14,8 +14,7 @@ from skyrl_async.algorithms.advantages import with_advantages
 from skyrl_async.algorithms.reward_shaping import RewardShape, shape_rewards
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.runtime.device_leases import LeaseDevices
-from skyrl_async.runtime.stage_board import StageBoard
-from skyrl_async.runtime.stages import Channel, run_stage
+from skyrl_async.runtime.stages import Channel, StageBoard, run_stage
 from skyrl_async.types import Group
 
 Prepare = Callable[[Group], Awaitable[Group]]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl_async.errors import StateError
-from skyrl_async.runtime.changes import Changes
+from skyrl_async.runtime.tasks import Changes
 
 
 class _OpenGroups:

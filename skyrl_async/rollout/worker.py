@@ -25,8 +25,7 @@ from skyrl_async.rollout.sampler import GenerationClient, recording_tokens_to
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
 from skyrl_async.runtime.outages import NO_BACKOFF, Backoff
 from skyrl_async.runtime.progress import RolloutStatus
-from skyrl_async.runtime.stage_board import StageBoard
-from skyrl_async.runtime.stages import Lane
+from skyrl_async.runtime.stages import Lane, StageBoard
 from skyrl_async.samples import live_samples_of, samples_of
 from skyrl_async.types import Group, Prompt, SamplingParams, Trajectory
 

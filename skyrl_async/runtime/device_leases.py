@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from skyrl_async.errors import StateError
-from skyrl_async.runtime.changes import Changes
+from skyrl_async.runtime.tasks import Changes
 
 LeaseDevices = Callable[[], contextlib.AbstractAsyncContextManager[None]]
 """Makes a context in which a member holds its devices."""

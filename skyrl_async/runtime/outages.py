@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from skyrl_async.errors import NoEngineError, OutageError
-from skyrl_async.runtime.changes import Changes
+from skyrl_async.runtime.tasks import Changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,10 @@
-"""Task groups that raise their first failure itself: callers tell errors apart by class, which an ``ExceptionGroup`` hides."""
+"""Task groups that raise their first failure itself, and waits for a condition without a lock.
+
+Callers tell errors apart by class, which an ``ExceptionGroup`` hides.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -58,3 +61,29 @@ def _comes_of_cancellation(failure: BaseException) -> bool:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
+
+
+class Changes:
+    """Wakes tasks that wait for a condition: state changes synchronously, and each change wakes all of them.
+
+    changes = Changes()
+    await changes.until(lambda: not self._queue)      # one task
+    self._queue.clear(); changes.notify()             # another one
+    """
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake the waiting tasks: the state may have changed."""
+        changed, self._next = self._next, asyncio.Event()
+        changed.set()
+
+    async def next(self) -> None:
+        """Wait for the next change."""
+        await self._next.wait()
+
+    async def until(self, is_true: Callable[[], bool]) -> None:
+        """Wait until ``is_true()``; returns at once where it is. Tasks are not woken in order: for an order use ``Channel``."""
+        while not is_true():
+            await self.next()

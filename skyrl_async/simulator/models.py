@@ -41,6 +41,7 @@ class ModelledPolicy:
         self._gather_seconds = gather_seconds
         self._send_seconds = send_seconds
         self.steps: list[list[tuple[Trajectory, ...]]] = [[]]
+        self.num_restarts = 0
 
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
@@ -82,6 +83,9 @@ class ModelledPolicy:
     async def save(self, directory: Path) -> None:
         """Write an empty file, so that a checkpoint has something to lose."""
         _write_empty_file(directory / "model")
+
+    def checkpoint_written(self, directory: Path) -> None:
+        """Nothing to note: no worker of it dies."""
 
     async def load(self, directory: Path) -> None:
         """Nothing to restore."""

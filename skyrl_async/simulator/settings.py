@@ -51,8 +51,6 @@ class SimulationSettings:
     publish_every_steps: int = 1
     is_one_step_off: bool = False
     """Schedule ``one_step_off``; set ``max_staleness_steps=1`` and ``stream_mini_batch=False`` with it."""
-    publishes_between_batches: bool = False
-    """As with ``trainer.deterministic``, or ``is_one_step_off``."""
     max_publish_retries: int = 0
     stream_mini_batch: bool = True
     loss_reduction: str = "token_mean"

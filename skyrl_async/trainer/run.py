@@ -18,7 +18,7 @@ from skyrl_async.rollout.staleness_policies import StalenessPolicy
 from skyrl_async.rollout.watchdog import Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.runtime.shutdown import ShutdownRequest
-from skyrl_async.runtime.stage_board import StageBoard
+from skyrl_async.runtime.stages import StageBoard
 from skyrl_async.trainer.evaluator import Evaluator
 from skyrl_async.trainer.step_gate import StepGate
 from skyrl_async.types import Group

@@ -9,7 +9,7 @@ No I/O, and no clock.
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from skyrl_async.runtime.changes import Changes
+from skyrl_async.runtime.tasks import Changes
 
 MAX_OPEN_STEPS = 2
 """Trained steps that are not through yet while the next one collects gradients: one at the engines, one in line for them."""

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.runtime.changes import Changes
 from skyrl_async.runtime.device_leases import DeviceGroup, DeviceLease
-from skyrl_async.runtime.tasks import task_group
+from skyrl_async.runtime.tasks import Changes, task_group
 from skyrl_async.types import PauseMode
 from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater
 

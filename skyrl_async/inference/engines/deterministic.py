@@ -24,7 +24,7 @@ from skyrl_async.inference.generation import OpenCalls, merged
 from skyrl_async.inference.policy_files import UpdateValidator, eos_token_ids, require_as_sent
 from skyrl_async.inference.protocol import pause_then_load
 from skyrl_async.inference.vllm.adapter import MergedAdapters
-from skyrl_async.runtime.changes import Changes
+from skyrl_async.runtime.tasks import Changes
 from skyrl_async.types import (
     EngineOutput,
     EngineRequest,

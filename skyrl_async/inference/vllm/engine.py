@@ -31,8 +31,7 @@ from skyrl_async.inference.vllm.adapter import AdapterSlot
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig, boot, is_core_killed
 from skyrl_async.inference.vllm.outcomes import first_failure, outcome_socket
 from skyrl_async.inference.vllm.requests import engine_output, partial_output, versions_of, vllm_sampling_params
-from skyrl_async.runtime.changes import Changes
-from skyrl_async.runtime.tasks import run_together
+from skyrl_async.runtime.tasks import Changes, run_together
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
 
 if TYPE_CHECKING:

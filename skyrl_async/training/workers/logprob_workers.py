@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from skyrl_async.errors import TrainingError
-from skyrl_async.runtime.changes import Changes
 from skyrl_async.runtime.device_leases import DeviceLease
+from skyrl_async.runtime.tasks import Changes
 from skyrl_async.training.workers.recovering import LOST, RestartedWorkers, Workers
 from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 

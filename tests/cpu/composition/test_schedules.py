@@ -67,7 +67,7 @@ def trainer_of(overrides: Sequence[str], logged: list[dict[str, float]], run_dir
         publisher=publisher,
     )
     callbacks = TrainerCallbacks(log=lambda step, values: logged.append(values))
-    return make_trainer(config, parts, run_dir=run_dir, callbacks=callbacks, trace=trace)
+    return make_trainer(config, parts, checkpoint_dir=run_dir / "checkpoints", callbacks=callbacks, trace=trace)
 
 
 def settings(trainer: FullyAsyncTrainer) -> Iterator[tuple[str, object]]:

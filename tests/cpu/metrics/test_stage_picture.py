@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_async.metrics.stage_picture import StageSpan, main, read_stages
 from skyrl_async.metrics.trace import Trace, trace_stages
-from skyrl_async.runtime.stage_board import StageBoard
+from skyrl_async.runtime.stages import StageBoard
 
 
 @pytest.fixture

@@ -233,7 +233,6 @@ def test_with_weights_that_change_between_batches_what_is_trained_does_not_depen
     job = replace(
         FILTERING,
         deterministic=True,
-        publishes_between_batches=True,
         max_staleness_steps=bound,
         publish_every_steps=min(publish_every, bound + 1),
         num_epochs=20,
