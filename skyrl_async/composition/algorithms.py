@@ -19,6 +19,7 @@ from skyrl_async.config.schema.algorithm import (
     SequenceMaskMetric,
     TisRatioType,
 )
+from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.run import Config
 from skyrl_async.registries import POLICY_LOSSES, import_function
 
@@ -84,11 +85,9 @@ def _penalty(algorithm: AlgorithmConfig) -> KlPenalty:
 
 def loss_constants(algorithm: AlgorithmConfig) -> LossConstants:
     """Collect the constants of all policy losses."""
-    return LossConstants(
-        eps_clip_low=algorithm.eps_clip_low,
-        eps_clip_high=algorithm.eps_clip_high,
-        clip_ratio_c=algorithm.clip_ratio_c,
-        tis_cap=algorithm.tis_cap,
+    return from_section(
+        LossConstants,
+        algorithm,
         cispo_eps_clip_low=algorithm.cispo.cispo_eps_clip_low,
         cispo_eps_clip_high=algorithm.cispo.cispo_eps_clip_high,
         dppo_type=algorithm.dppo.dppo_type.name,

@@ -11,13 +11,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
 from skyrl_async.chat import ChatRenderer
+from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import BUILT_IN_TASKS, DATASET_TASK, REASONING_GYM_TASK
 from skyrl_async.data.dataloader import EpochPlan, Rotation, weighted
@@ -196,7 +197,7 @@ class PolicyFiles:
         return {
             "cache_dir": Path(config.cache_dir).expanduser(),
             "task": self._task,
-            "sizes": PolicySizes(**{field.name: getattr(config.policy, field.name) for field in fields(PolicySizes)}),
+            "sizes": from_section(PolicySizes, config.policy),
             "seed": config.trainer.seed,
         }
 

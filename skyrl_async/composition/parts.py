@@ -20,6 +20,7 @@ from skyrl_async.composition.data import Prompts, environment_factory, epoch_pla
 from skyrl_async.composition.logprobs import LogprobParts, stage_works
 from skyrl_async.composition.processes import Endpoint
 from skyrl_async.composition.time_sharing import lease_of, lease_values, leasing_policy
+from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.run import Config, GeneratorKind, SamplingConfig, Schedule, TrainerConfig
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.generators.agent.settings import check_agent_settings, make_agent_generator
@@ -49,14 +50,7 @@ from skyrl_async.weight_sync.publisher import WeightPublisher
 
 def sampling_params(sampling: SamplingConfig) -> SamplingParams:
     """Convert a sampling section of the configuration."""
-    return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop=tuple(sampling.stop),
-    )
+    return from_section(SamplingParams, sampling)
 
 
 def check_generator(config: Config) -> None:

@@ -7,25 +7,29 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_async.composition.algorithms import correction_settings, loss_constants
 from skyrl_async.composition.data import PolicyFiles
-from skyrl_async.composition.engines import Engines, is_supervised
 from skyrl_async.composition.logprobs import reference_path, start_workers
-from skyrl_async.composition.ray_cluster import ReservedDevices, worker_resources
+from skyrl_async.composition.ray_cluster import ReservedDevices, engine_resources, worker_resources
 from skyrl_async.composition.run_directory import write_private
 from skyrl_async.config.rules.algorithm import whole_vocabulary_settings
 from skyrl_async.config.rules.deepspeed import read_user_config
 from skyrl_async.config.rules.devices import engine_device, training_device
 from skyrl_async.config.rules.placement import devices_are_shared
-from skyrl_async.config.schema.run import Config, Device, TrainingBackendName, WeightTransfer
+from skyrl_async.config.schema.fields import from_section
+from skyrl_async.config.schema.run import Config, Device, EngineBackend, TrainingBackendName, WeightTransfer
 from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionSettings
+from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.engine_life import EngineLife
+from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.front_end_notifier import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.runtime.outages import Outages
 from skyrl_async.runtime.shutdown import ShutdownRequest
@@ -35,6 +39,83 @@ from skyrl_async.training.workers.recovering import RecoveringPolicy
 
 if TYPE_CHECKING:
     from skyrl_async.endpoint.server.process import EndpointSettings
+
+
+def is_supervised(config: Config) -> bool:
+    """Whether engines are processes, which can die and be started anew."""
+    return config.engine.backend is EngineBackend.vllm
+
+
+class Engines:
+    """Starts a run's engines, and the fleet that replaces dead ones.
+
+    Args:
+        config: checked.
+        policy_dir: the policy that engines boot from.
+        run_dir: their logs go there.
+        reserved: devices that are reserved for them; None: Ray puts them where it likes.
+    """
+
+    def __init__(self, config: Config, policy_dir: Path, run_dir: Path, reserved: ReservedDevices | None) -> None:
+        self._config = config
+        self._policy_dir = policy_dir
+        self._run_dir = run_dir
+        self._reserved = reserved
+        self._lives = {f"engine-{i}": EngineLife(config.engine) for i in range(config.engine.num_engines)}
+        """A restart while an engine boots counts as one while it serves."""
+
+    async def start(self) -> Sequence[InferenceEngine]:
+        """Boot the engines that the run begins with."""
+        config = self._config
+        if not is_supervised(config):
+            from skyrl_async.inference.engines.deterministic import DeterministicEngine
+
+            rank, longest = config.policy.lora.served_rank, config.engine.max_model_len
+            return [DeterministicEngine("engine-0", self._policy_dir, adapter_rank=rank, max_model_len=longest)]
+        return await self._start_vllm(list(self._lives), self._lives)
+
+    def fleet(
+        self, client: InferenceEngineClient, *, front_ends: Sequence[FrontEndPool], say: Callable[[str], None]
+    ) -> Fleet:
+        """Make what keeps the client's engines alive; new ones load the version that is served."""
+
+        async def start(name: str) -> InferenceEngine:
+            return (await self._start_vllm([name], {}))[0]
+
+        config, lives = self._config.engine, self._lives
+        return Fleet(client, start=start, config=config, say=say, front_ends=front_ends, lives=lives)
+
+    async def _start_vllm(self, names: Sequence[str], lives: Mapping[str, EngineLife]) -> Sequence[InferenceEngine]:
+        from skyrl_async.inference.engines.ray import start_ray_engines
+
+        config, engine = self._config, self._config.engine
+        resources = engine_resources(config, self._reserved, names)
+        device = engine_device(engine)
+        configs = [
+            from_section(
+                VLLMEngineConfig,
+                engine,
+                name=name,
+                policy_dir=str(self._policy_dir),
+                dtype=config.policy.dtype.name,
+                device=device.name,
+                enforce_eager=device is Device.cpu if engine.enforce_eager is None else engine.enforce_eager,
+                trust_remote_code=config.policy.trust_remote_code,
+                adapter_rank=config.policy.lora.served_rank,
+                adapter_targets=config.policy.lora.named_targets,
+                seed=config.trainer.seed,
+            )
+            for name in names
+        ]
+        return await start_ray_engines(
+            configs,
+            num_cpus=resources.num_cpus,
+            num_gpus=resources.num_gpus,
+            scheduling_strategies=resources.strategies,
+            start_timeout_s=engine.start_timeout_s,
+            log_dir=self._run_dir / "logs",
+            lives=lives,
+        )
 
 
 async def start_engines_and_policy(
@@ -111,29 +192,18 @@ async def _start_policy(
 def _training_settings(config: Config, policy_path: Path, num_steps: int) -> TrainingSettings:
     training, algorithm = config.training, config.trainer.algorithm
     deepspeed = training.deepspeed if training.backend is TrainingBackendName.deepspeed else None
-    return TrainingSettings(
+    return from_section(
+        TrainingSettings,
+        training,
         policy_path=str(policy_path),
         trust_remote_code=config.policy.trust_remote_code,
         device=training_device(training).name,
         serve_dtype=config.policy.dtype.name,
         shares_weights=config.weight_sync.transfer is WeightTransfer.ipc,
-        mixed_precision=training.mixed_precision,
-        activation_checkpointing=training.activation_checkpointing,
         lora=config.policy.lora if config.policy.lora.is_on else None,
-        cpu_offload=training.cpu_offload,
         deepspeed=deepspeed,
         deepspeed_json=read_user_config(deepspeed, max_grad_norm=training.max_grad_norm) if deepspeed else None,
-        lr=training.lr,
-        adam_beta1=training.adam_beta1,
-        adam_beta2=training.adam_beta2,
-        weight_decay=training.weight_decay,
-        lr_schedule=training.lr_schedule.name,
-        num_warmup_steps=training.num_warmup_steps,
         num_steps=num_steps,
-        max_grad_norm=training.max_grad_norm,
-        micro_batch_tokens=training.micro_batch_tokens,
-        use_sample_packing=training.use_sample_packing,
-        logprobs_chunk_size=training.logprobs_chunk_size,
         temperature=config.generator.sampling.temperature,
         has_reference=algorithm.uses_reference and training.num_ref_workers == 0,
         reference_path=reference_path(config),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.composition.data import Prompts
-from skyrl_async.composition.engines import is_supervised
+from skyrl_async.composition.processes import is_supervised
 from skyrl_async.config.rules.placement import BROADCASTS, broadcast_backend
 from skyrl_async.config.schema.run import Config, WeightTransfer
 from skyrl_async.errors import ConfigError

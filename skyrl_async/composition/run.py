@@ -23,7 +23,6 @@ from skyrl_async.composition.data import (
     num_planned_steps,
     prepare_prompts,
 )
-from skyrl_async.composition.engines import Engines, is_supervised
 from skyrl_async.composition.logprobs import check_logprobs, start_logprob_workers
 from skyrl_async.composition.parts import (
     Parts,
@@ -31,7 +30,7 @@ from skyrl_async.composition.parts import (
     make_generator,
     placement,
 )
-from skyrl_async.composition.processes import serving_endpoint, start_engines_and_policy
+from skyrl_async.composition.processes import Engines, is_supervised, serving_endpoint, start_engines_and_policy
 from skyrl_async.composition.publishing import check_shared_memory, make_publisher
 from skyrl_async.composition.ray_cluster import reserve_devices, start_ray
 from skyrl_async.composition.time_sharing import device_groups, engine_time_sharing, leasing_policy

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from skyrl_async.errors import ConfigError
+
+T = TypeVar("T")
 
 
 class DType(Enum):
@@ -104,3 +106,18 @@ def _texts_in(module: ast.Module) -> Iterator[tuple[tuple[str, str], str]]:
             match node, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     yield (section.name, name), " ".join(text.split())
+
+
+def from_section(kind: type[T], section: object, **others: Any) -> T:
+    """Make the dataclass ``kind``, for another process, from a section of the configuration.
+
+    Fields that the section has by the same name get its values: an enum's name, a list as a tuple. ``others`` are the other fields.
+    """
+    names = [f.name for f in fields(kind) if f.name not in others and hasattr(section, f.name)]  # type: ignore[arg-type]
+    return kind(**{name: _plain(getattr(section, name)) for name in names}, **others)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    return tuple(value) if isinstance(value, list) else value
