@@ -11,6 +11,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass
 
 from skyrl_async.errors import EngineDeadError, PublishError
 from skyrl_async.inference.protocol import pause_then_load
@@ -20,39 +21,48 @@ _ROUNDING = 1e-6
 """Tokens by which sums of floats may be off."""
 
 
-class Job:
-    """One request in the machine.
+_CYCLE = tuple(range(100))
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One engine call."""
+
+    request: EngineRequest
+    num_tokens: int
+    """To be sampled in this call, unless it is aborted."""
+    end: FinishReason
+    """Why it ends, unless it is aborted."""
+    num_taken: int = 0
+    """Handed out."""
+    is_aborted: bool = False
+    started: float | None = None
+    """Progress of the machine when the call was let in; None while it waits outside."""
+    num_wanted: int = 0
+    woken: asyncio.Future[None] | None = None
+    """Pending while the call waits for ``num_wanted`` tokens."""
+
+    def wake(self) -> None:
+        """End its wait."""
+        if self.woken is not None and not self.woken.done():
+            self.woken.set_result(None)
+
+
+class _SharedSpeed:
+    """What the calls of an engine run on.
 
     Args:
-        priority: smaller is let in first.
+        tokens_per_second: of a call alone in it.
+        half_speed_calls: calls at which each runs at half of that.
+        max_running: calls running at once; the others wait outside, the smallest priority first. None: no limit.
     """
 
-    __slots__ = ("num_wanted", "priority", "started", "woken")
-
-    def __init__(self, priority: int) -> None:
-        self.priority = priority
-        self.started: float | None = None
-        """Progress of the machine when the job was let in; None while it waits outside."""
-        self.num_wanted = 0
-        self.woken: asyncio.Future[None] | None = None
-        """Pending while the job waits for ``num_wanted`` tokens."""
-
-
-class SharedSpeed:
-    """The machine.
-
-    Args:
-        tokens_per_second: of a job alone in it.
-        half_speed_jobs: jobs at which each runs at half of that.
-        max_running: jobs running at once; the others wait outside, by priority. None: no limit.
-    """
-
-    def __init__(self, tokens_per_second: float, half_speed_jobs: float, max_running: int | None) -> None:
+    def __init__(self, tokens_per_second: float, half_speed_calls: float, max_running: int | None) -> None:
         self._tokens_per_second = tokens_per_second
-        self._half_speed_jobs = half_speed_jobs
+        self._half_speed_calls = half_speed_calls
         self._max_running = max_running
-        self._running: dict[Job, None] = {}
-        self._outside: list[tuple[int, int, Job]] = []
+        self._running: dict[_Call, None] = {}
+        self._outside: list[tuple[int, int, _Call]] = []
         self._goals: list[tuple[float, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
         self._progress = 0.0
@@ -62,74 +72,58 @@ class SharedSpeed:
 
     @property
     def progress(self) -> float:
-        """Tokens that a job running from the start would have."""
+        """Tokens that a call running from the start would have."""
         self._advance()
         return self._progress
 
-    def tokens_of(self, job: Job) -> int:
-        """Whole tokens that the job has got so far."""
-        return 0 if job.started is None else math.floor(self.progress - job.started + _ROUNDING)
+    def tokens_of(self, call: _Call) -> int:
+        """Whole tokens that the call has got so far."""
+        return 0 if call.started is None else math.floor(self.progress - call.started + _ROUNDING)
 
-    def enter(self, job: Job) -> None:
-        """Run the job, or let it wait outside."""
-        heapq.heappush(self._outside, (job.priority, next(self._numbers), job))
+    def enter(self, call: _Call) -> None:
+        """Run the call, or let it wait outside."""
+        heapq.heappush(self._outside, (call.request.priority, next(self._numbers), call))
         self._let_in()
 
-    def leave(self, job: Job) -> None:
-        """The job is over. Idempotent."""
+    def leave(self, call: _Call) -> None:
+        """The call is over."""
         self._advance()
-        if job in self._running:
-            del self._running[job]
+        if call in self._running:
+            del self._running[call]
         else:
-            self._outside = [entry for entry in self._outside if entry[2] is not job]
+            self._outside = [entry for entry in self._outside if entry[2] is not call]
             heapq.heapify(self._outside)
         self._let_in()
 
-    def pause(self) -> None:
-        """Nobody gets on."""
+    def set_paused(self, is_paused: bool) -> None:
+        """No call progresses while paused."""
         self._advance()
-        self.is_paused = True
+        self.is_paused = is_paused
         self._set_timer()
 
-    def resume(self) -> None:
-        """Everybody gets on again."""
-        self._advance()
-        self.is_paused = False
+    async def wait_for(self, call: _Call, num_tokens: int) -> None:
+        """Return when the call has got ``num_tokens`` in all, or is woken."""
+        call.num_wanted, call.woken = num_tokens, asyncio.get_running_loop().create_future()
+        self._aim(call)
         self._set_timer()
-
-    async def wait_for(self, job: Job, num_tokens: int) -> None:
-        """Return when the job has got ``num_tokens`` in all, or when ``wake_all`` says so."""
-        job.num_wanted, job.woken = num_tokens, asyncio.get_running_loop().create_future()
-        self._aim(job)
-        self._set_timer()
-        await job.woken
-
-    def wake_all(self) -> None:
-        """End every wait."""
-        for job in (*self._running, *(entry[2] for entry in self._outside)):
-            self.wake(job)
-
-    def wake(self, job: Job) -> None:
-        """End a job's wait."""
-        if job.woken is not None and not job.woken.done():
-            job.woken.set_result(None)
+        await call.woken
 
     def _let_in(self) -> None:
         self._advance()
         while self._outside and (self._max_running is None or len(self._running) < self._max_running):
-            job = heapq.heappop(self._outside)[2]
-            job.started = self._progress
-            self._running[job] = None
-            self._aim(job)
+            call = heapq.heappop(self._outside)[2]
+            call.started = self._progress
+            self._running[call] = None
+            self._aim(call)
         self._set_timer()
 
-    def _aim(self, job: Job) -> None:
-        if job.started is not None and job.woken is not None:
-            heapq.heappush(self._goals, (job.started + job.num_wanted, next(self._numbers), job.woken))
+    def _aim(self, call: _Call) -> None:
+        if call.started is not None and call.woken is not None:
+            heapq.heappush(self._goals, (call.started + call.num_wanted, next(self._numbers), call.woken))
 
     def _rate(self) -> float:
-        """Tokens per second of each running job."""
-        return 0.0 if self.is_paused else self._tokens_per_second / (1 + len(self._running) / self._half_speed_jobs)
+        """Tokens per second of each running call."""
+        return 0.0 if self.is_paused else self._tokens_per_second / (1 + len(self._running) / self._half_speed_calls)
 
     def _advance(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -137,7 +131,7 @@ class SharedSpeed:
         self._moved_at = now
 
     def _set_timer(self) -> None:
-        """For the next job that has got what it waits for."""
+        """For the next call that has got what it waits for."""
         while self._goals and self._goals[0][2].done():
             heapq.heappop(self._goals)
         if self._timer is not None:
@@ -148,31 +142,12 @@ class SharedSpeed:
             self._timer = asyncio.get_running_loop().call_at(at, self._on_timer)
 
     def _on_timer(self) -> None:
-        self._timer = None
         self._advance()
         while self._goals and self._goals[0][0] <= self._progress + _ROUNDING:
             woken = heapq.heappop(self._goals)[2]
             if not woken.done():
                 woken.set_result(None)
         self._set_timer()
-
-
-_CYCLE = tuple(range(100))
-
-
-class _Call(Job):
-    """One engine call."""
-
-    __slots__ = ("is_aborted", "num_taken", "num_tokens", "request")
-
-    def __init__(self, request: EngineRequest, num_tokens: int) -> None:
-        super().__init__(request.priority)
-        self.request = request
-        self.num_tokens = num_tokens
-        """To be sampled in this call, unless it is aborted."""
-        self.num_taken = 0
-        """Handed out."""
-        self.is_aborted = False
 
 
 class ModelledEngine:
@@ -209,7 +184,7 @@ class ModelledEngine:
         self._stage_seconds = stage_seconds
         self._load_seconds = load_seconds
         self._block_tokens = block_tokens
-        self._shared = SharedSpeed(tokens_per_second, half_speed_requests, max_num_seqs)
+        self._shared = _SharedSpeed(tokens_per_second, half_speed_requests, max_num_seqs)
         self._calls: dict[_Call, None] = {}
         self.num_sampled_tokens = 0
         """Sampled tokens of all calls that have ended."""
@@ -221,15 +196,11 @@ class ModelledEngine:
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """Sample all, or up to an aborting pause."""
-        blocks = [block async for block in self.stream(request)]
-        if len(blocks) == 1:
-            return blocks[0]
-        return EngineOutput(
-            token_ids=tuple(t for b in blocks for t in b.token_ids),
-            logprobs=tuple(x for b in blocks for x in b.logprobs),
-            versions=tuple(v for b in blocks for v in b.versions),
-            finish_reason=blocks[-1].finish_reason,
-        )
+        call = self._begin(request)
+        try:
+            return await self._sampled(call, call.num_tokens)
+        finally:
+            self._end(call)
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """Sample in blocks."""
@@ -251,14 +222,14 @@ class ModelledEngine:
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling; in abort mode end every request in flight."""
         self._check_alive()
-        self._shared.pause()
+        self._shared.set_paused(True)
         if mode is PauseMode.ABORT:
             self._abort(self._calls)
 
     async def resume(self) -> None:
         """Continue sampling."""
         self._check_alive()
-        self._shared.resume()
+        self._shared.set_paused(False)
 
     async def stage_weights(self, update: WeightUpdate) -> None:
         """Take the stage's time."""
@@ -310,16 +281,13 @@ class ModelledEngine:
     def kill(self) -> None:
         """From now on every call, and every request in flight, raises ``EngineDeadError``."""
         self._is_dead = True
-        self._shared.wake_all()
+        for call in self._calls:
+            call.wake()
 
     def _abort(self, calls: Collection[_Call]) -> None:
         for call in calls:
             call.is_aborted = True
-            self._shared.wake(call)
-
-    @property
-    def _num_in_flight(self) -> int:
-        return len(self._calls)
+            call.wake()
 
     def _check_alive(self) -> None:
         if self._is_dead:
@@ -329,7 +297,8 @@ class ModelledEngine:
         self._check_alive()
         prompt = request.prompt_token_ids[: len(request.prompt_token_ids) - request.num_sampled_tokens]
         num_left = self._num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
-        call = _Call(request, min(num_left, request.sampling.max_tokens))
+        longest = request.sampling.max_tokens
+        call = _Call(request, min(num_left, longest), FinishReason.STOP if num_left <= longest else FinishReason.LENGTH)
         self._calls[call] = None
         self._shared.enter(call)
         return call
@@ -349,11 +318,12 @@ class ModelledEngine:
         if call.is_aborted:
             end = min(num_tokens, max(start, self._shared.tokens_of(call)))
         call.num_taken = end
-        return self._output(call, start, end, self._finish_reason(call))
+        is_over = end >= call.num_tokens
+        return self._output(call, start, end, call.end if is_over else FinishReason.ABORT if call.is_aborted else None)
 
     def _partial_output(self, call: _Call) -> EngineOutput:
         num = self._num_sampled(call)
-        return self._output(call, 0, num, self._end_of(call) if num == call.num_tokens else None)
+        return self._output(call, 0, num, call.end if num == call.num_tokens else None)
 
     def _num_sampled(self, call: _Call) -> int:
         """Tokens of the call so far."""
@@ -368,18 +338,6 @@ class ModelledEngine:
             versions=self._versions(call, start, end),
             finish_reason=finish_reason,
         )
-
-    def _finish_reason(self, call: _Call) -> FinishReason | None:
-        if call.num_taken < call.num_tokens:
-            return FinishReason.ABORT if call.is_aborted else None
-        return self._end_of(call)
-
-    def _end_of(self, call: _Call) -> FinishReason:
-        """Why a call ends that is not aborted."""
-        sampling, position = call.request.sampling, call.request.num_sampled_tokens + call.num_tokens
-        prompt = call.request.prompt_token_ids[: len(call.request.prompt_token_ids) - call.request.num_sampled_tokens]
-        is_whole = position >= self._num_tokens_of(prompt, sampling.seed)
-        return FinishReason.STOP if is_whole else FinishReason.LENGTH
 
     def _versions(self, call: _Call, start: int, end: int) -> tuple[int, ...]:
         """Return the version served when each of the tokens ``start`` to ``end`` was complete."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_async.simulator.settings import SimulationSettings
+from skyrl_async.simulator.run import SimulationSettings
 from tests.chaos.audit import Audit
 from tests.chaos.virtual import SETTINGS, VirtualFault, VirtualRun
 

@@ -53,6 +53,7 @@ def state(step: int) -> TrainerState:
     return TrainerState(step=step, next_admission_index=0, dataloader={}, totals={}, groups=())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("owns", "said"), [("owns", "left\n"), ("is called", "returned\n")])
 def test_a_second_ctrl_c_ends_a_run_at_once_whose_checkpoint_hangs_in_the_disk(
     tmp_path: Path, owns: str, said: str

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.checkpoint import checkpointer as checkpoint_module
+from skyrl_async.checkpoint import files
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state
 from skyrl_async.checkpoint.files import write_json, write_manifest
 from skyrl_async.errors import CheckpointError
@@ -389,7 +390,7 @@ async def test_contract_7_a_checkpoint_cut_off_at_any_file_boundary_is_refused(
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers(), max_size=1100),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers(), max_size=9),
     lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text() | st.integers(), inner),
 )
 
@@ -399,7 +400,9 @@ def test_what_is_written_in_pieces_is_the_json_it_was_to_the_last_byte(
     tmp_path_factory: pytest.TempPathFactory, value: Any
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "value.json"
-    write_json(path, value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_VALUES_AT_A_TIME", 4)
+        write_json(path, value)
     assert path.read_text() == json.dumps(value)
 
 

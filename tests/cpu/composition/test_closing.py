@@ -14,6 +14,7 @@ from skyrl_async import main
 from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.interruption import Interruption, Phase
 from skyrl_async.errors import GenerationError
+from skyrl_async.runtime import daemon_threads
 from skyrl_async.runtime.shutdown import ShutdownRequested
 from skyrl_async.runtime.tasks import first_failure, run_together
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -95,7 +96,10 @@ def test_a_part_that_hangs_is_named_when_its_time_is_up() -> None:
     assert all(failure.endswith("hang did not end within 15 s") for failure in failures) and len(failures) == 2
 
 
-async def test_a_blocking_call_that_hangs_is_left_in_a_thread_that_no_exit_waits_for() -> None:
+async def test_a_blocking_call_that_hangs_is_left_in_a_thread_that_no_exit_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(daemon_threads, "_IDLE_S", 0.01)
     stack, released, threads = ClosingStack(timeout_s=0.05), threading.Event(), []
 
     def hang() -> None:

@@ -33,23 +33,27 @@ def test_a_run_that_goes_on_says_what_is_different_and_replaces_the_file_when_it
     assert RunConfigFile(tmp_path, resumed, 50).changes() == []
 
 
+@pytest.fixture(scope="module")
+def default_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("run")
+    RunConfigFile(directory, from_overrides(), None)
+    return directory / "config.yaml"
+
+
 @pytest.mark.parametrize(
     ("asked", "bound"),
     [
         ("trainer.schedule=sync", 0),
-        ("trainer.schedule=one_step_off", 1),
-        ("trainer.generate_ahead_steps=2", 2),
+        pytest.param("trainer.schedule=one_step_off", 1, marks=pytest.mark.slow),
+        pytest.param("trainer.generate_ahead_steps=2", 2, marks=pytest.mark.slow),
         ("trainer.max_staleness_steps=3", 3),
     ],
 )
 def test_a_bound_that_nobody_set_does_not_stand_against_another_schedule_or_bound(
-    asked: str, bound: int, tmp_path: Path
+    asked: str, bound: int, default_file: Path
 ) -> None:
-    RunConfigFile(tmp_path, from_overrides(), None)
-    kept = tmp_path / "config.yaml"
-    assert kept.read_text().startswith("# the staleness bound is 4\n")
-    assert load(compose_config([], kept)).trainer.staleness_bound == 4
-    assert load(compose_config([asked], kept)).trainer.staleness_bound == bound
+    assert default_file.read_text().startswith("# the staleness bound is 4\n")
+    assert load(compose_config([asked], default_file)).trainer.staleness_bound == bound
 
 
 def test_trackers_are_told_the_bound_that_follows_from_the_schedule() -> None:

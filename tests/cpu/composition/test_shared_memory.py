@@ -1,42 +1,41 @@
 """Directories in shared memory: kept while their process lives, removed when it was killed."""
 
-import subprocess
-import sys
+import multiprocessing
 import threading
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from skyrl_async.composition.publishing import directory_in_memory
 
-HOLDS = """
-import sys
-from pathlib import Path
-from skyrl_async.composition.publishing import directory_in_memory
-with directory_in_memory(Path(sys.argv[1])) as made:
-    print(made, flush=True)
-    input()
-"""
+_FORKS = multiprocessing.get_context("fork")
 
 
-def holder(root: Path) -> tuple[subprocess.Popen[str], Path]:
+def hold(root: Path, pipe: Connection) -> None:
+    with directory_in_memory(root) as made:
+        pipe.send(made)
+        pipe.recv()
+
+
+def holder(root: Path) -> tuple[BaseProcess, Connection, Path]:
     """A process with a directory."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    return process, Path(process.stdout.readline().strip())
+    ours, theirs = _FORKS.Pipe()
+    process = _FORKS.Process(target=hold, args=(root, theirs))
+    process.start()
+    return process, ours, ours.recv()
 
 
 def test_what_a_living_process_holds_stays_and_what_a_killed_one_left_is_removed(tmp_path: Path) -> None:
-    living, kept = holder(tmp_path)
-    killed, left = holder(tmp_path)
+    living, pipe, kept = holder(tmp_path)
+    killed, _, left = holder(tmp_path)
     (left / "weights").write_text("of a version")
     killed.kill()
-    killed.communicate()
+    killed.join()
     with directory_in_memory(tmp_path) as directory:
         assert set(tmp_path.iterdir()) == {kept, directory}
-    with living:
-        living.communicate("\n")
-    assert living.returncode == 0 and not list(tmp_path.iterdir())
+    pipe.send("end")
+    living.join()
+    assert living.exitcode == 0 and not list(tmp_path.iterdir())
 
 
 def test_runs_that_start_together_do_not_take_each_other_s_for_left_over(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ async def work_on_shared_devices(
 
 SHARED = SimulationSettings(
     mini_batch_size=8,
-    num_steps=20,
+    num_steps=8,
     mean_tokens=60.0,
     group_size=8,
     num_prompts=400,
@@ -274,14 +274,14 @@ def test_groups_that_wait_for_log_probs_share_a_turn_and_each_is_a_call_of_its_o
         simulation = build_simulation(SHARED, prepare_with=prepare)
         await simulation.run()
         num_groups = simulation.trainer.totals.trained_groups
-        assert num_groups == 20 * 8
+        assert num_groups == 8 * 8
         for stage, uids in called.items():
             member = {"ref_logp": "ref"}.get(stage, stage)
             turns = simulation.device_groups[member].statistics()
             assert len(uids) == len(set(uids)) >= num_groups
             assert turns.num_leases[member] < num_groups / 4
             assert sum(values[f"stage/{stage}/items"] for _, values in simulation.logged) <= len(uids)
-        assert asyncio.get_running_loop().time() < 40.0
+        assert asyncio.get_running_loop().time() < 18.0
 
     run_in_virtual_time(main())
 

@@ -471,7 +471,7 @@ def test_contract_7_a_kill_at_any_moment_and_a_resume_train_each_uid_once(
         await asyncio.wait([running])
         assert simulation.staleness.num_running == states(simulation)["running"] == 0
         assert simulation.client.statistics()["running_requests"] == 0
-        assert not any(engine._num_in_flight for engine in simulation.engines)
+        assert not any(engine._calls for engine in simulation.engines)
 
     run_in_virtual_time(killed())
     usable = Checkpointer(directory, max_to_keep=0).usable()
