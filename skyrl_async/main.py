@@ -21,7 +21,6 @@ from typing import Any
 
 from skyrl_async.checkpoint.checkpointer import Usable
 from skyrl_async.composition.closing import ClosingStack, leave_process
-from skyrl_async.composition.interruption import Interruption, Phase
 from skyrl_async.composition.parts import Parts, make_trainer
 from skyrl_async.composition.run import started_parts
 from skyrl_async.composition.run_directory import RunConfigFile, checkpoint_to_resume, only_run_in, set_aside_records
@@ -45,6 +44,7 @@ from skyrl_async.metrics.tracker import (
     free_path,
 )
 from skyrl_async.runtime.daemon_threads import DaemonThreads
+from skyrl_async.runtime.shutdown import Interruption, Phase
 from skyrl_async.runtime.tasks import first_failure
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
 from skyrl_async.trainer.run import TrainerCallbacks

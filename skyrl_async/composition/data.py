@@ -72,7 +72,7 @@ def prepare_prompts(config: Config) -> Prompts:
         load_sources,
         default_env_class=task.env_class,
         needs_environment=needs_environment,
-        check=_check_environment if needs_environment else _check_nothing,
+        check=_check_environment if needs_environment else lambda row: None,
     )
     sources = load([Path(name).expanduser() for name in task.train_files])
     held_out_sources = load([Path(name).expanduser() for name in task.eval_files]) if task.eval_files else ()
@@ -115,10 +115,6 @@ def _refuse_shared_uids(prompts: Sequence[Prompt]) -> None:
 
 def _check_environment(prompt: Prompt) -> None:
     make_environment(prompt.env_class, prompt.extras).close()
-
-
-def _check_nothing(prompt: Prompt) -> None:
-    """Rows that only the user's function reads."""
 
 
 def _task_to_learn(config: Config, held_out: Sequence[Prompt]) -> WarmStartTask:
@@ -210,20 +206,12 @@ def num_planned_steps(config: Config, prompts: Prompts) -> int:
     return in_epochs if trainer.num_steps is None else min(trainer.num_steps, in_epochs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chat:
-    """A policy's tokenizer, and a renderer of messages with it."""
-
-    tokenizer: Any
-    renderer: ChatRenderer
-
-
-def load_chat(directory: Path, trust_remote_code: bool) -> Chat:
+def load_renderer(directory: Path, trust_remote_code: bool) -> ChatRenderer:
     """Load the Hugging Face tokenizer of a policy directory. Raises ``ConfigError`` when it has no chat template."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
-    return Chat(tokenizer=tokenizer, renderer=ChatRenderer(tokenizer))
+    return ChatRenderer(tokenizer)
 
 
 def known_context(config: Config, policy_dir: Path) -> int:
@@ -252,11 +240,11 @@ def fitting_prompts(prompts: Prompts, renderer: ChatRenderer, max_model_len: int
     def num_tokens(prompt: Prompt) -> int:
         return len(renderer.render(list(prompt.messages)))
 
-    train, dropped = filter_long_prompts(prompts.train, num_tokens, max_model_len - 1)
+    train, uids = filter_long_prompts(prompts.train, num_tokens, max_model_len - 1)
     held_out = prompts.held_out
-    dropped_held_out: tuple[str, ...] = ()
     if held_out:
-        held_out, dropped_held_out = filter_long_prompts(held_out, num_tokens, max_model_len - 1)
-    if uids := (*dropped, *dropped_held_out):
+        held_out, dropped = filter_long_prompts(held_out, num_tokens, max_model_len - 1)
+        uids += dropped
+    if uids:
         say(f"left out {len(uids)} prompts longer than the context of {max_model_len} tokens: {', '.join(uids[:5])}")
     return replace(prompts, train=train, held_out=held_out)

@@ -8,7 +8,7 @@ finished group ──> ref_logp ──> logp ──> the buffer            refer
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,13 +28,8 @@ from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.runtime.heartbeat import Heartbeat
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import Policy
-from skyrl_async.training.workers.logprob_workers import (
-    ComputeLogprobs,
-    ForwardWorkers,
-    LogprobStageWork,
-    LogprobWorkers,
-)
-from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory
+from skyrl_async.training.workers.logprob_workers import ForwardWorkers, LogprobStageWork, LogprobWorkers
+from skyrl_async.types import LogprobModel
 
 if TYPE_CHECKING:
     from skyrl_async.training.workers.policy_workers import PolicyWorkers
@@ -82,8 +77,8 @@ async def start_logprob_workers(
     stack: contextlib.AsyncExitStack,
     files: PolicyFiles,
     initial: Path,
-    reserved: ReservedDevices | None = None,
-    device_groups: Mapping[str, DeviceGroup] | None = None,
+    reserved: ReservedDevices | None,
+    device_groups: Mapping[str, DeviceGroup],
 ) -> LogprobParts:
     """Start what ``training.num_ref_workers`` and ``training.num_logp_workers`` ask for, side by side; ended with ``stack``.
 
@@ -98,14 +93,14 @@ async def start_logprob_workers(
             return await start_workers(
                 config,
                 forward_settings(config, str(initial) if path is None else path),
-                worker_resources(config, None) if reserved is None else reserved.resources(name),
+                worker_resources(config, reserved, name),
                 num_workers=num_workers,
                 policy_path=files.trained if path is None else None,
                 worker_name=f"{name}-worker",
                 loads_published=name == "logp",
             )
 
-        lease = lease_of(name, device_groups or {})
+        lease = lease_of(name, device_groups)
         workers = await LogprobWorkers.start(start, max_restarts=config.trainer.max_restarts, device_lease=lease)
         stack.push_async_callback(workers.close)
         return workers
@@ -153,7 +148,7 @@ def forward_settings(config: Config, path: str) -> TrainingSettings:
 
 
 def stage_works(
-    config: Config, policy: Policy, parts: LogprobParts, device_groups: Mapping[str, DeviceGroup] | None = None
+    config: Config, policy: Policy, parts: LogprobParts, device_groups: Mapping[str, DeviceGroup]
 ) -> dict[str, Prepare]:
     """Return the work of the stages ``ref_logp`` and ``logp`` on a finished group, as far as the run needs them.
 
@@ -165,10 +160,10 @@ def stage_works(
     """
 
     def work_of(model: LogprobModel, member: str, workers: LogprobWorkers | None) -> Prepare:
-        groups = device_groups or {}
         if workers is None:
-            return on_leased_devices(LogprobStageWork(_of_policy(policy, model), model), "policy", groups)
-        return on_leased_devices(LogprobStageWork(workers.logprobs_of, model), member, groups, workers.lease)
+            work = LogprobStageWork(lambda rows: policy.logprobs_of(rows, model), model)
+            return on_leased_devices(work, "policy", device_groups)
+        return on_leased_devices(LogprobStageWork(workers.logprobs_of, model), member, device_groups, workers.lease)
 
     algorithm = config.trainer.algorithm
     works = {}
@@ -177,10 +172,3 @@ def stage_works(
     if POLICY_LOSSES.entry(algorithm.policy_loss_type).needs_old_logprobs:
         works["logp"] = work_of(LogprobModel.POLICY, "logp", parts.old)
     return works
-
-
-def _of_policy(policy: Policy, model: LogprobModel) -> ComputeLogprobs:
-    async def logprobs_of(trajectories: Sequence[Trajectory]) -> RowLogprobs:
-        return await policy.logprobs_of(trajectories, model)
-
-    return logprobs_of

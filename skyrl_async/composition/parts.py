@@ -21,7 +21,7 @@ from skyrl_async.composition.logprobs import LogprobParts, stage_works
 from skyrl_async.composition.processes import Endpoint
 from skyrl_async.composition.time_sharing import lease_of, lease_values, leasing_policy
 from skyrl_async.config.schema.fields import from_section
-from skyrl_async.config.schema.run import Config, GeneratorKind, SamplingConfig, Schedule, TrainerConfig
+from skyrl_async.config.schema.run import Config, GeneratorKind, SamplingConfig, Schedule
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.generators.agent.settings import check_agent_settings, make_agent_generator
 from skyrl_async.generators.gym.generator import GymGenerator
@@ -87,7 +87,8 @@ def make_generator(
         stack.push_async_callback(agents.close)
         return agents
     if generator.entrypoint is not None:
-        return _user_generator(generator.entrypoint, client, renderer, config)
+        own = import_function("generator.entrypoint", generator.entrypoint)
+        return cast(Generator, own(client, renderer, config))
     if generator.kind is GeneratorKind.gym_http:
         assert endpoint is not None
         module = importlib.import_module("skyrl_gym_http.generator")
@@ -110,13 +111,6 @@ def make_generator(
         max_trajectory_tokens=generator.max_trajectory_tokens,
         make_environment=environment_factory(config),
     )
-
-
-def _user_generator(
-    entrypoint: str, client: InferenceEngineClient, renderer: ChatRenderer, config: Config
-) -> Generator:
-    generator: Generator = import_function("generator.entrypoint", entrypoint)(client, renderer, config)
-    return generator
 
 
 def placement(config: Config) -> PlacementSettings | None:
@@ -239,7 +233,10 @@ def make_trainer(
 
 
 def _rollout_settings(config: Config) -> RolloutSettings:
-    generator = config.generator
+    generator, trainer = config.generator, config.trainer
+    signal = SignalSettings(
+        max_in_a_row=trainer.max_filtered_in_a_row, tolerance=trainer.algorithm.zero_variance_filter_tol
+    )
     return RolloutSettings(
         num_samples=generator.n_samples_per_prompt,
         sampling=sampling_params(generator.sampling),
@@ -250,16 +247,8 @@ def _rollout_settings(config: Config) -> RolloutSettings:
         on_failed_samples=OnFailedSamples(generator.on_failed_samples.name),
         backoff=_backoff(config),
         requeues_groups=staleness_policy(config.trainer.staleness_policy.name).drops_groups,
-        signal=_signal(config.trainer),
+        signal=signal if trainer.fully_async.sample_full_batch else None,
         masks_overlong=generator.apply_overlong_filtering,
-    )
-
-
-def _signal(trainer: TrainerConfig) -> SignalSettings | None:
-    if not trainer.fully_async.sample_full_batch:
-        return None
-    return SignalSettings(
-        max_in_a_row=trainer.max_filtered_in_a_row, tolerance=trainer.algorithm.zero_variance_filter_tol
     )
 
 

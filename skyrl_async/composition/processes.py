@@ -176,7 +176,7 @@ async def _start_policy(
     """Start policy workers that are replaced when they die."""
 
     async def start() -> SendingPolicy:
-        resources, num_workers = worker_resources(config, reserved), config.training.num_workers
+        resources, num_workers = worker_resources(config, reserved, "policy"), config.training.num_workers
         return await start_workers(
             config, settings, resources, num_workers=num_workers, policy_path=trained, publishes=True
         )

@@ -12,7 +12,7 @@ import atexit
 import logging
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from skyrl_async.composition.closing import ClosingStack, descendants, kill_descendants
@@ -22,6 +22,14 @@ from skyrl_async.config.rules.placement import device_plan, device_unit, num_cpu
 from skyrl_async.config.schema.run import Config, Device, PlacementConfig
 from skyrl_async.errors import ConfigError, DeadlineError, EngineStartError
 
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+logger = logging.getLogger(__name__)
+
+RESERVE_TIMEOUT_S = 60.0
+"""Ray takes milliseconds where devices are free. A cluster that starts machines takes minutes: fail with a message instead."""
 _MAX_STARTS = 2
 
 
@@ -93,16 +101,6 @@ def _start_local_ray(num_cpus: int | None) -> None:
         configure_logging=False,
         object_store_memory=512 << 20,
     )
-
-
-if TYPE_CHECKING:
-    from ray.util.placement_group import PlacementGroup
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-logger = logging.getLogger(__name__)
-
-RESERVE_TIMEOUT_S = 60.0
-"""Ray takes milliseconds where devices are free. A cluster that starts machines takes minutes: fail with a message instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,19 +178,19 @@ async def reserve_devices(config: Config, stack: ClosingStack) -> ReservedDevice
     total = ray.cluster_resources().get(device_unit(config).value, 0.0)
     plan = device_plan(config, int(total))
     assert plan is not None
-    bundles = await ReservedDevices.reserve(plan, stack)
+    reserved = await ReservedDevices.reserve(plan, stack)
     for line in plan.table().splitlines():
         logger.info("%s", line)
-    return bundles
+    return reserved
 
 
-def engine_resources(config: Config, bundles: ReservedDevices | None, names: Sequence[str]) -> ActorResources:
+def engine_resources(config: Config, reserved: ReservedDevices | None, names: Sequence[str]) -> ActorResources:
     """Resources of the engines of these names: ``engine-2`` has the third bundle, and so has its successor ``engine-2.1``.
 
     Raises ``EngineStartError`` when there are fewer bundles.
     """
-    if bundles is not None:
-        resources = bundles.resources("generate")
+    if reserved is not None:
+        resources = reserved.resources("generate")
         assert resources.strategies is not None
         places = [int(name.partition(".")[0].removeprefix("engine-")) for name in names]
         if max(places) >= len(resources.strategies):
@@ -200,8 +198,7 @@ def engine_resources(config: Config, bundles: ReservedDevices | None, names: Seq
                 f"placement.groups has devices for {len(resources.strategies)} engines, none for {names[places.index(max(places))]}: "
                 "remove an engine first"
             )
-        strategies = tuple(resources.strategies[place] for place in places)
-        return ActorResources(num_cpus=resources.num_cpus, num_gpus=resources.num_gpus, strategies=strategies)
+        return replace(resources, strategies=tuple(resources.strategies[place] for place in places))
     engine, num_gpus = config.engine, config.placement.num_gpus_per_engine
     default = engine.tensor_parallel_size if engine_device(engine) is Device.cuda else 0.0
     return ActorResources(
@@ -210,10 +207,10 @@ def engine_resources(config: Config, bundles: ReservedDevices | None, names: Seq
     )
 
 
-def worker_resources(config: Config, bundles: ReservedDevices | None) -> ActorResources:
-    """What Ray reserves for each policy worker."""
-    if bundles is not None:
-        return bundles.resources("policy")
+def worker_resources(config: Config, reserved: ReservedDevices | None, stage: str) -> ActorResources:
+    """What Ray reserves for each worker of ``policy``, ``ref`` or ``logp``."""
+    if reserved is not None:
+        return reserved.resources(stage)
     num_gpus = config.placement.num_gpus_per_worker
     default = 1.0 if training_device(config.training) is Device.cuda else 0.0
     return ActorResources(

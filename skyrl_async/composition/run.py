@@ -9,17 +9,17 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyrl_async.chat import ChatRenderer
 from skyrl_async.composition.algorithms import check_algorithm
 from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.data import (
-    Chat,
     PolicyFiles,
     ProgressFn,
     Prompts,
     check_checkpoint_is_of,
     fitting_prompts,
     known_context,
-    load_chat,
+    load_renderer,
     num_planned_steps,
     prepare_prompts,
 )
@@ -83,8 +83,8 @@ async def started_parts(
         )
         groups = device_groups(reserved.plan if reserved else None)
         logprobs = await start_logprob_workers(config, stack, plan.files, plan.initial, reserved, groups)
-        chat = plan.chat or load_chat(plan.initial, config.policy.trust_remote_code)
-        client = _client(config, engines, chat)
+        renderer = plan.renderer or load_renderer(plan.initial, config.policy.trust_remote_code)
+        client = _client(config, engines, renderer)
         endpoint = None
         if config.serves_endpoint:
             say("starting the endpoint")
@@ -102,13 +102,13 @@ async def started_parts(
         )
         leasing = leasing_policy(policy, groups)
         hold_engines = time_sharing.holding if time_sharing else contextlib.nullcontext
-        generator = make_generator(config, client, chat.renderer, endpoint, run_dir, stack)
+        generator = make_generator(config, client, renderer, endpoint, run_dir, stack)
         publisher = make_publisher(
             config,
             client,
             leasing,
             policy,
-            chat.renderer,
+            renderer,
             plan.prompts,
             trace,
             stack,
@@ -122,7 +122,7 @@ async def started_parts(
         if time_sharing is not None:
             await stack.enter_async_context(time_sharing.running())
         yield Parts(
-            prompts=fitting_prompts(plan.prompts, chat.renderer, client.max_model_len, say),
+            prompts=fitting_prompts(plan.prompts, renderer, client.max_model_len, say),
             client=client,
             generator=generator,
             policy=policy,
@@ -142,7 +142,7 @@ class _Plan:
     files: PolicyFiles
     initial: Path
     """Directory of the policy that training begins with."""
-    chat: Chat | None
+    renderer: ChatRenderer | None
 
 
 def _planned(config: Config, checkpoint: Path | None, say: ProgressFn) -> _Plan:
@@ -158,20 +158,20 @@ def _planned(config: Config, checkpoint: Path | None, say: ProgressFn) -> _Plan:
     check_shared_memory(config, initial)
     if checkpoint is not None:
         check_checkpoint_is_of(checkpoint, initial)
-    chat: Chat | None = None
+    renderer = None
     if config.task.name not in BUILT_IN_TASKS:
         # A user's prompts may not fit: say so before anything boots. Built-in prompts fit, and loading takes seconds.
-        chat = load_chat(initial, config.policy.trust_remote_code)
-        prompts = fitting_prompts(prompts, chat.renderer, known_context(config, initial), say)
-    return _Plan(prompts=prompts, files=files, initial=initial, chat=chat)
+        renderer = load_renderer(initial, config.policy.trust_remote_code)
+        prompts = fitting_prompts(prompts, renderer, known_context(config, initial), say)
+    return _Plan(prompts=prompts, files=files, initial=initial, renderer=renderer)
 
 
-def _client(config: Config, engines: Sequence[InferenceEngine], chat: Chat) -> InferenceEngineClient:
+def _client(config: Config, engines: Sequence[InferenceEngine], renderer: ChatRenderer) -> InferenceEngineClient:
     return InferenceEngineClient(
         engines,
-        tokenizer=chat.tokenizer,
+        tokenizer=renderer.tokenizer,
         max_model_len=min(engine.max_model_len for engine in engines),
-        renderer=chat.renderer,
+        renderer=renderer,
         carries_tokens=is_supervised(config),
         engine_wait_s=None if is_supervised(config) else 0.0,
         placement=placement(config),

@@ -17,7 +17,6 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -58,17 +57,11 @@ def only_run_in(directory: Path) -> Iterator[None]:
             if error.errno not in _NOT_SUPPORTED:
                 raise
             logger.warning("%s has no file locks (%s): see to it that no other run uses it", directory, error.strerror)
-        _write(
-            file.fileno(), f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n"
-        )
+        with contextlib.suppress(OSError):  # a full disk is no reason to stop here
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
+            file.flush()
         yield
-
-
-def _write(handle: int, text: str) -> None:
-    """Write the lock's text; a full disk is ignored."""
-    with contextlib.suppress(OSError):
-        os.ftruncate(handle, 0)
-        os.write(handle, text.encode())
 
 
 def write_private(path: Path, text: str) -> None:
@@ -151,7 +144,7 @@ def checkpoint_to_resume(config: Config, run_dir: Path) -> Usable | None:
         return None
     if trainer.resume_mode is ResumeMode.latest:
         checkpointer = _checkpointer(run_dir)
-        with suppress(OSError):
+        with contextlib.suppress(OSError):
             checkpointer.tidy()
         if (newest := checkpointer.usable()) is not None:
             return newest

@@ -23,8 +23,6 @@ class LeaseStatistics:
 
     holder: str | None
     """Member that holds the devices."""
-    held_s: float
-    """Seconds since it got them; 0 without a holder."""
     waiting: tuple[str, ...]
     """Members in the queue, the next one first."""
     seconds_held: Mapping[str, float]
@@ -94,14 +92,11 @@ class LeaseQueue:
     def statistics(self, now: float) -> LeaseStatistics:
         """Return what the leases came to so far."""
         held, waited = dict(self._seconds_held), dict(self._seconds_waited)
-        holder = self.holder
-        if holder is not None:
-            held[holder.member] += now - holder.since
-        for lease in self.waiting:
-            waited[lease.member] += now - lease.since
+        for lease in self._queue:
+            seconds = held if lease is self.holder else waited
+            seconds[lease.member] += now - lease.since
         return LeaseStatistics(
-            holder=None if holder is None else holder.member,
-            held_s=0.0 if holder is None else now - holder.since,
+            holder=self.holder.member if self.holder else None,
             waiting=tuple(lease.member for lease in self.waiting),
             seconds_held=held,
             seconds_waited=waited,

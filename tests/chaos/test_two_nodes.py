@@ -96,13 +96,13 @@ async def test_workers_that_load_what_is_published_are_on_the_trainer_s_node_or_
 
     async with contextlib.AsyncExitStack() as stack:
         with pytest.raises(ExceptionGroup) as refused:
-            await start_logprob_workers(asking_for(1), stack, files, policy_dir, Elsewhere(nodes[1]))
+            await start_logprob_workers(asking_for(1), stack, files, policy_dir, Elsewhere(nodes[1]), {})
         failure = first_failure(refused.value)
         expected = (
             r"logp-worker-0-.* must run on the trainer's machine, .* training.num_logp_workers .*placement.groups"
         )
         assert isinstance(failure, ConfigError) and re.match(expected, str(failure))
-        parts = await start_logprob_workers(asking_for(2), stack, files, policy_dir)
+        parts = await start_logprob_workers(asking_for(2), stack, files, policy_dir, None, {})
         assert parts.old is not None
 
 

@@ -13,7 +13,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer
-from skyrl_async.composition.interruption import Interruption, Phase
 from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.errors import PublishError
 from skyrl_async.inference.client import InferenceEngineClient
@@ -22,7 +21,7 @@ from skyrl_async.metrics.tracker import TrainedGroupsLog, read_rows
 from skyrl_async.rollout.failed_samples import OnFailedSamples
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.runtime.outages import Backoff
-from skyrl_async.runtime.shutdown import GRACE_S
+from skyrl_async.runtime.shutdown import GRACE_S, Interruption, Phase
 from skyrl_async.simulator.clock import VirtualTimeLoop
 from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator

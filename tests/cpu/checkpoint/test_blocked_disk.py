@@ -17,7 +17,7 @@ import os, sys, threading
 from pathlib import Path
 from skyrl_async import main
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState
-from skyrl_async.composition.interruption import Phase
+from skyrl_async.runtime.shutdown import Phase
 from skyrl_async.simulator.models import ModelledPolicy
 
 fsync, leave_process = os.fsync, main.leave_process

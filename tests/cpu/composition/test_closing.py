@@ -12,10 +12,9 @@ import pytest
 
 from skyrl_async import main
 from skyrl_async.composition.closing import ClosingStack
-from skyrl_async.composition.interruption import Interruption, Phase
 from skyrl_async.errors import GenerationError
 from skyrl_async.runtime import daemon_threads
-from skyrl_async.runtime.shutdown import ShutdownRequested
+from skyrl_async.runtime.shutdown import Interruption, Phase, ShutdownRequested
 from skyrl_async.runtime.tasks import first_failure, run_together
 from skyrl_async.simulator.clock import run_in_virtual_time
 from tests.cpu.quick_config import config_of

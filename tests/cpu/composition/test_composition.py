@@ -91,13 +91,13 @@ class TestLogprobs:
         ],
     )
     def test_there_is_a_stage_for_what_the_loss_asks_for(self, overrides: tuple[str, ...], stages: list[str]) -> None:
-        assert list(stage_works(from_overrides(*overrides), ModelledPolicy(), LogprobParts())) == stages
+        assert list(stage_works(from_overrides(*overrides), ModelledPolicy(), LogprobParts(), {})) == stages
 
     async def test_a_group_goes_through_both_stages_on_the_policy_workers_where_there_are_no_others(self) -> None:
         config = from_overrides(
             "trainer.algorithm.use_kl_loss=true", "trainer.algorithm.policy_loss_type=decoupled_ppo"
         )
-        works = stage_works(config, ModelledPolicy(), LogprobParts())
+        works = stage_works(config, ModelledPolicy(), LogprobParts(), {})
         assert list(works) == ["ref_logp", "logp"]
         row = Trajectory(
             prompt_token_ids=(1,), response_token_ids=(2,), loss_mask=(1,), logprobs=(-2.0,), versions=(0,), reward=0.0

@@ -38,7 +38,7 @@ def plan_of(num_available: int, *overrides: str) -> DevicePlan:
 
 def test_without_groups_actors_reserve_what_their_own_keys_say_and_go_where_ray_likes() -> None:
     config = from_overrides("placement.num_cpus_per_engine=0.5", "placement.num_cpus_per_worker=2")
-    engine, worker = engine_resources(config, None, ["engine-0"]), worker_resources(config, None)
+    engine, worker = engine_resources(config, None, ["engine-0"]), worker_resources(config, None, "policy")
     assert (engine.num_cpus, engine.strategies) == (0.5, None)
     assert (worker.num_cpus, worker.strategies) == (2.0, None)
 
@@ -96,7 +96,7 @@ class TestOnRay:
         )
         async with ClosingStack() as stack:
             bundles = await reserve_devices(config, stack)
-            resources = worker_resources(config, bundles)
+            resources = worker_resources(config, bundles, "policy")
             workers = await PolicyWorkers.start(
                 settings_with_policy(tmp_path / "policy"),
                 num_workers=1,

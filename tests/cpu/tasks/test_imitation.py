@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_async.composition.data import PolicyFiles, Prompts, load_chat
+from skyrl_async.composition.data import PolicyFiles, Prompts, load_renderer
 from skyrl_async.config.load import from_overrides
 from skyrl_async.data.sources import rows_of
 from skyrl_async.errors import ConfigError, DatasetError
@@ -78,7 +78,7 @@ def test_a_dataset_with_conversations_gets_a_tiny_policy_and_its_tokenizer(tmp_p
         *("task=dataset", f"task.train_files=[{rows}]", f"policy.warm_start.files=[{files}]", f"cache_dir={tmp_path}")
     )
     policy = PolicyFiles(config, Prompts(train=(), held_out=()), say=print).initial()
-    tokenizer = load_chat(policy, trust_remote_code=False).tokenizer
+    tokenizer = load_renderer(policy, trust_remote_code=False).tokenizer
     assert tokenizer.get_vocab() == task_tokenizer(ImitationTask(rows_of(files), ())).get_vocab()
     assert tokenizer.decode(tokenizer.encode("1+1=2\n#### 2")) == "1+1=2\n#### 2"
 
