@@ -220,16 +220,17 @@ async def test_front_ends_follow_the_engines_that_they_are_told_of_and_hold_what
 async def test_without_engines_for_too_long_a_request_gets_503_and_when_to_come_back(
     tmp_path: Path, engine: Any
 ) -> None:
-    async with (
-        endpoint_processes(settings(tmp_path, engine_wait_s=0.2), []) as (front_end,),
-        openai.AsyncOpenAI(base_url=f"{front_end.url}/v1", api_key="k", max_retries=0) as client,
-    ):
+    server = EndpointServer(settings(tmp_path, engine_wait_s=0.2), [])
+    host, port = await server.start()
+    url = f"http://{host}:{port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client:
         with pytest.raises(openai.InternalServerError, match="no inference engine has been there for 0.2 s") as failure:
             await client.chat.completions.create(model="policy", messages=HELLO)
         assert (failure.value.status_code, failure.value.code, failure.value.type) == (503, "no_engine", "server_error")
         assert failure.value.response.headers["retry-after"] == "10"
-        await front_end.follow([engine])
-        assert (await ask(f"{front_end.url}/v1")).choices[0].message.content == "hé"
+        await server.follow([engine])
+        assert (await ask(url)).choices[0].message.content == "hé"
+    await server.stop()
 
 
 async def test_a_front_end_that_is_killed_or_frozen_is_replaced_on_its_port(pair: Pair, engine: Any) -> None:
