@@ -319,6 +319,7 @@ class TestSteps:
             TrainingSettings(policy_path="x", lr_schedule="linear")
 
 
+@pytest.mark.slow
 class TestExports:
     async def test_an_update_holds_every_weight_under_its_name_in_the_dtype_that_is_served(
         self, make: Make, policy_directory: Path, tmp_path: Path
@@ -396,6 +397,7 @@ class TestExports:
         assert_close(dict(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()), source)
 
 
+@pytest.mark.slow
 class TestCheckpoints:
     async def train(self, policy: InProcessPolicy, *, first_step: int, num_steps: int) -> list[dict[str, float]]:
         stats = []

@@ -172,6 +172,7 @@ class TestFrozenWeights:
             await policy.logprobs_of(rows, REF)
 
 
+@pytest.mark.slow
 class TestDivergenceInTheLoss:
     async def test_gradients_are_those_of_a_plain_transformers_forward(
         self, make: Make, policy_directory: Path, other_directory: Path

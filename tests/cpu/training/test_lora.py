@@ -112,6 +112,7 @@ async def test_gradients_are_those_of_plain_torch_through_the_merged_weights(
     assert max(gradient.abs().max().item() for gradient in per_token.values()) > 0.1
 
 
+@pytest.mark.slow
 async def test_training_begins_with_the_weights_as_they_are_and_never_touches_them(
     make: Make, policy_directory: Path, tmp_path: Path
 ) -> None:
@@ -125,6 +126,7 @@ async def test_training_begins_with_the_weights_as_they_are_and_never_touches_th
     assert moved == {name for name in source if name.split(".")[-2] in PROJECTIONS}
 
 
+@pytest.mark.slow
 async def test_adapters_alone_are_published_as_a_directory_that_peft_loads(
     make: Make, policy_directory: Path, tmp_path: Path
 ) -> None:
@@ -151,6 +153,7 @@ async def test_adapters_alone_are_published_as_a_directory_that_peft_loads(
     assert await whole.logprobs(ids) != pytest.approx(expected, abs=0.1)
 
 
+@pytest.mark.slow
 async def test_an_export_holds_the_adapters_too_as_they_train(
     make: Make, policy_directory: Path, tmp_path: Path
 ) -> None:
@@ -233,6 +236,7 @@ def test_ranks_draw_the_same_adapters_and_keep_the_random_state_that_each_of_the
     assert_close(*drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 async def test_a_resumed_run_is_the_same_to_the_last_bit(make: Make, tmp_path: Path, dropout: float) -> None:
     lora = replace(LORA, dropout=dropout)
@@ -259,6 +263,7 @@ async def test_a_checkpoint_holds_the_adapters_and_names_what_they_are_of(
     assert len(content["modules"]) == 2 * len(PROJECTIONS)
 
 
+@pytest.mark.slow
 async def test_checkpoints_of_something_else_are_refused_with_what_to_change(
     make: Make, policy_directory: Path, tmp_path: Path
 ) -> None:
@@ -331,6 +336,7 @@ async def test_tied_embeddings_stay_tied(tmp_path: Path, make: Make) -> None:
     assert "lm_head.weight" not in await weights(policy, tmp_path / "update")
 
 
+@pytest.mark.slow
 async def test_gradients_are_the_same_with_activations_recomputed(make: Make) -> None:
     rows, advantage = trajectories(5, seed=3), advantages(5, seed=4)
     kept, recomputed = make(), make(activation_checkpointing=True)
@@ -406,6 +412,7 @@ def test_the_key_reaches_those_who_publish_and_those_who_serve() -> None:
     assert _training_settings(merged, Path("unused"), 1).published_adapter is None
 
 
+@pytest.mark.slow
 async def test_engines_boot_from_the_weights_that_published_adapters_are_over(tmp_path: Path) -> None:
     """A warm start makes them: whole weights would come with the first publish."""
     short = [f"policy.warm_start.{key}_tokens=1000" for key in ("min", "max", "mixture")]

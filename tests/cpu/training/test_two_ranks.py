@@ -173,6 +173,7 @@ def test_checkpoints_go_on_from_two_ranks_to_one_and_back_offloaded_or_not(
     assert_same([rank["resumed"] for rank in two_ranks], from_one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", MEMORY)
 def test_one_rank_finds_the_same_whatever_saves_memory(
     settings: TrainingSettings, one_rank: Any, tmp_path: Path, way: str

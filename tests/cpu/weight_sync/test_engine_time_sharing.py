@@ -94,6 +94,7 @@ placements = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(
     placement=placements,
     staleness_policy=st.sampled_from(["wait", "mask", "resample", "allow"]),

@@ -700,6 +700,7 @@ def test_a_publish_killed_in_any_phase_leaves_every_engine_on_the_old_version_an
     run_in_virtual_time(main(is_cancelled=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("double_buffer", [True, False])
 @given(at=st.floats(5.0, 9.0))
 def test_a_publish_cancelled_while_engines_load_elsewhere_leaves_all_of_them_on_one_version(

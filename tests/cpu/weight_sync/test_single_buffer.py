@@ -77,6 +77,7 @@ def assert_versions_are_kept_apart(simulation: Simulation, job: SimulationSettin
             assert {v for group in groups for row in group for v in row.versions} == {max(0, step - 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", [PINNED, ONE_STEP_OFF], ids=["a pinned evaluation", "a batch in flight"])
 @pytest.mark.parametrize("after", [-0.1, 0.1, 0.6])
 def test_a_death_of_the_only_engine_between_a_send_and_its_load_stops_no_run_and_mixes_no_versions(

@@ -70,6 +70,7 @@ def cut_off(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [

@@ -123,6 +123,7 @@ SLOW_LOADS = {"load_seconds": 20.0, "stage_seconds": 30.0, "send_seconds": 0.1}
 SLOW_SENDS = {"load_seconds": 0.1, "send_seconds": 20.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "failing_sends", "failing_loads"),
     [
