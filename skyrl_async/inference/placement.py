@@ -116,9 +116,7 @@ class Placement:
 
     def weight_of(self, priority: int) -> float:
         """Weight of a request now."""
-        if self._settings is None:
-            return 1.0
-        if priority > self._newest_at_update:
+        if self._settings is None or priority > self._newest_at_update:
             return 1.0
         age = min(1.0, (self._expected - priority) / self._settings.oldest_age)
         return float(self._settings.oldest_weight**age)

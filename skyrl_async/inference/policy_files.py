@@ -23,10 +23,7 @@ _TIED_HEAD = "lm_head.weight"
 def read_config(policy_dir: str) -> dict[str, Any]:
     """``config.json`` of a policy directory. Raises ``PolicyError``."""
     path = Path(policy_dir) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise PolicyError(f"{path} cannot be read ({error}); policy.path must be a Hugging Face directory") from error
+    config = _read_json(path, "policy.path must be a Hugging Face directory")
     if not isinstance(config, dict):
         raise PolicyError(f"{path} holds a {type(config).__name__}, expected an object")
     return config
@@ -68,13 +65,15 @@ def _tokenizer_eos(directory: Path) -> int | None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise PolicyError(f"{path} cannot be read ({error}); export the policy again, or delete the file") from error
+    found = _read_json(path, "export the policy again, or delete the file") if path.exists() else {}
     return found if isinstance(found, dict) else {}
+
+
+def _read_json(path: Path, advice: str) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{path} cannot be read ({error}); {advice}") from error
 
 
 def read_manifest(policy_dir: str) -> Manifest:

@@ -7,8 +7,7 @@ the publisher of weights sets ``admission``, and the fleet that restarts engines
 """
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Protocol
 
@@ -51,19 +50,10 @@ class EngineSlot:
     def __init__(self, engine: InferenceEngine) -> None:
         self.engine = engine
         self.num_calls = 0
-        self._open: dict[asyncio.Timeout, None] = {}
-        self._changes = Changes()
+        self.changes = Changes()
+        """Of ``num_calls``."""
+        self._open: set[asyncio.Timeout] = set()
         self._death: str | None = None
-
-    @contextlib.contextmanager
-    def open_call(self) -> Iterator[None]:
-        """Count one more call while the block lasts."""
-        self.num_calls += 1
-        try:
-            yield
-        finally:
-            self.num_calls -= 1
-            self._changes.notify()
 
     async def blocks(self, call: Call, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """Yield the call's blocks. Raises ``EngineDeadError`` as soon as ``cut_off`` is called, even if the engine does not react."""
@@ -73,7 +63,7 @@ class EngineSlot:
 
     async def wait_until_idle(self) -> None:
         """Return when no call is open."""
-        await self._changes.until(lambda: not self.num_calls)
+        await self.changes.until(lambda: not self.num_calls)
 
     def cut_off(self, reason: str) -> None:
         """End every open call, now."""
@@ -88,11 +78,11 @@ class EngineSlot:
             raise EngineDeadError(self._death)
         try:
             async with asyncio.timeout(None) as deadline:
-                self._open[deadline] = None
+                self._open.add(deadline)
                 try:
                     return await anext(blocks, None)
                 finally:
-                    self._open.pop(deadline, None)
+                    self._open.discard(deadline)
         except TimeoutError as error:
             if self._death is None:
                 raise
@@ -154,10 +144,12 @@ class EnginePool:
         name = self._placement.choose(self._slots, generation_id, session_id, now)
         slot = self._slots[name]
         self._placement.start(generation_id, request, name)
+        slot.num_calls += 1
         try:
-            with slot.open_call():
-                yield slot
+            yield slot
         finally:
+            slot.num_calls -= 1
+            slot.changes.notify()
             self._placement.end(generation_id)
             self._forget(name)
 

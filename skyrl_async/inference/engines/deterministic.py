@@ -177,19 +177,16 @@ class DeterministicEngine:
             raise PublishError(f"engine {self.name} is not paused; pause it before loading weights {update.version}")
         self._validator.check(update)
         require_as_sent(update)
-        if update.adapter is None:
-            self._load_all(update)
-        else:
+        if update.adapter is not None:
             self._adapters.load(update)
+        else:
+            parameters = self._model.state_dict()
+            for chunk in update.chunks:
+                for name, tensor in load_file(chunk["path"]).items():
+                    parameters[name].copy_(tensor)
         self._validator.accept(update)
         self._num_loads += 1
         self._version = update.version
-
-    def _load_all(self, update: WeightUpdate) -> None:
-        parameters = self._model.state_dict()
-        for chunk in update.chunks:
-            for name, tensor in load_file(chunk["path"]).items():
-                parameters[name].copy_(tensor)
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """``InferenceEngine.switch_weights``."""

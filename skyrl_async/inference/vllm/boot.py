@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _WORKER_EXTENSION = "skyrl_async.inference.vllm.weight_transfer.WorkerExtension"
+_SAME_IN_VLLM = (
+    *("dtype", "tensor_parallel_size", "max_model_len", "max_num_seqs", "gpu_memory_utilization"),
+    *("enforce_eager", "enable_prefix_caching", "trust_remote_code"),
+)
+"""Settings with the same name and meaning in vLLM's ``AsyncEngineArgs``."""
 _PR_SET_PDEATHSIG = 1
 _CORE_END_S = 5.0
 """Longest wait for an ended core's exit code."""
@@ -133,15 +138,8 @@ def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
 
     arguments: dict[str, Any] = {
         "model": config.policy_dir,
-        "dtype": config.dtype,
-        "tensor_parallel_size": config.tensor_parallel_size,
+        **{name: getattr(config, name) for name in _SAME_IN_VLLM},
         "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else "uni",
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "enforce_eager": config.enforce_eager,
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "trust_remote_code": config.trust_remote_code,
         "scheduling_policy": "priority",
         # Equal seeds would make engines draw the same answers to the same prompts: a group of copies.
         "seed": zlib.crc32(f"{config.seed}/{config.name}".encode()) >> 1,
