@@ -35,6 +35,8 @@ from skyrl_async.types import (
     WeightUpdate,
 )
 
+_ABORTED = EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
+
 
 class DeterministicEngine:
     """An ``InferenceEngine`` over a transformers model in float32.
@@ -99,27 +101,24 @@ class DeterministicEngine:
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens >= self.max_model_len:
             raise PromptTooLongError(num_prompt_tokens, self.max_model_len)
-        with self._calls.tracking(request) as state:
-            async with contextlib.aclosing(self._tokens(request)) as blocks:
-                async for block in blocks:
-                    state.add(block)
-                    yield block
-
-    async def _tokens(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         sequence = _Sequence(self._model, request, self._stop_token_ids)
-        while await self._may_sample(request.request_id):
-            token, logprobs = sequence.sample_next(self._num_loads)
-            reason = self._finish_reason(request, sequence, token)
-            yield EngineOutput(
-                token_ids=(token,),
-                logprobs=(float(logprobs[token]),) if request.sampling.reports_logprobs else (),
-                versions=(self._version,),
-                finish_reason=reason,
-                top_logprobs=_top_logprobs(logprobs, request.sampling.num_top_logprobs),
-            )
-            if reason is not None:
-                return
-        yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
+        with self._calls.tracking(request) as state:
+            reason = None
+            while reason is None:
+                block = self._sample(request, sequence) if await self._may_sample(request.request_id) else _ABORTED
+                reason = block.finish_reason
+                state.add(block)
+                yield block
+
+    def _sample(self, request: EngineRequest, sequence: "_Sequence") -> EngineOutput:
+        token, logprobs = sequence.sample_next(self._num_loads)
+        return EngineOutput(
+            token_ids=(token,),
+            logprobs=(float(logprobs[token]),) if request.sampling.reports_logprobs else (),
+            versions=(self._version,),
+            finish_reason=self._finish_reason(request, sequence, token),
+            top_logprobs=_top_logprobs(logprobs, request.sampling.num_top_logprobs),
+        )
 
     async def _may_sample(self, request_id: str) -> bool:
         """Wait for the time that a token takes, and until the engine is not paused; False as soon as the request is evicted.
