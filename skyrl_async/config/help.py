@@ -24,18 +24,9 @@ _EXAMPLES = (
     ("the multi-turn task", "task=relay"),
     ("synchronous training, for comparison", "trainer.max_staleness_steps=0"),
     ("environments played over /chat/completions", "generator.kind=gym_http"),
-    (
-        "your own model and data",
-        "policy=hf policy.path=DIR task=dataset 'task.train_files=[train.jsonl]'",
-    ),
-    (
-        "two GPUs: one samples, one trains",
-        "policy=hf policy.path=DIR engine.device=cuda training.device=cuda",
-    ),
-    (
-        "continue a run",
-        "--config outputs/RUN/config.yaml trainer.output_dir=outputs/RUN trainer.resume_mode=latest",
-    ),
+    ("your own model and data", "policy=hf policy.path=DIR task=dataset 'task.train_files=[train.jsonl]'"),
+    ("two GPUs: one samples, one trains", "policy=hf policy.path=DIR engine.device=cuda training.device=cuda"),
+    ("continue a run", "--config outputs/RUN/config.yaml trainer.output_dir=outputs/RUN trainer.resume_mode=latest"),
 )
 
 
@@ -80,13 +71,7 @@ def _walk(owner: type, prefix: str) -> Iterator[Key]:
             continue
         default = one.default if one.default_factory is MISSING else one.default_factory()
         is_open = get_origin(hint) is dict
-        yield Key(
-            name=name,
-            type_text=type_text(hint),
-            default=value_text(default),
-            owner=owner,
-            is_open=is_open,
-        )
+        yield Key(name=name, type_text=type_text(hint), default=value_text(default), owner=owner, is_open=is_open)
 
 
 def type_text(hint: Any) -> str:

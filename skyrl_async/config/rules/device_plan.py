@@ -224,9 +224,7 @@ def resolve(
         )
     groups = tuple(
         PlannedGroup(
-            stages=tuple(stages),
-            num_devices=number,
-            sizes={stage: sizes[stage] for stage in stages if stage in sizes},
+            stages=tuple(stages), num_devices=number, sizes={stage: sizes[stage] for stage in stages if stage in sizes}
         )
         for stages, number in zip(placement.groups, numbers, strict=True)
     )

@@ -219,10 +219,7 @@ def devices_are_shared(config: Config) -> bool:
 
 
 def _why_not_cuda(config: Config, reason: str) -> str:
-    devices = {
-        "engine.device": engine_device(config.engine),
-        "training.device": training_device(config.training),
-    }
+    devices = {"engine.device": engine_device(config.engine), "training.device": training_device(config.training)}
     return next(
         (f"{key} is {device.name}: {reason}" for key, device in devices.items() if device is not Device.cuda), ""
     )

@@ -37,8 +37,7 @@ GROUPS: dict[str, dict[str, Option]] = {
             required=("train_files",),
         ),
         "reasoning_gym": Option(
-            text="A task of reasoning-gym: task.reasoning_gym.dataset.",
-            values={"task": {"name": "reasoning_gym"}},
+            text="A task of reasoning-gym: task.reasoning_gym.dataset.", values={"task": {"name": "reasoning_gym"}}
         ),
     },
     "policy": {
@@ -57,17 +56,9 @@ GROUPS: dict[str, dict[str, Option]] = {
                     "mixed_precision": False,
                     "activation_checkpointing": False,
                 },
-                "generator": {
-                    "sampling": {"max_tokens": 320},
-                    "agent_timeout_s": 300.0,
-                    "rollout_timeout_s": 600.0,
-                },
+                "generator": {"sampling": {"max_tokens": 320}, "agent_timeout_s": 300.0, "rollout_timeout_s": 600.0},
                 "trainer": {"policy_mini_batch_size": 8, "num_steps": 100, "num_epochs": 1000},
-                "evaluation": {
-                    "num_prompts": 256,
-                    "num_prompts_while_training": 96,
-                    "sampling": {"max_tokens": 320},
-                },
+                "evaluation": {"num_prompts": 256, "num_prompts_while_training": 96, "sampling": {"max_tokens": 320}},
             },
         ),
         "hf": Option(

@@ -10,21 +10,13 @@ from enum import Enum
 from skyrl_async.config.schema.engine import EngineBackend, EngineConfig, PauseModeName
 from skyrl_async.config.schema.fields import Device, DType, bounded
 from skyrl_async.config.schema.generator import GeneratorConfig, GeneratorKind, OnFailedSamples, SamplingConfig
-from skyrl_async.config.schema.policy import PolicyConfig, WarmStartConfig
-from skyrl_async.config.schema.server import BranchPolicyName, ReasoningPolicy, ServerConfig
+from skyrl_async.config.schema.policy import PolicyConfig
+from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.config.schema.task import TaskConfig
-from skyrl_async.config.schema.trainer import (
-    FullyAsyncConfig,
-    RefConfig,
-    ResumeMode,
-    Schedule,
-    StalenessPolicy,
-    TrainerConfig,
-)
+from skyrl_async.config.schema.trainer import FullyAsyncConfig, ResumeMode, Schedule, StalenessPolicy, TrainerConfig
 from skyrl_async.config.schema.training import LrSchedule, TrainingBackendName, TrainingConfig
 
 __all__ = [
-    "BranchPolicyName",
     "Config",
     "DType",
     "Device",
@@ -40,8 +32,6 @@ __all__ = [
     "PauseModeName",
     "PlacementConfig",
     "PolicyConfig",
-    "ReasoningPolicy",
-    "RefConfig",
     "ResumeMode",
     "SamplingConfig",
     "Schedule",
@@ -50,7 +40,6 @@ __all__ = [
     "TrainerConfig",
     "TrainingBackendName",
     "TrainingConfig",
-    "WarmStartConfig",
     "WeightSyncConfig",
     "WeightTransfer",
 ]
